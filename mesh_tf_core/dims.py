@@ -1,0 +1,101 @@
+"""Named dimensions and shapes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mesh_tf_core.errors import UserError, known_names
+
+_NAME = re.compile(r"[^\s:;,+\[\]]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A dimension of a tensor: a name, by which layouts speak of it, and a size in elements."""
+
+    name: str
+    size: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise UserError(
+                f"dimension name {self.name!r}: use a non-empty name without spaces or any of ':;,+[]'"
+            )
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise UserError(f"dimension {self.name!r}: size must be a positive integer, found {self.size!r}")
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An ordered tuple of dimensions with unique names."""
+
+    dims: tuple[Dim, ...]
+
+    def __init__(self, dims: Iterable[Dim] = ()) -> None:
+        object.__setattr__(self, "dims", tuple(dims))
+        names = [d.name for d in self.dims]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"shape [{self}]: dimension {name!r} appears twice; rename one of the two")
+
+    def __iter__(self) -> Iterator[Dim]:
+        return iter(self.dims)
+
+    def __len__(self) -> int:
+        return len(self.dims)
+
+    def __contains__(self, dim: object) -> bool:
+        return dim in self.dims or any(d.name == dim for d in self.dims)
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.dims))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(d.name for d in self.dims)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(d.size for d in self.dims)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(d.size for d in self.dims)
+
+    def index(self, name: str) -> int:
+        """Position of the dimension called `name`."""
+        for i, d in enumerate(self.dims):
+            if d.name == name:
+                return i
+        raise UserError(f"shape [{self}] has no dimension {name!r}; {known_names(name, self.names)}")
+
+    def dim(self, name: str) -> Dim:
+        return self.dims[self.index(name)]
+
+    def without(self, *names: str) -> Shape:
+        return Shape(d for d in self.dims if d.name not in names)
+
+    def replace(self, **sizes: int) -> Shape:
+        """The same names with other sizes for those given."""
+        return Shape(Dim(d.name, sizes.get(d.name, d.size)) for d in self.dims)
+
+
+def union(*shapes: Shape) -> Shape:
+    """All dimensions of the shapes in order of first appearance; sizes of equal names must agree."""
+    seen: dict[str, Dim] = {}
+    for shape in shapes:
+        for d in shape:
+            if seen.setdefault(d.name, d).size != d.size:
+                listing = ", ".join(f"[{s}]" for s in shapes)
+                raise UserError(
+                    f"dimension {d.name!r} has size {seen[d.name].size} in one operand and {d.size} in "
+                    f"another: {listing}; rename one of them or make the sizes equal"
+                )
+    return Shape(seen.values())

@@ -1,0 +1,39 @@
+"""Errors that a user can cause, and the wording they share.
+
+Every message is one line: what was asked, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """The user's input is wrong. The command line prints the message alone and exits with `exit_code`."""
+
+    exit_code = 2
+
+
+class LayoutError(UserError):
+    """A layout that cannot be lowered for this graph and mesh."""
+
+
+class InfeasibleError(UserError):
+    """Proven: no layout satisfies what was asked."""
+
+    exit_code = 3
+
+
+class LimitError(UserError):
+    """A time or size limit was reached before anything was found."""
+
+    exit_code = 4
+
+
+def known_names(asked: str, known: Iterable[str]) -> str:
+    """Says which names exist, the nearest first: the tail of every 'unknown name' message."""
+    names = sorted(known)
+    near = difflib.get_close_matches(asked, names, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}known: {', '.join(names) if names else 'none'}"
