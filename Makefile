@@ -1,0 +1,42 @@
+# `make install` makes .venv, `make demo` shows what the project does, `make test` runs every check.
+PYTHON ?= python3
+PYTEST_ARGS ?= -q -n auto --dist loadfile
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/pip --disable-pip-version-check --no-input
+
+.PHONY: install test test-fast lint format demo clean
+
+install: $(STAMP)
+
+# The pinned build tools come first, so that the project builds with them and not with an isolated newest version.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt setuptools wheel
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# pytest comes last: its summary is the last line of the output.
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+
+format: install
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+demo: install
+	examples/demo.sh
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

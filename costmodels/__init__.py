@@ -1,0 +1,1 @@
+"""Cost models: hardware descriptions and the seconds, bytes and peak memory of a lowered program."""

@@ -1,0 +1,1 @@
+"""Figures, tables and HTML pages of plain result data."""
