@@ -1,0 +1,16 @@
+"""Settings of every test process, made before any numeric library is imported."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+# Two busy cores make any deadline a coin toss; derandomised, a failure is the same failure everywhere.
+hypothesis.settings.register_profile("layoutopt", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("layoutopt")

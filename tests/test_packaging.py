@@ -1,0 +1,101 @@
+"""The installed package: what its imports load, what lives together in one process, what is pinned."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = frozenset({"tensorflow", "ortools", "matplotlib", "pandas", "scipy", "jax", "jaxlib", "sklearn"})
+COMMAND = str(Path(sys.executable).parent / "layoutopt")
+
+SOLVE_AND_MULTIPLY = """
+{imports}
+model = cp_model.CpModel()
+x, y = model.new_int_var(0, 10, "x"), model.new_int_var(0, 10, "y")
+model.add(2 * x + 3 * y <= 12)
+model.maximize(x + 2 * y)
+solver = cp_model.CpSolver()
+solver.parameters.num_workers = 2
+status = solver.solve(model)
+product = tf.linalg.matmul([[1.0, 2.0]], [[3.0], [4.0]])
+print(solver.status_name(status), solver.objective_value, float(product[0, 0]))
+"""
+ORTOOLS = "from ortools.sat.python import cp_model"
+TENSORFLOW = "import tensorflow as tf"
+
+
+def loaded_packages(*arguments: str) -> set[str]:
+    """Top-level packages that a fresh interpreter loads for `arguments`, which must end with code 0."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = re.findall(r"^import time:\s+\d+ \|\s+\d+ \|\s+(\S+)$", done.stderr, re.MULTILINE)
+    return {name.split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["-c", "import layoutopt"], id="import layoutopt"),
+        pytest.param(["-c", "import mesh_tf_core"], id="import mesh_tf_core"),
+        pytest.param(["-c", "import costmodels"], id="import costmodels"),
+        pytest.param(["-c", "import reports"], id="import reports"),
+        pytest.param([COMMAND, "--help"], id="layoutopt --help"),
+        pytest.param(["-m", "layoutopt", "--help"], id="python -m layoutopt --help"),
+    ],
+)
+def test_imports_are_light(arguments: list[str]) -> None:
+    assert loaded_packages(*arguments) & HEAVY == set()
+
+
+def test_heavy_imports_are_noticed() -> None:
+    assert {"scipy", "numpy"} <= loaded_packages("-c", "def late():\n    import scipy\nlate()")
+
+
+@pytest.mark.parametrize(
+    "imports", [(ORTOOLS, TENSORFLOW), (TENSORFLOW, ORTOOLS)], ids=["solver first", "solver last"]
+)
+def test_solver_and_tensorflow_share_a_process(imports: tuple[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SOLVE_AND_MULTIPLY.format(imports="\n".join(imports))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode} (negative: a signal)\n{done.stderr[-2000:]}"
+    assert done.stdout.split() == ["OPTIMAL", "8.0", "11.0"]
+
+
+def pins() -> dict[str, str]:
+    """Name to version of every line of constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_installed_versions_are_the_pinned_ones() -> None:
+    expected = pins()
+    assert {name: metadata.version(name) for name in expected} == expected
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [each for group in project["optional-dependencies"].values() for each in group]
+    names = {re.split(r"[\[=<>~!]", each)[0].lower() for each in project["dependencies"] + extras}
+    assert names - {name.lower() for name in pins()} == {"layoutopt"}
+
+
+def test_installed_version_is_the_printed_one() -> None:
+    done = subprocess.run([COMMAND, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == metadata.version("layoutopt")
