@@ -1,0 +1,45 @@
+"""Hardware descriptions: data files whose every number carries its source and date, read into frozen values."""
+
+from costmodels.hardware.curve import Curve, monotone
+from costmodels.hardware.load import HardwareError, hardware_names, load_hardware, read_hardware
+from costmodels.hardware.model import (
+    Calibration,
+    Chip,
+    Cluster,
+    CollectiveCurve,
+    ComputeCurve,
+    Efficiency,
+    Hardware,
+    MatrixUnit,
+    Number,
+    Protocol,
+    Registers,
+    SharedMemory,
+    SwitchReduce,
+    Torus,
+    Wraparound,
+)
+
+__all__ = [
+    "Calibration",
+    "Chip",
+    "Cluster",
+    "CollectiveCurve",
+    "ComputeCurve",
+    "Curve",
+    "Efficiency",
+    "Hardware",
+    "HardwareError",
+    "MatrixUnit",
+    "Number",
+    "Protocol",
+    "Registers",
+    "SharedMemory",
+    "SwitchReduce",
+    "Torus",
+    "Wraparound",
+    "hardware_names",
+    "load_hardware",
+    "monotone",
+    "read_hardware",
+]

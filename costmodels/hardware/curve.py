@@ -1,0 +1,79 @@
+r"""Measured curves: piecewise linear, and never falling.
+
+(1) y(x) = y_i + (x - x_i) (y_{i+1} - y_i) / (x_{i+1} - x_i) for x between two points;
+(2) y(x) = y_0 below the first point: what is measured there is latency;
+(3) y(x) = y_n + slope (x - x_n) above the last one, with the slope of the last interval, but never less than
+    proportional growth when that interval is flat.
+
+A curve that is fitted to noisy measurements is made monotone by pooling adjacent violators (Ayer et al. 1955), so
+a cost model built on it cannot say that more bytes take less time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Non-decreasing piecewise-linear curve through `points`, pairs (x, y) with x rising; x, y >= 0."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if fault := curve_fault(self.points):
+            raise ValueError(fault)
+
+    def __call__(self, x: float) -> float:
+        """The curve at `x` by equations (1) to (3)."""
+        points = self.points
+        if x <= points[0][0]:
+            return points[0][1]
+        if x >= points[-1][0]:
+            return self._beyond(x)
+        right = bisect_right(points, x, key=lambda p: p[0])
+        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
+
+    def _beyond(self, x: float) -> float:
+        x1, y1 = self.points[-1]
+        slope = 0.0
+        if len(self.points) > 1:
+            x0, y0 = self.points[-2]
+            slope = (y1 - y0) / (x1 - x0)
+        if slope <= 0.0 and x1 > 0:
+            slope = y1 / x1
+        return y1 + slope * (x - x1)
+
+
+def curve_fault(points: Iterable[tuple[float, float]]) -> str | None:
+    """What is wrong with `points` as a curve, in words; None when nothing is."""
+    points = tuple(points)
+    if not points:
+        return "a curve needs at least one point"
+    if any(x < 0 or y < 0 for x, y in points):
+        return "a curve's points cannot be negative"
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x1 <= x0:
+            return f"points must rise in x, found {x1:g} after {x0:g}"
+        if y1 < y0:
+            return f"the curve falls from {y0:g} to {y1:g} between x = {x0:g} and {x1:g}"
+    return None
+
+
+def monotone(samples: Iterable[tuple[float, float]]) -> Curve:
+    """The non-decreasing curve nearest to noisy `samples` (least squares; samples of equal x are averaged)."""
+    by_x: dict[float, list[float]] = {}
+    for x, y in samples:
+        by_x.setdefault(float(x), []).append(float(y))
+    blocks: list[tuple[list[float], float, int]] = []  # the x of a block, its mean, its weight
+    for x in sorted(by_x):
+        ys = by_x[x]
+        blocks.append(([x], sum(ys) / len(ys), len(ys)))
+        while len(blocks) > 1 and blocks[-2][1] > blocks[-1][1]:
+            xs1, mean1, n1 = blocks.pop()
+            xs0, mean0, n0 = blocks.pop()
+            blocks.append((xs0 + xs1, (mean0 * n0 + mean1 * n1) / (n0 + n1), n0 + n1))
+    return Curve(tuple((x, mean) for xs, mean, _ in blocks for x in xs))

@@ -1,0 +1,76 @@
+"""Finds and reads hardware files: the presets that ship with the package, the user's own, and calibrated profiles."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+from costmodels.hardware.model import Hardware
+from mesh_tf_core.errors import UserError, known_names
+
+_PRESETS = Path(__file__).parent / "data"
+
+
+class HardwareError(UserError):
+    """A hardware name that is not known, or a hardware file that is not one."""
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
+
+
+def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> Hardware:
+    """The hardware of a preset's name or of a file's path.
+
+    Args:
+      name_or_path: a name of `hardware_names()`, or the path of a hardware file (also what `calibrate` writes).
+      profiles: a directory of calibrated profiles; `NAME.json` there replaces the preset NAME.
+
+    Raises:
+      HardwareError: unknown name, unreadable file, or a malformed one (every fault with its path in the file).
+    """
+    text = str(name_or_path)
+    if profiles is not None and text in hardware_names() and (profile := profiles / f"{text}.json").is_file():
+        return read_hardware(profile)
+    if text in hardware_names():
+        return _preset(text)
+    path = Path(text)
+    if path.is_file():
+        return read_hardware(path)
+    if path.suffix == ".json" or len(path.parts) > 1:
+        raise HardwareError(f"hardware file {text!r} does not exist; give a file, or a name: {_known(text)}")
+    raise HardwareError(
+        f"hardware {text!r} is not known; {_known(text)}; or give the path of a hardware file"
+    )
+
+
+def read_hardware(path: Path) -> Hardware:
+    """The hardware in the file at `path`; HardwareError names every fault."""
+    from costmodels.hardware.schema import read
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HardwareError(f"hardware file {str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise HardwareError(f"hardware file {str(path)!r} is not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise HardwareError(
+            f"hardware file {str(path)!r} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        ) from None
+    hardware, faults = read(content)
+    if hardware is None:
+        many = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        raise HardwareError(f"hardware file {str(path)!r} has {many}: {'; '.join(faults)}")
+    return hardware
+
+
+@lru_cache
+def _preset(name: str) -> Hardware:
+    return read_hardware(_PRESETS / f"{name}.json")
+
+
+def _known(asked: str) -> str:
+    return known_names(asked, hardware_names())

@@ -1,0 +1,298 @@
+"""What a cost model knows of hardware: frozen values in SI units, every number with its source and date.
+
+A *device* is what a mesh counts and what runs one copy of the program: a GPU, a TPU chip, or half a chip where the
+two cores have separate memory (TPU v2, v3, v7). Files give numbers per chip, as sources print them; `Hardware` gives
+them per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from costmodels.hardware.curve import Curve
+
+T = TypeVar("T")
+Pairs = tuple[tuple[str, T], ...]
+"""A frozen mapping: pairs in the file's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One number and where it comes from.
+
+    Attributes:
+      value: in SI units (FLOP/s, bytes, bytes/s, seconds), or a plain fraction or count.
+      given: the number and unit as the source prints it.
+      source: a paper, repository file at a commit, documentation page, or 'assumption: …'.
+      date: of publication, of the commit, or of reading (ISO 8601, may stop at the month or year).
+      uncertainty: relative standard error, if known.
+    """
+
+    value: float
+    given: str
+    source: str
+    date: str
+    uncertainty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixUnit:
+    """The unit that multiplies matrices: sizes that m, n, k are padded to; `processors` work on tiles in waves."""
+
+    m: Number
+    n: Number
+    k: Number
+    processors: Number | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Registers:
+    """Memory tiles of a vector unit: `lanes` × `sublanes` elements of a dtype; bytes are padded to whole tiles."""
+
+    lanes: Number
+    sublanes: Pairs[Number]
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Fraction of the peak that one product reaches: a curve over its FLOPs, never above 1."""
+
+    curve: Curve
+    source: str
+    date: str
+    uncertainty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One chip. Rates and sizes are per chip, not per device."""
+
+    devices: Number
+    peak_flops: Pairs[Number]
+    memory: Number
+    memory_reserve: Number
+    memory_bandwidth: Number
+    memory_efficiency: Number
+    launch_overhead: Number
+    matrix_unit: MatrixUnit
+    matmul_efficiency: Efficiency
+    vector_flops: Number | None = None
+    registers: Registers | None = None
+    host_cores: Number | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wraparound:
+    """When the ends of a torus axis are joined: 'axis_size' (axes of `value` chips), 'multiples' (all axes are
+    multiples of `value`), 'full_slice' (only the largest slice), 'never'.
+    """
+
+    rule: str
+    value: Number | None
+
+
+@dataclass(frozen=True, slots=True)
+class Torus:
+    """Chips on a 2-D or 3-D torus, slices joined by a data-centre network; bandwidths are one way."""
+
+    axes: tuple[Number, ...]
+    links_per_axis: Number
+    link_bandwidth_spec: Number | None
+    link_bandwidth: Number
+    hop_latency: Number
+    wraparound: Wraparound
+    network_bandwidth: Number
+    network_latency: Number
+    core_bandwidth: Number | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One protocol of a GPU collective library: fixed latency of a ring or tree, latency per step, bandwidth."""
+
+    name: str
+    ring_latency: Number
+    tree_latency: Number
+    ring_step_node: Number
+    ring_step_network: Number
+    tree_step_node: Number
+    tree_step_network: Number
+    bandwidth_factor: Number
+    bandwidth_limit: Number | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchReduce:
+    """All-reduce done by the switch: algorithm bandwidth by group size, and its latency."""
+
+    bandwidth: tuple[tuple[int, Number], ...]
+    latency: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of GPUs on a switch or point-to-point links, joined by network cards; bandwidths are one way per GPU.
+
+    `node_bandwidth` is what a ring over a group of that many GPUs reaches.
+    """
+
+    node_size: Number
+    node_bandwidth_spec: Number
+    node_bandwidth: tuple[tuple[int, Number], ...]
+    nic_bandwidth: Number
+    node_egress: Number
+    network_efficiency: Number
+    launch: Number
+    protocols: tuple[Protocol, ...]
+    switch_reduce: SwitchReduce | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Virtual devices of one machine: they exchange data by copies through one memory."""
+
+    copy_bandwidth: Number
+    latency: Number
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCurve:
+    """Measured seconds of one collective over groups of `group_size`, against bytes of the FULL array.
+
+    `devices` is how many devices took part at once (all groups together).
+    """
+
+    collective: str
+    group_size: int
+    devices: int
+    seconds: Curve
+    source: str
+    date: str
+    uncertainty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeCurve:
+    """Measured seconds of one class of local operation on one device, against its FLOPs or its bytes."""
+
+    op_class: str
+    dtype: str
+    against: str
+    devices: int
+    seconds: Curve
+    source: str
+    date: str
+    uncertainty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How a profile was made; mappings and measurements are kept as JSON text, so that the value stays hashable."""
+
+    date: str
+    machine: str
+    versions: str
+    fit: str
+    measurements: str
+    base: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine that programs are priced for. Everything below is per DEVICE and in SI units."""
+
+    name: str
+    kind: str
+    summary: str
+    device: str
+    calibrated: bool
+    chip: Chip
+    topology: Torus | Cluster | SharedMemory
+    overlap: Pairs[Number] = ()
+    collective_curves: tuple[CollectiveCurve, ...] = ()
+    compute_curves: tuple[ComputeCurve, ...] = ()
+    calibration: Calibration | None = None
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def devices_per_chip(self) -> int:
+        return int(self.chip.devices.value)
+
+    @cached_property
+    def memory_bytes(self) -> float:
+        """Memory of one device."""
+        return self.chip.memory.value / self.devices_per_chip
+
+    @cached_property
+    def usable_memory_bytes(self) -> float:
+        """Memory of one device without what the runtime keeps for itself."""
+        return (self.chip.memory.value - self.chip.memory_reserve.value) / self.devices_per_chip
+
+    @cached_property
+    def memory_bandwidth(self) -> float:
+        """Peak bytes/s between one device and its memory."""
+        return self.chip.memory_bandwidth.value / self.devices_per_chip
+
+    @cached_property
+    def _peaks(self) -> dict[str, float]:
+        return {dtype: number.value / self.devices_per_chip for dtype, number in self.chip.peak_flops}
+
+    def peak_dtype(self, dtype: str) -> str:
+        """The dtype whose peak rate is used for products of `dtype`: itself, or the nearest one that is listed.
+
+        A dtype without its own peak runs at the rate of the next narrower float (TPUs multiply float32 in
+        bfloat16 passes at default precision) or else of the next wider one.
+        """
+        order = ("float64", "float32", "bfloat16", "float16", "int8")
+        if dtype in self._peaks:
+            return dtype
+        start = order.index(dtype) if dtype in order else order.index("float32")
+        for other in (*order[start:], *reversed(order[:start])):
+            if other in self._peaks:
+                return other
+        return next(iter(self._peaks))
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak FLOP/s of one device for products of `dtype` (see `peak_dtype`)."""
+        return self._peaks[self.peak_dtype(dtype)]
+
+    def contention(self, devices: int) -> float:
+        """How many devices share one core when `devices` of them run: 1 unless devices are virtual."""
+        if self.chip.host_cores is None:
+            return 1.0
+        return max(1.0, devices / self.chip.host_cores.value)
+
+    def hidden_fraction(self, collective: str) -> float:
+        """Fraction of a collective's time that runs under compute; 0 unless the description says otherwise."""
+        return dict(self.overlap)[collective].value if collective in dict(self.overlap) else 0.0
+
+    def numbers(self) -> Iterator[tuple[str, Number]]:
+        """Every number with its path, for `layoutopt hardware NAME`."""
+        yield from _numbers("chip", self.chip)
+        yield from _numbers("topology", self.topology)
+        yield from _numbers("overlap", self.overlap)
+
+    def curves(self) -> Iterator[tuple[str, CollectiveCurve | ComputeCurve | Efficiency]]:
+        """Every measured curve with its path."""
+        yield "chip.matmul_efficiency", self.chip.matmul_efficiency
+        for c in self.collective_curves:
+            yield f"collective_curves.{c.collective}.{c.group_size}", c
+        for k in self.compute_curves:
+            yield f"compute_curves.{k.op_class}.{k.dtype}", k
+
+
+def _numbers(path: str, value: Any) -> Iterator[tuple[str, Number]]:
+    if isinstance(value, Number):
+        yield path, value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _numbers(f"{path}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str | int):
+                yield from _numbers(f"{path}.{item[0]}", item[1])
+            else:
+                yield from _numbers(f"{path}.{index}", item)
