@@ -1,0 +1,135 @@
+"""One door to all solvers: reduce, solve lazily, lift, and evaluate on the problem as it was given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from layoutopt.problem.answer import TOLERANCE, Solution, Status, evaluate, relative_gap
+from layoutopt.problem.form import Choices, Problem, ProblemError, Sparse
+from layoutopt.problem.lazy import Search
+from layoutopt.problem.reductions import Reduced, reduce
+from layoutopt.problem.solvers import cp_sat, exhaustive, highs
+from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver
+
+SOLVERS: dict[str, Solver] = {"cp-sat": cp_sat.solve, "highs": highs.solve}
+NAMES = ("auto", "cp-sat", "highs", "exhaustive")
+
+
+def solve(
+    problem: Problem,
+    solver: str = "auto",
+    time_limit: float | None = None,
+    on_progress: Progress | None = None,
+    hint: Sequence[int] | None = None,
+    upper_bound: float | None = None,
+    *,
+    excluded: Sequence[Sequence[int]] = (),
+    workers: int = 2,
+    seed: int = 0,
+) -> Solution:
+    """The best choices of `problem`, with a proof where the status says OPTIMAL.
+
+    `time_limit` is in seconds. `on_progress(best, bound)` hears every improvement. `hint` is a choice vector to start
+    from; if it is feasible the answer is never worse. Only answers of at most `upper_bound` count: without any, the
+    status is INFEASIBLE. `excluded` are choice vectors that may not be the answer. Ctrl-C stops and returns the best so
+    far. Raises `ProblemError` for an unknown solver or for choices that do not fit the problem.
+    """
+    if solver not in NAMES:
+        raise ProblemError(f"there is no solver {solver!r}; choose one of: {', '.join(NAMES)}")
+    if time_limit is not None and not time_limit > 0:
+        raise ProblemError(f"a time limit of {time_limit} seconds leaves no time; give a positive number")
+    banned = [tuple(choices) for choices in excluded]
+    clock = Clock(time_limit)
+    limit = math.inf if upper_bound is None else upper_bound
+    if solver == "exhaustive":
+        return _exhaustive(problem, clock, limit, banned)
+    reduced = reduce(problem, keep_all=bool(banned))
+    name = _chosen(solver)
+    if reduced.problem is None:
+        return Solution(Status.INFEASIBLE, None, math.inf, math.inf, clock.elapsed, name)
+    return _search(problem, reduced, name, clock, Options(time_limit, workers, seed), on_progress, hint, limit, banned)
+
+
+def _chosen(solver: str) -> str:
+    return "cp-sat" if solver == "auto" else solver
+
+
+def _search(
+    problem: Problem,
+    reduced: Reduced,
+    name: str,
+    clock: Clock,
+    options: Options,
+    on_progress: Progress | None,
+    hint: Sequence[int] | None,
+    limit: float,
+    banned: list[Choices],
+) -> Solution:
+    assert reduced.problem is not None
+    incumbent = _Incumbent(problem, reduced, on_progress, limit, banned)
+    if hint is not None:
+        incumbent.offer(tuple(hint), -math.inf)
+    search = Search(
+        reduced.problem,
+        SOLVERS[name],
+        options,
+        clock,
+        lambda choices, _, bound: incumbent.offer(reduced.lift(choices), bound),
+        limit,
+        [reduced.project(choices) for choices in banned],
+        whole(problem),
+    )
+    status = search.run(reduced.project(hint) if hint is not None else None)
+    if incumbent.choices is None:
+        bound = math.inf if status is Status.INFEASIBLE else search.bound
+        return Solution(status, None, math.inf, bound, clock.elapsed, name)
+    proven = status in (Status.OPTIMAL, Status.INFEASIBLE)
+    bound = min(max(search.bound, incumbent.objective if status is Status.INFEASIBLE else -math.inf), incumbent.objective)
+    optimal = proven and relative_gap(incumbent.objective, bound) <= TOLERANCE
+    status = Status.OPTIMAL if optimal else Status.FEASIBLE
+    return Solution(status, incumbent.choices, incumbent.objective, bound, clock.elapsed, name)
+
+
+class _Incumbent:
+    """The best choices of the original problem so far, each checked by `evaluate`."""
+
+    def __init__(
+        self, problem: Problem, reduced: Reduced, on_progress: Progress | None, limit: float, banned: list[Choices]
+    ) -> None:
+        self.problem = problem
+        self.reduced = reduced
+        self.on_progress = on_progress
+        self.limit = limit
+        self.banned = set(banned)
+        self.choices: Choices | None = None
+        self.objective = math.inf
+
+    def offer(self, choices: Choices, bound: float) -> None:
+        """Keeps `choices` if they are feasible and better."""
+        found = evaluate(self.problem, choices)
+        allowed = found.objective <= self.limit + 1e-9 * abs(self.limit) and choices not in self.banned
+        if found.feasible and allowed and found.objective < self.objective:
+            self.choices, self.objective = choices, found.objective
+            if self.on_progress:
+                self.on_progress(self.objective, min(bound, self.objective))
+
+
+def whole(problem: Problem) -> bool:
+    """Every cost is a whole number, so that the optimum is one too."""
+    if problem.constant != math.floor(problem.constant):
+        return False
+    for term in problem.terms:
+        values = term.table.values if isinstance(term.table, Sparse) else term.table
+        if not (values == np.floor(values)).all():
+            return False
+    return True
+
+
+def _exhaustive(problem: Problem, clock: Clock, limit: float, banned: list[Choices]) -> Solution:
+    raw = exhaustive.solve(problem, limit, frozenset(banned))
+    if raw.choices is None:
+        return Solution(raw.status, None, math.inf, math.inf, clock.elapsed, "exhaustive")
+    return Solution(raw.status, raw.choices, raw.bound, raw.bound, clock.elapsed, "exhaustive")

@@ -1,0 +1,1 @@
+"""One file per solver; `base` is what they share."""
