@@ -1,0 +1,42 @@
+"""Element types by name: the only place that knows their sizes."""
+
+from __future__ import annotations
+
+from mesh_tf_core.errors import UserError, known_names
+
+_SIZES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint32": 4,
+    "int8": 1,
+    "bool": 1,
+}
+DTYPES = tuple(_SIZES)
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return _SIZES[check_dtype(dtype)]
+
+
+def check_dtype(dtype: str) -> str:
+    """Returns `dtype`, or raises UserError if it is not an element type."""
+    if dtype not in _SIZES:
+        raise UserError(f"dtype {dtype!r} is not supported; {known_names(str(dtype), _SIZES)}")
+    return dtype
+
+
+def is_float(dtype: str) -> bool:
+    return dtype in FLOATS
+
+
+def promote(a: str, b: str) -> str:
+    """The dtype of an operation between two operands; only equal dtypes mix, a cast says what is meant."""
+    if a != b:
+        raise UserError(f"operands have dtypes {a} and {b}; cast one of them explicitly with mtf.cast")
+    return a

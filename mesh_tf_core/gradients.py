@@ -1,0 +1,151 @@
+"""Reverse-mode gradients, built from operations of the same graph, so that they are lowered like the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mesh_tf_core.dtypes import is_float
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.graph import Block, Graph, Node
+from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.elementwise import Constant, add_n
+from mesh_tf_core.tensor import Tensor
+
+
+def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
+    """d loss / d x for every x of `wrt` (None where the loss does not depend on it).
+
+    Args:
+      loss: a scalar at the top level of its graph.
+    """
+    graph = loss.graph
+    if len(loss.shape) or loss.block:
+        raise UserError(f"gradients: the loss must be a scalar outside of loops, found {loss!r}")
+    needed = _depends_on(graph, [x.id for x in wrt])
+    with graph.phase("backward"):
+        one: Tensor = graph.apply(Constant(1.0, loss.dtype))
+        found = _Backward(graph, needed).run(graph.blocks[0], {loss.id: [one]}, list(graph.nodes))
+    return [found.get(x.id) for x in wrt]
+
+
+def _depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
+    """Float tensors that depend on `sources`, through loops too."""
+    reached = set(sources)
+
+    def visit(block: Block) -> bool:
+        before = len(reached)
+        for node in block.nodes:
+            body = node.body
+            if body is None:
+                if any(i in reached for i in node.inputs):
+                    reached.update(o for o in node.outputs if is_float(graph.tensor(o).dtype))
+                continue
+            _into_body(node, body)
+            while visit(body):
+                reached.update(a for a, b in zip(body.carry_in, body.carry_out, strict=True) if b in reached)
+            finals = zip(body.carry_out, node.outputs, strict=False)
+            pairs = [*finals, *body.stacked, *body.summed]
+            reached.update(outer for inner, outer in pairs if inner in reached)
+        return len(reached) > before
+
+    def _into_body(node: Node, body: Block) -> None:
+        reached.update(a for a, i in zip(body.carry_in, node.inputs, strict=True) if i in reached)
+        reached.update(inner for outer, inner in body.sliced if outer in reached)
+
+    visit(graph.blocks[0])
+    return reached
+
+
+class _Backward:
+    """Walks blocks backwards, adding gradient operations to the graph's current block."""
+
+    def __init__(self, graph: Graph, needed: set[int]) -> None:
+        self.graph, self.needed = graph, needed
+
+    def run(self, block: Block, seeds: dict[int, list[Tensor]], nodes: Sequence[Node]) -> dict[int, Tensor]:
+        """Gradients of every tensor that `block` reads or computes, given those of its results."""
+        pending = {i: list(terms) for i, terms in seeds.items()}
+        done: dict[int, Tensor] = {}
+
+        def settle(i: int) -> Tensor | None:
+            if i not in done and i in pending:
+                done[i] = add_n(pending.pop(i))
+            return done.get(i)
+
+        for node in reversed(nodes):
+            if not any(o in pending for o in node.outputs):
+                continue
+            with self.graph.phase("backward", node.scope):
+                dys = [settle(o) for o in node.outputs]
+                for i, dx in self._node(node, dys):
+                    if dx is not None and i in self.needed:
+                        pending.setdefault(i, []).append(dx)
+        with self.graph.phase("backward", ""):
+            for i in list(pending):
+                settle(i)
+        return done
+
+    def _node(self, node: Node, dys: list[Tensor | None]) -> list[tuple[int, Tensor | None]]:
+        if node.body is not None:
+            return self._scan(node, node.body, dys)
+        if not any(i in self.needed for i in node.inputs):
+            return []
+        inputs = [self.graph.tensor(i) for i in node.inputs]
+        outputs = [self.graph.tensor(o) for o in node.outputs]
+        if len(outputs) == 1:
+            assert dys[0] is not None
+            grads = node.op.gradient(dys[0], inputs, outputs[0])
+        else:
+            grads = node.op.gradient(tuple(dys), inputs, tuple(outputs))  # type: ignore[arg-type]
+        return list(zip(node.inputs, grads, strict=True))
+
+    def _known(self, gradient: Tensor | None, like: Tensor) -> Tensor:
+        """The gradient as the current block sees it; zeros where there is none."""
+        if gradient is not None:
+            return self.graph.visible(gradient)
+        return broadcast(self.graph.apply(Constant(0.0, like.dtype)), like.shape)
+
+    def _scan(self, node: Node, body: Block, dys: list[Tensor | None]) -> list[tuple[int, Tensor | None]]:
+        """The backward of a loop is a loop in the other direction that carries the gradient of the state."""
+        graph = self.graph
+        finals, rest = dys[: len(body.carry_in)], dys[len(body.carry_in) :]
+        carried = [j for j, i in enumerate(body.carry_in) if i in self.needed]
+        init = [self._known(finals[j], graph.tensor(body.carry_out[j])) for j in carried]
+        assert body.dim is not None
+        with graph.loop(body.dim, not body.reverse, body) as block:
+            states = [graph.body_input(block, x) for x in init]
+            seeds: dict[int, list[Tensor]] = {}
+            for j, state in zip(carried, states, strict=True):
+                seeds.setdefault(body.carry_out[j], []).append(state)
+            for (inner, _), dy in zip([*body.stacked, *body.summed], rest, strict=True):
+                if dy is not None:
+                    stacked = len(dy.shape) > len(graph.tensor(inner).shape)
+                    part = graph.slice_into(block, graph.visible(dy)) if stacked else dy
+                    seeds.setdefault(inner, []).append(part)
+            found = self.run(body, seeds, list(body.nodes))
+            block.carry_in = tuple(s.id for s in states)
+            outs = [self._known(found.get(body.carry_in[j]), s) for j, s in zip(carried, states, strict=True)]
+            block.carry_out = tuple(x.id for x in outs)
+            result = self._outward(body, block, found)
+        closed = graph.close_loop(block, init)
+        return [(node.inputs[j], dx) for j, dx in zip(carried, closed, strict=True)] + result
+
+    def _outward(
+        self, body: Block, block: Block, found: dict[int, Tensor]
+    ) -> list[tuple[int, Tensor | None]]:
+        """Gradients that leave the loop: stacked for sliced inputs, summed for tensors read from outside."""
+        graph, out = self.graph, []
+        sliced = {inner: outer for outer, inner in body.sliced}
+        for i, dx in found.items():
+            if i in sliced and i in self.needed:
+                out.append((sliced[i], graph.stack_output(block, graph.visible(dx))))
+            elif graph.tensor(i).block != body.id and i in self.needed:
+                if not self._inside(body, graph.tensor(i).block):
+                    out.append((i, graph.sum_output(block, graph.visible(dx))))
+        return out
+
+    def _inside(self, body: Block, block: int) -> bool:
+        found: int | None = block
+        while found is not None and found != body.id:
+            found = self.graph.blocks[found].parent
+        return found == body.id

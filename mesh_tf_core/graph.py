@@ -1,0 +1,424 @@
+"""Graphs: append-only lists of operations on named-dimension tensors, with loop bodies as blocks.
+
+A block is a list of nodes. Block 0 is the graph itself; `scan` opens a block for its body, which is written once and runs
+once per element of the stacked dimension. Nothing here knows of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.dtypes import check_dtype
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.initializers import Initializer
+from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.ops.random import FoldIn
+from mesh_tf_core.structure import Assign, Feed, Read, Scan, Variable
+from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of a graph.
+
+    Attributes:
+      inputs, outputs: tensor ids.
+      scope: path of names given by the model, for reports.
+      phase: forward, backward or update.
+      body: the block of a scan.
+    """
+
+    index: int
+    op: Op
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    scope: str
+    phase: str
+    body: Block | None = None
+
+
+@dataclass
+class Block:
+    """The nodes of a graph or of a loop body, and how a body's tensors connect to those outside.
+
+    Attributes:
+      dim: the stacked dimension; one iteration per element (None for block 0).
+      reverse: runs from the last element to the first.
+      forward: for the backward of a loop, the block that it differentiates.
+      carry_in, carry_out: body tensor ids of the state passed from iteration to iteration.
+      sliced: (outer stacked tensor, body tensor of one iteration).
+      stacked: (body tensor, outer tensor that stacks it along `dim`).
+      summed: (body tensor, outer tensor that sums it over the iterations).
+      saved: body tensor -> outer stacked tensor, for values that the backward loop reads.
+    """
+
+    id: int
+    parent: int | None = None
+    dim: Dim | None = None
+    reverse: bool = False
+    forward: Block | None = None
+    index: int | None = None
+    nodes: list[Node] = field(default_factory=list)
+    carry_in: tuple[int, ...] = ()
+    carry_out: tuple[int, ...] = ()
+    sliced: list[tuple[int, int]] = field(default_factory=list)
+    stacked: list[tuple[int, int]] = field(default_factory=list)
+    summed: list[tuple[int, int]] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)
+    captured: dict[int, int] = field(default_factory=dict)
+
+
+class Graph:
+    """A model under construction, and afterwards its operations."""
+
+    def __init__(self, name: str = "model") -> None:
+        self.name = name
+        self.tensors: list[Tensor] = []
+        self.producer: dict[int, Node] = {}
+        self.blocks: list[Block] = [Block(0)]
+        self.variables: dict[str, Variable] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self._stack: list[Block] = [self.blocks[0]]
+        self._scope: list[str] = []
+        self._phase = "forward"
+        self._reads: dict[str, Tensor] = {}
+        self._keys = 0
+        self._count = 0
+
+    # -- structure -----------------------------------------------------------------------------------------------
+
+    @property
+    def block(self) -> Block:
+        """The block that new operations go to."""
+        return self._stack[-1]
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.blocks[0].nodes
+
+    def tensor(self, id: int) -> Tensor:
+        return self.tensors[id]
+
+    def walk(self) -> Iterator[tuple[Node, int]]:
+        """Every node once, with how often it runs in a step."""
+
+        def visit(block: Block, times: int) -> Iterator[tuple[Node, int]]:
+            for node in block.nodes:
+                yield node, times
+                if node.body is not None and node.body.dim is not None:
+                    yield from visit(node.body, times * node.body.dim.size)
+
+        return visit(self.blocks[0], 1)
+
+    def dims(self) -> dict[str, set[int]]:
+        """Name -> sizes of every dimension that occurs."""
+        out: dict[str, set[int]] = {}
+        for t in self.tensors:
+            for d in t.shape:
+                out.setdefault(d.name, set()).add(d.size)
+        return out
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Operations built inside are reported under this name; variables' names begin with it."""
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    @contextmanager
+    def phase(self, name: str, scope: str | None = None) -> Iterator[None]:
+        """Marks operations as backward or update; `scope` replaces the path of names."""
+        saved = self._phase, self._scope
+        self._phase = name
+        self._scope = [scope] if scope else ([] if scope == "" else self._scope)
+        try:
+            yield
+        finally:
+            self._phase, self._scope = saved
+
+    def new_tensor(self, type: TensorType, block: Block) -> Tensor:
+        tensor = Tensor(self, len(self.tensors), type, block.id)
+        self.tensors.append(tensor)
+        return tensor
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def apply(self, op: Op, *inputs: Tensor) -> Any:
+        """Appends an operation to the current block; returns its output, or a tuple of them."""
+        taken = [self.visible(x, op) for x in inputs]
+        types = op.infer(*(x.type for x in taken))
+        many = isinstance(types, tuple)
+        outs = [self.new_tensor(t, self.block) for t in (types if many else (types,))]
+        self._append(op, taken, outs, None)
+        return tuple(outs) if many else outs[0]
+
+    def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
+        node = Node(
+            self._count,
+            op,
+            tuple(x.id for x in inputs),
+            tuple(x.id for x in outs),
+            "/".join(self._scope),
+            self._phase,
+            body,
+        )
+        self._count += 1
+        self.block.nodes.append(node)
+        for x in outs:
+            self.producer[x.id] = node
+        return node
+
+    def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
+        """`x` as the current block sees it: values of a forward loop reach its backward through saved stacks."""
+        if not isinstance(x, Tensor):
+            raise UserError(f"{getattr(user, 'name', user)}: expected a tensor, found {type(x).__name__} {x!r}")
+        if x.graph is not self:
+            raise UserError(
+                f"{getattr(user, 'name', user)}: {x!r} belongs to graph {x.graph.name!r}, not {self.name!r}; "
+                "build all of a model in one graph"
+            )
+        depth = len(self._stack) if level < 0 else level
+        if any(b.id == x.block for b in self._stack[:depth]):
+            return x
+        for i in range(depth - 1, -1, -1):
+            block = self._stack[i]
+            if block.forward is not None and block.forward.id == x.block:
+                return self._residual(block, i, x)
+        raise UserError(
+            f"{getattr(user, 'name', user)}: {x!r} was computed inside a loop body and is not visible outside; "
+            "return it from the body"
+        )
+
+    def _residual(self, block: Block, level: int, x: Tensor) -> Tensor:
+        """A forward-body value inside the backward body: sliced from a variable, computed anew if that is free, or saved."""
+        forward = block.forward
+        assert forward is not None
+        if x.id in block.captured:
+            return self.tensors[block.captured[x.id]]
+        outer = {inner: out for out, inner in forward.sliced}.get(x.id)
+        if x.id == forward.index:
+            assert block.index is not None
+            found = self.tensors[block.index]
+        elif outer is None and self._is_free(x, forward):
+            found = self._rebuild(block, level, x)
+        else:
+            if outer is None:
+                outer = self._saved(forward, x)
+            found = self._slice(block, self.visible(self.tensors[outer], level=level))
+        block.captured[x.id] = found.id
+        return found
+
+    def _saved(self, forward: Block, x: Tensor) -> int:
+        if x.id not in forward.saved:
+            assert forward.dim is not None and forward.parent is not None
+            stacked = TensorType(Shape([forward.dim, *x.shape]), x.dtype)
+            forward.saved[x.id] = self.new_tensor(stacked, self.blocks[forward.parent]).id
+        return forward.saved[x.id]
+
+    def _slice(self, block: Block, outer: Tensor) -> Tensor:
+        assert block.dim is not None
+        inner = self.new_tensor(TensorType(outer.shape.without(block.dim.name), outer.dtype), block)
+        block.sliced.append((outer.id, inner.id))
+        return inner
+
+    def _is_free(self, x: Tensor, forward: Block) -> bool:
+        """Whether x follows, by element-wise work alone, from variables, the index and values from outside."""
+        if x.block != forward.id or x.id == forward.index:
+            return True
+        if x.id in {inner for _, inner in forward.sliced}:
+            return True
+        node = self.producer.get(x.id)
+        if node is None or node.body is not None or node.op.kind not in ("data", "elementwise"):
+            return False
+        return all(self._is_free(self.tensors[i], forward) for i in node.inputs)
+
+    def _rebuild(self, block: Block, level: int, x: Tensor) -> Tensor:
+        node = self.producer[x.id]
+        inputs = []
+        for i in node.inputs:
+            t = self.tensors[i]
+            inputs.append(self._residual(block, level, t) if t.block == block.forward.id else t)  # type: ignore[union-attr]
+        popped = self._stack[level + 1 :]
+        del self._stack[level + 1 :]
+        try:
+            return self.apply(node.op, *inputs)
+        finally:
+            self._stack.extend(popped)
+
+    # -- inputs, variables, keys ---------------------------------------------------------------------------------
+
+    def input(self, name: str, dims: Sequence[Dim], dtype: str = "int32") -> Tensor:
+        """A tensor fed with every batch under `name`."""
+        if name in self.inputs:
+            raise UserError(f"input {name!r} is declared twice; use the tensor of the first declaration")
+        with self._at_root():
+            self.inputs[name] = self.apply(Feed(name, TensorType(Shape(dims), check_dtype(dtype))))
+        return self.inputs[name]
+
+    def variable(
+        self,
+        name: str,
+        dims: Sequence[Dim],
+        initializer: Initializer,
+        dtype: str = "float32",
+        activation_dtype: str | None = None,
+        trainable: bool = True,
+    ) -> Tensor:
+        """A trained (or only stored) tensor. Inside a scan it has one value per iteration.
+
+        Args:
+          name: unique below the current scope.
+          dtype: in which it is stored and updated (the master copy).
+          activation_dtype: in which the returned tensor is (None: dtype).
+        """
+        full = "/".join([*self._scope, name])
+        loops = [b for b in self._stack if b.dim is not None]
+        shape = Shape([*(b.dim for b in loops if b.dim), *dims])
+        if full in self.variables:
+            raise UserError(f"variable {full!r} exists already; give it another name, or use the first one's tensor")
+        variable = Variable(full, shape, check_dtype(dtype), initializer, trainable, len(loops))
+        self.variables[full] = variable
+        value = self.read(variable)
+        for block in loops:
+            value = self._slice(block, value)
+        return value.cast(check_dtype(activation_dtype)) if activation_dtype else value
+
+    def read(self, variable: Variable) -> Tensor:
+        """The variable's value at the start of the step."""
+        if variable.name not in self._reads:
+            with self._at_root():
+                self._reads[variable.name] = self.apply(Read(variable))
+        return self._reads[variable.name]
+
+    def assign(self, variable: Variable, value: Tensor) -> None:
+        """Stores `value` into the variable at the end of the step."""
+        if value.type != TensorType(variable.shape, variable.dtype):
+            raise UserError(
+                f"assign to variable {variable.name!r} of {variable.dtype}[{variable.shape}]: found {value.type}"
+            )
+        if self.block.id:
+            raise UserError(f"assign to variable {variable.name!r}: not inside a loop; return the value from the body")
+        self._append(Assign(variable), [self.visible(value)], [], None)
+
+    def lookup(self, name: str) -> Variable:
+        if name not in self.variables:
+            raise UserError(f"graph {self.name!r} has no variable {name!r}; {known_names(name, self.variables)}")
+        return self.variables[name]
+
+    def random_key(self, *extra: Tensor) -> Tensor:
+        """A new int32 key: differs per call, per step and per iteration of the loops around it."""
+        self._keys += 1
+        indices = [self.tensors[b.index] for b in self._stack if b.index is not None]
+        return self.apply(FoldIn(self._keys), self.step(), *indices, *extra)
+
+    def step(self) -> Tensor:
+        """The number of steps done so far (int32 scalar)."""
+        from mesh_tf_core.initializers import ZEROS
+
+        if "step" not in self.variables:
+            self.variables["step"] = Variable("step", Shape(), "int32", ZEROS, False, 0)
+        return self.read(self.variables["step"])
+
+    @contextmanager
+    def _at_root(self) -> Iterator[None]:
+        saved = self._stack
+        self._stack = saved[:1]
+        try:
+            yield
+        finally:
+            self._stack = saved
+
+    # -- loops ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def loop(self, dim: Dim, reverse: bool = False, forward: Block | None = None) -> Iterator[Block]:
+        """Opens the body of a loop over `dim`. The caller fills its carries and calls `close_loop`."""
+        block = Block(len(self.blocks), self.block.id, dim, reverse, forward)
+        self.blocks.append(block)
+        block.index = self.new_tensor(TensorType(Shape(), "int32"), block).id
+        self._stack.append(block)
+        try:
+            yield block
+        finally:
+            self._stack.pop()
+
+    def body_input(self, block: Block, like: Tensor) -> Tensor:
+        return self.new_tensor(like.type, block)
+
+    def slice_into(self, block: Block, outer: Tensor) -> Tensor:
+        """The body's view of one iteration's part of a stacked tensor."""
+        return self._slice(block, outer)
+
+    def stack_output(self, block: Block, inner: Tensor) -> Tensor:
+        """An outer tensor that stacks a body tensor over the iterations."""
+        assert block.dim is not None and block.parent is not None
+        type = TensorType(Shape([block.dim, *inner.shape]), inner.dtype)
+        outer = self.new_tensor(type, self.blocks[block.parent])
+        block.stacked.append((inner.id, outer.id))
+        return outer
+
+    def sum_output(self, block: Block, inner: Tensor) -> Tensor:
+        """An outer tensor that sums a body tensor over the iterations."""
+        assert block.parent is not None
+        outer = self.new_tensor(inner.type, self.blocks[block.parent])
+        block.summed.append((inner.id, outer.id))
+        return outer
+
+    def close_loop(self, block: Block, init: Sequence[Tensor]) -> list[Tensor]:
+        """Appends the loop to the block around it; returns the final carries."""
+        finals = [self.new_tensor(x.type, self.block) for x in init]
+        outs = [*finals, *(self.tensors[o] for _, o in [*block.stacked, *block.summed])]
+        assert block.dim is not None
+        self._append(Scan(block.dim), init, outs, block)
+        return finals
+
+
+@overload
+def scan(fn: Any, carry: Tensor, dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
+@overload
+def scan(fn: Any, carry: Sequence[Tensor], dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
+def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
+    """Runs `fn` once per element of `dim`: a stack of equal layers, written and lowered once.
+
+    Args:
+      fn: fn(carry, *x) -> carry, or (carry, ys) where every y is stacked along `dim`. `carry` is a tensor, or a tuple of
+        tensors if a sequence was given. Variables made inside have one value per iteration.
+      carry: initial state; fn must return the same shapes and dtypes.
+      xs: tensors with dimension `dim`; fn gets one iteration's part of each.
+
+    Returns:
+      The final carry; with ys: (carry, tuple of stacked ys).
+    """
+    single = isinstance(carry, Tensor)
+    init = [carry] if single else list(carry)
+    if not init:
+        raise UserError("scan: needs a tensor to carry, found none")
+    graph: Graph = init[0].graph
+    init = [graph.visible(x, "scan") for x in init]
+    for x in xs:
+        x.shape.index(dim.name)
+    with graph.loop(dim) as block:
+        state = [graph.body_input(block, x) for x in init]
+        parts = [graph.slice_into(block, x) for x in xs]
+        result = fn(state[0] if single else tuple(state), *parts)
+        ys: Sequence[Tensor] | None = None
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple | list):
+            result, ys = result
+        out = [result] if isinstance(result, Tensor) else list(result)
+        if [x.type for x in out] != [x.type for x in init]:
+            raise UserError(
+                f"scan over {dim}: the body must return what it is given, "
+                f"{', '.join(str(x.type) for x in init)}; found {', '.join(str(x.type) for x in out)}"
+            )
+        block.carry_in = tuple(x.id for x in state)
+        block.carry_out = tuple(graph.visible(x).id for x in out)
+        stacked = [graph.stack_output(block, graph.visible(y)) for y in ys or ()]
+    finals = graph.close_loop(block, init)
+    done = finals[0] if single else tuple(finals)
+    return done if ys is None else (done, tuple(stacked))

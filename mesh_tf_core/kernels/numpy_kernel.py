@@ -1,0 +1,178 @@
+"""The kernel protocol in NumPy: the oracle that the other homes are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+A = Any
+
+
+def np_dtype(dtype: str) -> Any:
+    """NumPy's dtype for a dtype name (bfloat16 from ml_dtypes)."""
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(dtype)
+
+
+def _erf(x: A) -> A:
+    from scipy.special import erf
+
+    return erf(x.astype(np.float64) if x.dtype != np.float32 else x).astype(x.dtype)
+
+
+def _sigmoid(x: A) -> A:
+    return (1.0 / (1.0 + np.exp(-np.clip(x, -80, 80)))).astype(x.dtype)
+
+
+_UNARY: dict[str, Callable[[A], A]] = {
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "exp": np.exp,
+    "log": np.log,
+    "log1p": np.log1p,
+    "expm1": np.expm1,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: (1 / np.sqrt(x)).astype(x.dtype),
+    "square": np.square,
+    "reciprocal": lambda x: (1 / x).astype(x.dtype),
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+    "sigmoid": _sigmoid,
+    "erf": _erf,
+    "floor": np.floor,
+    "relu": lambda x: np.maximum(x, np.zeros((), x.dtype)),
+    "softplus": lambda x: np.logaddexp(np.zeros((), x.dtype), x),
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(np.asarray(0.7978845608028654, x.dtype) * (x + 0.044715 * x * x * x))),
+    "silu": lambda x: x * _sigmoid(x),
+    "not": np.logical_not,
+    "is_finite": np.isfinite,
+}
+_BINARY: dict[str, Callable[[A, A], A]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": lambda x, y: np.divide(x, y).astype(x.dtype),
+    "max": np.maximum,
+    "min": np.minimum,
+    "pow": np.power,
+    "mod": np.mod,
+    "floordiv": np.floor_divide,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "bit_xor": np.bitwise_xor,
+    "bit_and": np.bitwise_and,
+    "shift_right": np.right_shift,
+}
+_REDUCE: dict[str, Callable[..., A]] = {
+    "sum": np.sum,
+    "max": np.max,
+    "min": np.min,
+    "prod": np.prod,
+    "all": np.all,
+    "any": np.any,
+}
+
+
+class NumpyKernel:
+    """NumPy's implementation of `protocol.Kernel`."""
+
+    def unary(self, fn: str, x: A) -> A:
+        with np.errstate(all="ignore"):
+            return _UNARY[fn](x)
+
+    def binary(self, fn: str, x: A, y: A) -> A:
+        with np.errstate(all="ignore"):
+            return _BINARY[fn](x, y)
+
+    def where(self, condition: A, x: A, y: A) -> A:
+        return np.where(condition, x, y)
+
+    def reduce(self, fn: str, x: A, axes: Sequence[int]) -> A:
+        if fn == "sum" and x.dtype.itemsize == 2:
+            return x.astype(np.float32).sum(tuple(axes)).astype(x.dtype)
+        return np.asarray(_REDUCE[fn](x, axis=tuple(axes))).astype(x.dtype)
+
+    def einsum(self, spec: str, *xs: A) -> A:
+        dtype = xs[0].dtype
+        if dtype.itemsize == 2:
+            return np.einsum(spec, *(x.astype(np.float32) for x in xs), optimize=True).astype(dtype)
+        return np.asarray(np.einsum(spec, *xs, optimize=True))
+
+    def softmax(self, x: A, axis: int) -> A:
+        e = np.exp(x - x.max(axis, keepdims=True))
+        return e / e.sum(axis, keepdims=True)
+
+    def logsumexp(self, x: A, axis: int) -> A:
+        m = x.max(axis, keepdims=True)
+        return (m + np.log(np.exp(x - m).sum(axis, keepdims=True))).squeeze(axis)
+
+    def cumsum(self, x: A, axis: int, exclusive: bool, reverse: bool) -> A:
+        x = np.flip(x, axis) if reverse else x
+        y = np.cumsum(x, axis, dtype=x.dtype)
+        y = y - x if exclusive else y
+        return np.flip(y, axis) if reverse else y
+
+    def argmax(self, x: A, axis: int) -> A:
+        return np.argmax(x, axis).astype(np.int32)
+
+    def top_k(self, x: A, n: int) -> tuple[A, A]:
+        order = np.argsort(-x.astype(np.float64), axis=-1, kind="stable")[..., :n]
+        return np.take_along_axis(x, order, -1), order.astype(np.int32)
+
+    def reshape(self, x: A, shape: Sequence[int]) -> A:
+        return np.reshape(x, tuple(shape))
+
+    def transpose(self, x: A, permutation: Sequence[int]) -> A:
+        return np.transpose(x, tuple(permutation))
+
+    def broadcast_to(self, x: A, shape: Sequence[int]) -> A:
+        return np.broadcast_to(x, tuple(shape))
+
+    def concat(self, xs: Sequence[A], axis: int) -> A:
+        return np.concatenate(list(xs), axis)
+
+    def slice(self, x: A, begin: Sequence[Any], sizes: Sequence[int]) -> A:
+        return x[tuple(slice(int(b), int(b) + n) for b, n in zip(begin, sizes, strict=True))]
+
+    def pad(self, x: A, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> A:
+        return np.pad(x, list(paddings), constant_values=value)
+
+    def flip(self, x: A, axis: int) -> A:
+        return np.flip(x, axis)
+
+    def take(self, table: A, ids: A) -> A:
+        return table[ids]
+
+    def segment_sum(self, x: A, ids: A, n: int) -> A:
+        flat = ids.reshape(-1)
+        rows = x.reshape((flat.size, *x.shape[ids.ndim :]))
+        accumulate = np.float32 if x.dtype.itemsize == 2 else x.dtype
+        out = np.zeros((n, *rows.shape[1:]), accumulate)
+        keep = flat >= 0
+        np.add.at(out, flat[keep], rows[keep].astype(accumulate))
+        return out.astype(x.dtype)
+
+    def full(self, shape: Sequence[int], value: float, dtype: str) -> A:
+        return np.full(tuple(shape), value, np_dtype(dtype))
+
+    def iota(self, n: int, dtype: str) -> A:
+        return np.arange(n).astype(np_dtype(dtype))
+
+    def cast(self, x: A, dtype: str) -> A:
+        return np.asarray(x).astype(np_dtype(dtype))
+
+    def scalar(self, value: Any, dtype: str) -> A:
+        return np.asarray(value).astype(np_dtype(dtype))

@@ -1,0 +1,115 @@
+"""The kernel protocol: the array functions that operations may use.
+
+An implementation is a class with these methods over its own array type `T`. Axes are positions; shapes are tuples of
+Python integers. NumPy's is `kernels.numpy_kernel.NumpyKernel`; the others must agree with it (tests/kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mesh_tf_core.op import TensorType
+
+T = Any
+
+
+class Kernel(Protocol):
+    """Array functions of one library. `fn` names are those of `UNARY`, `BINARY` and `REDUCE`."""
+
+    def unary(self, fn: str, x: T) -> T:
+        """fn in UNARY, element by element."""
+        ...
+
+    def binary(self, fn: str, x: T, y: T) -> T:
+        """fn in BINARY with NumPy broadcasting; comparisons give bool."""
+        ...
+
+    def where(self, condition: T, x: T, y: T) -> T: ...
+
+    def reduce(self, fn: str, x: T, axes: Sequence[int]) -> T:
+        """fn in REDUCE over axes, which disappear."""
+        ...
+
+    def einsum(self, spec: str, *xs: T) -> T:
+        """NumPy's einsum with an explicit output; bfloat16 and float16 accumulate in float32 where possible."""
+        ...
+
+    def softmax(self, x: T, axis: int) -> T: ...
+
+    def logsumexp(self, x: T, axis: int) -> T: ...
+
+    def cumsum(self, x: T, axis: int, exclusive: bool, reverse: bool) -> T: ...
+
+    def argmax(self, x: T, axis: int) -> T:
+        """int32 position of the first largest element."""
+        ...
+
+    def top_k(self, x: T, n: int) -> tuple[T, T]:
+        """Values and int32 positions of the n largest along the last axis, largest first, ties by position."""
+        ...
+
+    def reshape(self, x: T, shape: Sequence[int]) -> T: ...
+
+    def transpose(self, x: T, permutation: Sequence[int]) -> T: ...
+
+    def broadcast_to(self, x: T, shape: Sequence[int]) -> T: ...
+
+    def concat(self, xs: Sequence[T], axis: int) -> T: ...
+
+    def slice(self, x: T, begin: Sequence[Any], sizes: Sequence[int]) -> T:
+        """A block; `begin` may hold integer scalars of the library."""
+        ...
+
+    def pad(self, x: T, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> T: ...
+
+    def flip(self, x: T, axis: int) -> T: ...
+
+    def take(self, table: T, ids: T) -> T:
+        """Rows of `table` (axis 0) for valid ids of any shape: shape ids.shape + table.shape[1:]."""
+        ...
+
+    def segment_sum(self, x: T, ids: T, n: int) -> T:
+        """Sums rows of x (leading axes = ids' axes) into n rows; ids < 0 are dropped."""
+        ...
+
+    def full(self, shape: Sequence[int], value: float, dtype: str) -> T: ...
+
+    def iota(self, n: int, dtype: str) -> T: ...
+
+    def cast(self, x: T, dtype: str) -> T: ...
+
+    def scalar(self, value: Any, dtype: str) -> T:
+        """A scalar of the library from a Python number or an integer scalar of the library."""
+        ...
+
+
+UNARY = (
+    "neg abs sign exp log log1p expm1 sqrt rsqrt square reciprocal sin cos tanh sigmoid erf floor relu softplus "
+    "gelu silu not is_finite"
+).split()
+BINARY = (
+    "add sub mul div max min pow mod floordiv eq ne lt le gt ge and or bit_xor bit_and shift_right"
+).split()
+REDUCE = "sum max min prod all any".split()
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a device stands in one operation.
+
+    Attributes:
+      inputs, outputs: types of the local pieces.
+      split: names of the dimensions that are split here.
+      offset_of: name -> index (library scalar) of the first element of this device's piece.
+    """
+
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    split: frozenset[str]
+    offset_of: Callable[[str], Any]
+
+    def offset(self, name: str) -> Any:
+        """Index of the first element of `name` on this device (0 when it is not split)."""
+        return self.offset_of(name) if name in self.split else 0

@@ -1,0 +1,6 @@
+"""Lowering: a graph, a mesh and a layout to one SPMD program."""
+
+from mesh_tf_core.lower.base import Keep, lower_base
+from mesh_tf_core.lower.pipeline import Options, lower
+
+__all__ = ["Keep", "Options", "lower", "lower_base"]

@@ -1,0 +1,1 @@
+"""Operations, one class each, and the functions that apply them to tensors."""

@@ -1,0 +1,119 @@
+"""Contractions by dimension name."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.common import align, all_parallel, joined, listing, same_dtype
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Einsum(Op):
+    """Multiplies the inputs and sums out every dimension that `output` does not keep."""
+
+    output: Shape
+    kind: ClassVar[str] = "matmul"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        everything = joined("einsum", inputs)
+        kept = tuple(n for n in everything.names if n in self.output.names)
+        return Roles(parallel=kept, reduced=tuple(n for n in everything.names if n not in kept))
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        everything = joined("einsum", inputs)
+        for d in self.output:
+            if d not in everything.dims:
+                raise UserError(
+                    f"einsum of {listing(inputs)}: no operand has the output dimension {d}; "
+                    f"{known_names(d.name, everything.names)}"
+                )
+        return TensorType(self.output, same_dtype("einsum", inputs))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        letters = dict(zip(joined("einsum", at.inputs).names, string.ascii_letters, strict=False))
+        terms = ["".join(letters[n] for n in t.shape.names) for t in at.inputs]
+        return k.einsum(",".join(terms) + "->" + "".join(letters[n] for n in self.output.names), *slices)
+
+    def flops(self, *local: TensorType) -> float:
+        """One multiply and one add per point of the joint space and per pair of operands."""
+        return 2.0 * joined("einsum", local).size * max(1, len(local) - 1)
+
+    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+        if len(local) != 2:
+            return None
+        x, y = (set(t.shape.names) for t in local)
+        out = set(self.output.names)
+        size = {d.name: d.size for d in joined("einsum", local)}
+
+        def prod(names: set[str]) -> int:
+            return math.prod(size[n] for n in names)
+
+        return prod(x & y & out), prod((x - y) & out), prod((y - x) & out), prod((x | y) - out)
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        grads = []
+        for i, x in enumerate(inputs):
+            others = [t for j, t in enumerate(inputs) if j != i]
+            found = set(dy.shape.names).union(*(t.shape.names for t in others))
+            dx = einsum([dy, *others], [d for d in x.shape if d.name in found])
+            grads.append(broadcast(dx, x.shape))
+        return grads
+
+
+@dataclass(frozen=True)
+class Broadcast(Op):
+    """Repeats the input along the dimensions of `output` that it lacks, and orders its axes like `output`."""
+
+    output: Shape
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(TensorType(self.output, inputs[0].dtype))
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        (x,) = inputs
+        for d in x.shape:
+            if d not in self.output.dims:
+                raise UserError(f"broadcast of {x} to [{self.output}]: the target lacks dimension {d}")
+        return TensorType(self.output, x.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        shape = at.outputs[0].shape
+        t = at.inputs[0].shape
+        return k.broadcast_to(align(k, slices[0], t.names, shape.names, t.sizes), shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (einsum([dy], inputs[0].shape),)
+
+
+def einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor:
+    """Multiplies `xs` by dimension name and sums out what `output` does not keep.
+
+    Example: `einsum([x, w], [batch, d_ff])` for x [batch d_model] and w [d_model d_ff].
+    """
+    if not xs:
+        raise UserError("einsum: needs at least one operand")
+    shape = Shape(output)
+    if len(xs) == 1 and xs[0].shape == shape:
+        return xs[0]
+    return xs[0].graph.apply(Einsum(shape), *xs)
+
+
+def broadcast(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
+    """x repeated along the dimensions that it lacks, its axes in the order of `output`."""
+    shape = Shape(output)
+    return x if x.shape == shape else x.graph.apply(Broadcast(shape), x)

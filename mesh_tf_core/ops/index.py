@@ -1,0 +1,226 @@
+"""Indexing: one-hot, ranges, embedding look-up and its gradient, picking one element along a dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.dtypes import check_dtype
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.einsum import einsum
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tensor import Tensor
+
+
+def _need_ints(op: str, ids: TensorType) -> None:
+    if ids.dtype not in ("int32", "int64"):
+        raise UserError(f"{op}: indices need int32 or int64, found {ids}")
+
+
+def local_ids(k: Kernel, at: At, ids: Any, dim: str, size: int) -> tuple[Any, Any]:
+    """Ids relative to this device's piece, clipped into it, and which of them fall inside."""
+    offset = at.offset(dim)
+    relative = k.binary("sub", ids, k.scalar(offset, "int32")) if dim in at.split else ids
+    zero, last = k.scalar(0, "int32"), k.scalar(size - 1, "int32")
+    inside = k.binary("and", k.binary("ge", relative, zero), k.binary("le", relative, last))
+    return k.binary("min", k.binary("max", relative, zero), last), inside
+
+
+def one_hot_like(k: Kernel, at: At, ids: Any, dim: str) -> Any:
+    """Bool, true where the index along `dim` of the first output equals `ids` (already aligned to that output)."""
+    shape = at.outputs[0].shape
+    axis = shape.index(dim)
+    positions = k.iota(shape.sizes[axis], "int32")
+    if dim in at.split:
+        positions = k.binary("add", positions, k.scalar(at.offset(dim), "int32"))
+    sizes = [shape.sizes[axis] if i == axis else 1 for i in range(axis, len(shape))]
+    return k.binary("eq", ids, k.reshape(positions, sizes))
+
+
+@dataclass(frozen=True)
+class Range(Op):
+    """0, 1, ... along one dimension."""
+
+    dim: Dim
+    dtype: str
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=(self.dim.name,))
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(Shape([self.dim]), check_dtype(self.dtype))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        positions = k.iota(at.outputs[0].shape.sizes[0], self.dtype)
+        if self.dim.name not in at.split:
+            return positions
+        return k.binary("add", positions, k.scalar(at.offset(self.dim.name), self.dtype))
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return ()
+
+
+@dataclass(frozen=True)
+class OneHot(Op):
+    """1 where the index along `dim` equals the id, else 0."""
+
+    dim: Dim
+    dtype: str
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=(*inputs[0].shape.names, self.dim.name))
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        _need_ints("one_hot", inputs[0])
+        return TensorType(Shape([*inputs[0].shape, self.dim]), check_dtype(self.dtype))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        ids = k.reshape(slices[0], (*at.inputs[0].shape.sizes, 1))
+        return k.cast(one_hot_like(k, at, ids, self.dim.name), self.dtype)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (None,)
+
+
+@dataclass(frozen=True)
+class Gather(Op):
+    """Rows of a table [dim, rest] by id: an embedding. Ids outside the table give zeros."""
+
+    dim: str
+    kind: ClassVar[str] = "gather"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        table, ids = inputs
+        return Roles(parallel=(*ids.shape.names, *table.shape.without(self.dim).names), reduced=(self.dim,))
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        table, ids = inputs
+        _need_ints("gather", ids)
+        if table.shape.index(self.dim):
+            raise UserError(f"gather of {listing(inputs)}: dimension {self.dim!r} must come first in the table")
+        return TensorType(Shape([*ids.shape, *table.shape.without(self.dim)]), table.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        table, ids = slices
+        types = at.inputs
+        relative, inside = local_ids(k, at, ids, self.dim, types[0].shape.sizes[0])
+        rows = k.take(table, relative)
+        mask = k.reshape(inside, (*types[1].shape.sizes, *(1 for _ in types[0].shape.sizes[1:])))
+        return k.where(mask, rows, k.scalar(0, types[0].dtype))
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        table, ids = inputs
+        return (dy.graph.apply(ScatterAdd(table.shape.dim(self.dim)), dy, ids), None)
+
+
+@dataclass(frozen=True)
+class ScatterAdd(Op):
+    """Sums rows x [ids' dims, rest] into a table [dim, rest] by id. Ids outside the table are dropped."""
+
+    dim: Dim
+    kind: ClassVar[str] = "gather"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        x, ids = inputs
+        kept = tuple(n for n in x.shape.names if n not in ids.shape.names)
+        return Roles(parallel=(self.dim.name, *kept), reduced=ids.shape.names)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        x, ids = inputs
+        _need_ints("scatter_add", ids)
+        if x.shape.dims[: len(ids.shape)] != ids.shape.dims:
+            raise UserError(f"scatter_add of {listing(inputs)}: the rows must begin with the ids' dimensions")
+        return TensorType(Shape([self.dim, *x.shape.dims[len(ids.shape) :]]), x.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, ids = slices
+        n = at.outputs[0].shape.sizes[0]
+        relative, inside = local_ids(k, at, ids, self.dim.name, n)
+        return k.segment_sum(x, k.where(inside, relative, k.scalar(-1, "int32")), n)
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (dy.graph.apply(Gather(self.dim.name), dy, inputs[1]), None)
+
+
+@dataclass(frozen=True)
+class Pick(Op):
+    """The element of x [..., dim] at an index of its own for every other position: [...]."""
+
+    dim: str
+    kind: ClassVar[str] = "gather"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=inputs[0].shape.without(self.dim).names, reduced=(self.dim,))
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        x, ids = inputs
+        _need_ints("pick", ids)
+        if set(ids.shape.dims) != set(x.shape.without(self.dim).dims):
+            raise UserError(f"pick of {listing(inputs)}: ids need the dimensions of x except {self.dim!r}")
+        return TensorType(ids.shape, x.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, ids = slices
+        shape, wanted = at.inputs[0].shape, at.inputs[1].shape
+        n = shape.dim(self.dim).size
+        order = [shape.index(name) for name in (*wanted.names, self.dim)]
+        x = k.transpose(x, order) if order != list(range(len(order))) else x
+        rows = math.prod(wanted.sizes)
+        relative, inside = local_ids(k, at, k.reshape(ids, (rows,)), self.dim, n)
+        base = k.binary("mul", k.iota(rows, "int32"), k.scalar(n, "int32"))
+        found = k.take(k.reshape(x, (rows * n,)), k.binary("add", base, relative))
+        return k.reshape(k.where(inside, found, k.scalar(0, at.inputs[0].dtype)), wanted.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        x, ids = inputs
+        hot = dy.graph.apply(OneHot(x.shape.dim(self.dim), dy.dtype), ids)
+        return (einsum([dy, hot], x.shape), None)
+
+
+def mtf_range(graph: object, dim: Dim, dtype: str = "int32") -> Tensor:
+    """0, 1, ... along `dim`."""
+    return graph.apply(Range(dim, dtype))  # type: ignore[attr-defined]
+
+
+def one_hot(ids: Tensor, dim: Dim, dtype: str = "float32") -> Tensor:
+    return ids.graph.apply(OneHot(dim, dtype), ids)
+
+
+def gather(table: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
+    """Rows of `table` (whose first dimension is `dim`) by id: [ids' dims, the table's other dims]."""
+    return table.graph.apply(Gather(dim.name if isinstance(dim, Dim) else dim), table, ids)
+
+
+def pick(x: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
+    """x at index `ids` along `dim`; ids has x's other dimensions."""
+    return x.graph.apply(Pick(dim.name if isinstance(dim, Dim) else dim), x, ids)
+
+
+def scatter_add(rows: Tensor, ids: Tensor, dim: Dim) -> Tensor:
+    """A table [dim, rest] of the sums of the rows with equal ids."""
+    return rows.graph.apply(ScatterAdd(dim), rows, ids)
+
+

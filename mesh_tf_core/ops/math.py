@@ -1,0 +1,60 @@
+"""The named element-wise functions of the public surface."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mesh_tf_core.ops.elementwise import binary, unary
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tensor import Tensor
+
+
+def exp(x: Tensor) -> Tensor:
+    return unary("exp", x)
+
+
+def log(x: Tensor) -> Tensor:
+    return unary("log", x)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    return unary("sqrt", x)
+
+
+def rsqrt(x: Tensor) -> Tensor:
+    return unary("rsqrt", x)
+
+
+def square(x: Tensor) -> Tensor:
+    return unary("square", x)
+
+
+def tanh(x: Tensor) -> Tensor:
+    return unary("tanh", x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return unary("sigmoid", x)
+
+
+def relu(x: Tensor) -> Tensor:
+    return unary("relu", x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Gaussian error linear unit, tanh form (Hendrycks & Gimpel 2016)."""
+    return unary("gelu", x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), also called swish."""
+    return unary("silu", x)
+
+
+def maximum(x: Tensor | float, y: Tensor | float) -> Tensor:
+    return binary("max", x, y)
+
+
+def minimum(x: Tensor | float, y: Tensor | float) -> Tensor:
+    return binary("min", x, y)

@@ -1,0 +1,127 @@
+"""Layer and root-mean-square normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.common import aligned
+from mesh_tf_core.ops.math import rsqrt, square
+from mesh_tf_core.ops.reduce import reduce_mean
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tensor import Tensor
+
+_WHY = "mean and variance run over all of it"
+
+
+def _mean(k: Kernel, x: Any, axis: int, sizes: Sequence[int], dtype: str) -> Any:
+    kept = [1 if i == axis else s for i, s in enumerate(sizes)]
+    total = k.reshape(k.reduce("sum", x, [axis]), kept)
+    return k.binary("mul", total, k.scalar(1.0 / sizes[axis], dtype))
+
+
+@dataclass(frozen=True)
+class Normalize(Op):
+    """(x - mean) / sqrt(variance + epsilon) along one dimension; without `center`, x / rms (Zhang & Sennrich 2019)."""
+
+    dim: str
+    epsilon: float
+    center: bool
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=inputs[0].shape.without(self.dim).names, whole={self.dim: _WHY})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        inputs[0].shape.index(self.dim)
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return self.parts(k, at, slices[0])[0]
+
+    def parts(self, k: Kernel, at: At, x: Any) -> tuple[Any, Any]:
+        """The normalised tensor and 1 / standard deviation."""
+        dtype, shape = at.outputs[0].dtype, at.outputs[0].shape
+        axis = shape.index(self.dim)
+        if self.center:
+            x = k.binary("sub", x, _mean(k, x, axis, shape.sizes, dtype))
+        variance = _mean(k, k.unary("square", x), axis, shape.sizes, dtype)
+        rstd = k.unary("rsqrt", k.binary("add", variance, k.scalar(self.epsilon, dtype)))
+        return k.binary("mul", x, rstd), rstd
+
+    def flops(self, *local: TensorType) -> float:
+        return 6.0 * local[0].shape.size
+
+    def expand(self, *inputs: Tensor) -> Tensor:
+        x = inputs[0]
+        x = x - reduce_mean(x, self.dim) if self.center else x
+        return x * rsqrt(reduce_mean(square(x), self.dim) + self.epsilon)
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        grad = NormalizeGrad(self.dim, self.epsilon, self.center)
+        return (dy.graph.apply(grad, dy, inputs[0]),)
+
+
+@dataclass(frozen=True)
+class NormalizeGrad(Op):
+    """rstd (dy - mean(dy) - y mean(dy y)) from (dy, x); without `center`, mean(dy) is left out."""
+
+    dim: str
+    epsilon: float
+    center: bool
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=inputs[1].shape.without(self.dim).names, whole={self.dim: _WHY})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[1]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        dy, x = aligned(k, at, slices)
+        shape, dtype = at.outputs[0].shape, at.outputs[0].dtype
+        axis = shape.index(self.dim)
+        y, rstd = Normalize(self.dim, self.epsilon, self.center).parts(k, at, x)
+        inner = _mean(k, k.binary("mul", dy, y), axis, shape.sizes, dtype)
+        dx = k.binary("sub", dy, k.binary("mul", y, inner))
+        if self.center:
+            dx = k.binary("sub", dx, _mean(k, dy, axis, shape.sizes, dtype))
+        return k.binary("mul", rstd, dx)
+
+    def flops(self, *local: TensorType) -> float:
+        return 12.0 * local[1].shape.size
+
+    def expand(self, *inputs: Tensor) -> Tensor:
+        dy, x = inputs
+        x = x - reduce_mean(x, self.dim) if self.center else x
+        rstd = rsqrt(reduce_mean(square(x), self.dim) + self.epsilon)
+        y = x * rstd
+        dx = dy - y * reduce_mean(dy * y, self.dim)
+        return rstd * (dx - reduce_mean(dy, self.dim) if self.center else dx)
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("the second derivative of normalize is not defined; use stop_gradient on the first")
+
+
+def normalize(x: Tensor, dim: Dim | str, epsilon: float = 1e-6, center: bool = True) -> Tensor:
+    """x with mean 0 and variance 1 along `dim` (without `center`: root mean square 1)."""
+    return x.graph.apply(Normalize(dim.name if isinstance(dim, Dim) else dim, epsilon, center), x)
+
+
+def layer_norm(x: Tensor, dim: Dim | str, scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Layer normalisation (Ba et al. 2016) with optional learned scale and bias [dim]."""
+    y = normalize(x, dim)
+    y = y * scale if scale is not None else y
+    return y + bias if bias is not None else y
+
+
+def rms_norm(x: Tensor, dim: Dim | str, scale: Tensor | None = None) -> Tensor:
+    """Root-mean-square normalisation (Zhang & Sennrich 2019) with an optional learned scale [dim]."""
+    y = normalize(x, dim, center=False)
+    return y * scale if scale is not None else y

@@ -1,0 +1,222 @@
+"""Softmax, log-sum-exp and cross-entropy, also where their dimension is split over the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.dtypes import is_float
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.common import aligned, all_parallel, listing
+from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.elementwise import cast, constant_like, stop_gradient, where
+from mesh_tf_core.ops.index import Pick, one_hot_like
+from mesh_tf_core.ops.math import exp, log
+from mesh_tf_core.ops.reduce import reduce_max, reduce_sum
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tensor import Tensor
+
+
+def _along(dim: str, inputs: Sequence[TensorType], reason: str) -> Roles:
+    names = dict.fromkeys(n for t in inputs for n in t.shape.names)
+    return Roles(parallel=tuple(n for n in names if n != dim), whole={dim: reason})
+
+
+def _check(op: str, dim: str, x: TensorType) -> None:
+    x.shape.index(dim)
+    if not is_float(x.dtype):
+        raise UserError(f"{op} of {x}: needs a floating-point tensor")
+
+
+@dataclass(frozen=True)
+class Softmax(Op):
+    """exp(x) / sum(exp(x)) along one dimension."""
+
+    dim: str
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return _along(self.dim, inputs, "every element is divided by the sum over all of it")
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        _check("softmax", self.dim, inputs[0])
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.softmax(slices[0], at.inputs[0].shape.index(self.dim))
+
+    def flops(self, *local: TensorType) -> float:
+        return 12.0 * local[0].shape.size
+
+    def expand(self, *inputs: Tensor) -> Tensor:
+        (x,) = inputs
+        e = exp(x - reduce_max(x, self.dim))
+        return e / reduce_sum(e, self.dim)
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (dy.graph.apply(SoftmaxGrad(self.dim), dy, output),)
+
+
+@dataclass(frozen=True)
+class SoftmaxGrad(Op):
+    """y (dy - sum(y dy)) for the softmax y."""
+
+    dim: str
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return _along(self.dim, inputs, "the gradient subtracts a sum over all of it")
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[1]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        dy, y = aligned(k, at, slices)
+        axis = at.outputs[0].shape.index(self.dim)
+        sizes = [1 if i == axis else s for i, s in enumerate(at.outputs[0].shape.sizes)]
+        inner = k.reshape(k.reduce("sum", k.binary("mul", dy, y), [axis]), sizes)
+        return k.binary("mul", y, k.binary("sub", dy, inner))
+
+    def flops(self, *local: TensorType) -> float:
+        return 4.0 * local[1].shape.size
+
+    def expand(self, *inputs: Tensor) -> Tensor:
+        dy, y = inputs
+        return y * (dy - einsum([dy, y], y.shape.without(self.dim)))
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("the second derivative of softmax is not defined; use stop_gradient on the first")
+
+
+@dataclass(frozen=True)
+class LogSumExp(Op):
+    """log(sum(exp(x))) along one dimension, which disappears."""
+
+    dim: str
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return _along(self.dim, inputs, "the sum runs over all of it")
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        _check("logsumexp", self.dim, inputs[0])
+        return TensorType(inputs[0].shape.without(self.dim), inputs[0].dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.logsumexp(slices[0], at.inputs[0].shape.index(self.dim))
+
+    def flops(self, *local: TensorType) -> float:
+        return 11.0 * local[0].shape.size
+
+    def expand(self, *inputs: Tensor) -> Tensor:
+        (x,) = inputs
+        top = reduce_max(x, self.dim)
+        return log(reduce_sum(exp(x - top), self.dim)) + top
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (exp(inputs[0] - output) * dy,)
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Op):
+    """logsumexp - logits[target] from (logits, target ids, logsumexp of the logits).
+
+    The gradient goes to the logits as a whole, softmax(logits) - one_hot(target), and none to the log-sum-exp, so that
+    one pass over the logits suffices and a device holds only its own part of them.
+    """
+
+    dim: str
+    kind: ClassVar[str] = "gather"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return _along(self.dim, inputs, "the target's logit may be anywhere in it")
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        logits, targets, lse = inputs
+        _check("cross_entropy", self.dim, logits)
+        if set(targets.shape.dims) != set(logits.shape.without(self.dim).dims):
+            raise UserError(
+                f"cross_entropy of {listing(inputs)}: targets need the dimensions of the logits except {self.dim!r}"
+            )
+        return lse
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        logits, targets, lse = slices
+        return k.binary("sub", lse, Pick(self.dim).kernel(k, at, logits, targets))
+
+    def flops(self, *local: TensorType) -> float:
+        return 4.0 * local[1].shape.size
+
+    def expand(self, *inputs: Tensor) -> Tensor:
+        logits, targets, lse = inputs
+        return lse - logits.graph.apply(Pick(self.dim), logits, targets)
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (dy.graph.apply(CrossEntropyGrad(self.dim), inputs[0], inputs[1], inputs[2], dy), None, None)
+
+
+@dataclass(frozen=True)
+class CrossEntropyGrad(Op):
+    """(softmax(logits) - one_hot(targets)) * dy from (logits, targets, logsumexp, dy)."""
+
+    dim: str
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        logits, targets, lse, dy = aligned(k, at, slices)
+        hot = k.cast(one_hot_like(k, at, targets, self.dim), at.outputs[0].dtype)
+        p = k.unary("exp", k.binary("sub", logits, lse))
+        return k.binary("mul", k.binary("sub", p, hot), dy)
+
+    def flops(self, *local: TensorType) -> float:
+        return 12.0 * local[0].shape.size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("the second derivative of cross_entropy is not defined")
+
+
+def _name(dim: Dim | str) -> str:
+    return dim.name if isinstance(dim, Dim) else dim
+
+
+def softmax(x: Tensor, dim: Dim | str) -> Tensor:
+    return x.graph.apply(Softmax(_name(dim)), x)
+
+
+def logsumexp(x: Tensor, dim: Dim | str) -> Tensor:
+    return x.graph.apply(LogSumExp(_name(dim)), x)
+
+
+def log_softmax(x: Tensor, dim: Dim | str) -> Tensor:
+    return x - logsumexp(x, dim)
+
+
+def masked_softmax(x: Tensor, mask: Tensor, dim: Dim | str) -> Tensor:
+    """Softmax over the positions where `mask` holds."""
+    return softmax(where(mask, x, constant_like(x, -1e9 if x.dtype != "float16" else -6e4)), dim)
+
+
+def softmax_cross_entropy(
+    logits: Tensor, targets: Tensor, dim: Dim | str, z_loss: float = 0.0
+) -> Tensor:
+    """-log softmax(logits)[target] for every position, computed in float32.
+
+    Args:
+      logits: [..., dim]; `dim` may be split: no device gathers it.
+      targets: int32 [...], indices into `dim`.
+      z_loss: weight of the square of the log-sum-exp, added to keep logits near zero (Mesh-TensorFlow's z_loss).
+    """
+    logits = cast(logits, "float32") if logits.dtype != "float64" else logits
+    lse = logsumexp(logits, dim)
+    loss = logits.graph.apply(CrossEntropy(_name(dim)), logits, targets, stop_gradient(lse))
+    return loss + lse * lse * z_loss if z_loss else loss

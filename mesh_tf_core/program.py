@@ -1,0 +1,375 @@
+"""SPMD programs: plain data that every device runs on its own pieces. Engines, cost models, reports and tests read this.
+
+A program is a tuple of frozen instructions over numbered values. A value knows its global shape, the mesh axes that each
+dimension is split over, and the axes over which it is still partial (a sum that has not been taken yet).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.dtypes import itemsize
+from mesh_tf_core.layout import Axes, Layout
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.structure import Variable
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of a program, one piece of it on every device.
+
+    Attributes:
+      shape: the global shape.
+      splits: for every dimension, the mesh axes it is split over.
+      partial: axes over which pieces must still be added up.
+    """
+
+    id: int
+    shape: Shape
+    dtype: str
+    splits: tuple[Axes, ...]
+    partial: Axes = ()
+
+    def local(self, mesh: Mesh) -> TensorType:
+        """Type of the piece on one device."""
+        dims = [
+            Dim(d.name, d.size // mesh.group_size(axes)) if axes else d
+            for d, axes in zip(self.shape, self.splits, strict=True)
+        ]
+        return TensorType(Shape(dims), self.dtype)
+
+    def local_bytes(self, mesh: Mesh) -> int:
+        ways = math.prod(mesh.size(a) for axes in self.splits for a in axes)
+        return self.shape.size // ways * itemsize(self.dtype)
+
+    def split_of(self, name: str) -> Axes:
+        return self.splits[self.shape.index(name)]
+
+    def __str__(self) -> str:
+        dims = " ".join(
+            f"{d.name}:{d.size}" + (f"/{'+'.join(axes)}" if axes else "")
+            for d, axes in zip(self.shape, self.splits, strict=True)
+        )
+        return f"{self.dtype}[{dims}]" + (f" partial({'+'.join(self.partial)})" if self.partial else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an instruction comes from: graph node, the model's scope, phase (forward, backward, update, recompute)."""
+
+    node: int
+    scope: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Instr:
+    """One instruction: value ids in, value ids out."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    origin: Origin
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    def text(self) -> str:
+        """Name and parameters."""
+        return self.name
+
+
+@dataclass(frozen=True)
+class Local(Instr):
+    """Every device applies `op` to its pieces."""
+
+    op: Op
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    def text(self) -> str:
+        return self.op.describe()
+
+
+@dataclass(frozen=True)
+class Collective(Instr):
+    """Devices that differ only along `axes` exchange pieces."""
+
+    axes: Axes
+
+    def text(self) -> str:
+        return f"{self.name}({'+'.join(self.axes)})"
+
+
+@dataclass(frozen=True)
+class AllReduce(Collective):
+    """Joins partial values by `combine` (sum, max, min); several values of one dtype may travel together."""
+
+    combine: str = "sum"
+
+    @property
+    def name(self) -> str:
+        return "all_reduce"
+
+    def text(self) -> str:
+        return f"all_reduce({'+'.join(self.axes)}, {self.combine})"
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Collective):
+    """Adds partial values up and leaves every device its piece of `dim`."""
+
+    dim: str = ""
+
+    @property
+    def name(self) -> str:
+        return "reduce_scatter"
+
+    def text(self) -> str:
+        return f"reduce_scatter({'+'.join(self.axes)}, {self.dim})"
+
+
+@dataclass(frozen=True)
+class AllGather(Collective):
+    """Joins the pieces of `dim`; `axes` are the minor-most of those that split it."""
+
+    dim: str = ""
+
+    @property
+    def name(self) -> str:
+        return "all_gather"
+
+    def text(self) -> str:
+        return f"all_gather({'+'.join(self.axes)}, {self.dim})"
+
+
+@dataclass(frozen=True)
+class AllToAll(Collective):
+    """Splits `split` over the axes and joins `concat`, which was split over them."""
+
+    split: str = ""
+    concat: str = ""
+
+    @property
+    def name(self) -> str:
+        return "all_to_all"
+
+    def text(self) -> str:
+        return f"all_to_all({'+'.join(self.axes)}, split {self.split}, concat {self.concat})"
+
+
+@dataclass(frozen=True)
+class Permute(Collective):
+    """Every device sends its piece `shift` places along one axis; places that nobody sends to get zeros unless `wrap`."""
+
+    shift: int = 1
+    wrap: bool = False
+
+    def text(self) -> str:
+        return f"permute({self.axes[0]}, {self.shift:+d}{', wrap' if self.wrap else ''})"
+
+
+@dataclass(frozen=True)
+class Slice(Instr):
+    """Free of communication: a device keeps its own part of `dim`, split over `axes` from now on."""
+
+    dim: str
+    axes: Axes
+
+    def text(self) -> str:
+        return f"slice({'+'.join(self.axes)}, {self.dim})"
+
+
+@dataclass(frozen=True)
+class Input(Instr):
+    """A piece of the batch."""
+
+    feed: str
+
+    def text(self) -> str:
+        return f"input({self.feed})"
+
+
+@dataclass(frozen=True)
+class ReadVariable(Instr):
+    """This device's piece of a variable, as stored."""
+
+    variable: str
+
+    def text(self) -> str:
+        return f"read({self.variable})"
+
+
+@dataclass(frozen=True)
+class WriteVariable(Instr):
+    """Stores this device's piece of a variable."""
+
+    variable: str
+
+    def text(self) -> str:
+        return f"write({self.variable})"
+
+
+@dataclass(frozen=True)
+class Loop(Instr):
+    """Runs `body` once per element of `dim`, from the last if `reverse`. The body may read any earlier value.
+
+    Attributes:
+      index: body value, the number of the iteration's element (int32 scalar).
+      carried: (initial value, body input, body output, final value).
+      sliced: (stacked value, body value).
+      stacked: (body value, stacked value).
+      summed: (body value, value of the sum over iterations).
+      `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the values of
+      outside that the body reads directly.
+    """
+
+    dim: Dim
+    reverse: bool
+    index: int
+    carried: tuple[tuple[int, int, int, int], ...]
+    sliced: tuple[tuple[int, int], ...]
+    stacked: tuple[tuple[int, int], ...]
+    summed: tuple[tuple[int, int], ...]
+    body: tuple[Instr, ...]
+
+    def text(self) -> str:
+        return f"loop({self.dim}{', reverse' if self.reverse else ''})"
+
+
+def make_loop(
+    origin: Origin,
+    dim: Dim,
+    reverse: bool,
+    index: int,
+    carried: tuple[tuple[int, int, int, int], ...],
+    sliced: tuple[tuple[int, int], ...],
+    stacked: tuple[tuple[int, int], ...],
+    summed: tuple[tuple[int, int], ...],
+    body: tuple[Instr, ...],
+) -> Loop:
+    """A Loop whose `inputs` and `outputs` follow from its parts."""
+    inside = {index, *(c[1] for c in carried), *(inner for _, inner in sliced)}
+    read: dict[int, None] = {}
+    for instr in body:
+        read.update((i, None) for i in instr.inputs if i not in inside)
+        inside.update(instr.outputs)
+    results = [*(c[2] for c in carried), *(inner for inner, _ in stacked), *(inner for inner, _ in summed)]
+    read.update((i, None) for i in results if i not in inside)
+    inputs = (*(c[0] for c in carried), *(outer for outer, _ in sliced), *read)
+    outputs = (*(c[3] for c in carried), *(o for _, o in stacked), *(o for _, o in summed))
+    return Loop(inputs, outputs, origin, dim, reverse, index, carried, sliced, stacked, summed, body)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a variable lies on the devices between steps."""
+
+    variable: Variable
+    splits: tuple[Axes, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every device runs in one step.
+
+    Attributes:
+      values: by id.
+      code: instructions in order.
+      variables: name -> how it is stored.
+      feeds: name -> value of the batch's tensor.
+      results: name -> value that the step returns.
+    """
+
+    mesh: Mesh
+    layout: Layout
+    values: tuple[Value, ...]
+    code: tuple[Instr, ...]
+    variables: Mapping[str, Stored] = field(default_factory=dict)
+    feeds: Mapping[str, int] = field(default_factory=dict)
+    results: Mapping[str, int] = field(default_factory=dict)
+
+    def walk(self) -> Iterator[tuple[Instr, int]]:
+        """Every instruction once (loops before their bodies), with how often it runs."""
+
+        def visit(code: tuple[Instr, ...], times: int) -> Iterator[tuple[Instr, int]]:
+            for instr in code:
+                yield instr, times
+                if isinstance(instr, Loop):
+                    yield from visit(instr.body, times * instr.dim.size)
+
+        return visit(self.code, 1)
+
+    def local(self, id: int) -> TensorType:
+        """Type of one device's piece of a value."""
+        return self.values[id].local(self.mesh)
+
+    def communication_bytes(self) -> dict[str, float]:
+        """Bytes that a device sends in one step, per mesh axis (axes that act together are joined by '+')."""
+        out: dict[str, float] = {a: 0.0 for a in self.mesh.names}
+        for instr, times in self.walk():
+            if isinstance(instr, Collective):
+                key = "+".join(instr.axes)
+                out[key] = out.get(key, 0.0) + times * self.wire_bytes(instr)
+        return out
+
+    def wire_bytes(self, instr: Collective) -> float:
+        """Bytes that a device sends in one run of a collective (see `wire_bytes`)."""
+        payload = sum(self.values[i].local_bytes(self.mesh) for i in instr.inputs)
+        return wire_bytes(instr.name, payload, self.mesh.group_size(instr.axes))
+
+
+def wire_bytes(kind: str, payload: int, n: int) -> float:
+    """Bytes that each of n devices sends, by the bandwidth-optimal algorithm of each collective.
+
+    Args:
+      payload: bytes of the piece that a device puts in.
+
+    Chan et al. 2007, "Collective communication: theory, practice, and experience", table 1: all-reduce 2 (n-1)/n,
+    reduce-scatter and all-to-all (n-1)/n of what is put in, all-gather (n-1) times it; a permutation sends it once.
+    """
+    factor = {
+        "all_reduce": 2 * (n - 1) / n,
+        "reduce_scatter": (n - 1) / n,
+        "all_to_all": (n - 1) / n,
+        "all_gather": float(n - 1),
+        "permute": 1.0,
+    }[kind]
+    return factor * payload
+
+
+def text(program: Program) -> str:
+    """The program in words, one instruction a line."""
+    lines = [f"program mesh [{program.mesh}] layout [{program.layout}]"]
+
+    def show(code: tuple[Instr, ...], indent: str) -> None:
+        for instr in code:
+            if isinstance(instr, Loop):
+                lines.append(f"{indent}{instr.text()} index %{instr.index} {{")
+                for init, inner, _, _ in instr.carried:
+                    lines.append(f"{indent}  %{inner} = carry(%{init})  {program.values[inner]}")
+                for outer, inner in instr.sliced:
+                    lines.append(f"{indent}  %{inner} = part(%{outer})  {program.values[inner]}")
+                show(instr.body, indent + "  ")
+                for _, _, out, final in instr.carried:
+                    lines.append(f"{indent}  yield %{out} -> %{final}  {program.values[final]}")
+                for how, pairs in (("stack", instr.stacked), ("sum", instr.summed)):
+                    for inner, outer in pairs:
+                        lines.append(f"{indent}  {how} %{inner} -> %{outer}  {program.values[outer]}")
+                lines.append(f"{indent}}}")
+                continue
+            ins = " ".join(f"%{i}" for i in instr.inputs)
+            outs = ", ".join(f"%{o}" for o in instr.outputs)
+            types = ", ".join(str(program.values[o]) for o in instr.outputs)
+            left = f"{outs} = " if outs else ""
+            lines.append(f"{indent}{left}{instr.text()} {ins}".rstrip() + (f"  {types}" if types else ""))
+
+    show(program.code, "  ")
+    lines += [f"  return {name} %{i}" for name, i in program.results.items()]
+    return "\n".join(lines) + "\n"
