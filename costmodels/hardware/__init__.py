@@ -1,4 +1,4 @@
-"""Hardware descriptions: data files whose every number carries its source and date, read into frozen values."""
+"""Hardware descriptions: data files whose numbers carry source and date, read into frozen values."""
 
 from costmodels.hardware.curve import Curve, monotone
 from costmodels.hardware.load import HardwareError, hardware_names, load_hardware, read_hardware

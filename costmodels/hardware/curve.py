@@ -5,8 +5,8 @@ r"""Measured curves: piecewise linear, and never falling.
 (3) y(x) = y_n + slope (x - x_n) above the last one, with the slope of the last interval, but never less than
     proportional growth when that interval is flat.
 
-A curve that is fitted to noisy measurements is made monotone by pooling adjacent violators (Ayer et al. 1955), so
-a cost model built on it cannot say that more bytes take less time.
+A curve fitted to noisy measurements is made monotone by pooling adjacent violators (Ayer et al. 1955): a
+cost model built on it cannot say that more bytes take less time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def curve_fault(points: Iterable[tuple[float, float]]) -> str | None:
         return "a curve needs at least one point"
     if any(x < 0 or y < 0 for x, y in points):
         return "a curve's points cannot be negative"
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         if x1 <= x0:
             return f"points must rise in x, found {x1:g} after {x0:g}"
         if y1 < y0:
@@ -64,7 +65,7 @@ def curve_fault(points: Iterable[tuple[float, float]]) -> str | None:
 
 
 def monotone(samples: Iterable[tuple[float, float]]) -> Curve:
-    """The non-decreasing curve nearest to noisy `samples` (least squares; samples of equal x are averaged)."""
+    """The non-decreasing curve nearest to noisy `samples` (least squares; equal x are averaged)."""
     by_x: dict[float, list[float]] = {}
     for x, y in samples:
         by_x.setdefault(float(x), []).append(float(y))

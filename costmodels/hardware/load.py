@@ -1,4 +1,4 @@
-"""Finds and reads hardware files: the presets that ship with the package, the user's own, and calibrated profiles."""
+"""Finds and reads hardware files: the presets of the package, the user's own, calibrated profiles."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> 
     """The hardware of a preset's name or of a file's path.
 
     Args:
-      name_or_path: a name of `hardware_names()`, or the path of a hardware file (also what `calibrate` writes).
+      name_or_path: a name of `hardware_names()`, or the path of a hardware file (`calibrate` writes such).
       profiles: a directory of calibrated profiles; `NAME.json` there replaces the preset NAME.
 
     Raises:
-      HardwareError: unknown name, unreadable file, or a malformed one (every fault with its path in the file).
+      HardwareError: unknown name, unreadable file, or a malformed one (every fault, with its path).
     """
     text = str(name_or_path)
     if profiles is not None and text in hardware_names() and (profile := profiles / f"{text}.json").is_file():
@@ -58,7 +58,7 @@ def read_hardware(path: Path) -> Hardware:
         raise HardwareError(f"hardware file {str(path)!r} is not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise HardwareError(
-            f"hardware file {str(path)!r} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+            f"hardware file {str(path)!r} is not JSON: {error.msg}, line {error.lineno} column {error.colno}"
         ) from None
     hardware, faults = read(content)
     if hardware is None:

@@ -1,8 +1,8 @@
 """What a cost model knows of hardware: frozen values in SI units, every number with its source and date.
 
-A *device* is what a mesh counts and what runs one copy of the program: a GPU, a TPU chip, or half a chip where the
-two cores have separate memory (TPU v2, v3, v7). Files give numbers per chip, as sources print them; `Hardware` gives
-them per device.
+A *device* is what a mesh counts and what runs one copy of the program: a GPU, a TPU chip, or half a chip
+where the two cores have separate memory (TPU v2, v3, v7). Files give numbers per chip, as sources print them;
+`Hardware` gives them per device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class MatrixUnit:
-    """The unit that multiplies matrices: sizes that m, n, k are padded to; `processors` work on tiles in waves."""
+    """What multiplies matrices: the sizes m, n, k are padded to; `processors` work on tiles in waves."""
 
     m: Number
     n: Number
@@ -50,7 +50,7 @@ class MatrixUnit:
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """Memory tiles of a vector unit: `lanes` × `sublanes` elements of a dtype; bytes are padded to whole tiles."""
+    """Memory tiles of a vector unit: `lanes` × `sublanes` elements of a dtype; bytes pad to whole tiles."""
 
     lanes: Number
     sublanes: Pairs[Number]
@@ -86,8 +86,10 @@ class Chip:
 
 @dataclass(frozen=True, slots=True)
 class Wraparound:
-    """When the ends of a torus axis are joined: 'axis_size' (axes of `value` chips), 'multiples' (all axes are
-    multiples of `value`), 'full_slice' (only the largest slice), 'never'.
+    """When the ends of a torus axis are joined.
+
+    Rules: 'axis_size' (axes of `value` chips), 'multiples' (every axis is a multiple of `value`),
+    'full_slice' (only the largest slice), 'never'.
     """
 
     rule: str
@@ -111,7 +113,7 @@ class Torus:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """One protocol of a GPU collective library: fixed latency of a ring or tree, latency per step, bandwidth."""
+    """One protocol of a GPU collective library: latency of a ring or tree and of a step, bandwidth."""
 
     name: str
     ring_latency: Number
@@ -134,7 +136,7 @@ class SwitchReduce:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of GPUs on a switch or point-to-point links, joined by network cards; bandwidths are one way per GPU.
+    """Nodes of GPUs on a switch or on links, joined by network cards; bandwidths are one way per GPU.
 
     `node_bandwidth` is what a ring over a group of that many GPUs reaches.
     """
@@ -146,6 +148,7 @@ class Cluster:
     node_egress: Number
     network_efficiency: Number
     launch: Number
+    tree_efficiency: Number
     protocols: tuple[Protocol, ...]
     switch_reduce: SwitchReduce | None = None
 
@@ -190,7 +193,7 @@ class ComputeCurve:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How a profile was made; mappings and measurements are kept as JSON text, so that the value stays hashable."""
+    """How a profile was made; mappings and measurements are JSON text, so that the value is hashable."""
 
     date: str
     machine: str
@@ -241,7 +244,7 @@ class Hardware:
         return {dtype: number.value / self.devices_per_chip for dtype, number in self.chip.peak_flops}
 
     def peak_dtype(self, dtype: str) -> str:
-        """The dtype whose peak rate is used for products of `dtype`: itself, or the nearest one that is listed.
+        """The dtype whose peak rate products of `dtype` run at: itself, or the nearest one listed.
 
         A dtype without its own peak runs at the rate of the next narrower float (TPUs multiply float32 in
         bfloat16 passes at default precision) or else of the next wider one.
@@ -266,7 +269,7 @@ class Hardware:
         return max(1.0, devices / self.chip.host_cores.value)
 
     def hidden_fraction(self, collective: str) -> float:
-        """Fraction of a collective's time that runs under compute; 0 unless the description says otherwise."""
+        """Fraction of a collective's time that runs under compute; 0 unless the description has one."""
         return dict(self.overlap)[collective].value if collective in dict(self.overlap) else 0.0
 
     def numbers(self) -> Iterator[tuple[str, Number]]:

@@ -1,4 +1,4 @@
-"""The hardware file: what its JSON may hold. Only this module knows the file's form; the rest sees `Hardware`.
+"""The hardware file: what its JSON may hold. Only this module knows its form; the rest sees `Hardware`.
 
 `read` checks everything and reports every fault at once, each with its path in the file.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -35,7 +36,7 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class NumberFile(_File):
+class _NumberFile(_File):
     value: float
     unit: str
     source: Text
@@ -50,7 +51,7 @@ class NumberFile(_File):
 def _measures(quantity: str, low: float, high: float = float("inf")) -> Any:
     """A number of `quantity` whose SI value lies between `low` and `high`."""
 
-    def check(number: NumberFile) -> NumberFile:
+    def check(number: _NumberFile) -> _NumberFile:
         if number.unit not in UNITS or UNITS[number.unit][0] != quantity:
             raise ValueError(
                 f"unit {number.unit!r} is not a {quantity}; use one of {', '.join(units_of(quantity))}"
@@ -60,7 +61,7 @@ def _measures(quantity: str, low: float, high: float = float("inf")) -> Any:
             raise ValueError(f"the {quantity} must be {bound}, found {number.value:g} {number.unit}")
         return number
 
-    return Annotated[NumberFile, AfterValidator(check)]
+    return Annotated[_NumberFile, AfterValidator(check)]
 
 
 Rate: Any = _measures("compute rate", 1.0)
@@ -72,37 +73,37 @@ PositiveFraction: Any = _measures("fraction", 1e-6, 1.0)
 Count: Any = _measures("count", 1.0)
 
 
-class MatrixUnitFile(_File):
+class _MatrixUnitFile(_File):
     m: Count
     n: Count
     k: Count
     processors: Count | None = None
 
 
-class RegistersFile(_File):
+class _RegistersFile(_File):
     lanes: Count
     sublanes: dict[Text, Count]
 
 
-class EfficiencyFile(_File):
+class _EfficiencyFile(_File):
     points: Points
     source: Text
     date: Date
     uncertainty: float | None = None
 
     @model_validator(mode="after")
-    def _bounded(self) -> EfficiencyFile:
+    def _bounded(self) -> _EfficiencyFile:
         if fault := curve_fault(self.points):
             raise ValueError(fault)
         if self.points[-1][1] > 1 or self.points[0][1] <= 0:
             raise ValueError("a fraction of the peak lies above 0 and is at most 1")
-        for (x0, y0), (x1, y1) in zip(self.points, self.points[1:], strict=False):
+        for (x0, y0), (x1, y1) in pairwise(self.points):
             if x1 / y1 < x0 / y0:
                 raise ValueError(f"a product of {x1:g} FLOPs would take less time than one of {x0:g}")
         return self
 
 
-class ChipFile(_File):
+class _ChipFile(_File):
     devices: Count
     peak_flops: Annotated[dict[Text, Rate], Field(min_length=1)]
     memory: Memory
@@ -110,51 +111,51 @@ class ChipFile(_File):
     memory_bandwidth: Bandwidth
     memory_efficiency: PositiveFraction
     launch_overhead: Time
-    matrix_unit: MatrixUnitFile
-    matmul_efficiency: EfficiencyFile
+    matrix_unit: _MatrixUnitFile
+    matmul_efficiency: _EfficiencyFile
     vector_flops: Rate | None = None
-    registers: RegistersFile | None = None
+    registers: _RegistersFile | None = None
     host_cores: Count | None = None
 
     @model_validator(mode="after")
-    def _room(self) -> ChipFile:
+    def _room(self) -> _ChipFile:
         if self.memory_reserve.si >= self.memory.si:
             raise ValueError("memory_reserve leaves no memory")
         return self
 
 
-class WraparoundFile(_File):
+class _WraparoundFile(_File):
     rule: Literal["axis_size", "multiples", "full_slice", "never"]
     value: Count | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> WraparoundFile:
+    def _complete(self) -> _WraparoundFile:
         if self.rule in ("axis_size", "multiples") and self.value is None:
             raise ValueError(f"rule {self.rule!r} needs a value")
         return self
 
 
-class TorusFile(_File):
+class _TorusFile(_File):
     kind: Literal["torus"]
     axes: Annotated[list[Count], Field(min_length=1, max_length=3)]
     links_per_axis: Count
     link_bandwidth_spec: Bandwidth | None = None
     link_bandwidth: Bandwidth
     hop_latency: Time
-    wraparound: WraparoundFile
+    wraparound: _WraparoundFile
     network_bandwidth: Bandwidth
     network_latency: Time
     core_bandwidth: Bandwidth | None = None
 
     @model_validator(mode="after")
-    def _physical(self) -> TorusFile:
+    def _physical(self) -> _TorusFile:
         spec = self.link_bandwidth_spec
         if spec is not None and self.link_bandwidth.si > spec.si * (1 + 1e-9):
             raise ValueError("link_bandwidth is above link_bandwidth_spec, the physical limit")
         return self
 
 
-class ProtocolFile(_File):
+class _ProtocolFile(_File):
     name: Text
     ring_latency: Time
     tree_latency: Time
@@ -169,12 +170,12 @@ class ProtocolFile(_File):
 BandwidthByGroup = Annotated[dict[PositiveInt, Bandwidth], Field(min_length=1)]
 
 
-class SwitchReduceFile(_File):
+class _SwitchReduceFile(_File):
     bandwidth: BandwidthByGroup
     latency: Time
 
 
-class ClusterFile(_File):
+class _ClusterFile(_File):
     kind: Literal["cluster"]
     node_size: Count
     node_bandwidth_spec: Bandwidth
@@ -183,18 +184,19 @@ class ClusterFile(_File):
     node_egress: Bandwidth
     network_efficiency: PositiveFraction
     launch: Time
-    protocols: Annotated[list[ProtocolFile], Field(min_length=1)]
-    switch_reduce: SwitchReduceFile | None = None
+    tree_efficiency: PositiveFraction
+    protocols: Annotated[list[_ProtocolFile], Field(min_length=1)]
+    switch_reduce: _SwitchReduceFile | None = None
 
     @model_validator(mode="after")
-    def _physical(self) -> ClusterFile:
+    def _physical(self) -> _ClusterFile:
         for size, number in self.node_bandwidth.items():
             if number.si > self.node_bandwidth_spec.si * (1 + 1e-9):
                 raise ValueError(f"node_bandwidth.{size} is above node_bandwidth_spec, the physical limit")
         return self
 
 
-class SharedMemoryFile(_File):
+class _SharedMemoryFile(_File):
     kind: Literal["shared_memory"]
     copy_bandwidth: Bandwidth
     latency: Time
@@ -213,20 +215,20 @@ class _CurveFile(_File):
         return self
 
 
-class CollectiveCurveFile(_CurveFile):
+class _CollectiveCurveFile(_CurveFile):
     collective: Collective
     group_size: Annotated[int, Field(ge=2)]
     devices: PositiveInt
 
 
-class ComputeCurveFile(_CurveFile):
+class _ComputeCurveFile(_CurveFile):
     op_class: Text
     dtype: Text
     against: Literal["flops", "bytes"]
     devices: PositiveInt
 
 
-class CalibrationFile(_File):
+class _CalibrationFile(_File):
     """How a profile came about. `fit` should name its method and held-out error, `machine` its noise."""
 
     date: Date
@@ -237,46 +239,46 @@ class CalibrationFile(_File):
     base: Text
 
 
-class HardwareFile(_File):
+class _HardwareFile(_File):
     format: Literal["layoutopt-hardware/1"]
     name: Text
     kind: Literal["tpu", "gpu", "cpu"]
     summary: Text
     device: Text
     calibrated: bool
-    chip: ChipFile
-    topology: Annotated[TorusFile | ClusterFile | SharedMemoryFile, Field(discriminator="kind")]
+    chip: _ChipFile
+    topology: Annotated[_TorusFile | _ClusterFile | _SharedMemoryFile, Field(discriminator="kind")]
     overlap: dict[Collective, Fraction] = {}
-    collective_curves: list[CollectiveCurveFile] = []
-    compute_curves: list[ComputeCurveFile] = []
-    calibration: CalibrationFile | None = None
+    collective_curves: list[_CollectiveCurveFile] = []
+    compute_curves: list[_ComputeCurveFile] = []
+    calibration: _CalibrationFile | None = None
     notes: list[str] = []
 
     @model_validator(mode="after")
-    def _honest(self) -> HardwareFile:
+    def _honest(self) -> _HardwareFile:
         if self.calibrated and self.calibration is None:
             raise ValueError("'calibrated' is true but there is no 'calibration' that says how")
         return self
 
 
 _FROZEN: dict[type[_File], type] = {
-    MatrixUnitFile: model.MatrixUnit,
-    RegistersFile: model.Registers,
-    ChipFile: model.Chip,
-    WraparoundFile: model.Wraparound,
-    TorusFile: model.Torus,
-    ProtocolFile: model.Protocol,
-    SwitchReduceFile: model.SwitchReduce,
-    ClusterFile: model.Cluster,
-    SharedMemoryFile: model.SharedMemory,
-    HardwareFile: model.Hardware,
+    _MatrixUnitFile: model.MatrixUnit,
+    _RegistersFile: model.Registers,
+    _ChipFile: model.Chip,
+    _WraparoundFile: model.Wraparound,
+    _TorusFile: model.Torus,
+    _ProtocolFile: model.Protocol,
+    _SwitchReduceFile: model.SwitchReduce,
+    _ClusterFile: model.Cluster,
+    _SharedMemoryFile: model.SharedMemory,
+    _HardwareFile: model.Hardware,
 }
 
 
 def read(content: Any) -> tuple[model.Hardware | None, list[str]]:
     """The hardware in parsed JSON `content`, and its faults as 'path: fault'; one of the two is empty."""
     try:
-        return _freeze(HardwareFile.model_validate(content)), []
+        return _freeze(_HardwareFile.model_validate(content)), []
     except ValidationError as error:
         return None, [_fault(e["loc"], e["msg"]) for e in error.errors()]
 
@@ -291,18 +293,18 @@ def _fault(location: tuple[int | str, ...], message: str) -> str:
 
 def _freeze(value: Any) -> Any:
     """The frozen value of a checked part of a file: same names, SI units, tuples for lists and mappings."""
-    if isinstance(value, NumberFile):
+    if isinstance(value, _NumberFile):
         given = (
             f"{value.value:.10g} {value.unit}" if value.unit not in ("1", "count") else f"{value.value:.10g}"
         )
         return model.Number(value.si, given, value.source, value.date, value.uncertainty)
-    if isinstance(value, EfficiencyFile):
+    if isinstance(value, _EfficiencyFile):
         return model.Efficiency(Curve(tuple(value.points)), value.source, value.date, value.uncertainty)
     if isinstance(value, _CurveFile):
         own = value.model_dump(exclude={"points"})
-        cls = model.CollectiveCurve if isinstance(value, CollectiveCurveFile) else model.ComputeCurve
+        cls = model.CollectiveCurve if isinstance(value, _CollectiveCurveFile) else model.ComputeCurve
         return cls(seconds=Curve(tuple(value.points)), **own)
-    if isinstance(value, CalibrationFile):
+    if isinstance(value, _CalibrationFile):
         texts = {
             k: v if isinstance(v, str) else json.dumps(v, sort_keys=True)
             for k, v in value.model_dump().items()
@@ -312,7 +314,7 @@ def _freeze(value: Any) -> Any:
         names = [
             n
             for n in type(value).model_fields
-            if n != "format" and not (n == "kind" and value.__class__ is not HardwareFile)
+            if n != "format" and not (n == "kind" and value.__class__ is not _HardwareFile)
         ]
         return _FROZEN[type(value)](**{name: _freeze(getattr(value, name)) for name in names})
     if isinstance(value, dict):
