@@ -241,7 +241,7 @@ def _cluster(topology: Cluster, kind: str, size: float, route: Route) -> Iterato
         and route.size >= switch.bandwidth[0][0]
     ):
         rate = by_group_size(switch.bandwidth, route.size)
-        latency = topology.launch.value + switch.latency.value
+        latency = _launch(topology, route) + switch.latency.value
         seconds = latency + 2 * formulas.switch_gather(route.size, size, rate)
         yield _cost(seconds, "switch reduction", size, route, rate, latency)
 
@@ -252,6 +252,10 @@ def _ring_bandwidth(route: Route) -> float:
     members = node.size if node else 1
     rates = ([node.rate] if node else []) + ([network.rate * members] if network else [])
     return min(rates)
+
+
+def _launch(topology: Cluster, route: Route) -> float:
+    return topology.launch.value + (topology.network_launch.value if route.level("network") else 0.0)
 
 
 def _limited(protocol: Protocol, bandwidth: float) -> float:
@@ -267,7 +271,7 @@ def _ring(
     rounds = 2 if kind == "all_reduce" else 1
     steps = rounds * (n - 1)
     crossing = min(steps, rounds * nodes if kind == "all_reduce" else nodes - 1) if nodes > 1 else 0
-    latency = topology.launch.value + protocol.ring_latency.value
+    latency = _launch(topology, route) + protocol.ring_latency.value
     latency += (
         steps - crossing
     ) * protocol.ring_step_node.value + crossing * protocol.ring_step_network.value
@@ -283,7 +287,7 @@ def _tree(
     chain = (route.size_at("node") - 1) * protocol.tree_step_node.value
     depth = math.ceil(math.log2(route.size_at("network"))) * protocol.tree_step_network.value
     rate = _limited(protocol, bandwidth) * topology.tree_efficiency.value
-    fixed = topology.launch.value + protocol.tree_latency.value
+    fixed = _launch(topology, route) + protocol.tree_latency.value
     seconds = fixed + formulas.tree_all_reduce(size, rate, chain + depth)
     return _cost(seconds, f"tree, {protocol.name}", size, route, rate, fixed + 2 * (chain + depth))
 
@@ -309,7 +313,7 @@ def _send(topology: Cluster, protocol: Protocol, size: float, route: Route) -> C
 
 def _one_step(topology: Cluster, protocol: Protocol, route: Route) -> float:
     step = protocol.ring_step_network if route.level("network") else protocol.ring_step_node
-    return topology.launch.value + protocol.ring_latency.value + step.value
+    return _launch(topology, route) + protocol.ring_latency.value + step.value
 
 
 def _cost(

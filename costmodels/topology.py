@@ -256,12 +256,12 @@ def _with_wrap_note(placement: Placement) -> Placement:
 def _score(hardware: Hardware, mesh: Mesh, assignment: Assignment) -> tuple[float, ...]:
     """Least is best.
 
-    First whole torus axes (each mesh axis that shares one with another counts), as runtimes lay meshes out; then
-    seconds per byte of all-gathers over each mesh axis in turn; then the most compact slice.
+    First whole torus axes (each mesh axis that shares one with another counts), as runtimes lay meshes out;
+    then seconds per byte of all-gathers over each mesh axis in turn; then the most compact slice.
     """
     shape = _shape(hardware.topology, assignment)
     placement = Placement(hardware, mesh, assignment, shape)
-    users = [level for _, factors in assignment for level, _ in factors if level in TORUS_AXES]
+    users = [level for _, factors in assignment for level, _ in factors if level != "core"]
     seconds = sum(_seconds_per_byte(_route(placement, frozenset((n,)))) for n, size in mesh.axes if size > 1)
     return len(users) - len(set(users)), float(f"{seconds:.9e}"), sum(shape)
 

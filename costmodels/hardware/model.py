@@ -138,7 +138,8 @@ class SwitchReduce:
 class Cluster:
     """Nodes of GPUs on a switch or on links, joined by network cards; bandwidths are one way per GPU.
 
-    `node_bandwidth` is what a ring over a group of that many GPUs reaches.
+    `node_bandwidth` is what a ring over a group of that many GPUs reaches; `launch` starts a collective,
+    `network_launch` is added to one that leaves the node.
     """
 
     node_size: Number
@@ -148,6 +149,7 @@ class Cluster:
     node_egress: Number
     network_efficiency: Number
     launch: Number
+    network_launch: Number
     tree_efficiency: Number
     protocols: tuple[Protocol, ...]
     switch_reduce: SwitchReduce | None = None

@@ -184,6 +184,7 @@ class _ClusterFile(_File):
     node_egress: Bandwidth
     network_efficiency: PositiveFraction
     launch: Time
+    network_launch: Time
     tree_efficiency: PositiveFraction
     protocols: Annotated[list[_ProtocolFile], Field(min_length=1)]
     switch_reduce: _SwitchReduceFile | None = None

@@ -1,0 +1,174 @@
+r"""Seconds of one local operation from its quantities: a roofline with padding, efficiency and a launch.
+
+(1) t = launch + max(flop seconds, memory seconds)
+(2) flop seconds of a product = padded FLOPs / (peak(dtype) · efficiency(padded FLOPs))
+(3) TPU padding: n and k to the width of the matrix unit, m to sublanes, in the better of the two orientations
+(4) GPU padding: tiles = ceil(m / tile) · ceil(n / tile) · batch run in waves of one tile per
+    multiprocessor; the last wave takes as long as a full one; the tile is the best of the whole and its halves
+(5) flop seconds of anything else = FLOPs / vector rate, when the hardware file has one
+(6) memory seconds = bytes / (bandwidth · efficiency)
+(7) virtual devices share cores: everything takes max(1, devices / cores) times as long
+(8) measured: t = max(curve(FLOPs or bytes) · contention / contention then, FLOPs / peak, memory seconds)
+
+Nothing is faster than the peak: efficiency is at most 1, and (8) keeps to the roofline.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from costmodels.hardware import ComputeCurve, Hardware, MatrixUnit
+from mesh_tf_core.errors import UserError
+
+MATMUL_CLASSES = ("matmul", "conv")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """What one operation does on one device.
+
+    Attributes:
+      flops: floating-point operations as computed (a multiplication and an addition are two).
+      bytes: bytes read and written.
+      op_class: 'matmul' or 'conv' (the matrix unit), or any other word: 'elementwise', 'gather', 'reduce', …
+      dtype: element type of the operands.
+      matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]; None when unknown: no
+      padding then.
+    """
+
+    flops: float
+    bytes: float
+    op_class: str
+    dtype: str
+    matmul_dims: tuple[int, int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.flops < 0 or self.bytes < 0:
+            found = f"{self.flops}, {self.bytes}"
+            raise UserError(f"{self.op_class}: flops and bytes cannot be negative, found {found}")
+        dims = self.matmul_dims
+        if dims is not None and (len(dims) != 4 or min(dims) < 1):
+            raise UserError(f"{self.op_class}: matmul_dims are (m, n, k, batch), all positive; found {dims}")
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeCost:
+    """Seconds of one operation and what they consist of.
+
+    Attributes:
+      seconds: the total.
+      flop_seconds: at the reachable rate, padding included.
+      memory_seconds: at the reachable bandwidth.
+      launch_seconds: to start it.
+      padding: padded FLOPs / FLOPs.
+      bound: 'flops', 'memory', 'launch' or 'measured': what decides.
+      words: the formula with its numbers.
+    """
+
+    seconds: float
+    flop_seconds: float
+    memory_seconds: float
+    launch_seconds: float
+    padding: float
+    bound: str
+    words: str
+
+
+def compute_seconds(hardware: Hardware, quantity: Quantity, devices: int = 1) -> float:
+    """Seconds of one operation while `devices` devices each run theirs (matters for virtual devices)."""
+    return compute_cost(hardware, quantity, devices).seconds
+
+
+def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> ComputeCost:
+    """As `compute_seconds`, with its parts; equations (1) to (8)."""
+    contention = hardware.contention(devices)
+    memory = contention * _memory_seconds(hardware, quantity)
+    curve = _curve(hardware, quantity)
+    if curve is not None:
+        return _measured(hardware, quantity, curve, contention, memory)
+    padding, flops = 1.0, 0.0
+    if quantity.op_class in MATMUL_CLASSES:
+        padding = padding_ratio(hardware.chip.matrix_unit, quantity)
+        padded = quantity.flops * padding
+        flops = contention * padded / (hardware.peak_flops(quantity.dtype) * _efficiency(hardware, padded))
+    elif hardware.chip.vector_flops is not None:
+        flops = contention * quantity.flops * hardware.devices_per_chip / hardware.chip.vector_flops.value
+    launch = contention * hardware.chip.launch_overhead.value
+    bound = "launch" if launch > max(flops, memory) else "flops" if flops >= memory else "memory"
+    words = (
+        f"{launch * 1e6:.3g} us launch + max({flops * 1e6:.4g} us for {quantity.flops:.4g} FLOPs, padded x"
+        f"{padding:.3g}; {memory * 1e6:.4g} us for {quantity.bytes:.4g} bytes)"
+    )
+    return ComputeCost(launch + max(flops, memory), flops, memory, launch, padding, bound, words)
+
+
+def padding_ratio(unit: MatrixUnit, quantity: Quantity) -> float:
+    """FLOPs that the matrix unit spends / FLOPs asked for, at least 1; equations (3) and (4)."""
+    if quantity.matmul_dims is None:
+        return 1.0
+    m, n, k, batch = quantity.matmul_dims
+    deep = _up(k, unit.k.value) / k
+    if unit.processors is not None:
+        return min(_waves(unit, m, n, batch, tm, tn) for tm, tn in _tiles(unit)) * deep
+    one = _up(m, unit.m.value) * _up(n, unit.n.value)
+    other = _up(m, unit.n.value) * _up(n, unit.m.value)
+    return min(one, other) / (m * n) * deep
+
+
+def _tiles(unit: MatrixUnit) -> tuple[tuple[float, float], ...]:
+    """Output tiles that a library chooses from: the whole one, half of it, a quarter."""
+    m, n = unit.m.value, unit.n.value
+    return (m, n), (m / 2, n), (m, n / 2), (m / 2, n / 2)
+
+
+def _waves(unit: MatrixUnit, m: int, n: int, batch: int, tile_m: float, tile_n: float) -> float:
+    """Equation (4): output elements that all waves have room for / elements of the product."""
+    processors = unit.processors.value if unit.processors else 1.0
+    waves = math.ceil(math.ceil(m / tile_m) * math.ceil(n / tile_n) * batch / processors)
+    return waves * processors * tile_m * tile_n / (m * n * batch)
+
+
+def _up(size: int, tile: float) -> float:
+    return math.ceil(size / tile) * tile
+
+
+def _efficiency(hardware: Hardware, flops: float) -> float:
+    curve = hardware.chip.matmul_efficiency.curve
+    return min(1.0, curve(min(flops, curve.points[-1][0])))
+
+
+def _memory_seconds(hardware: Hardware, quantity: Quantity) -> float:
+    return quantity.bytes / (hardware.memory_bandwidth * hardware.chip.memory_efficiency.value)
+
+
+def _curve(hardware: Hardware, quantity: Quantity) -> ComputeCurve | None:
+    """The measured curve of the class (any dtype if need be); 'elementwise' stands for non-products."""
+    classes = [quantity.op_class]
+    if quantity.op_class not in MATMUL_CLASSES:
+        classes.append("elementwise")
+    elif quantity.op_class == "conv":
+        classes.append("matmul")
+    for op_class in classes:
+        curves = [c for c in hardware.compute_curves if c.op_class == op_class]
+        if curves:
+            return next((c for c in curves if c.dtype == quantity.dtype), curves[0])
+    return None
+
+
+def _measured(
+    hardware: Hardware, quantity: Quantity, curve: ComputeCurve, contention: float, memory: float
+) -> ComputeCost:
+    """Equation (8)."""
+    amount = quantity.flops if curve.against == "flops" else quantity.bytes
+    taken = curve.seconds(amount) * contention / hardware.contention(curve.devices)
+    flops = 0.0
+    if quantity.op_class in MATMUL_CLASSES:
+        flops = contention * quantity.flops / hardware.peak_flops(quantity.dtype)
+    seconds = max(taken, flops, memory)
+    bound = "measured" if seconds == taken else "flops" if flops >= memory else "memory"
+    words = (
+        f"max({taken * 1e6:.4g} us measured for {amount:.4g} {curve.against}, {flops * 1e6:.4g} us at "
+        f"the peak, {memory * 1e6:.4g} us for {quantity.bytes:.4g} bytes)"
+    )
+    return ComputeCost(seconds, flops, memory, 0.0, 1.0, bound, words)
