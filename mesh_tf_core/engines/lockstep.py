@@ -1,0 +1,227 @@
+"""Runs a program device by device in one process, with any kernel: the oracle of tests.
+
+Values are lists with one piece per device; a collective computes from the lists. Exact, eager, slow and simple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.layout import Axes
+from mesh_tf_core.program import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    Input,
+    Instr,
+    Local,
+    Loop,
+    Permute,
+    Program,
+    ReadVariable,
+    ReduceScatter,
+    Slice,
+    Value,
+    WriteVariable,
+    wire_bytes,
+)
+
+Pieces = list[Any]
+
+
+class LockstepEngine:
+    """See `engines.protocol.Engine`. Arrays are NumPy's unless another kernel is given."""
+
+    def __init__(self, program: Program, kernel: Kernel | None = None) -> None:
+        self.program, self.mesh = program, program.mesh
+        self.k: Kernel = kernel or NumpyKernel()
+        self.devices = range(program.mesh.devices)
+        self.state: dict[str, Pieces] = {}
+        self.communication_bytes: dict[str, float] = {}
+        self.compile_seconds = 0.0
+
+    # -- pieces --------------------------------------------------------------------------------------------------
+
+    def begin(self, rank: int, v: Value) -> list[int]:
+        """Index of the first element of a device's piece, per dimension."""
+        local = v.local(self.mesh).shape.sizes
+        return [self.mesh.group_index(rank, axes) * n for axes, n in zip(v.splits, local, strict=True)]
+
+    def cut(self, array: Any, v: Value) -> Pieces:
+        """A global array as pieces."""
+        sizes = v.local(self.mesh).shape.sizes
+        return [self.k.slice(array, self.begin(rank, v), sizes) for rank in self.devices]
+
+    def join(self, pieces: Pieces, v: Value) -> Any:
+        """Pieces as a global array; raises if devices disagree about a part they share."""
+        out = np.empty(v.shape.sizes, np_dtype(v.dtype))
+        sizes = v.local(self.mesh).shape.sizes
+        for rank in self.devices:
+            where = tuple(slice(b, b + n) for b, n in zip(self.begin(rank, v), sizes, strict=True))
+            out[where] = np.asarray(pieces[rank])
+        return out
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def _stored(self, name: str) -> Value:
+        stored = self.program.variables[name]
+        return Value(-1, stored.variable.shape, stored.variable.dtype, stored.splits)
+
+    def initialize(self) -> None:
+        for name, stored in self.program.variables.items():
+            v = self._stored(name)
+            sizes = v.local(self.mesh).shape.sizes
+            self.state[name] = [
+                self.k.cast(stored.variable.initializer.piece(name, v.shape.sizes, self.begin(rank, v), sizes), v.dtype)
+                for rank in self.devices
+            ]
+
+    def read(self, name: str) -> Any:
+        return self.join(self.state[name], self._stored(name))
+
+    def write(self, name: str, array: Any) -> None:
+        v = self._stored(name)
+        self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(np.asarray(array), v)]
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def steps(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [self.step(b) for b in batches]
+
+    def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.state and self.program.variables:
+            self.initialize()
+        self.communication_bytes = {a: 0.0 for a in self.mesh.names}
+        env: dict[int, Pieces] = {}
+        new: dict[str, Pieces] = {}
+        self.run(self.program.code, env, batch, new)
+        self.state.update(new)
+        return {n: self.join(env[i], self.program.values[i]) for n, i in self.program.results.items()}
+
+    def run(self, code: Sequence[Instr], env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]) -> None:
+        for instr in code:
+            if isinstance(instr, Loop):
+                self.loop(instr, env, batch, new)
+            elif isinstance(instr, Local):
+                self.local(instr, env)
+            elif isinstance(instr, Input):
+                v = self.program.values[instr.outputs[0]]
+                env[v.id] = self.cut(np.asarray(batch[instr.feed]).astype(np_dtype(v.dtype)), v)
+            elif isinstance(instr, ReadVariable):
+                env[instr.outputs[0]] = self.state[instr.variable]
+            elif isinstance(instr, WriteVariable):
+                new[instr.variable] = env[instr.inputs[0]]
+            elif isinstance(instr, Slice):
+                (i,), (o,) = instr.inputs, instr.outputs
+                env[o] = self.own_part(env[i], self.program.values[i], instr.dim, instr.axes)
+            elif isinstance(instr, Collective):
+                for i, o in zip(instr.inputs, instr.outputs, strict=True):
+                    env[o] = self.collective(instr, env[i], self.program.values[i], self.program.values[o])
+            else:
+                raise TypeError(f"lockstep engine: unknown instruction {instr.text()}")
+
+    def local(self, instr: Local, env: dict[int, Pieces]) -> None:
+        values = [self.program.values[i] for i in (*instr.inputs, *instr.outputs)]
+        types = [v.local(self.mesh) for v in values]
+        n = len(instr.inputs)
+        where = {d: a for v in values for d, a in zip(v.shape.names, v.splits, strict=True) if a}
+        size = {d.name: d.size for t in types for d in t.shape}
+        results = []
+        for rank in self.devices:
+
+            def offset(name: str, rank: int = rank) -> int:
+                return self.mesh.group_index(rank, where[name]) * size[name]
+
+            at = At(tuple(types[:n]), tuple(types[n:]), frozenset(where), offset)
+            made = instr.op.kernel(self.k, at, *(env[i][rank] for i in instr.inputs))
+            results.append(made if isinstance(made, tuple) else (made,))
+        for j, o in enumerate(instr.outputs):
+            env[o] = [r[j] for r in results]
+
+    def loop(self, loop: Loop, env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]) -> None:
+        state = [env[init] for init, _, _, _ in loop.carried]
+        stacks: dict[int, dict[int, Pieces]] = {o: {} for _, o in loop.stacked}
+        sums: dict[int, Pieces] = {}
+        order = range(loop.dim.size)
+        for step in reversed(order) if loop.reverse else order:
+            inner = dict(env)
+            inner[loop.index] = [self.k.scalar(step, "int32") for _ in self.devices]
+            for (_, i, _, _), x in zip(loop.carried, state, strict=True):
+                inner[i] = x
+            for outer, i in loop.sliced:
+                inner[i] = [x[step] for x in env[outer]]
+            self.run(loop.body, inner, batch, new)
+            state = [inner[out] for _, _, out, _ in loop.carried]
+            for i, o in loop.stacked:
+                stacks[o][step] = inner[i]
+            for i, o in loop.summed:
+                old = sums.get(o)
+                sums[o] = [self.k.binary("add", a, b) for a, b in zip(old, inner[i], strict=True)] if old else inner[i]
+        for (_, _, _, final), x in zip(loop.carried, state, strict=True):
+            env[final] = x
+        for o, parts in stacks.items():
+            env[o] = [self.k_stack([parts[s][rank] for s in order]) for rank in self.devices]
+        env.update(sums)
+
+    def k_stack(self, parts: Sequence[Any]) -> Any:
+        return self.k.concat([self.k.reshape(p, (1, *p.shape)) for p in parts], 0)
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def own_part(self, pieces: Pieces, v: Value, dim: str, axes: Axes) -> Pieces:
+        """Every device's part of `dim` among its group over `axes`."""
+        axis = v.shape.index(dim)
+        out = []
+        for rank, x in enumerate(pieces):
+            sizes = list(v.local(self.mesh).shape.sizes)
+            sizes[axis] //= self.mesh.group_size(axes)
+            begin = [0] * len(sizes)
+            begin[axis] = self.mesh.group_index(rank, axes) * sizes[axis]
+            out.append(self.k.slice(x, begin, sizes))
+        return out
+
+    def collective(self, instr: Collective, pieces: Pieces, v: Value, result: Value) -> Pieces:
+        payload = int(np.asarray(pieces[0]).nbytes)
+        key = "+".join(instr.axes)
+        sent = wire_bytes(instr.name, payload, self.mesh.group_size(instr.axes))
+        self.communication_bytes[key] = self.communication_bytes.get(key, 0.0) + sent
+        out: Pieces = [None] * len(pieces)
+        for group in self.mesh.groups(instr.axes):
+            members = [pieces[r] for r in group]
+            for rank, x in zip(group, self.exchanged(instr, members, v), strict=True):
+                out[rank] = x
+        if isinstance(instr, ReduceScatter):
+            return self.own_part(out, v, instr.dim, instr.axes)
+        if isinstance(instr, AllToAll):
+            return self.own_part(out, _joined(v, instr), instr.split, instr.axes)
+        return out
+
+    def exchanged(self, instr: Collective, members: Pieces, v: Value) -> Pieces:
+        """What each member of one group holds afterwards (before taking its own part)."""
+        n = len(members)
+        if isinstance(instr, AllReduce | ReduceScatter):
+            fn = {"sum": "add", "max": "max", "min": "min"}[getattr(instr, "combine", "sum")]
+            total = members[0]
+            for x in members[1:]:
+                total = self.k.binary(fn, total, x)
+            return [total] * n
+        if isinstance(instr, AllGather | AllToAll):
+            dim = instr.dim if isinstance(instr, AllGather) else instr.concat
+            return [self.k.concat(members, v.shape.index(dim))] * n
+        assert isinstance(instr, Permute)
+        zeros = self.k.full(members[0].shape, 0, v.dtype)
+        sources = [i - instr.shift for i in range(n)]
+        return [members[s % n] if instr.wrap or 0 <= s < n else zeros for s in sources]
+
+
+def _joined(v: Value, instr: AllToAll) -> Value:
+    splits = list(v.splits)
+    at = v.shape.index(instr.concat)
+    splits[at] = splits[at][: -len(instr.axes)]
+    return Value(v.id, v.shape, v.dtype, tuple(splits), v.partial)

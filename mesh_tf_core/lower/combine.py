@@ -1,0 +1,54 @@
+"""Pass `combine`: small all-reduces of gradients over the same axes travel as one message.
+
+Only sums that nothing before the update reads are combined, so that waiting for each other delays nobody: one message
+per (axes, dtype), sent when its last member is ready.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mesh_tf_core.layout import Axes
+from mesh_tf_core.program import AllReduce, Instr, Program, Value
+
+SMALL_BYTES = 1 << 16
+"""A message below this size costs mostly latency (64 KiB: on every network of the presets the time of a message of
+this size is within 2x of an empty one's)."""
+
+Key = tuple[Axes, str]
+
+
+def combine_small(program: Program) -> Program:
+    """Joins the small gradient sums of the top level."""
+    groups = combinable(program)
+    member = {id(r): key for key, found in groups.items() if len(found) > 1 for r in found}
+    waiting: dict[Key, list[AllReduce]] = {}
+    code: list[Instr] = []
+    for instr in program.code:
+        key = member.get(id(instr))
+        if key is None or not isinstance(instr, AllReduce):
+            code.append(instr)
+            continue
+        waiting.setdefault(key, []).append(instr)
+        if len(waiting[key]) == len(groups[key]):
+            found = waiting[key]
+            inputs = tuple(i for r in found for i in r.inputs)
+            outputs = tuple(o for r in found for o in r.outputs)
+            code.append(AllReduce(inputs, outputs, found[-1].origin, key[0]))
+    return replace(program, code=tuple(code))
+
+
+def combinable(program: Program) -> dict[Key, list[AllReduce]]:
+    """The top-level sums that may travel together, by axes and dtype."""
+    early: set[int] = set()
+    for instr in program.code:
+        if instr.origin.phase != "update":
+            early.update(instr.inputs)
+    early.update(program.results.values())
+    groups: dict[Key, list[AllReduce]] = {}
+    for instr in program.code:
+        if isinstance(instr, AllReduce) and instr.combine == "sum" and instr.outputs[0] not in early:
+            value: Value = program.values[instr.inputs[0]]
+            if value.local_bytes(program.mesh) <= SMALL_BYTES:
+                groups.setdefault((instr.axes, value.dtype), []).append(instr)
+    return groups

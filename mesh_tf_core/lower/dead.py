@@ -1,0 +1,49 @@
+"""Pass `dead`: drops instructions whose results nobody reads, in loops too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mesh_tf_core.program import Input, Instr, Loop, Program, WriteVariable, make_loop
+
+
+def drop_dead(program: Program) -> Program:
+    """Keeps what leads to a result or a written variable (and every input, so that feeds stay as declared)."""
+    live = set(program.results.values())
+    return replace(program, code=tuple(_sweep(program.code, live)))
+
+
+def _sweep(code: Sequence[Instr], live: set[int]) -> list[Instr]:
+    kept: list[Instr] = []
+    for instr in reversed(code):
+        if isinstance(instr, Loop):
+            found = _loop(instr, live)
+            if found is None:
+                continue
+            instr = found
+        elif not isinstance(instr, WriteVariable | Input) and not any(o in live for o in instr.outputs):
+            continue
+        live.update(instr.inputs)
+        kept.append(instr)
+    return kept[::-1]
+
+
+def _loop(loop: Loop, live: set[int]) -> Loop | None:
+    stacked = tuple((i, o) for i, o in loop.stacked if o in live)
+    summed = tuple((i, o) for i, o in loop.summed if o in live)
+    carried = tuple(c for c in loop.carried if c[3] in live)
+    while True:
+        inside = {i for i, _ in (*stacked, *summed)} | {c[2] for c in carried}
+        body = _sweep(loop.body, inside)
+        # A carry is needed if the body reads it, whether or not its final value is.
+        more = tuple(c for c in loop.carried if c in carried or c[1] in inside)
+        if len(more) == len(carried):
+            break
+        carried = more
+    if not (stacked or summed or carried):
+        return None
+    sliced = tuple((o, i) for o, i in loop.sliced if i in inside)
+    return make_loop(
+        loop.origin, loop.dim, loop.reverse, loop.index, carried, sliced, stacked, summed, tuple(body)
+    )

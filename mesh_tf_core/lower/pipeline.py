@@ -1,0 +1,68 @@
+"""The door of lowering: base lowering, then the passes in their order, then the check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.layout import Layout
+from mesh_tf_core.lower.base import Keep, Splits, lower_base
+from mesh_tf_core.lower.combine import combine_small
+from mesh_tf_core.lower.dead import drop_dead
+from mesh_tf_core.lower.sums import delay_sums
+from mesh_tf_core.lower.uses import compact
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.program import Program
+from mesh_tf_core.tensor import Tensor
+
+PASSES: tuple[tuple[str, Callable[[Program], Program]], ...] = (
+    ("dead", drop_dead),
+    ("pending sums", delay_sums),
+    ("combine", combine_small),
+    ("compact", compact),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be decided besides the layout.
+
+    Attributes:
+      storage: variable name -> splits in which it is stored, where they differ from the layout's.
+      recompute: names of the dimensions of the loops whose bodies run again in backward.
+    """
+
+    storage: Mapping[str, Splits] = field(default_factory=dict)
+    recompute: frozenset[str] = frozenset()
+
+
+DEFAULT = Options()
+
+
+def lower(
+    graph: Graph,
+    mesh: Mesh,
+    layout: Layout,
+    results: Mapping[str, Tensor] | None = None,
+    options: Options = DEFAULT,
+    keep: Keep | None = None,
+) -> Program:
+    """Lowers a graph to the program that every device of the mesh runs.
+
+    Args:
+      results: name -> tensor to return from a step.
+      keep: lower only some nodes (for pricing them alone); `results` are then ignored dead-code roots.
+
+    Raises:
+      LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two dimensions
+        of one operation over the same axis.
+    """
+    if keep is None:
+        known = {name: max(sizes) for name, sizes in graph.dims().items()}
+        layout.check(mesh, known)
+    program = lower_base(graph, mesh, layout, results, options.storage, options.recompute, keep)
+    for name, run in PASSES:
+        if keep is None or name != "dead":
+            program = run(program)
+    return program
