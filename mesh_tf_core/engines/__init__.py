@@ -1,0 +1,1 @@
+"""Engines: the homes in which a program runs."""

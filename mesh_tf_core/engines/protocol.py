@@ -1,0 +1,64 @@
+"""What every engine can do: run a program's steps on real devices, hold its variables, count what it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from mesh_tf_core.program import Program
+
+
+class Engine(Protocol):
+    """Runs one program. Arrays are NumPy's and global: engines cut them into pieces and join them again."""
+
+    program: Program
+
+    def initialize(self) -> None:
+        """Sets every variable to its initial value."""
+        ...
+
+    def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs one step on a batch (feed name -> global array); returns the program's results as global arrays.
+
+        Every read of a variable sees the state before the step; after an error, the state is that before the step.
+        """
+        ...
+
+    def steps(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Runs one step per batch."""
+        ...
+
+    def read(self, name: str) -> Any:
+        """The global value of a variable."""
+        ...
+
+    def write(self, name: str, array: Any) -> None:
+        """Replaces the global value of a variable."""
+        ...
+
+    @property
+    def communication_bytes(self) -> dict[str, float]:
+        """Bytes that a device sent in the last step, per mesh axis (axes that act together are joined by '+').
+
+        Counted from the tensors handed to collectives, by `program.wire_bytes`.
+        """
+        ...
+
+    @property
+    def variable_bytes(self) -> int:
+        """Bytes of the variables' pieces on one device."""
+        ...
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Most bytes that variables and values occupy on one device at any moment of a step."""
+        ...
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time spent on tracing and compiling so far, in seconds."""
+        ...
+
+    def close(self) -> None:
+        """Gives the devices' memory back; the engine cannot be used afterwards."""
+        ...
