@@ -1,8 +1,12 @@
-"""Finite choices, cost tables over a few of them, resource rows: the general form of layout problems, and its solvers."""
+"""Finite choices, cost tables over a few of them, resource rows: the general form of layout problems, and
+its solvers.
+"""
 
 from __future__ import annotations
 
 from layoutopt.problem.answer import Evaluation, Solution, Status, Violation, evaluate
+from layoutopt.problem.conflict import Conflict, Facts, conflict
+from layoutopt.problem.files import dump, load
 from layoutopt.problem.form import (
     Choices,
     Entry,
@@ -15,13 +19,18 @@ from layoutopt.problem.form import (
     Usage,
     Variable,
 )
+from layoutopt.problem.several import Frontier, Point, pareto, top_k
 from layoutopt.problem.solve import solve
 
 __all__ = [
     "Choices",
+    "Conflict",
     "Entry",
     "Evaluation",
+    "Facts",
+    "Frontier",
     "Intervals",
+    "Point",
     "Problem",
     "ProblemError",
     "Row",
@@ -32,6 +41,11 @@ __all__ = [
     "Usage",
     "Variable",
     "Violation",
+    "conflict",
+    "dump",
     "evaluate",
+    "load",
+    "pareto",
     "solve",
+    "top_k",
 ]

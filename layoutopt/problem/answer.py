@@ -28,7 +28,9 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Solution:
-    """What `solve` returns. `objective` is recomputed by `evaluate`, `bound` is a proven lower bound of any answer."""
+    """What `solve` returns. `objective` is recomputed by `evaluate`, `bound` is a proven lower bound of any
+    answer.
+    """
 
     status: Status
     choices: Choices | None
@@ -39,7 +41,9 @@ class Solution:
 
     def __post_init__(self) -> None:
         if (self.choices is None) != (self.status in (Status.INFEASIBLE, Status.LIMIT)):
-            raise ProblemError(f"a solution that is {self.status.value} must come with choices only if it has any")
+            raise ProblemError(
+                f"a solution that is {self.status.value} must come with choices only if it has any"
+            )
 
     @property
     def gap(self) -> float:
@@ -84,11 +88,14 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> Evaluation:
     """Recomputes (1)-(4) of `form` for `choices`, exactly rounded, from the problem's own tables."""
     if len(choices) != len(problem.variables):
         raise ProblemError(
-            f"{len(choices)} choices were given for problem {problem.name!r}, which has {len(problem.variables)} variables"
+            f"{len(choices)} choices were given for problem {problem.name!r}, "
+            f"which has {len(problem.variables)} variables"
         )
     for variable, choice in zip(problem.variables, choices, strict=True):
         if not 0 <= choice < variable.size:
-            raise ProblemError(f"choice {choice} is not one of the {variable.size} of variable {variable.name!r}")
+            raise ProblemError(
+                f"choice {choice} is not one of the {variable.size} of variable {variable.name!r}"
+            )
     costs = [term.cost(choices) for term in problem.terms]
     forbidden = tuple(term.name for term, cost in zip(problem.terms, costs, strict=True) if cost == math.inf)
     objective = math.inf if forbidden else math.fsum([problem.constant, *costs])

@@ -7,15 +7,17 @@ Variables i = 1..n choose d_i from finite domains {0, ..., s_i - 1}. The problem
                 sum_e  w_{r,e}(d restricted to scope(e)) <= limit_r      for every row r     (3) `Row`
                 sum_{u: start_u <= time < end_u} w_u(d_{var(u)}) <= limit  for every time    (4) `Intervals`
 
-A table is a dense float64 array with one axis per variable of its scope, or `Sparse`: a list of assignments with their
-values. An assignment that a sparse *term* does not list is forbidden; one that a sparse *row entry* does not list uses 0.
-Family (4) is family (3) written compactly; `Intervals.rows` compiles the time points that matter.
+A table is a dense float64 array with one axis per variable of its scope, or `Sparse`: a list of assignments
+with their values. An assignment that a sparse *term* does not list is forbidden; one that a sparse *row
+entry* does not list uses 0. Family (4) is family (3) written compactly; `Intervals.rows` compiles the time
+points that matter.
 
 Nothing here knows what a variable stands for, and nothing here solves anything.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from mesh_tf_core.errors import UserError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Choices = tuple[int, ...]
 Scope = tuple[int, ...]
 
@@ -48,7 +51,9 @@ class Variable:
         if self.size < 1:
             raise ProblemError(f"variable {self.name!r} has {self.size} choices; it needs at least one")
         if self.labels and len(self.labels) != self.size:
-            raise ProblemError(f"variable {self.name!r} has {self.size} choices but {len(self.labels)} labels")
+            raise ProblemError(
+                f"variable {self.name!r} has {self.size} choices but {len(self.labels)} labels"
+            )
         if len(set(self.labels)) != len(self.labels):
             raise ProblemError(f"variable {self.name!r} has the same label twice: {', '.join(self.labels)}")
 
@@ -65,7 +70,9 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
-    """A table that lists assignments (int64, shape (rows, variables)) and their values (float64, shape (rows,))."""
+    """A table that lists assignments (int64, shape (rows, variables)) and their values (float64, shape
+    (rows,)).
+    """
 
     assignments: Ints
     values: Floats
@@ -141,7 +148,9 @@ class Entry:
         table = _checked("a row's entry", self.scope, self.table)
         object.__setattr__(self, "table", table)
         if not np.isfinite(table.values if isinstance(table, Sparse) else table).all():
-            raise ProblemError(f"a row's entry over variables {self.scope} is infinite; forbid with a term instead")
+            raise ProblemError(
+                f"a row's entry over variables {self.scope} is infinite; forbid with a term instead"
+            )
 
     def use(self, choices: Sequence[int]) -> float:
         """What the whole problem's `choices` use."""
@@ -153,7 +162,8 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A resource with a limit: the sum of its entries may not exceed `limit` (inf: counted, never binding)."""
+    """A resource with a limit: the sum of its entries may not exceed `limit` (inf: counted, never binding).
+    """
 
     name: str
     limit: float
@@ -170,7 +180,8 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Usage:
-    """`variable` uses `table[choice]` of the resource at every time in the half-open interval [start, end)."""
+    """`variable` uses `table[choice]` of the resource at every time in the half-open interval [start, end).
+    """
 
     variable: int
     start: int
@@ -181,10 +192,12 @@ class Usage:
         table = np.asarray(self.table, dtype=np.float64)
         object.__setattr__(self, "table", table)
         if table.ndim != 1 or not (np.isfinite(table) & (table >= 0) & (table == np.floor(table))).all():
-            raise ProblemError(
-                f"the usage of variable {self.variable} in [{self.start}, {self.end}) must be one whole number >= 0 "
-                f"per choice"
-            )
+            raise ProblemError(f"{self} must have one whole number >= 0 per choice")
+        if self.start < 0:
+            raise ProblemError(f"{self} starts before time 0")
+
+    def __str__(self) -> str:
+        return f"the usage of variable {self.variable} in [{self.start}, {self.end})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,12 +214,14 @@ class Intervals:
 
     @cached_property
     def points(self) -> tuple[int, ...]:
-        """The times that can be a maximum: something starts there and the next event is an end (usages are >= 0)."""
+        """The times that can be a maximum: something starts there and the next event is an end (usages are
+        >= 0).
+        """
         live = [usage for usage in self.usages if usage.end > usage.start]
         starts = {usage.start for usage in live}
         ends = {usage.end for usage in live}
         events = sorted(starts | ends)
-        following = dict(zip(events, events[1:], strict=False))
+        following = dict(itertools.pairwise(events))
         return tuple(time for time in events if time in starts and following[time] in ends)
 
     def profile(self, choices: Sequence[int]) -> Floats:
@@ -242,7 +257,7 @@ class Problem:
     rows: tuple[Row, ...] = ()
     intervals: Intervals | None = None
     constant: float = 0.0
-    sizes: tuple[int, ...] = field(init=False)
+    sizes: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(variable.size for variable in self.variables))
@@ -262,7 +277,9 @@ class Problem:
         count = len(self.sizes)
         for index in scope:
             if not 0 <= index < count:
-                raise ProblemError(f"{owner} names variable number {index}; {self.name!r} has {count} variables")
+                raise ProblemError(
+                    f"{owner} names variable number {index}; {self.name!r} has {count} variables"
+                )
         sizes = tuple(self.sizes[index] for index in scope)
         if isinstance(table, Sparse):
             if len(table.values) and not ((table.assignments >= 0) & (table.assignments < sizes)).all():
@@ -270,7 +287,9 @@ class Problem:
             _ = table.index
         elif table.shape != sizes:
             names = ", ".join(self.variables[index].name for index in scope)
-            raise ProblemError(f"{owner} has a table of shape {table.shape}; its variables ({names}) need {sizes}")
+            raise ProblemError(
+                f"{owner} has a table of shape {table.shape}; its variables ({names}) need {sizes}"
+            )
 
     def variable(self, name: str) -> int:
         """The number of the variable called `name`."""

@@ -1,8 +1,9 @@
-"""The loop around a solver: resource rows enter when they are violated, answers are believed when they evaluate.
+"""The loop around a solver: resource rows enter when they are violated, answers are believed when they
+evaluate.
 
-A program with only some of the rows is a relaxation: its proven bound holds, and an optimum of it that evaluates as
-feasible is an optimum of all. A choice vector that a solver accepts by its rounding, but that overfills a row that is
-already there, is excluded by name.
+A program with only some of the rows is a relaxation: its proven bound holds, and an optimum of it that
+evaluates as feasible is an optimum of all. A choice vector that a solver accepts by its rounding, but that
+overfills a row that is already there, is excluded by name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Search:
     solver: Solver
     options: Options
     clock: Clock
-    report: Callable[[Choices, float, float], None]
+    report: Callable[[Choices | None, float], None]
     upper_bound: float = math.inf
     excluded: Sequence[Choices] = ()
     whole: bool = False
@@ -58,11 +59,15 @@ class Search:
         self.constraints.append(self.program.resource(row))
 
     def run(self, hint: Choices | None) -> Status:
-        """Solves until proven, or until the clock runs out; `best`, `objective` and `bound` hold what was found."""
+        """Solves until proven, or until the clock runs out; `best`, `objective` and `bound` hold what was
+        found.
+        """
         while True:
-            left = self.clock.left
-            options = Options(left, self.options.workers, self.options.seed)
-            raw = self.solver(Request(self.program, self.constraints, options, self.best or hint, self._heard))
+            options = Options(self.clock.left, self.options.workers, self.options.seed)
+            start = self.best or hint
+            raw = self.solver(
+                Request(self.program, self.constraints, options, start, self._heard, self._raise_bound)
+            )
             self._raise_bound(raw.bound)
             if raw.choices is None:
                 return self._stopped(raw)
@@ -97,18 +102,22 @@ class Search:
         if math.isfinite(bound):
             if self.whole:
                 bound = math.ceil(bound - max(1e-6, 1e-12 * abs(bound)))
-            self.bound = max(self.bound, bound)
+            if bound > self.bound:
+                self.bound = bound
+                self.report(None, bound)
 
     def _consider(self, choices: Choices) -> Evaluation:
         found = evaluate(self.problem, choices)
         better = found.feasible and found.objective < self.objective and choices not in self.excluded
         if better:
             self.best, self.objective = choices, found.objective
-            self.report(choices, found.objective, self.bound)
+            self.report(choices, self.bound)
         return found
 
     def _tighten(self, choices: Choices, found: Evaluation) -> None:
-        """Adds the most violated rows that are not in the program yet; excludes the answer if there are none."""
+        """Adds the most violated rows that are not in the program yet; excludes the answer if there are
+        none.
+        """
         fresh = [violation for violation in found.violations if violation.row not in self.active]
         if not fresh:
             self.constraints.append(self.program.exclusion(choices))

@@ -1,18 +1,19 @@
 """A problem in the general form as a 0/1 program: the exact local polytope.
 
-Columns: x_{i,a} = 1 if variable i chooses a; for every scope S of two or more variables that a table couples, y_{S,a} = 1
-if S takes the assignment a, for the assignments that are not forbidden. With them
+Columns: x_{i,a} = 1 if variable i chooses a; for every scope S of two or more variables that a table
+couples, y_{S,a} = 1 if S takes the assignment a, for the assignments that are not forbidden. With them
 
-    sum_a x_{i,a} = 1                                    for every variable i                       (1) `_choose_one`
-    sum_{a: a_i = c} y_{S,a} = x_{i,c}                   for every scope S, i in S, choice c        (2) `_marginals`
-    x_{i,c} = 0                                          for every forbidden choice c               (3) `forbidden`
-    minimise sum c_i(a) x_{i,a} + sum c_S(a) y_{S,a}                                                (4) `_Builder.costs`
-    sum w_i(a) x_{i,a} + sum w_S(a) y_{S,a} <= limit     for every row that is asked for            (5) `resource`
-    sum_i x_{i,c_i} <= n - 1                             for every excluded choice vector c         (6) `exclusion`
+    sum_a x_{i,a} = 1                                  for every variable i                    (1) `groups`
+    sum_{a: a_i = c} y_{S,a} = x_{i,c}                 for every scope S, i in S, choice c     (2) `_marginals`
+    x_{i,c} = 0                                        for every forbidden choice c            (3) `forbidden`
+    minimise sum c_i(a) x_{i,a} + sum c_S(a) y_{S,a}                                           (4) `costs`
+    sum w_i(a) x_{i,a} + sum w_S(a) y_{S,a} <= limit   for every row that is asked for         (5) `resource`
+    sum_i x_{i,c_i} <= n - 1                           for every excluded choice vector c      (6) `exclusion`
 
-(2) are equalities: the relaxation is the local polytope (Wainwright and Jordan, "Graphical Models, Exponential Families,
-and Variational Inference", 2008, section 4.1), far tighter than cell-wise x + x - y <= 1. With x whole, y is whole by
-itself, so only x must be declared integer. A term whose scope lies inside another's shares that scope's columns.
+(2) are equalities: the relaxation is the local polytope (Wainwright and Jordan, "Graphical Models,
+Exponential Families, and Variational Inference", 2008, section 4.1), far tighter than cell-wise x + x - y <=
+1. With x whole, y is whole by itself, so only x must be declared integer. A term whose scope lies inside
+another's shares that scope's columns.
 """
 
 from __future__ import annotations
@@ -24,9 +25,20 @@ from functools import cached_property
 
 import numpy as np
 
-from layoutopt.problem.form import Choices, Entry, Floats, Ints, Problem, ProblemError, Row, Scope, Sparse, Table
+from layoutopt.problem.form import (
+    Choices,
+    Entry,
+    Floats,
+    Ints,
+    Problem,
+    ProblemError,
+    Row,
+    Scope,
+    Sparse,
+    Table,
+)
 
-DENSE_CELLS = 1 << 16
+DENSE_CELLS = 1 << 20
 """A table of more cells than this must be sparse to be written as columns."""
 
 
@@ -56,7 +68,9 @@ class Constraint:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Plain data of the 0/1 program; `offsets[i]` is variable i's first column, `offsets[-1]` the first joint column."""
+    """Plain data of the 0/1 program; `offsets[i]` is variable i's first column, `offsets[-1]` the first
+    joint column.
+    """
 
     problem: Problem
     offsets: Ints
@@ -159,7 +173,9 @@ class _Builder:
 
     def place(self, scopes: Iterable[Scope]) -> tuple[Joint, ...]:
         """One joint per maximal scope (larger scopes absorb the scopes inside them)."""
-        wanted = sorted({frozenset(scope): scope for scope in scopes if len(scope) > 1}.items(), key=_size_first)
+        wanted = sorted(
+            {frozenset(scope): scope for scope in scopes if len(scope) > 1}.items(), key=_size_first
+        )
         wide: dict[int, list[frozenset[int]]] = {}
         chosen: list[Scope] = []
         for members, scope in wanted:
@@ -197,7 +213,9 @@ class _Builder:
             cells = seed.assignments[:, [inner.index(index) for index in scope]]
         elif math.prod(sizes) > DENSE_CELLS:
             names = ", ".join(self.problem.variables[index].name for index in scope)
-            raise ProblemError(f"the tables over ({names}) have {math.prod(sizes)} cells; give them as sparse tables")
+            raise ProblemError(
+                f"the tables over ({names}) have {math.prod(sizes)} cells; give them as sparse tables"
+            )
         else:
             cells = np.indices(sizes).reshape(len(sizes), -1).T
         probe = Joint(scope, np.ascontiguousarray(cells, dtype=np.int64), 0)

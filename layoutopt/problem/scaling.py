@@ -1,9 +1,10 @@
 """Whole-number copies of real coefficients, with a bound on what the rounding can hide.
 
-CP-SAT counts in 64-bit integers. Costs that are whole already stay as they are (scale 1, error 0). Others are multiplied
-by a power of two, so that the sum of the largest cost of every group stays below 2^`BITS`, and rounded. A solution picks one
-column per group, so its true cost and its scaled cost differ by at most the sum over groups of the largest rounding
-error: `Scaled.error`. A bound that the solver proves for the scaled costs holds for the true ones once lowered by it.
+CP-SAT counts in 64-bit integers. Costs that are whole already stay as they are (scale 1, error 0). Others are
+multiplied by a power of two, so that the sum of the largest cost of every group stays below 2^`BITS`, and
+rounded. A solution picks one column per group, so its true cost and its scaled cost differ by at most the sum
+over groups of the largest rounding error: `Scaled.error`. A bound that the solver proves for the scaled costs
+holds for the true ones once lowered by it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ WHOLE_BITS = 60
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """`whole` is about values * scale; any solution's cost differs from its scaled cost / scale by at most `error`."""
+    """`whole` is about values * scale; any solution's cost differs from its scaled cost / scale by at most
+    `error`.
+    """
 
     whole: Ints
     scale: float
@@ -44,8 +47,8 @@ def scale_costs(values: Floats, groups: Iterable[Floats]) -> Scaled:
 def scale_row(coefficients: Floats, limit: float) -> tuple[Ints, int]:
     """A row rounded so that no solution is lost: coefficients down, the limit down after equal scaling.
 
-    sum floor(s w) <= s sum w <= s limit, and the left side is whole. It may admit solutions over the true limit by a
-    rounding error; the caller checks answers against the true row.
+    sum floor(s w) <= s sum w <= s limit, and the left side is whole. It may admit solutions over the true
+    limit by a rounding error; the caller checks answers against the true row.
     """
     total = float(np.abs(coefficients).sum()) + 1.0
     bounded = min(max(limit, -total), total)

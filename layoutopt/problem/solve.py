@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from layoutopt.problem.answer import TOLERANCE, Solution, Status, evaluate, relative_gap
-from layoutopt.problem.form import Choices, Problem, ProblemError, Sparse
+from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.lazy import Search
 from layoutopt.problem.reductions import Reduced, reduce
 from layoutopt.problem.solvers import cp_sat, exhaustive, highs
 from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver
 
 SOLVERS: dict[str, Solver] = {"cp-sat": cp_sat.solve, "highs": highs.solve}
+MANY_CELLS = 5000
 NAMES = ("auto", "cp-sat", "highs", "exhaustive")
 
 
@@ -32,10 +33,11 @@ def solve(
 ) -> Solution:
     """The best choices of `problem`, with a proof where the status says OPTIMAL.
 
-    `time_limit` is in seconds. `on_progress(best, bound)` hears every improvement. `hint` is a choice vector to start
-    from; if it is feasible the answer is never worse. Only answers of at most `upper_bound` count: without any, the
-    status is INFEASIBLE. `excluded` are choice vectors that may not be the answer. Ctrl-C stops and returns the best so
-    far. Raises `ProblemError` for an unknown solver or for choices that do not fit the problem.
+    `time_limit` is in seconds. `on_progress(best, bound)` hears every improvement. `hint` is a choice vector
+    to start from; if it is feasible the answer is never worse. Only answers of at most `upper_bound` count:
+    without any, the status is INFEASIBLE. `excluded` are choice vectors that may not be the answer. Ctrl-C
+    stops and returns the best so far. Raises `ProblemError` for an unknown solver or for choices that do not
+    fit the problem.
     """
     if solver not in NAMES:
         raise ProblemError(f"there is no solver {solver!r}; choose one of: {', '.join(NAMES)}")
@@ -47,14 +49,22 @@ def solve(
     if solver == "exhaustive":
         return _exhaustive(problem, clock, limit, banned)
     reduced = reduce(problem, keep_all=bool(banned))
-    name = _chosen(solver)
+    name = _chosen(solver, reduced)
     if reduced.problem is None:
         return Solution(Status.INFEASIBLE, None, math.inf, math.inf, clock.elapsed, name)
-    return _search(problem, reduced, name, clock, Options(time_limit, workers, seed), on_progress, hint, limit, banned)
+    return _search(
+        problem, reduced, name, clock, Options(time_limit, workers, seed), on_progress, hint, limit, banned
+    )
 
 
-def _chosen(solver: str) -> str:
-    return "cp-sat" if solver == "auto" else solver
+def _chosen(solver: str, reduced: Reduced) -> str:
+    """`auto` gives problems with many table cells to HiGHS, whose relaxation carries them, and the rest to
+    CP-SAT.
+    """
+    if solver != "auto" or reduced.problem is None:
+        return "cp-sat" if solver == "auto" else solver
+    cells = sum(_values(term).size for term in reduced.problem.terms)
+    return "highs" if cells > MANY_CELLS else "cp-sat"
 
 
 def _search(
@@ -71,23 +81,29 @@ def _search(
     assert reduced.problem is not None
     incumbent = _Incumbent(problem, reduced, on_progress, limit, banned)
     if hint is not None:
-        incumbent.offer(tuple(hint), -math.inf)
+        incumbent.hear(tuple(hint), -math.inf)
     search = Search(
         reduced.problem,
         SOLVERS[name],
         options,
         clock,
-        lambda choices, _, bound: incumbent.offer(reduced.lift(choices), bound),
+        lambda choices, bound: incumbent.hear(None if choices is None else reduced.lift(choices), bound),
         limit,
         [reduced.project(choices) for choices in banned],
         whole(problem),
     )
-    status = search.run(reduced.project(hint) if hint is not None else None)
+    try:
+        status = search.run(reduced.project(hint) if hint is not None else None)
+    except KeyboardInterrupt:
+        status = Status.LIMIT
     if incumbent.choices is None:
         bound = math.inf if status is Status.INFEASIBLE else search.bound
         return Solution(status, None, math.inf, bound, clock.elapsed, name)
     proven = status in (Status.OPTIMAL, Status.INFEASIBLE)
-    bound = min(max(search.bound, incumbent.objective if status is Status.INFEASIBLE else -math.inf), incumbent.objective)
+    bound = min(
+        max(search.bound, incumbent.objective if status is Status.INFEASIBLE else -math.inf),
+        incumbent.objective,
+    )
     optimal = proven and relative_gap(incumbent.objective, bound) <= TOLERANCE
     status = Status.OPTIMAL if optimal else Status.FEASIBLE
     return Solution(status, incumbent.choices, incumbent.objective, bound, clock.elapsed, name)
@@ -97,7 +113,12 @@ class _Incumbent:
     """The best choices of the original problem so far, each checked by `evaluate`."""
 
     def __init__(
-        self, problem: Problem, reduced: Reduced, on_progress: Progress | None, limit: float, banned: list[Choices]
+        self,
+        problem: Problem,
+        reduced: Reduced,
+        on_progress: Progress | None,
+        limit: float,
+        banned: list[Choices],
     ) -> None:
         self.problem = problem
         self.reduced = reduced
@@ -107,14 +128,16 @@ class _Incumbent:
         self.choices: Choices | None = None
         self.objective = math.inf
 
-    def offer(self, choices: Choices, bound: float) -> None:
-        """Keeps `choices` if they are feasible and better."""
-        found = evaluate(self.problem, choices)
-        allowed = found.objective <= self.limit + 1e-9 * abs(self.limit) and choices not in self.banned
-        if found.feasible and allowed and found.objective < self.objective:
+    def hear(self, choices: Choices | None, bound: float) -> None:
+        """Keeps `choices` if they are feasible and better; tells the listener what is better now."""
+        if choices is not None:
+            found = evaluate(self.problem, choices)
+            allowed = found.objective <= self.limit + 1e-9 * abs(self.limit) and choices not in self.banned
+            if not (found.feasible and allowed and found.objective < self.objective):
+                return
             self.choices, self.objective = choices, found.objective
-            if self.on_progress:
-                self.on_progress(self.objective, min(bound, self.objective))
+        if self.on_progress:
+            self.on_progress(self.objective, min(bound, self.objective))
 
 
 def whole(problem: Problem) -> bool:
@@ -122,10 +145,14 @@ def whole(problem: Problem) -> bool:
     if problem.constant != math.floor(problem.constant):
         return False
     for term in problem.terms:
-        values = term.table.values if isinstance(term.table, Sparse) else term.table
+        values = _values(term)
         if not (values == np.floor(values)).all():
             return False
     return True
+
+
+def _values(term: Term) -> Floats:
+    return term.table.values if isinstance(term.table, Sparse) else term.table
 
 
 def _exhaustive(problem: Problem, clock: Clock, limit: float, banned: list[Choices]) -> Solution:

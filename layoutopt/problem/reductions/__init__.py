@@ -1,7 +1,7 @@
 """Reductions: an equivalent smaller problem, and the way back (the arrangement of cvxpy's `reductions`).
 
-`reduce` applies the steps of `prune` and `merge` until none changes anything. Every step keeps at least one optimal
-choice vector; with `keep_all` only steps that keep every feasible one, one to one, are used.
+`reduce` applies the steps of `prune` and `merge` until none changes anything. Every step keeps at least one
+optimal choice vector; with `keep_all` only steps that keep every feasible one, one to one, are used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Reduced:
         for step in self.forth:
             step(found)
         assert self.problem is not None
-        return tuple(found[index] for index in self.left) + (0,) * (len(self.problem.variables) - len(self.left))
+        return tuple(found[index] for index in self.left) + (0,) * (
+            len(self.problem.variables) - len(self.left)
+        )
 
 
 def reduce(problem: Problem, keep_all: bool = False) -> Reduced:

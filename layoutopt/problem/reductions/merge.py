@@ -1,8 +1,8 @@
 """Steps that take a variable out: one choice left, an edge without effect, an edge that is a function.
 
-A pair table in which every choice of v allows exactly one choice of w makes w a function of v: w's costs, edges and usages
-move to v. A leaf whose best answer to each choice of its neighbour is unique becomes such a function through
-`prune.conditional`.
+A pair table in which every choice of v allows exactly one choice of w makes w a function of v: w's costs,
+edges and usages move to v. A leaf whose best answer to each choice of its neighbour is unique becomes such a
+function through `prune.conditional`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def separable(state: State, variable: int) -> bool:
 
 def _exact(table: Floats) -> bool:
     """Splitting whole numbers below 2^50, or zeros and equal values, loses nothing to rounding."""
-    return bool((table == table[0, 0]).all() or ((table == np.floor(table)).all() and np.abs(table).max() < 2.0**50))
+    return bool(
+        (table == table[0, 0]).all() or ((table == np.floor(table)).all() and np.abs(table).max() < 2.0**50)
+    )
 
 
 def functional(state: State, variable: int) -> bool:
@@ -52,13 +54,12 @@ def functional(state: State, variable: int) -> bool:
         if table is None or other in state.locked:
             continue
         allowed = np.isfinite(table)
-        if table.shape[0] < table.shape[1] or (allowed.sum(axis=1) != 1).any():
-            if (allowed.sum(axis=1) != 1).any():
-                continue
-        if len(state.pairs[other]) > len(state.pairs[variable]) and (allowed.sum(axis=0) == 1).all():
-            if variable not in state.locked:
-                _absorb(state, other, variable, allowed.argmax(axis=0))
-                return True
+        if (allowed.sum(axis=1) != 1).any():
+            continue
+        one_to_one = (allowed.sum(axis=0) == 1).all() and variable not in state.locked
+        if one_to_one and len(state.pairs[other]) > len(state.pairs[variable]):  # move the fewer edges
+            _absorb(state, other, variable, allowed.argmax(axis=0))
+            return True
         _absorb(state, variable, other, allowed.argmax(axis=1))
         changed = True
     return changed
@@ -67,7 +68,9 @@ def functional(state: State, variable: int) -> bool:
 def _absorb(state: State, master: int, slave: int, follows: Ints) -> None:
     """slave = follows[master]: all that depends on the slave now depends on the master."""
     table = state.pairs[master][slave]
-    state.unary[master] = state.unary[master] + table[np.arange(len(follows)), follows] + state.unary[slave][follows]
+    state.unary[master] = (
+        state.unary[master] + table[np.arange(len(follows)), follows] + state.unary[slave][follows]
+    )
     for other, costs in list(state.pairs[slave].items()):
         if other != master:
             state.add_pair(master, other, costs[follows])

@@ -1,19 +1,19 @@
 """Steps that shrink a domain: forbidden choices, dominated choices.
 
-Dominance is Goldstein's dead-end elimination (Biophysical Journal 66, 1994), with resources: choice b of variable v goes
-if some other a uses no more of any resource and
+Dominance is Goldstein's dead-end elimination (Biophysical Journal 66, 1994), with resources: choice b of
+variable v goes if some other a uses no more of any resource and
 
     c_v(a) - c_v(b) + sum over neighbours w of max over d_w of (c_vw(a, d_w) - c_vw(b, d_w)) <= 0.
 
-Conditioned on a neighbour's choice (`conditional`), the same test forbids single cells of a pair table, which turns edges
-into functions that `merge` then contracts.
+Conditioned on a neighbour's choice (`conditional`), the same test forbids single cells of a pair table, which
+turns edges into functions that `merge` then contracts.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from layoutopt.problem.form import Floats, Sparse
+from layoutopt.problem.form import Bools, Floats, Ints, Sparse
 from layoutopt.problem.reductions.state import State
 
 LARGEST = 1 << 21
@@ -37,7 +37,7 @@ def forbidden(state: State, variable: int) -> bool:
     return True
 
 
-def _supported(state: State, wide: int, variable: int) -> Floats:
+def _supported(state: State, wide: int, variable: int) -> Bools:
     scope, table = state.wide[wide]
     axis, size = scope.index(variable), len(state.unary[variable])
     if isinstance(table, Sparse):
@@ -45,11 +45,13 @@ def _supported(state: State, wide: int, variable: int) -> Floats:
         seen[table.assignments[np.isfinite(table.values), axis]] = True
         return seen
     others = tuple(other for other in range(table.ndim) if other != axis)
-    return np.isfinite(table).any(axis=others)
+    return np.asarray(np.isfinite(table).any(axis=others))
 
 
 def worst_extra(table: Floats) -> Floats:
-    """max over the neighbour's choices of table[a] - table[b], for every a, b; a cell where b is forbidden is skipped."""
+    """max over the neighbour's choices of table[a] - table[b], for every a, b; a cell where b is forbidden
+    is skipped.
+    """
     if not np.isinf(table).any():
         return (table[:, None, :] - table[None, :, :]).max(axis=2)
     with np.errstate(invalid="ignore"):
@@ -58,14 +60,14 @@ def worst_extra(table: Floats) -> Floats:
     return difference.max(axis=2)
 
 
-def _uses_no_more(state: State, variable: int) -> Floats:
+def _uses_no_more(state: State, variable: int) -> Bools:
     """Whether choice a uses at most what b uses, of everything; shape (choices, choices)."""
     size = len(state.unary[variable])
     uses = state.use[variable]
     if not uses:
         return np.ones((size, size), dtype=bool)
     table = np.unique(np.stack(list(uses.values())), axis=0).T
-    return (table[:, None, :] <= table[None, :, :]).all(axis=2)
+    return np.asarray((table[:, None, :] <= table[None, :, :]).all(axis=2))
 
 
 def too_large(state: State, variable: int) -> bool:
@@ -95,8 +97,9 @@ def dominated(state: State, variable: int) -> bool:
     return True
 
 
-def _survivors(beats: Floats) -> tuple[Floats, Floats]:
-    """Removes beaten choices one at a time, each beaten by one that is still there; and what replaces whom."""
+def _survivors(beats: Bools) -> tuple[Ints, Ints]:
+    """Removes beaten choices one at a time, each beaten by one that is still there; and what replaces whom.
+    """
     size = len(beats)
     alive = np.ones(size, dtype=bool)
     master = np.arange(size)
@@ -108,14 +111,16 @@ def _survivors(beats: Floats) -> tuple[Floats, Floats]:
     for choice in range(size):
         while not alive[master[choice]]:
             master[choice] = master[master[choice]]
-    kept = np.flatnonzero(alive)
-    number = np.full(size, -1)
+    kept = np.flatnonzero(alive).astype(np.int64)
+    number = np.full(size, -1, dtype=np.int64)
     number[kept] = np.arange(len(kept))
     return kept, number[master]
 
 
 def conditional(state: State, variable: int) -> bool:
-    """Forbids cells (d_w, b) of pair tables where, given d_w, another choice of the variable replaces b without loss."""
+    """Forbids cells (d_w, b) of pair tables where, given d_w, another choice of the variable replaces b
+    without loss.
+    """
     size = len(state.unary[variable])
     if size == 1 or variable in state.locked or too_large(state, variable):
         return False
@@ -129,7 +134,9 @@ def conditional(state: State, variable: int) -> bool:
         base = unary[:, None] - unary[None, :]
         for third, table in state.pairs[variable].items():
             if third != other:
-                with np.errstate(invalid="ignore"):  # inf - inf: b is forbidden altogether, and NaN beats nothing
+                with np.errstate(
+                    invalid="ignore"
+                ):  # inf - inf: b is forbidden altogether, and NaN beats nothing
                     base = base + worst_extra(table)
         better_here = better & (base < np.inf)
         if better_here.any():

@@ -1,12 +1,14 @@
-"""The problem while it is being reduced: mutable, indexed by variable, with the way back written down as it goes.
+"""The problem while it is being reduced: mutable, indexed by variable, with the way back written down as it
+goes.
 
-A variable that is `alive` has a unary cost vector, a pair table per neighbour, and a usage vector per resource key; a key
-is (row number, -1) for a row and (start, end) for an interval. Wider tables are kept as they are and lock their
-variables: a locked variable only loses forbidden choices.
+A variable that is `alive` has a unary cost vector, a pair table per neighbour, and a usage vector per
+resource key; a key is (row number, -1) for a row and (start, end) for an interval. Wider tables are kept as
+they are and lock their variables: a locked variable only loses forbidden choices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -30,6 +32,10 @@ from layoutopt.problem.form import (
 Key = tuple[int, int]
 Step = Callable[[dict[int, int]], None]
 """Fills in the choices of variables that a reduction removed or renumbered, given the others'."""
+
+
+LARGEST_PAIR = 1 << 22
+"""Cells of a pair table above which it stays as it is."""
 
 
 class State:
@@ -66,7 +72,7 @@ class State:
             cost = term.cost(())
             self.infeasible |= bool(np.isinf(cost))
             self.constant += 0.0 if np.isinf(cost) else cost
-        elif len(scope) > 2:
+        elif len(scope) > 2 or math.prod(self.problem.sizes[index] for index in scope) > LARGEST_PAIR:
             self._lock(scope, 2 * len(self.wide))
             self.wide[len(self.wide)] = (scope, table)
         elif len(scope) == 1:
@@ -123,7 +129,9 @@ class State:
             self.dirty[variable] = None
 
     def keep(self, variable: int, kept: Ints, instead: Ints | None = None) -> None:
-        """Restricts the domain to `kept`; `instead[old]` is the new number of old (or of what replaces it, or -1)."""
+        """Restricts the domain to `kept`; `instead[old]` is the new number of old (or of what replaces it,
+        or -1).
+        """
         self.unary[variable] = self.unary[variable][kept]
         for other, table in self.pairs[variable].items():
             smaller = np.ascontiguousarray(table[kept])
@@ -160,7 +168,9 @@ class State:
             self.wide_rows[number // 2] = (row, scope, _sliced(table, scope.index(variable), kept))
 
     def remove(self, variable: int, follows: Callable[[dict[int, int]], int]) -> None:
-        """Takes a variable out (its costs must have moved elsewhere); `follows` tells its choice from the others'."""
+        """Takes a variable out (its costs must have moved elsewhere); `follows` tells its choice from the
+        others'.
+        """
         for other in list(self.pairs[variable]):
             self.drop_pair(variable, other)
         self.use[variable] = {}
@@ -185,13 +195,14 @@ class State:
         number = {index: position for position, index in enumerate(left)}
         original = self.problem
         variables = [Variable(original.variables[index].name, len(self.unary[index])) for index in left]
-        terms = [Term((number[i],), self.unary[i], variables[number[i]].name) for i in left if self.unary[i].any()]
+        terms = [
+            Term((number[i],), self.unary[i], variables[number[i]].name) for i in left if self.unary[i].any()
+        ]
         for first in left:
             for second, table in self.pairs[first].items():
                 if first < second:
                     terms.append(Term((number[first], number[second]), table))
-        for scope, table in self.wide.values():
-            terms.append(Term(tuple(number[index] for index in scope), table))
+        terms += [Term(tuple(number[i] for i in scope), wide) for scope, wide in self.wide.values()]
         intervals = None
         if original.intervals:
             usages = [

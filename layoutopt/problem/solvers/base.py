@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from layoutopt.problem.answer import Status
@@ -49,7 +49,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Raw:
-    """What a solver says about one program: not yet believed. `bound` is proven for the program, -inf if nothing is."""
+    """What a solver says about one program: not yet believed. `bound` is proven for the program, -inf if
+    nothing is.
+    """
 
     status: Status
     choices: Choices | None
@@ -65,8 +67,10 @@ class Request:
     constraints: Sequence[Constraint]
     options: Options
     hint: Choices | None = None
-    on_solution: Callable[[Choices, float], None] | None = field(default=None)
+    on_solution: Callable[[Choices, float], None] | None = None
     """Called with each better solution of the program and the bound known then."""
+    on_bound: Callable[[float], None] | None = None
+    """Called with each better bound."""
 
 
 class Solver(Protocol):

@@ -1,11 +1,12 @@
 """CP-SAT (OR-tools): clause learning with linear relaxations, in whole numbers.
 
-Deterministic: a fixed seed, and with several workers their interleaved mode, so that equal input gives equal output
-unless a time limit cuts the search.
+Deterministic: a fixed seed, and with several workers their interleaved mode, so that equal input gives equal
+output unless a time limit cuts the search.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -28,6 +29,11 @@ def solve(request: Request) -> Raw:
     solver = cp_model.CpSolver()
     _configure(solver.parameters, request.options)
     listener = _listener(cp_model, request, scaled) if request.on_solution else None
+    if request.on_bound:
+        tell = request.on_bound
+        solver.best_bound_callback = lambda value: tell(
+            value / scaled.scale + program.constant - scaled.error
+        )
     code = solver.Solve(model, listener)
     status = _status(solver.StatusName(code))
     bound = solver.BestObjectiveBound() / scaled.scale + program.constant - scaled.error
@@ -64,14 +70,16 @@ def _configure(parameters: Any, options: Options) -> None:
 
 
 def _fill(proto: Any, request: Request, scaled: Scaled) -> None:
-    """Writes the program's columns, (1)-(3) of `linear`, the objective and the constraints into CP-SAT's message."""
+    """Writes the program's columns, (1)-(3) of `linear`, the objective and the constraints into CP-SAT's
+    message.
+    """
     program = request.program
     bound = np.ones(program.columns, dtype=np.int64)
     bound[program.forbidden] = 0
     for upper in bound.tolist():
         proto.variables.add().domain.extend((0, upper))
     starts = program.offsets.tolist()
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in itertools.pairwise(starts):
         proto.constraints.add().exactly_one.literals.extend(range(start, end))
     for columns, signs in _split(*program.marginals):
         _linear(proto, columns, signs, 0, 0)
@@ -108,7 +116,7 @@ def _split(rows: Ints, columns: Ints, signs: Ints) -> list[tuple[list[int], list
 def _listener(cp_model: Any, request: Request, scaled: Scaled) -> Any:
     program, report = request.program, request.on_solution
 
-    class Listener(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
+    class Listener(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
             values = np.array(self.Response().solution[: int(program.offsets[-1])], dtype=np.float64)
             bound = self.BestObjectiveBound() / scaled.scale + program.constant - scaled.error

@@ -14,18 +14,25 @@ LARGEST = 2_000_000
 
 
 def solve(problem: Problem, upper_bound: float = math.inf, excluded: frozenset[Choices] = frozenset()) -> Raw:
-    """The best feasible choices (the first of equal ones) of at most `upper_bound` by looking at all of them."""
+    """The best feasible choices (the first of equal ones) of at most `upper_bound` by looking at all of
+    them.
+    """
     count = math.prod(problem.sizes)
     if count > LARGEST:
         raise ProblemError(
-            f"problem {problem.name!r} has {count:.3g} choice vectors; exhaustive enumeration takes at most {LARGEST}: "
+            f"problem {problem.name!r} has {count:.3g} choice vectors; enumeration takes at most {LARGEST}: "
             f"use another solver"
         )
     best: Choices | None = None
     lowest = math.inf
     for choices in itertools.product(*map(range, problem.sizes)):
         found = evaluate(problem, choices)
-        if found.feasible and found.objective < lowest and found.objective <= upper_bound and choices not in excluded:
+        if (
+            found.feasible
+            and found.objective < lowest
+            and found.objective <= upper_bound
+            and choices not in excluded
+        ):
             best, lowest = choices, found.objective
     if best is None:
         return Raw(Status.INFEASIBLE, None, math.inf)

@@ -1,12 +1,13 @@
 """HiGHS through OR-tools' MathOpt: branch and cut over the exact local polytope.
 
-HiGHS works in floating point: its answer is rounded to choices and evaluated by the caller, its bound is lowered by its
-own feasibility tolerance.
+HiGHS works in floating point: its answer is rounded to choices and evaluated by the caller, its bound is
+lowered by its own feasibility tolerance. It runs on one thread: MathOpt offers no other way in this release.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import threading
 from typing import Any
@@ -17,8 +18,11 @@ from layoutopt.problem.answer import Status
 from layoutopt.problem.linear import Constraint, Program
 from layoutopt.problem.solvers.base import Options, Raw, Request
 
-SLACK = 1e-9
-"""HiGHS's bound is lowered by this part of the sum of the costs' sizes that it can mix up."""
+DUAL_TOLERANCE = 1e-10
+"""HiGHS accepts reduced costs down to minus this. A solution has one column per group at 1, so what the
+proven bound can be too high by is at most this times the number of groups (weak duality: c x >= y b + sum
+of reduced costs * x).
+"""
 
 
 def solve(request: Request) -> Raw:
@@ -27,12 +31,14 @@ def solve(request: Request) -> Raw:
 
     program = request.program
     unit = _unit(program)
-    model = mathopt.Model.from_model_proto(_proto(request, unit))
+    model = _model(mathopt, request, unit)
     result: list[Any] = []
 
     def work() -> None:
         try:
-            result.append(mathopt.solve(model, mathopt.SolverType.HIGHS, params=_parameters(mathopt, request.options)))
+            result.append(
+                mathopt.solve(model, mathopt.SolverType.HIGHS, params=_parameters(mathopt, request.options))
+            )
         except Exception as error:  # carried to the calling thread
             result.append(error)
 
@@ -51,7 +57,7 @@ def solve(request: Request) -> Raw:
 def _read(result: Any, program: Program, unit: float) -> Raw:
     status = _status(result.termination.reason.name)
     dual = result.termination.objective_bounds.dual_bound
-    bound = dual * unit + program.constant - SLACK * unit * program.columns if math.isfinite(dual) else -math.inf
+    bound = dual * unit + program.constant - _doubt(program, unit) if math.isfinite(dual) else -math.inf
     if status is Status.INFEASIBLE:
         return Raw(status, None, math.inf)
     if status is Status.LIMIT or not result.has_primal_feasible_solution():
@@ -82,13 +88,18 @@ def _parameters(mathopt: Any, options: Options) -> Any:
     limit = options.time_limit
     parameters = mathopt.SolveParameters(
         time_limit=None if limit is None else datetime.timedelta(seconds=max(limit, 0.01)),
-        threads=options.workers,
         random_seed=options.seed,
         relative_gap_tolerance=0.0,
         absolute_gap_tolerance=0.0,
     )
-    parameters.highs.double_options["mip_feasibility_tolerance"] = 1e-7
+    parameters.highs.double_options["mip_feasibility_tolerance"] = 1e-8
+    parameters.highs.double_options["primal_feasibility_tolerance"] = 1e-9
+    parameters.highs.double_options["dual_feasibility_tolerance"] = DUAL_TOLERANCE
     return parameters
+
+
+def _doubt(program: Program, unit: float) -> float:
+    return DUAL_TOLERANCE * unit * (len(program.offsets) - 1 + len(program.joints))
 
 
 def _unit(program: Program) -> float:
@@ -97,54 +108,42 @@ def _unit(program: Program) -> float:
     return float(2.0 ** math.floor(math.log2(float(np.median(sizes))))) if sizes.size else 1.0
 
 
-def _proto(request: Request, unit: float) -> Any:
-    """(1)-(6) of `linear` as MathOpt's message; joint columns are continuous."""
-    from ortools.math_opt import model_pb2
-
+def _model(mathopt: Any, request: Request, unit: float) -> Any:
+    """(1)-(6) of `linear` as a MathOpt model; joint columns are continuous."""
     program = request.program
-    proto = model_pb2.ModelProto()
-    choices = int(program.offsets[-1])
+    model = mathopt.Model()
     upper = np.ones(program.columns)
     upper[program.forbidden] = 0.0
-    proto.variables.ids.extend(range(program.columns))
-    proto.variables.lower_bounds.extend([0.0] * program.columns)
-    proto.variables.upper_bounds.extend(upper.tolist())
-    proto.variables.integers.extend([True] * choices + [False] * (program.columns - choices))
-    used = np.flatnonzero(program.costs)
-    proto.objective.linear_coefficients.ids.extend(used.tolist())
-    proto.objective.linear_coefficients.values.extend((program.costs[used] / unit).tolist())
-    _constraints(proto, program, request.constraints)
-    return proto
-
-
-def _constraints(proto: Any, program: Program, extra: Any) -> None:
-    variables = len(program.offsets) - 1
-    owners = np.repeat(np.arange(variables), np.diff(program.offsets))
-    rows, columns = [owners], [np.arange(int(program.offsets[-1]))]
-    values, lows, highs = [np.ones(len(owners))], [1.0] * variables, [1.0] * variables
-    if len(program.marginals[0]):
-        rows.append(program.marginals[0] + variables)
-        columns.append(program.marginals[1])
-        values.append(program.marginals[2].astype(np.float64))
-        count = int(program.marginals[0].max()) + 1
-        lows += [0.0] * count
-        highs += [0.0] * count
-    for constraint in extra:
+    choices = int(program.offsets[-1])
+    columns = [
+        model.add_variable(lb=0.0, ub=ub, is_integer=number < choices)
+        for number, ub in enumerate(upper.tolist())
+    ]
+    model.minimize_linear_objective(
+        mathopt.LinearSum(columns[i] * cost for i, cost in enumerate((program.costs / unit).tolist()) if cost)
+    )
+    starts = program.offsets.tolist()
+    for start, end in itertools.pairwise(starts):
+        row = model.add_linear_constraint(lb=1.0, ub=1.0)
+        for column in columns[start:end]:
+            row.set_coefficient(column, 1.0)
+    _add_marginals(model, program, columns)
+    for constraint in request.constraints:
         scale = _scale(constraint)
-        rows.append(np.full(len(constraint.columns), len(highs)))
-        columns.append(constraint.columns)
-        values.append(constraint.coefficients * scale)
-        highs.append(constraint.limit * scale)
-        lows.append(constraint.limit * scale if constraint.equality else -math.inf)
-    every, where, what = np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
-    order = np.lexsort((where, every))
-    proto.linear_constraints.ids.extend(range(len(highs)))
-    proto.linear_constraints.lower_bounds.extend(lows)
-    proto.linear_constraints.upper_bounds.extend(highs)
-    matrix = proto.linear_constraint_matrix
-    matrix.row_ids.extend(every[order].tolist())
-    matrix.column_ids.extend(where[order].tolist())
-    matrix.coefficients.extend(what[order].tolist())
+        limit = constraint.limit * scale
+        row = model.add_linear_constraint(lb=limit if constraint.equality else -math.inf, ub=limit)
+        for number, value in zip(constraint.columns.tolist(), constraint.coefficients.tolist(), strict=True):
+            row.set_coefficient(columns[number], value * scale)
+    return model
+
+
+def _add_marginals(model: Any, program: Program, columns: list[Any]) -> None:
+    rows, cells, signs = (part.tolist() for part in program.marginals)
+    made: dict[int, Any] = {}
+    for number, cell, sign in zip(rows, cells, signs, strict=True):
+        if number not in made:
+            made[number] = model.add_linear_constraint(lb=0.0, ub=0.0)
+        made[number].set_coefficient(columns[cell], float(sign))
 
 
 def _scale(constraint: Constraint) -> float:
