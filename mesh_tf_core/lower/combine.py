@@ -47,7 +47,9 @@ def combinable(program: Program) -> dict[Key, list[AllReduce]]:
     early.update(program.results.values())
     groups: dict[Key, list[AllReduce]] = {}
     for instr in program.code:
-        if isinstance(instr, AllReduce) and instr.combine == "sum" and instr.outputs[0] not in early:
+        if not isinstance(instr, AllReduce) or instr.combine != "sum" or instr.origin.phase == "update":
+            continue
+        if instr.outputs[0] not in early:
             value: Value = program.values[instr.inputs[0]]
             if value.local_bytes(program.mesh) <= SMALL_BYTES:
                 groups.setdefault((instr.axes, value.dtype), []).append(instr)

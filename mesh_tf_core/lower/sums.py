@@ -5,6 +5,7 @@ Rewrites, each where the all-reduced value has no other reader:
   (2) f(all_reduce(x, a), all_reduce(y, a))    ->  all_reduce(f(x, y), a)       f linear
   (3) slice(all_reduce(x, a), dim, a)          ->  reduce_scatter(x, a, dim)
   (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)
+A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them together.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class _Sums:
         if not isinstance(instr, Local) or not instr.op.linear or not instr.inputs:
             return False
         if len(set(instr.inputs)) < len(instr.inputs) or len(instr.outputs) > 1:
+            return False
+        if any((r.origin.phase == "update") != (instr.origin.phase == "update") for r in single.values()):
             return False
         return all(i in single for i in instr.inputs) and len({r.axes for r in single.values()}) == 1
 

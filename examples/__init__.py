@@ -1,0 +1,1 @@
+"""Models that a user would bring."""

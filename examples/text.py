@@ -1,0 +1,47 @@
+"""Real text that every machine has: the sources of Python's standard library, as bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+
+@cache
+def corpus(split: str, limit: int = 6_000_000) -> np.ndarray:
+    """Byte ids of the standard library's .py files; every tenth file is held out from training.
+
+    Args:
+      split: "train" or "held-out".
+    """
+    if split not in ("train", "held-out"):
+        raise ValueError(f"split {split!r}: use 'train' or 'held-out'")
+    root = Path(os.__file__).parent
+    files = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts and "test" not in p.parts)
+    chosen = [p for i, p in enumerate(files) if (i % 10 == 9) == (split == "held-out")]
+    data = bytearray()
+    for path in chosen:
+        data += path.read_bytes()
+        if len(data) >= limit:
+            break
+    return np.frombuffer(bytes(data[:limit]), np.uint8).astype(np.int32)
+
+
+def batches(batch: int, length: int, vocab: int, split: str = "train", seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Random windows: tokens [batch length] and targets, the tokens one place later. Bytes are folded into `vocab`."""
+    text = corpus(split)
+    rng = np.random.default_rng([seed, len(text)])
+    while True:
+        begin = rng.integers(0, len(text) - length - 1, batch)
+        window = np.stack([text[b : b + length + 1] for b in begin]) % vocab
+        yield {"tokens": window[:, :-1], "targets": window[:, 1:]}
+
+
+def unigram_entropy(vocab: int = 256) -> float:
+    """Entropy in nats of single bytes of the training text: what a model without context can reach at best."""
+    counts = np.bincount(corpus("train") % vocab, minlength=vocab).astype(float)
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())

@@ -1,0 +1,88 @@
+"""A model: a graph with a loss, an optimizer, and the hyperparameters it was built from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.gradients import gradients
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.layout import Layout
+from mesh_tf_core.lower import Options, lower
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.optimizers import SGD, Optimizer
+from mesh_tf_core.optimizers.base import apply_updates
+from mesh_tf_core.program import Program
+from mesh_tf_core.tensor import Tensor
+
+DEFAULT = Options()
+
+
+@dataclass
+class Model:
+    """Named dimensions only, no devices.
+
+    Attributes:
+      graph: what the model computes. The training step's operations are added to it on first use.
+      loss: scalar to minimise.
+      metrics: name -> scalar to report beside the loss.
+      name, hparams: for plans and reports.
+      layouts: named expert layouts (name -> (mesh string, layout string)) that the search shows beside its answer.
+    """
+
+    loss: Tensor
+    optimizer: Optimizer = field(default_factory=lambda: SGD(0.1))
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    name: str = "model"
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    layouts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, Tensor) or len(self.loss.shape):
+            raise UserError(f"Model: loss must be a scalar tensor, found {self.loss!r}; use mtf.reduce_mean")
+
+    @property
+    def graph(self) -> Graph:
+        return self.loss.graph
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained scalars."""
+        return sum(v.shape.size for v in self.graph.variables.values() if v.trainable)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when an operation, a shape, a dtype or a variable of the training step changes."""
+        graph = self.step_graph
+        digest = hashlib.sha256()
+        for node, times in graph.walk():
+            types = " ".join(str(graph.tensor(o).type) for o in node.outputs)
+            digest.update(f"{node.op.describe()} {node.inputs} {types} {times}\n".encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def step_graph(self) -> Graph:
+        """The graph with gradients and updates."""
+        graph = self.graph
+        trained = [v for v in graph.variables.values() if v.trainable]
+        grads = gradients(self.loss, [graph.read(v) for v in trained])
+        missing = [v.name for v, g in zip(trained, grads, strict=True) if g is None]
+        if missing:
+            raise UserError(
+                f"model {self.name!r}: the loss does not depend on {', '.join(missing[:5])}; "
+                "remove these variables or declare them with trainable=False"
+            )
+        apply_updates(graph, self.optimizer, [(v, g) for v, g in zip(trained, grads, strict=True) if g is not None])
+        return graph
+
+    @property
+    def results(self) -> dict[str, Tensor]:
+        return {"loss": self.loss, **self.metrics}
+
+    def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Program:
+        """The training step as an SPMD program."""
+        return lower(self.step_graph, mesh, layout, self.results, options)

@@ -1,0 +1,296 @@
+"""Operations that move elements: rename, reshape, concat, slice, pad."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.common import align, listing, same_dtype
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+    from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Rename(Op):
+    """The same elements under other dimension names: (old, new) pairs. The layout may split old and new differently."""
+
+    names: tuple[tuple[str, str], ...]
+    kind: ClassVar[str] = "data"
+    linear: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=inputs[0].shape.names)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        (x,) = inputs
+        for old, _ in self.names:
+            x.shape.index(old)
+        new = dict(self.names)
+        return TensorType(Shape(Dim(new.get(d.name, d.name), d.size) for d in x.shape), x.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return slices[0]
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def lower(self, lowering: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        """Moves the pieces to where the new names want them, then renames in place."""
+        moved = lowering.placed(inputs[0], lowering.natural(types[0].shape))
+        return lowering.local(self, [moved], types, [lowering.natural(types[0].shape)])
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        back = Rename(tuple((new, old) for old, new in self.names))
+        return (dy.graph.apply(back, dy),)
+
+
+@dataclass(frozen=True)
+class Reshape(Op):
+    """The elements in row-major order under another shape of the same size."""
+
+    output: Shape
+    kind: ClassVar[str] = "data"
+    linear: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        kept = tuple(d.name for d in inputs[0].shape if d in self.output.dims)
+        names = dict.fromkeys((*inputs[0].shape.names, *self.output.names))
+        return Roles(parallel=kept, whole={n: "its elements are regrouped" for n in names if n not in kept})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        (x,) = inputs
+        if x.shape.size != self.output.size:
+            raise UserError(
+                f"reshape of {x} ({x.shape.size} elements) to [{self.output}] ({self.output.size} elements): "
+                "the numbers of elements must agree"
+            )
+        return TensorType(self.output, x.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.reshape(slices[0], at.outputs[0].shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def lower(self, lowering: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        """Group by group of dimensions that are regrouped: only a split of a group's first dimension survives."""
+        value = lowering.values[inputs[0]]
+        have, out = dict(zip(value.shape.names, value.splits, strict=True)), {}
+        for before, after in groups(value.shape, self.output):
+            if [d.name for d in before] == [d.name for d in after]:
+                out.update({d.name: have[d.name] for d in after})
+                continue
+            first = have[before[0].name] if before else ()
+            fits = bool(after) and after[0].size % lowering.mesh.group_size(first) == 0
+            for i, d in enumerate(before):
+                have[d.name] = first if i == 0 and fits else ()
+            out.update({d.name: (first if i == 0 and fits else ()) for i, d in enumerate(after)})
+        moved = lowering.placed(inputs[0], tuple(have[n] for n in value.shape.names))
+        return lowering.local(self, [moved], types, [tuple(out[n] for n in self.output.names)])
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (reshape(dy, inputs[0].shape),)
+
+
+def groups(a: Shape, b: Shape) -> list[tuple[list[Dim], list[Dim]]]:
+    """Splits two shapes of equal size into the shortest runs of dimensions with equal products."""
+    out = []
+    i = j = 0
+    while i < len(a) or j < len(b):
+        left, right = [a.dims[i]] if i < len(a) else [], [b.dims[j]] if j < len(b) else []
+        i, j = i + len(left), j + len(right)
+        while math.prod(d.size for d in left) != math.prod(d.size for d in right):
+            if math.prod(d.size for d in left) < math.prod(d.size for d in right):
+                left.append(a.dims[i])
+                i += 1
+            else:
+                right.append(b.dims[j])
+                j += 1
+        out.append((left, right))
+    return out
+
+
+@dataclass(frozen=True)
+class Transpose(Op):
+    """The same dimensions in another order."""
+
+    output: Shape
+    kind: ClassVar[str] = "data"
+    linear: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=self.output.names)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        (x,) = inputs
+        if set(x.shape.dims) != set(self.output.dims):
+            raise UserError(f"transpose of {x} to [{self.output}]: both need the same dimensions")
+        return TensorType(self.output, x.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        t = at.inputs[0].shape
+        return align(k, slices[0], t.names, self.output.names, t.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (transpose(dy, inputs[0].shape),)
+
+
+@dataclass(frozen=True)
+class Concat(Op):
+    """Joins tensors along one dimension, which may differ in size."""
+
+    dim: str
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        kept = inputs[0].shape.without(self.dim).names
+        return Roles(parallel=kept, whole={self.dim: "pieces of different operands end on different devices"})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        first = inputs[0]
+        axis = first.shape.index(self.dim)
+        for x in inputs[1:]:
+            if self.dim not in x.shape.names or x.shape.without(self.dim) != first.shape.without(self.dim):
+                raise UserError(
+                    f"concat over {self.dim!r} of {listing(inputs)}: the other dimensions must agree, in order"
+                )
+        total = sum(x.shape.dim(self.dim).size for x in inputs)
+        dims = [Dim(d.name, total) if i == axis else d for i, d in enumerate(first.shape)]
+        return TensorType(Shape(dims), same_dtype("concat", inputs))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.concat(slices, at.outputs[0].shape.index(self.dim))
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        grads, begin = [], 0
+        for x in inputs:
+            size = x.shape.dim(self.dim).size
+            grads.append(slice_dim(dy, self.dim, begin, size))
+            begin += size
+        return grads
+
+
+@dataclass(frozen=True)
+class SliceDim(Op):
+    """`size` elements of one dimension from `begin`; the dimension may take another name."""
+
+    dim: str
+    begin: int
+    size: int
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        kept = inputs[0].shape.without(self.dim).names
+        return Roles(parallel=kept, whole={self.dim: "the part wanted lies on some of the devices only"})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        (x,) = inputs
+        d = x.shape.dim(self.dim)
+        if self.begin < 0 or self.size < 1 or self.begin + self.size > d.size:
+            raise UserError(
+                f"slice of {x}: elements {self.begin} to {self.begin + self.size} of {self.dim!r} are asked for, "
+                f"it has {d.size}"
+            )
+        return TensorType(
+            Shape(Dim(self.dim, self.size) if e.name == self.dim else e for e in x.shape), x.dtype
+        )
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        shape = at.inputs[0].shape
+        axis = shape.index(self.dim)
+        begin = [self.begin if i == axis else 0 for i in range(len(shape))]
+        return k.slice(slices[0], begin, at.outputs[0].shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        total = inputs[0].shape.dim(self.dim).size
+        return (pad(dy, self.dim, self.begin, total - self.begin - self.size),)
+
+
+@dataclass(frozen=True)
+class Pad(Op):
+    """Adds `before` and `after` elements of one value along one dimension."""
+
+    dim: str
+    before: int
+    after: int
+    value: float
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        kept = inputs[0].shape.without(self.dim).names
+        return Roles(parallel=kept, whole={self.dim: "padding shifts elements to other devices"})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        (x,) = inputs
+        if self.before < 0 or self.after < 0:
+            raise UserError(f"pad of {x}: {self.before} and {self.after} elements; both must be >= 0")
+        size = x.shape.dim(self.dim).size + self.before + self.after
+        return TensorType(Shape(Dim(self.dim, size) if e.name == self.dim else e for e in x.shape), x.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        widths = [(self.before, self.after) if n == self.dim else (0, 0) for n in at.inputs[0].shape.names]
+        return k.pad(slices[0], widths, self.value)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (slice_dim(dy, self.dim, self.before, inputs[0].shape.dim(self.dim).size),)
+
+
+def _name(dim: Dim | str) -> str:
+    return dim.name if isinstance(dim, Dim) else dim
+
+
+def rename(x: Tensor, **names: str) -> Tensor:
+    """x with dimensions renamed: rename(x, length="memory_length")."""
+    pairs = tuple((old, new) for old, new in names.items() if old != new)
+    return x.graph.apply(Rename(pairs), x) if pairs else x
+
+
+def reshape(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
+    shape = Shape(output)
+    if shape == x.shape:
+        return x
+    return x.graph.apply(Transpose(shape) if set(shape.dims) == set(x.shape.dims) else Reshape(shape), x)
+
+
+def transpose(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
+    """x with its dimensions in the order of `output`."""
+    shape = Shape(output)
+    return x if shape == x.shape else x.graph.apply(Transpose(shape), x)
+
+
+def concat(xs: Sequence[Tensor], dim: Dim | str) -> Tensor:
+    """Joins tensors along `dim`; the other dimensions must agree."""
+    return xs[0] if len(xs) == 1 else xs[0].graph.apply(Concat(_name(dim)), *xs)
+
+
+def slice_dim(x: Tensor, dim: Dim | str, begin: int, size: int) -> Tensor:
+    """Elements begin .. begin+size-1 along `dim`."""
+    if begin == 0 and size == x.shape.dim(_name(dim)).size:
+        return x
+    return x.graph.apply(SliceDim(_name(dim), begin, size), x)
+
+
+def pad(x: Tensor, dim: Dim | str, before: int, after: int, value: float = 0.0) -> Tensor:
+    if before == 0 and after == 0:
+        return x
+    return x.graph.apply(Pad(_name(dim), before, after, value), x)

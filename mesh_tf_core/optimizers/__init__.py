@@ -1,0 +1,19 @@
+"""Optimizers: frozen descriptions that add update operations to a graph."""
+
+from mesh_tf_core.optimizers.adafactor import Adafactor
+from mesh_tf_core.optimizers.adam import Adam
+from mesh_tf_core.optimizers.base import Optimizer
+from mesh_tf_core.optimizers.sgd import SGD
+
+__all__ = ["SGD", "Adafactor", "Adam", "Optimizer", "by_name"]
+
+
+def by_name(name: str, learning_rate: float) -> Optimizer:
+    """The optimizer called sgd, adam or adafactor with its default settings."""
+    from mesh_tf_core.errors import UserError, known_names
+
+    known = {"sgd": SGD, "adam": Adam, "adafactor": Adafactor}
+    if name not in known:
+        raise UserError(f"optimizer {name!r}: {known_names(name, known)}")
+    found: Optimizer = known[name](learning_rate)
+    return found
