@@ -1,1 +1,31 @@
 """Cost models: hardware descriptions and the seconds, bytes and peak memory of a lowered program."""
+
+from costmodels.collectives import (
+    COLLECTIVES,
+    CollectiveCost,
+    collective_cost,
+    collective_seconds,
+    full_bytes,
+)
+from costmodels.compute import ComputeCost, Quantity, compute_cost, compute_seconds
+from costmodels.hardware import Hardware, HardwareError, hardware_names, load_hardware
+from costmodels.topology import Placement, Route, place
+
+__all__ = [
+    "COLLECTIVES",
+    "CollectiveCost",
+    "ComputeCost",
+    "Hardware",
+    "HardwareError",
+    "Placement",
+    "Quantity",
+    "Route",
+    "collective_cost",
+    "collective_seconds",
+    "compute_cost",
+    "compute_seconds",
+    "full_bytes",
+    "hardware_names",
+    "load_hardware",
+    "place",
+]

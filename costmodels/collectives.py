@@ -96,9 +96,11 @@ def _candidates(hardware: Hardware, kind: str, size: float, route: Route) -> Ite
         yield from _cluster(topology, kind, size, route)
     else:
         yield _shared_memory(topology, kind, size, route)
-    if kind in ("reduce_scatter", "all_gather") and (whole := _measured(hardware, "all_reduce", size, route)):
-        # An all-reduce of the whole array (of the padded shards, for a gather) holds every result too.
-        yield CollectiveCost(whole.seconds, whole.algorithm, f"as an all-reduce: {whole.words}")
+    if kind in ("reduce_scatter", "all_gather") and not isinstance(topology, Torus):
+        # An all-reduce of the whole array (of the padded shards, for a gather) holds every result too; where
+        # it has a tree or a measured curve and these have not, it can be the faster way.
+        for whole in _candidates(hardware, "all_reduce", size, route):
+            yield CollectiveCost(whole.seconds, f"all-reduce by {whole.algorithm}", whole.words)
 
 
 # ----------------------------------------------------------------------------------------------- measured

@@ -3,8 +3,8 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
 (1) t = launch + max(flop seconds, memory seconds)
 (2) flop seconds of a product = padded FLOPs / (peak(dtype) · efficiency(padded FLOPs))
 (3) TPU padding: n and k to the width of the matrix unit, m to sublanes, in the better of the two orientations
-(4) GPU padding: tiles = ceil(m / tile) · ceil(n / tile) · batch run in waves of one tile per
-    multiprocessor; the last wave takes as long as a full one; the tile is the best of the whole and its halves
+(4) GPU padding: tiles = ceil(m / tile) · ceil(n / tile) · batch run in waves of one tile per multiprocessor;
+    the last wave takes as long as a full one; the tile is the best of the whole one and its halves
 (5) flop seconds of anything else = FLOPs / vector rate, when the hardware file has one
 (6) memory seconds = bytes / (bandwidth · efficiency)
 (7) virtual devices share cores: everything takes max(1, devices / cores) times as long

@@ -1,7 +1,14 @@
 """Hardware descriptions: data files whose numbers carry source and date, read into frozen values."""
 
 from costmodels.hardware.curve import Curve, monotone
-from costmodels.hardware.load import HardwareError, hardware_names, load_hardware, read_hardware
+from costmodels.hardware.load import (
+    HardwareError,
+    hardware_names,
+    load_hardware,
+    preset_content,
+    read_hardware,
+    write_profile,
+)
 from costmodels.hardware.model import (
     Calibration,
     Chip,
@@ -41,5 +48,7 @@ __all__ = [
     "hardware_names",
     "load_hardware",
     "monotone",
+    "preset_content",
     "read_hardware",
+    "write_profile",
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from costmodels.hardware.model import Hardware
 from mesh_tf_core.errors import UserError, known_names
@@ -74,3 +76,32 @@ def _preset(name: str) -> Hardware:
 
 def _known(asked: str) -> str:
     return known_names(asked, hardware_names())
+
+
+def preset_content(name: str) -> dict[str, Any]:
+    """The parsed file of a preset: what a calibration starts from (its own copy)."""
+    if name not in hardware_names():
+        raise HardwareError(f"hardware {name!r} is not known; {_known(name)}")
+    content: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def write_profile(content: Mapping[str, Any], path: Path) -> Hardware:
+    """Checks a profile, writes it to `path` in one step, and returns it as it will be read.
+
+    Raises:
+      HardwareError: `content` is not a hardware file (every fault is named), or `path` cannot be written.
+    """
+    from costmodels.hardware.schema import read
+
+    hardware, faults = read(content)
+    if hardware is None:
+        raise HardwareError(f"profile for {str(path)!r} is malformed: {'; '.join(faults)}")
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise HardwareError(f"profile {str(path)!r} cannot be written: {error.strerror}") from None
+    return hardware

@@ -1,0 +1,142 @@
+"""The roofline of local operations: padding, waves, the peak as a bound, measured curves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodels import Quantity, compute_cost, compute_seconds, load_hardware
+from costmodels.compute import padding_ratio
+from costmodels.hardware import ComputeCurve, Curve, Hardware, hardware_names
+from mesh_tf_core.errors import UserError
+
+DIM = st.integers(min_value=1, max_value=10_000)
+
+
+def product(m: int, n: int, k: int, batch: int = 1, dtype: str = "bfloat16") -> Quantity:
+    flops = 2.0 * m * n * k * batch
+    return Quantity(flops, 2.0 * batch * (m * k + k * n + m * n), "matmul", dtype, (m, n, k, batch))
+
+
+@given(st.sampled_from(hardware_names()), DIM, DIM, DIM, st.integers(min_value=1, max_value=64))
+def test_no_product_is_faster_than_the_peak_or_the_memory(
+    name: str, m: int, n: int, k: int, batch: int
+) -> None:
+    hardware, quantity = load_hardware(name), product(m, n, k, batch)
+    seconds = compute_seconds(hardware, quantity)
+    assert seconds >= quantity.flops / hardware.peak_flops("bfloat16") * (1 - 1e-12)
+    assert seconds >= quantity.bytes / hardware.memory_bandwidth * (1 - 1e-12)
+    assert padding_ratio(hardware.chip.matrix_unit, quantity) >= 1 - 1e-12
+
+
+@given(
+    st.sampled_from(hardware_names()),
+    st.floats(min_value=0, max_value=1e15),
+    st.floats(min_value=0, max_value=1e15),
+    st.sampled_from(("matmul", "elementwise", "gather")),
+)
+def test_more_work_never_takes_less_time(name: str, one: float, other: float, op_class: str) -> None:
+    less, more = sorted((one, other))
+    hardware = load_hardware(name)
+    for a, b in (
+        (Quantity(less, 0, op_class, "float32"), Quantity(more, 0, op_class, "float32")),
+        (Quantity(0, less, op_class, "float32"), Quantity(0, more, op_class, "float32")),
+    ):
+        assert 0 <= compute_seconds(hardware, a) <= compute_seconds(hardware, b) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "ratio"),
+    [
+        ("tpu-v5e", (1024, 1024, 1024), 1.0),
+        ("tpu-v5e", (1024, 64, 1024), 1.0),  # turned around: 64 rows are whole sublanes
+        ("tpu-v5e", (4, 128, 128), 2.0),
+        ("tpu-v5e", (1024, 1024, 64), 2.0),
+        ("tpu-v6e", (1024, 1024, 128), 2.0),
+        ("tpu-v6e", (1024, 1024, 257), 512 / 257),
+    ],
+)
+def test_tpu_padding(name: str, dims: tuple[int, int, int], ratio: float) -> None:
+    assert padding_ratio(load_hardware(name).chip.matrix_unit, product(*dims)) == pytest.approx(ratio)
+
+
+def test_a_gpu_runs_tiles_in_waves() -> None:
+    unit = load_hardware("h100").chip.matrix_unit
+    whole = 132 * 128 * 128
+    assert padding_ratio(unit, product(132 * 128, 128, 1024)) == pytest.approx(1.0)
+    # One row of tiles more: a whole wave more with full tiles, a quarter of one with quarter tiles.
+    assert padding_ratio(unit, product(133 * 128, 128, 1024)) == pytest.approx(
+        1.25 * whole / (133 * 128 * 128)
+    )
+    assert padding_ratio(unit, product(8, 8, 1024)) == pytest.approx(132 * 64 * 64 / 64)
+
+
+def test_causal_or_unknown_shapes_scale_with_the_flops_given() -> None:
+    hardware = load_hardware("tpu-v5e")
+    full = product(4096, 4096, 4096)
+    half = dataclasses.replace(full, flops=full.flops / 2)
+    assert compute_seconds(hardware, half) == pytest.approx(compute_seconds(hardware, full) / 2)
+    assert compute_cost(hardware, dataclasses.replace(full, matmul_dims=None)).padding == 1.0
+
+
+def test_virtual_devices_share_the_cores() -> None:
+    hardware = load_hardware("cpu-local")
+    one = compute_seconds(hardware, product(512, 512, 512))
+    assert compute_seconds(hardware, product(512, 512, 512), devices=2) == pytest.approx(one)
+    assert compute_seconds(hardware, product(512, 512, 512), devices=8) == pytest.approx(4 * one)
+    tpu = load_hardware("tpu-v4")
+    assert compute_seconds(tpu, product(512, 512, 512), devices=512) == compute_seconds(
+        tpu, product(512, 512, 512)
+    )
+
+
+def test_a_cost_says_what_bounds_it() -> None:
+    hardware = load_hardware("a100")
+    assert compute_cost(hardware, product(8192, 8192, 8192)).bound == "flops"
+    assert compute_cost(hardware, Quantity(1e9, 1e9, "elementwise", "bfloat16")).bound == "memory"
+    assert compute_cost(hardware, Quantity(1, 1, "elementwise", "bfloat16")).bound == "launch"
+    words = compute_cost(hardware, product(8192, 8192, 8192)).words
+    assert words.startswith("1 us launch + max(")
+    assert "padded x" in words
+
+
+def test_float32_products_use_the_listed_peak_or_the_next_narrower_float() -> None:
+    assert load_hardware("a100").peak_dtype("float32") == "float32"
+    assert load_hardware("tpu-v4").peak_dtype("float32") == "bfloat16"
+    assert load_hardware("v100").peak_dtype("bfloat16") == "float16"
+    assert load_hardware("cpu-local").peak_dtype("bfloat16") == "float32"
+    assert load_hardware("h100").peak_dtype("int32") == "float32"
+
+
+# ----------------------------------------------------------------------------------------------- measured
+
+
+def _measured(*curves: ComputeCurve) -> Hardware:
+    return dataclasses.replace(load_hardware("cpu-local"), compute_curves=curves)
+
+
+def test_measured_curves_replace_the_roofline_but_not_its_bounds() -> None:
+    slow = ComputeCurve("matmul", "float32", "flops", 1, Curve(((1e6, 1e-3), (1e9, 8e-3))), "a test", "2026")
+    hardware = _measured(slow)
+    cost = compute_cost(hardware, Quantity(1e6, 10, "matmul", "float32"))
+    assert (cost.seconds, cost.bound) == (pytest.approx(1e-3), "measured")
+    fast = dataclasses.replace(slow, seconds=Curve(((1e6, 1e-9), (1e9, 2e-9))))
+    cost = compute_cost(_measured(fast), Quantity(1e9, 10, "matmul", "float32"))
+    assert (cost.seconds, cost.bound) == (pytest.approx(1e9 / 250e9), "flops")
+
+
+def test_a_curve_measured_on_all_devices_at_once_already_holds_their_contention() -> None:
+    curve = ComputeCurve("elementwise", "float32", "bytes", 8, Curve(((1e6, 8e-3),)), "a test", "2026")
+    hardware, quantity = _measured(curve), Quantity(0, 1e6, "reduce", "float32")
+    assert compute_seconds(hardware, quantity, devices=8) == pytest.approx(8e-3)
+    assert compute_seconds(hardware, quantity, devices=2) == pytest.approx(2e-3)
+
+
+def test_wrong_quantities_are_refused() -> None:
+    with pytest.raises(UserError, match="flops and bytes cannot be negative"):
+        Quantity(-1, 0, "matmul", "float32")
+    with pytest.raises(UserError, match=r"matmul_dims are \(m, n, k, batch\), all positive"):
+        Quantity(1, 1, "matmul", "float32", (0, 1, 1, 1))

@@ -1,0 +1,258 @@
+"""Hardware files: every number sourced, every fault named, presets and profiles found by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodels import HardwareError, hardware_names, load_hardware
+from costmodels.hardware import Curve, monotone, preset_content, read_hardware, write_profile
+from mesh_tf_core.errors import UserError
+
+GPUS = ("a100", "a100-40", "b200", "h100", "h200", "v100")
+TPUS = ("tpu-v2", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7")
+PRESETS = sorted((*GPUS, *TPUS, "cpu-local"))
+
+
+def test_the_presets() -> None:
+    assert list(hardware_names()) == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_number_has_a_source_and_a_date(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    numbers = dict(hardware.numbers())
+    assert len(numbers) >= 13
+    for path, number in numbers.items():
+        assert number.source.strip(), path
+        assert number.date[:2] == "20", path
+        assert number.given.split()[0], path
+    for path, curve in hardware.curves():
+        assert curve.source.strip(), path
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_source_is_a_place_that_readers_cannot_reach(name: str) -> None:
+    text = json.dumps(preset_content(name)).lower()
+    for word in ("shared/", "/work", "memory um", "unsourced"):
+        assert word not in text
+
+
+def test_numbers_are_per_device() -> None:
+    v3 = load_hardware("tpu-v3")
+    assert v3.peak_flops("bfloat16") == 123e12 / 2
+    assert v3.memory_bytes == 16 * 2**30
+    assert v3.memory_bandwidth == 450e9
+    assert v3.usable_memory_bytes == 16 * 2**30 - 530 * 2**20
+    assert load_hardware("tpu-v4").peak_flops("bfloat16") == 275e12
+
+
+def test_only_the_local_machine_is_marked_uncalibrated_by_word() -> None:
+    local = load_hardware("cpu-local")
+    assert not local.calibrated
+    assert "UNCALIBRATED" in local.summary
+    assert all("UNCALIBRATED" in n.source or n.source == "by definition" for _, n in local.numbers())
+
+
+def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="hardware 'tpu-v5x' is not known; did you mean 'tpu-v5"):
+        load_hardware("tpu-v5x")
+    with pytest.raises(UserError, match=r"hardware file 'mine.json' does not exist; give a file, or a name"):
+        load_hardware("mine.json")
+    bad = tmp_path / "bad.json"
+    bad.write_text("{\n  nothing")
+    with pytest.raises(
+        HardwareError, match=r"bad.json' is not JSON: Expecting property name .* line 2 column 3"
+    ):
+        load_hardware(bad)
+    bad.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(HardwareError, match="is not UTF-8 text"):
+        load_hardware(bad)
+
+
+def _broken(tmp_path: Path, change: Callable[[dict[str, Any]], None], base: str = "tpu-v5e") -> str:
+    """The message that a preset's file gets after `change`."""
+    content = preset_content(base)
+    change(content)
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(HardwareError) as caught:
+        read_hardware(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_every_fault_is_named_with_its_path_at_once(tmp_path: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        del content["chip"]["memory"]
+        content["chip"]["peak_flops"]["bfloat16"]["unit"] = "GB/s"
+        content["chip"]["memory_bandwidth"]["value"] = -1
+        content["topology"]["hop_latency"]["source"] = " "
+        content["topology"]["hop_latency"]["date"] = "last year"
+        content["topology"]["colour"] = "blue"
+
+    message = _broken(tmp_path, change)
+    assert "has 6 faults: " in message
+    assert "chip.peak_flops.bfloat16: unit 'GB/s' is not a compute rate; use one of FLOP/s" in message
+    assert "chip.memory: Field required" in message
+    assert "chip.memory_bandwidth: the bandwidth must be at least 1, found -1 GB/s" in message
+    assert "topology.hop_latency.source: " in message
+    assert "topology.hop_latency.date: " in message
+    assert "topology.colour: Extra inputs are not permitted" in message
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "value", "message"),
+    [
+        ("tpu-v5e", "format", "layoutopt-hardware/9", "format: Input should be 'layoutopt-hardware/1'"),
+        ("tpu-v5e", "topology.kind", "ring", "topology: Input tag 'ring' found using 'kind' does not match"),
+        (
+            "tpu-v5e",
+            "topology.link_bandwidth.value",
+            60,
+            "topology: link_bandwidth is above link_bandwidth_spec",
+        ),
+        ("tpu-v5e", "topology.wraparound", {"rule": "axis_size"}, "rule 'axis_size' needs a value"),
+        ("tpu-v5e", "chip.memory_reserve.value", 16, "chip: memory_reserve leaves no memory"),
+        (
+            "tpu-v5e",
+            "chip.memory_efficiency.value",
+            1.5,
+            "chip.memory_efficiency: the fraction must be between",
+        ),
+        ("tpu-v5e", "chip.matmul_efficiency.points", [[1, 1.2]], "a fraction of the peak lies above 0"),
+        (
+            "tpu-v5e",
+            "chip.matmul_efficiency.points",
+            [[1e9, 0.1], [2e9, 0.9]],
+            "a product of 2e+09 FLOPs would take less time than one of 1e+09",
+        ),
+        ("tpu-v5e", "chip.matmul_efficiency.points", [], "a curve needs at least one point"),
+        ("a100", "topology.node_bandwidth.8.value", 301, "node_bandwidth.8 is above node_bandwidth_spec"),
+        ("a100", "topology.protocols", [], "topology.protocols: List should have at least 1 item"),
+        (
+            "cpu-local",
+            "collective_curves.0.points",
+            [[2, 1], [1, 2]],
+            "points must rise in x, found 1 after 2",
+        ),
+        ("cpu-local", "collective_curves.0.points", [[1, 2], [2, 1]], "the curve falls from 2 to 1"),
+        (
+            "cpu-local",
+            "collective_curves.0.collective",
+            "gossip",
+            "collective_curves.0.collective: Input should",
+        ),
+        ("cpu-local", "calibrated", True, "'calibrated' is true but there is no 'calibration'"),
+        ("cpu-local", "overlap", {"all_reduce": {"value": 1}}, "overlap.all_reduce.unit: Field required"),
+    ],
+)
+def test_one_fault(tmp_path: Path, base: str, path: str, value: Any, message: str) -> None:
+    def change(content: dict[str, Any]) -> None:
+        target: Any = content
+        *parents, last = path.split(".")
+        for key in parents:
+            target = target[int(key)] if isinstance(target, list) else target[key]
+        target[last] = value
+
+    assert message in _broken(tmp_path, change, base)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", "{}"])
+def test_json_that_is_no_description(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(HardwareError, match=r"has \d+ faults?: "):
+        load_hardware(path)
+
+
+# ----------------------------------------------------------------------------------------------- profiles
+
+
+def _profile() -> dict[str, Any]:
+    content = preset_content("cpu-local")
+    content["calibrated"] = True
+    content["calibration"] = {
+        "date": "2026-11-20",
+        "machine": {"cpu": "two cores", "repeat_spread": 0.05},
+        "versions": {"tensorflow": "2.21.0"},
+        "fit": {"method": "monotone", "held_out_error": 0.04},
+        "measurements": [{"kind": "all_reduce", "group_size": 2, "bytes": 1024, "seconds": [1e-4, 1.1e-4]}],
+        "base": "cpu-local",
+    }
+    content["compute_curves"] = [
+        {
+            "op_class": "matmul",
+            "dtype": "float32",
+            "against": "flops",
+            "devices": 2,
+            "points": [[1e6, 1e-5], [1e9, 5e-3]],
+            "source": "measured by layoutopt calibrate",
+            "date": "2026-11-20",
+            "uncertainty": 0.05,
+        }
+    ]
+    return content
+
+
+def test_a_profile_replaces_the_preset_of_its_name(tmp_path: Path) -> None:
+    written = write_profile(_profile(), tmp_path / "profiles" / "cpu-local.json")
+    found = load_hardware("cpu-local", profiles=tmp_path / "profiles")
+    assert found == written
+    assert found.calibrated
+    assert found.calibration is not None
+    assert json.loads(found.calibration.measurements)[0]["seconds"] == [1e-4, 1.1e-4]
+    assert found.compute_curves[0].seconds(1e6) == 1e-5
+    assert not load_hardware("cpu-local").calibrated
+    assert load_hardware("tpu-v4", profiles=tmp_path / "profiles") == load_hardware("tpu-v4")
+    assert [p.name for p in (tmp_path / "profiles").iterdir()] == ["cpu-local.json"]
+
+
+def test_a_malformed_profile_is_not_written(tmp_path: Path) -> None:
+    content = _profile()
+    content["compute_curves"][0]["points"] = [[1e6, 2e-5], [1e9, 1e-5]]
+    path = tmp_path / "cpu-local.json"
+    with pytest.raises(
+        HardwareError, match=r"is malformed: compute_curves.0: the curve falls from 2e-05 to 1e-05"
+    ):
+        write_profile(content, path)
+    assert not path.exists()
+
+
+def test_hardware_is_a_hashable_value() -> None:
+    assert len({load_hardware(name) for name in PRESETS}) == len(PRESETS)
+
+
+# ------------------------------------------------------------------------------------------------- curves
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 10)), min_size=1, max_size=30), st.floats(0, 2000)
+)
+def test_a_fitted_curve_never_falls(samples: list[tuple[int, float]], x: float) -> None:
+    curve = monotone([(float(a), b) for a, b in samples])
+    ys = [y for _, y in samples]
+    assert min(ys) - 1e-9 <= curve.points[0][1] <= curve.points[-1][1] <= max(ys) + 1e-9
+    assert curve(x) <= curve(x + 1) + 1e-9
+
+
+def test_pooling_averages_what_falls() -> None:
+    assert monotone([(1, 1.0), (2, 3.0), (3, 2.0), (4, 5.0)]).points == (
+        (1, 1.0),
+        (2, 2.5),
+        (3, 2.5),
+        (4, 5.0),
+    )
+
+
+def test_a_curve_that_falls_cannot_be_built() -> None:
+    with pytest.raises(ValueError, match="the curve falls from 2 to 1 between x = 1 and 2"):
+        Curve(((1, 2), (2, 1)))
