@@ -8,8 +8,9 @@ learning.
                  "edges": {"nodes": [[0, 1], ...],            several edges may join two nodes: costs add up
                            "costs": [[30, 40], ...]}}}        row-major: entry i * strategies(second) + j
 
-A cost of 10^18 or more means "not allowed". Source: the contest's benchmark description (Moffitt and Fegade,
-"The ASPLOS 2025 / EuroSys 2025 Contest on Intra-Operator Parallelism for Distributed Deep Learning").
+A cost of 10^18 or more means "not allowed". Source: M. D. Moffitt and P. Fegade, "The ASPLOS 2025 / EuroSys
+2025 Contest on Intra-Operator Parallelism for Distributed Deep Learning", ASPLOS 2025, pp. 5-17; the
+instances are in github.com/google/iopddl.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ FORMAT = "layoutopt-problem/1"
 LARGEST_FILE = 2 << 30
 """Bytes, once unpacked."""
 LARGEST_DOMAIN = 100_000
+MOST_CHOICES = 20_000_000
 
 
 def load(path: str | Path) -> Problem:
@@ -106,6 +107,10 @@ def problem_from(data: dict[str, Any]) -> Problem:
         _variable(item, f"variables[{n}]") for n, item in enumerate(listed(data, "variables", "the problem"))
     )
     sizes = tuple(variable.size for variable in variables)
+    if sum(sizes) > MOST_CHOICES:
+        raise ProblemError(
+            f"the variables have {sum(sizes)} choices together; at most {MOST_CHOICES} are taken"
+        )
     terms = []
     for n, item in enumerate(listed(data, "terms", "the problem")):
         where = f"terms[{n}]"

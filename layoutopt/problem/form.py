@@ -162,8 +162,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A resource with a limit: the sum of its entries may not exceed `limit` (inf: counted, never binding).
-    """
+    """A resource with a limit: its entries may not sum to more than `limit` (inf: counted, never binding)."""
 
     name: str
     limit: float
@@ -180,8 +179,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Usage:
-    """`variable` uses `table[choice]` of the resource at every time in the half-open interval [start, end).
-    """
+    """`variable` uses `table[choice]` of the resource during the half-open interval [start, end)."""
 
     variable: int
     start: int

@@ -31,7 +31,9 @@ class Search:
     solver: Solver
     options: Options
     clock: Clock
-    report: Callable[[Choices | None, float], None]
+    judge: Callable[[Choices], Evaluation]
+    """What the problem as it was given says about the reduced problem's choices."""
+    on_bound: Callable[[float], None]
     upper_bound: float = math.inf
     excluded: Sequence[Choices] = ()
     whole: bool = False
@@ -96,7 +98,9 @@ class Search:
 
     def _heard(self, choices: Choices, bound: float) -> None:
         self._raise_bound(bound)
-        self._consider(choices)
+        rough = evaluate(self.problem, choices)
+        if rough.feasible and rough.objective < self.objective:
+            self._consider(choices)
 
     def _raise_bound(self, bound: float) -> None:
         if math.isfinite(bound):
@@ -104,14 +108,13 @@ class Search:
                 bound = math.ceil(bound - max(1e-6, 1e-12 * abs(bound)))
             if bound > self.bound:
                 self.bound = bound
-                self.report(None, bound)
+                self.on_bound(bound)
 
     def _consider(self, choices: Choices) -> Evaluation:
-        found = evaluate(self.problem, choices)
+        found = self.judge(choices)
         better = found.feasible and found.objective < self.objective and choices not in self.excluded
         if better:
             self.best, self.objective = choices, found.objective
-            self.report(choices, self.bound)
         return found
 
     def _tighten(self, choices: Choices, found: Evaluation) -> None:

@@ -3,12 +3,12 @@
 Columns: x_{i,a} = 1 if variable i chooses a; for every scope S of two or more variables that a table
 couples, y_{S,a} = 1 if S takes the assignment a, for the assignments that are not forbidden. With them
 
-    sum_a x_{i,a} = 1                                  for every variable i                    (1) `groups`
-    sum_{a: a_i = c} y_{S,a} = x_{i,c}                 for every scope S, i in S, choice c     (2) `_marginals`
-    x_{i,c} = 0                                        for every forbidden choice c            (3) `forbidden`
-    minimise sum c_i(a) x_{i,a} + sum c_S(a) y_{S,a}                                           (4) `costs`
-    sum w_i(a) x_{i,a} + sum w_S(a) y_{S,a} <= limit   for every row that is asked for         (5) `resource`
-    sum_i x_{i,c_i} <= n - 1                           for every excluded choice vector c      (6) `exclusion`
+    sum_a x_{i,a} = 1                                  for every variable i                   (1) `groups`
+    sum_{a: a_i = c} y_{S,a} = x_{i,c}                 for every scope S, i in S, choice c    (2) `_marginals`
+    x_{i,c} = 0                                        for every forbidden choice c           (3) `forbidden`
+    minimise sum c_i(a) x_{i,a} + sum c_S(a) y_{S,a}                                          (4) `costs`
+    sum w_i(a) x_{i,a} + sum w_S(a) y_{S,a} <= limit   for every row that is asked for        (5) `resource`
+    sum_i x_{i,c_i} <= n - 1                           for every excluded choice vector c     (6) `exclusion`
 
 (2) are equalities: the relaxation is the local polytope (Wainwright and Jordan, "Graphical Models,
 Exponential Families, and Variational Inference", 2008, section 4.1), far tighter than cell-wise x + x - y <=

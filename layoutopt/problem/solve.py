@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from layoutopt.problem.answer import TOLERANCE, Solution, Status, evaluate, relative_gap
+from layoutopt.problem.answer import TOLERANCE, Evaluation, Solution, Status, evaluate, relative_gap
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.lazy import Search
 from layoutopt.problem.reductions import Reduced, reduce
@@ -79,15 +79,16 @@ def _search(
     banned: list[Choices],
 ) -> Solution:
     assert reduced.problem is not None
-    incumbent = _Incumbent(problem, reduced, on_progress, limit, banned)
+    incumbent = _Incumbent(problem, on_progress, limit, banned)
     if hint is not None:
-        incumbent.hear(tuple(hint), -math.inf)
+        incumbent.judge(tuple(hint))
     search = Search(
         reduced.problem,
         SOLVERS[name],
         options,
         clock,
-        lambda choices, bound: incumbent.hear(None if choices is None else reduced.lift(choices), bound),
+        lambda choices: incumbent.judge(reduced.lift(choices)),
+        incumbent.raise_bound,
         limit,
         [reduced.project(choices) for choices in banned],
         whole(problem),
@@ -115,29 +116,35 @@ class _Incumbent:
     def __init__(
         self,
         problem: Problem,
-        reduced: Reduced,
         on_progress: Progress | None,
         limit: float,
         banned: list[Choices],
     ) -> None:
         self.problem = problem
-        self.reduced = reduced
         self.on_progress = on_progress
         self.limit = limit
         self.banned = set(banned)
         self.choices: Choices | None = None
         self.objective = math.inf
+        self.bound = -math.inf
 
-    def hear(self, choices: Choices | None, bound: float) -> None:
-        """Keeps `choices` if they are feasible and better; tells the listener what is better now."""
-        if choices is not None:
-            found = evaluate(self.problem, choices)
-            allowed = found.objective <= self.limit + 1e-9 * abs(self.limit) and choices not in self.banned
-            if not (found.feasible and allowed and found.objective < self.objective):
-                return
+    def judge(self, choices: Choices) -> Evaluation:
+        """Evaluates `choices`, and keeps them if they are feasible and better."""
+        found = evaluate(self.problem, choices)
+        allowed = found.objective <= self.limit + 1e-9 * abs(self.limit) and choices not in self.banned
+        if found.feasible and allowed and found.objective < self.objective:
             self.choices, self.objective = choices, found.objective
+            self._tell()
+        return found
+
+    def raise_bound(self, bound: float) -> None:
+        """Notes a better proven bound."""
+        self.bound = bound
+        self._tell()
+
+    def _tell(self) -> None:
         if self.on_progress:
-            self.on_progress(self.objective, min(bound, self.objective))
+            self.on_progress(self.objective, min(self.bound, self.objective))
 
 
 def whole(problem: Problem) -> bool:

@@ -98,8 +98,7 @@ def dominated(state: State, variable: int) -> bool:
 
 
 def _survivors(beats: Bools) -> tuple[Ints, Ints]:
-    """Removes beaten choices one at a time, each beaten by one that is still there; and what replaces whom.
-    """
+    """What stays when beaten choices go one by one, each beaten by one still there; what replaces whom."""
     size = len(beats)
     alive = np.ones(size, dtype=bool)
     master = np.arange(size)

@@ -86,7 +86,7 @@ def _fill(proto: Any, request: Request, scaled: Scaled) -> None:
     for constraint in request.constraints:
         whole, limit = scale_row(constraint.coefficients, constraint.limit)
         if not math.isinf(constraint.limit) and len(whole) == 0 and limit < 0:
-            _linear(proto, [0], [0], 1, 1)
+            proto.constraints.add().bool_or.SetInParent()  # nothing to use, yet over the limit: false
         elif not math.isinf(constraint.limit):
             columns, signs = constraint.columns.tolist(), whole.tolist()
             _linear(proto, columns, signs, limit if constraint.equality else -(2**62), limit)
