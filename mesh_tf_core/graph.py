@@ -177,7 +177,9 @@ class Graph:
     def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
         """`x` as the current block sees it: values of a forward loop reach its backward through saved stacks."""
         if not isinstance(x, Tensor):
-            raise UserError(f"{getattr(user, 'name', user)}: expected a tensor, found {type(x).__name__} {x!r}")
+            raise UserError(
+                f"{getattr(user, 'name', user)}: expected a tensor, found {type(x).__name__} {x!r}"
+            )
         if x.graph is not self:
             raise UserError(
                 f"{getattr(user, 'name', user)}: {x!r} belongs to graph {x.graph.name!r}, not {self.name!r}; "
@@ -281,7 +283,9 @@ class Graph:
         loops = [b for b in self._stack if b.dim is not None]
         shape = Shape([*(b.dim for b in loops if b.dim), *dims])
         if full in self.variables:
-            raise UserError(f"variable {full!r} exists already; give it another name, or use the first one's tensor")
+            raise UserError(
+                f"variable {full!r} exists already; give it another name, or use the first one's tensor"
+            )
         variable = Variable(full, shape, check_dtype(dtype), initializer, trainable, len(loops))
         self.variables[full] = variable
         value = self.read(variable)
@@ -303,12 +307,16 @@ class Graph:
                 f"assign to variable {variable.name!r} of {variable.dtype}[{variable.shape}]: found {value.type}"
             )
         if self.block.id:
-            raise UserError(f"assign to variable {variable.name!r}: not inside a loop; return the value from the body")
+            raise UserError(
+                f"assign to variable {variable.name!r}: not inside a loop; return the value from the body"
+            )
         self._append(Assign(variable), [self.visible(value)], [], None)
 
     def lookup(self, name: str) -> Variable:
         if name not in self.variables:
-            raise UserError(f"graph {self.name!r} has no variable {name!r}; {known_names(name, self.variables)}")
+            raise UserError(
+                f"graph {self.name!r} has no variable {name!r}; {known_names(name, self.variables)}"
+            )
         return self.variables[name]
 
     def random_key(self, *extra: Tensor) -> Tensor:

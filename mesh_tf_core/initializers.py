@@ -18,7 +18,9 @@ def _uniform(seed: int, sizes: Sequence[int], begin: Sequence[int], extent: Sequ
     index = np.zeros((), np.uint64)
     for axis, (size, first, count) in enumerate(zip(sizes, begin, extent, strict=True)):
         positions = np.arange(first, first + count, dtype=np.uint64)
-        index = index * np.uint64(size) + positions.reshape([count if i == axis else 1 for i in range(len(sizes))])
+        index = index * np.uint64(size) + positions.reshape(
+            [count if i == axis else 1 for i in range(len(sizes))]
+        )
     with np.errstate(over="ignore"):
         z = (np.broadcast_to(index, tuple(extent)) + np.uint64(seed + 1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -76,7 +76,9 @@ class Model:
                 f"model {self.name!r}: the loss does not depend on {', '.join(missing[:5])}; "
                 "remove these variables or declare them with trainable=False"
             )
-        apply_updates(graph, self.optimizer, [(v, g) for v, g in zip(trained, grads, strict=True) if g is not None])
+        apply_updates(
+            graph, self.optimizer, [(v, g) for v, g in zip(trained, grads, strict=True) if g is not None]
+        )
         return graph
 
     @property

@@ -56,6 +56,8 @@ class Op:
     FACETS: ClassVar = ("roles", "infer", "kernel", "flops", "gradient")
     kind: ClassVar[str] = "elementwise"
     """How the work is priced: matmul, elementwise, reduce, gather, random or data (moves bytes only)."""
+    free: ClassVar[bool] = False
+    """True if the output is the input under another name (or a scalar): no time, no memory of its own."""
     linear: ClassVar[bool] = False
     """True if a sum of partial inputs may wait until after the operation (jointly in all its inputs)."""
 

@@ -312,7 +312,7 @@ class Program:
 
     def communication_bytes(self) -> dict[str, float]:
         """Bytes that a device sends in one step, per mesh axis (axes that act together are joined by '+')."""
-        out: dict[str, float] = {a: 0.0 for a in self.mesh.names}
+        out: dict[str, float] = dict.fromkeys(self.mesh.names, 0.0)
         for instr, times in self.walk():
             if isinstance(instr, Collective):
                 key = "+".join(instr.axes)

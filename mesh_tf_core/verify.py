@@ -81,7 +81,9 @@ class _Verifier:
         for inner, outer in loop.stacked:
             self.need(inner in self.defined, f"{loop.text()}: stacked %{inner} is not computed")
             same = values[outer].splits == ((), *values[inner].splits)
-            self.need(same and values[outer].partial == values[inner].partial, f"{loop.text()}: stack %{outer}")
+            self.need(
+                same and values[outer].partial == values[inner].partial, f"{loop.text()}: stack %{outer}"
+            )
         for inner, outer in loop.summed:
             self.need(inner in self.defined, f"{loop.text()}: summed %{inner} is not computed")
             same = values[outer].splits == values[inner].splits
@@ -126,14 +128,19 @@ class _Verifier:
         partial = {self.of(i).partial for i in instr.inputs}
         if any(partial):
             self.need(instr.op.linear, f"{instr.text()}: takes a pending sum but is not linear")
-            self.need(len(partial) == 1, f"{instr.text()}: operands are partial over different axes {partial}")
+            self.need(
+                len(partial) == 1, f"{instr.text()}: operands are partial over different axes {partial}"
+            )
         owner: dict[str, str] = {}
         for i in (*instr.inputs, *instr.outputs):
             v = self.of(i)
             for name, axes in zip(v.shape.names, v.splits, strict=True):
                 for axis in axes:
                     same = owner.setdefault(axis, name) == name
-                    self.need(same or instr.op.name == "rename", f"{instr.text()}: axis {axis} splits two dimensions")
+                    self.need(
+                        same or instr.op.name == "rename",
+                        f"{instr.text()}: axis {axis} splits two dimensions",
+                    )
 
     def moves(self, instr: Instr, i: int, o: int, change: dict[str, tuple[int, Axes]]) -> None:
         """Input and output differ just in the splits of the dimensions named."""

@@ -49,7 +49,9 @@ _UNARY: dict[str, Callable[[A], A]] = {
     "floor": np.floor,
     "relu": lambda x: np.maximum(x, np.zeros((), x.dtype)),
     "softplus": lambda x: np.logaddexp(np.zeros((), x.dtype), x),
-    "gelu": lambda x: 0.5 * x * (1 + np.tanh(np.asarray(0.7978845608028654, x.dtype) * (x + 0.044715 * x * x * x))),
+    "gelu": lambda x: (
+        0.5 * x * (1 + np.tanh(np.asarray(0.7978845608028654, x.dtype) * (x + 0.044715 * x * x * x)))
+    ),
     "silu": lambda x: x * _sigmoid(x),
     "not": np.logical_not,
     "is_finite": np.isfinite,

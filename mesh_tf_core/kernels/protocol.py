@@ -85,14 +85,9 @@ class Kernel(Protocol):
         ...
 
 
-UNARY = (
-    "neg abs sign exp log log1p expm1 sqrt rsqrt square reciprocal sin cos tanh sigmoid erf floor relu softplus "
-    "gelu silu not is_finite"
-).split()
-BINARY = (
-    "add sub mul div max min pow mod floordiv eq ne lt le gt ge and or bit_xor bit_and shift_right"
-).split()
-REDUCE = "sum max min prod all any".split()
+UNARY = ["neg", "abs", "sign", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "square", "reciprocal", "sin", "cos", "tanh", "sigmoid", "erf", "floor", "relu", "softplus", "gelu", "silu", "not", "is_finite"]
+BINARY = ["add", "sub", "mul", "div", "max", "min", "pow", "mod", "floordiv", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "bit_xor", "bit_and", "shift_right"]
+REDUCE = ["sum", "max", "min", "prod", "all", "any"]
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,9 @@ class Lowering:
         """The value in its natural placement."""
         return self.placed(id, self.natural(self.values[id].shape))
 
-    def local(self, op: Op, inputs: Sequence[int], types: Sequence[TensorType], splits: Sequence[Splits]) -> list[int]:
+    def local(
+        self, op: Op, inputs: Sequence[int], types: Sequence[TensorType], splits: Sequence[Splits]
+    ) -> list[int]:
         outs = [self.new(t, s) for t, s in zip(types, splits, strict=True)]
         self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
         return outs
@@ -161,7 +163,9 @@ class Lowering:
 
     def stored_splits(self, op: Read | Assign) -> Splits:
         variable = op.variable
-        splits = self.storage.get(variable.name) or self.natural(variable.shape, f"variable {variable.name!r}")
+        splits = self.storage.get(variable.name) or self.natural(
+            variable.shape, f"variable {variable.name!r}"
+        )
         self.stored[variable.name] = Stored(variable, splits)
         return splits
 
@@ -186,7 +190,8 @@ class Lowering:
         outs = []
         for t in types:
             splits = tuple(
-                () if n in roles.whole else s for n, s in zip(t.shape.names, self.natural(t.shape), strict=True)
+                () if n in roles.whole else s
+                for n, s in zip(t.shape.names, self.natural(t.shape), strict=True)
             )
             outs.append(self.new(t, splits, partial if roles.combine == "sum" else ()))
         self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
@@ -200,7 +205,9 @@ class Lowering:
     def without(self, id: int, whole: Iterable[str]) -> int:
         """The value with the dimensions `whole` gathered."""
         v = self.values[id]
-        return self.placed(id, tuple(() if n in whole else s for n, s in zip(v.shape.names, v.splits, strict=True)))
+        return self.placed(
+            id, tuple(() if n in whole else s for n, s in zip(v.shape.names, v.splits, strict=True))
+        )
 
     def joined(self, id: int, axes: Axes, combine: str) -> int:
         """All-reduces a value."""
@@ -264,7 +271,17 @@ class Lowering:
         self.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(zip(init, carry_in, carry_out, finals, strict=True))
         self.emit(
-            make_loop(origin, block.dim, block.reverse, index, carried, tuple(sliced), tuple(stacked), tuple(summed), body)
+            make_loop(
+                origin,
+                block.dim,
+                block.reverse,
+                index,
+                carried,
+                tuple(sliced),
+                tuple(stacked),
+                tuple(summed),
+                body,
+            )
         )
 
     def nodes(self, block: Block) -> None:
@@ -322,7 +339,12 @@ class Lowering:
         return pairs
 
     def _recomputes(self, block: Block) -> bool:
-        return block.dim is not None and block.dim.name in self.recompute and bool(block.saved) and not block.parent
+        return (
+            block.dim is not None
+            and block.dim.name in self.recompute
+            and bool(block.saved)
+            and not block.parent
+        )
 
     def _saves(self, block: Block) -> list[tuple[int, int]]:
         return [] if self._recomputes(block) else list(block.saved.items())
@@ -356,5 +378,3 @@ def lower_base(
     return Program(
         mesh, layout, tuple(state.values), tuple(state.code), dict(state.stored), dict(state.feeds), returned
     )
-
-

@@ -86,5 +86,3 @@ def _common(a: Sequence[str], b: Sequence[str]) -> int:
 
 def _keeps(axes: Sequence[str], target: Axes) -> bool:
     return tuple(axes) == tuple(target[: len(axes)])
-
-

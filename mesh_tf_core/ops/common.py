@@ -57,6 +57,4 @@ def align(k: Kernel, x: Any, names: Sequence[str], output: Sequence[str], sizes:
 def aligned(k: Kernel, at: At, slices: Sequence[Any]) -> list[Any]:
     """All slices of an operation aligned to its first output."""
     output = at.outputs[0].shape.names
-    return [
-        align(k, x, t.shape.names, output, t.shape.sizes) for x, t in zip(slices, at.inputs, strict=True)
-    ]
+    return [align(k, x, t.shape.names, output, t.shape.sizes) for x, t in zip(slices, at.inputs, strict=True)]

@@ -24,8 +24,6 @@ _COST = {"exp": 8, "log": 8, "tanh": 10, "sigmoid": 10, "erf": 12, "gelu": 16, "
 """Arithmetic per element where it is far from one (vector-math libraries' polynomial lengths)."""
 
 
-
-
 def _gelu_grad(k: Kernel, dy: Any, x: Any, dtype: str) -> Any:
     """d/dx of 0.5 x (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi) (Hendrycks & Gimpel 2016, section 2)."""
     c, a = k.scalar(math.sqrt(2 / math.pi), dtype), k.scalar(0.044715, dtype)
@@ -65,7 +63,10 @@ _SLOPES: dict[str, tuple[str, Callable[[Kernel, Any, Any, str], Any]]] = {
     "log": ("x", lambda k, dy, x, d: k.binary("div", dy, x)),
     "log1p": ("x", lambda k, dy, x, d: k.binary("div", dy, k.binary("add", x, k.scalar(1.0, d)))),
     "sqrt": ("y", lambda k, dy, y, d: k.binary("div", k.binary("mul", dy, k.scalar(0.5, d)), y)),
-    "rsqrt": ("y", _mul(lambda k, y, d: k.scalar(-0.5, d), lambda k, y, d: k.binary("mul", y, k.unary("square", y)))),
+    "rsqrt": (
+        "y",
+        _mul(lambda k, y, d: k.scalar(-0.5, d), lambda k, y, d: k.binary("mul", y, k.unary("square", y))),
+    ),
     "square": ("x", _mul(lambda k, x, d: k.binary("add", x, x))),
     "reciprocal": ("y", _mul(lambda k, y, d: k.unary("neg", k.unary("square", y)))),
     "sin": ("x", _mul(lambda k, x, d: k.unary("cos", x))),
@@ -210,7 +211,9 @@ def _pow_gradient(dy: Tensor, x: Tensor, y: Tensor, out: Tensor, to: Any) -> Seq
 
 def _extreme_gradient(dy: Tensor, x: Tensor, y: Tensor, out: Tensor, to: Any) -> Sequence[Tensor | None]:
     first = cast(binary("eq", x, out), dy.dtype)
-    return to(binary("mul", dy, first), x.shape), to(binary("mul", dy, shift(scale(first, -1.0), 1.0)), y.shape)
+    return to(binary("mul", dy, first), x.shape), to(
+        binary("mul", dy, shift(scale(first, -1.0), 1.0)), y.shape
+    )
 
 
 _BINARY_GRADIENTS: dict[str, Callable[..., Sequence[Any]]] = {
@@ -366,6 +369,7 @@ class Constant(Op):
     value: float
     dtype: str
     kind: ClassVar[str] = "data"
+    free: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles()
@@ -389,6 +393,7 @@ class StopGradient(Op):
 
     linear: ClassVar[bool] = True
     kind: ClassVar[str] = "data"
+    free: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return all_parallel(*inputs)

@@ -111,7 +111,9 @@ class Gather(Op):
         table, ids = inputs
         _need_ints("gather", ids)
         if table.shape.index(self.dim):
-            raise UserError(f"gather of {listing(inputs)}: dimension {self.dim!r} must come first in the table")
+            raise UserError(
+                f"gather of {listing(inputs)}: dimension {self.dim!r} must come first in the table"
+            )
         return TensorType(Shape([*ids.shape, *table.shape.without(self.dim)]), table.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -222,5 +224,3 @@ def pick(x: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
 def scatter_add(rows: Tensor, ids: Tensor, dim: Dim) -> Tensor:
     """A table [dim, rest] of the sums of the rows with equal ids."""
     return rows.graph.apply(ScatterAdd(dim), rows, ids)
-
-

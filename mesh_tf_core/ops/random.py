@@ -58,6 +58,7 @@ class FoldIn(Op):
 
     salt: int
     kind: ClassVar[str] = "data"
+    free: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles()
@@ -71,7 +72,12 @@ class FoldIn(Op):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         key = k.scalar(self.salt % 2**32, "uint32")
         for x in slices:
-            key = mix(k, k.binary("bit_xor", k.binary("mul", key, k.scalar(0x9E3779B1, "uint32")), k.cast(x, "uint32")))
+            key = mix(
+                k,
+                k.binary(
+                    "bit_xor", k.binary("mul", key, k.scalar(0x9E3779B1, "uint32")), k.cast(x, "uint32")
+                ),
+            )
         return k.cast(key, "int32")
 
     def flops(self, *local: TensorType) -> float:
@@ -151,5 +157,3 @@ def random_uniform(
 ) -> Tensor:
     """Uniform numbers in [low, high)."""
     return key.graph.apply(RandomUniform(Shape(shape), low, high, dtype), key)
-
-

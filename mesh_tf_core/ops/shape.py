@@ -24,6 +24,7 @@ class Rename(Op):
 
     names: tuple[tuple[str, str], ...]
     kind: ClassVar[str] = "data"
+    free: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
@@ -58,6 +59,7 @@ class Reshape(Op):
 
     output: Shape
     kind: ClassVar[str] = "data"
+    free: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:

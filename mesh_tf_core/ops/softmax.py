@@ -206,9 +206,7 @@ def masked_softmax(x: Tensor, mask: Tensor, dim: Dim | str) -> Tensor:
     return softmax(where(mask, x, constant_like(x, -1e9 if x.dtype != "float16" else -6e4)), dim)
 
 
-def softmax_cross_entropy(
-    logits: Tensor, targets: Tensor, dim: Dim | str, z_loss: float = 0.0
-) -> Tensor:
+def softmax_cross_entropy(logits: Tensor, targets: Tensor, dim: Dim | str, z_loss: float = 0.0) -> Tensor:
     """-log softmax(logits)[target] for every position, computed in float32.
 
     Args:

@@ -21,14 +21,18 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:
-            raise UserError(f"{type(self).__name__}: learning_rate must be positive, found {self.learning_rate}")
+            raise UserError(
+                f"{type(self).__name__}: learning_rate must be positive, found {self.learning_rate}"
+            )
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor) -> None:
         """Adds the operations that update one variable; the gradient has its shape and dtype."""
         raise NotImplementedError
 
 
-def slot(graph: Graph, variable: Variable, name: str, dims: Sequence[Dim] | Shape, value: float = 0.0) -> tuple[Variable, Tensor]:
+def slot(
+    graph: Graph, variable: Variable, name: str, dims: Sequence[Dim] | Shape, value: float = 0.0
+) -> tuple[Variable, Tensor]:
     """A float32 state of the optimizer for one variable, and its value before the step."""
     full = f"{variable.name}/{name}"
     stacked = sum(d in variable.shape.dims[: variable.stacked] for d in dims)
