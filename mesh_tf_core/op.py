@@ -1,6 +1,7 @@
 """The base class of operations: one class, five facets.
 
-`roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read off it.
+`roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
+off it.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Op:
         """The role of every dimension."""
         raise NotImplementedError
 
-    def infer(self, *inputs: TensorType) -> TensorType:
-        """Type of the output, or a UserError that lists the operands."""
+    def infer(self, *inputs: TensorType) -> TensorType | tuple[TensorType, ...]:
+        """Type of the output (a tuple of types if there are several), or a UserError that lists the operands."""
         raise NotImplementedError
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -97,7 +98,8 @@ class Op:
         return None
 
     def expand(self, *inputs: Tensor) -> Tensor | None:
-        """The same result from smaller operations, used when a `whole` dimension is split; None: gather instead."""
+        """The same result from smaller operations, used when a `whole` dimension is split; None: gather
+        instead."""
         return None
 
     @classmethod

@@ -34,7 +34,8 @@ def local_ids(k: Kernel, at: At, ids: Any, dim: str, size: int) -> tuple[Any, An
 
 
 def one_hot_like(k: Kernel, at: At, ids: Any, dim: str) -> Any:
-    """Bool, true where the index along `dim` of the first output equals `ids` (already aligned to that output)."""
+    """Bool, true where the index along `dim` of the first output equals `ids` (already aligned to that
+    output)."""
     shape = at.outputs[0].shape
     axis = shape.index(dim)
     positions = k.iota(shape.sizes[axis], "int32")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mesh_tf_core.ops.elementwise import binary, unary
+from mesh_tf_core.ops.binary import binary
+from mesh_tf_core.ops.unary import unary
 
 if TYPE_CHECKING:
     from mesh_tf_core.tensor import Tensor

@@ -28,7 +28,8 @@ def _mean(k: Kernel, x: Any, axis: int, sizes: Sequence[int], dtype: str) -> Any
 
 @dataclass(frozen=True)
 class Normalize(Op):
-    """(x - mean) / sqrt(variance + epsilon) along one dimension; without `center`, x / rms (Zhang & Sennrich 2019)."""
+    """(x - mean) / sqrt(variance + epsilon) along one dimension; without `center`, x / rms (Zhang & Sennrich
+    2019)."""
 
     dim: str
     epsilon: float

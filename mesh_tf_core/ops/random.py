@@ -1,7 +1,7 @@
 """Random numbers that do not depend on the layout: a hash of a key and of the global index of the element.
 
-The hash is two rounds of the 32-bit finaliser `lowbias32` (Wellons, "Prospecting for Hash Functions", 2018), which a
-device evaluates for its own elements only.
+The hash is two rounds of the 32-bit finaliser `lowbias32` (Wellons, "Prospecting for Hash Functions", 2018),
+which a device evaluates for its own elements only.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def bits(k: Kernel, at: At, key: Any) -> Any:
         positions = k.iota(d.size, "uint32")
         if d.name in at.split:
             positions = k.binary("add", positions, k.scalar(at.offset(d.name), "uint32"))
-        # Dimension by dimension: index = mix(index * odd + position) would cost a hash per axis; a polynomial in an
-        # odd constant is injective enough before the final mix and costs one multiply-add.
+        # Dimension by dimension: index = mix(index * odd + position) would cost a hash per axis; a polynomial in
+        # an odd constant is injective enough before the final mix and costs one multiply-add.
         positions = k.reshape(positions, [d.size if i == axis else 1 for i in range(len(shape))])
         index = k.binary("add", k.binary("mul", index, k.scalar(0x01000193, "uint32")), positions)
     return mix(k, k.binary("bit_xor", mix(k, index), k.cast(key, "uint32")))
@@ -146,7 +146,8 @@ class RandomUniform(Op):
 
 
 def dropout(x: Tensor, rate: float, key: Tensor | None = None) -> Tensor:
-    """Dropout with the same mask under every layout; `key` defaults to a new one of the graph, per step and layer."""
+    """Dropout with the same mask under every layout; `key` defaults to a new one of the graph, per step and
+    layer."""
     if rate == 0:
         return x
     return x.graph.apply(Dropout(rate), x, key if key is not None else x.graph.random_key())

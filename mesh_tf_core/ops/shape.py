@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rename(Op):
-    """The same elements under other dimension names: (old, new) pairs. The layout may split old and new differently."""
+    """The same elements under other dimension names: (old, new) pairs. The layout may split old and new
+    differently."""
 
     names: tuple[tuple[str, str], ...]
     kind: ClassVar[str] = "data"
@@ -83,7 +84,8 @@ class Reshape(Op):
         return 0.0
 
     def lower(self, lowering: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        """Group by group of dimensions that are regrouped: only a split of a group's first dimension survives."""
+        """Group by group of dimensions that are regrouped: only a split of a group's first dimension
+        survives."""
         value = lowering.values[inputs[0]]
         have, out = dict(zip(value.shape.names, value.splits, strict=True)), {}
         for before, after in groups(value.shape, self.output):
@@ -165,7 +167,8 @@ class Concat(Op):
         for x in inputs[1:]:
             if self.dim not in x.shape.names or x.shape.without(self.dim) != first.shape.without(self.dim):
                 raise UserError(
-                    f"concat over {self.dim!r} of {listing(inputs)}: the other dimensions must agree, in order"
+                    f"concat over {self.dim!r} of {listing(inputs)}: the other dimensions must "
+                    "agree, in order"
                 )
         total = sum(x.shape.dim(self.dim).size for x in inputs)
         dims = [Dim(d.name, total) if i == axis else d for i, d in enumerate(first.shape)]
@@ -204,8 +207,8 @@ class SliceDim(Op):
         d = x.shape.dim(self.dim)
         if self.begin < 0 or self.size < 1 or self.begin + self.size > d.size:
             raise UserError(
-                f"slice of {x}: elements {self.begin} to {self.begin + self.size} of {self.dim!r} are asked for, "
-                f"it has {d.size}"
+                f"slice of {x}: elements {self.begin} to {self.begin + self.size} of {self.dim!r} are asked "
+                f"for, it has {d.size}"
             )
         return TensorType(
             Shape(Dim(self.dim, self.size) if e.name == self.dim else e for e in x.shape), x.dtype

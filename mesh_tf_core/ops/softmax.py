@@ -11,9 +11,10 @@ from mesh_tf_core.dtypes import is_float
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.basic import cast, constant_like, stop_gradient
+from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.common import aligned, all_parallel, listing
 from mesh_tf_core.ops.einsum import einsum
-from mesh_tf_core.ops.elementwise import cast, constant_like, stop_gradient, where
 from mesh_tf_core.ops.index import Pick, one_hot_like
 from mesh_tf_core.ops.math import exp, log
 from mesh_tf_core.ops.reduce import reduce_max, reduce_sum
@@ -126,8 +127,8 @@ class LogSumExp(Op):
 class CrossEntropy(Op):
     """logsumexp - logits[target] from (logits, target ids, logsumexp of the logits).
 
-    The gradient goes to the logits as a whole, softmax(logits) - one_hot(target), and none to the log-sum-exp, so that
-    one pass over the logits suffices and a device holds only its own part of them.
+    The gradient goes to the logits as a whole, softmax(logits) - one_hot(target), and none to the
+    log-sum-exp, so that one pass over the logits suffices and a device holds only its own part of them.
     """
 
     dim: str
@@ -141,7 +142,8 @@ class CrossEntropy(Op):
         _check("cross_entropy", self.dim, logits)
         if set(targets.shape.dims) != set(logits.shape.without(self.dim).dims):
             raise UserError(
-                f"cross_entropy of {listing(inputs)}: targets need the dimensions of the logits except {self.dim!r}"
+                f"cross_entropy of {listing(inputs)}: targets need the dimensions of the logits "
+                f"except {self.dim!r}"
             )
         return lse
 
@@ -212,7 +214,8 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor, dim: Dim | str, z_los
     Args:
       logits: [..., dim]; `dim` may be split: no device gathers it.
       targets: int32 [...], indices into `dim`.
-      z_loss: weight of the square of the log-sum-exp, added to keep logits near zero (Mesh-TensorFlow's z_loss).
+      z_loss: weight of the square of the log-sum-exp, added to keep logits near zero (Mesh-TensorFlow's
+        z_loss).
     """
     logits = cast(logits, "float32") if logits.dtype != "float64" else logits
     lse = logsumexp(logits, dim)

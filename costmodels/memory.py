@@ -1,0 +1,185 @@
+"""Peak memory of a program by liveness.
+
+A device holds, at instruction t,
+  (1) the variables as stored, from the first step to the last;
+  (2) the batch, and every value that is computed at or before t and read at or after it;
+  (3) inside a loop: what is alive around the loop (its stacked results among it), plus the body's own values at their
+      worst point.
+
+An output may take the place of an input that is read for the last time, if the operation works element by element (or
+is an all-reduce) and the sizes agree; renames and reshapes have no memory of their own. A written variable takes the
+place of the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mesh_tf_core.program import (
+    AllReduce,
+    Instr,
+    Local,
+    Loop,
+    Origin,
+    Program,
+    ReadVariable,
+    WriteVariable,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Memory while one instruction runs.
+
+    Attributes:
+      bytes: everything on the device.
+      depth: 0 at the top level, 1 in a loop, and so on.
+    """
+
+    name: str
+    origin: Origin
+    bytes: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A value at the peak: what it is, its bytes on one device, where it comes from."""
+
+    what: str
+    bytes: int
+    origin: Origin | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The timeline of one step, its peak, and what is held there (largest first)."""
+
+    points: tuple[Point, ...]
+    peak: int
+    at: int
+    holdings: tuple[Holding, ...]
+    variables: int
+
+
+def memory(program: Program) -> Memory:
+    """Walks the program once; bytes of one device."""
+    return _Walk(program).run()
+
+
+class _Walk:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.size = [v.local_bytes(program.mesh) for v in program.values]
+        self.born: dict[int, Origin] = {}
+        self.stored = {
+            name: _bytes(program, name) for name in program.variables
+        }
+        self.resident = sum(self.stored.values())
+        self.points: list[Point] = []
+        self.peak = self.resident
+        self.at = 0
+        self.holdings: list[Holding] = []
+        self.root = self._roots()
+        self.weightless = self._weightless()
+
+    def run(self) -> Memory:
+        self._block(self.program.code, set(self.program.results.values()), {}, 0)
+        variables = [Holding(f"variable {n}", b, None) for n, b in self.stored.items()]
+        found = sorted([*variables, *self.holdings], key=lambda h: -h.bytes)
+        return Memory(tuple(self.points), self.peak, self.at, tuple(h for h in found if h.bytes), self.resident)
+
+    def _roots(self) -> dict[int, int]:
+        """Value -> the value whose memory it shares."""
+        root: dict[int, int] = {}
+        for instr, _ in self.program.walk():
+            if isinstance(instr, Local) and instr.op.free and instr.inputs:
+                for o in instr.outputs:
+                    root[o] = root.get(instr.inputs[0], instr.inputs[0])
+        return root
+
+    def _weightless(self) -> set[int]:
+        """Values that lie in a variable's memory: what is read from it and what is written to it."""
+        found: set[int] = set()
+        for instr, _ in self.program.walk():
+            if isinstance(instr, ReadVariable):
+                found.update(instr.outputs)
+            elif isinstance(instr, WriteVariable):
+                found.add(self.root.get(instr.inputs[0], instr.inputs[0]))
+        return found
+
+    def _weight(self, id: int) -> int:
+        return 0 if id in self.weightless else self.size[id]
+
+    def _last_reads(self, code: Sequence[Instr], leaving: set[int]) -> list[set[int]]:
+        """For every instruction, the memory that is free once it has run."""
+        needed = {self.root.get(i, i) for i in leaving}
+        out: list[set[int]] = []
+        for instr in reversed(code):
+            touched = {self.root.get(i, i) for i in (*instr.inputs, *instr.outputs)}
+            out.append(touched - needed)
+            needed |= touched
+        return out[::-1]
+
+    def _block(self, code: Sequence[Instr], leaving: set[int], around: dict[int, int], depth: int) -> None:
+        """`around`: what is alive outside this block, value -> bytes; it is not freed here."""
+        live: dict[int, int] = {}
+        base = self.resident + sum(around.values())
+        for instr, dying in zip(code, self._last_reads(code, leaving), strict=True):
+            reused = self._reused(instr, dying)
+            for o in instr.outputs:
+                if self.root.get(o, o) == o and o not in around:
+                    live[o] = self._weight(o)
+                    self.born[o] = instr.origin
+            total = base + sum(live.values()) - reused
+            self._point(instr, total, {**around, **live}, depth)
+            if isinstance(instr, Loop):
+                self._loop(instr, {**around, **live}, depth + 1)
+            for i in dying:
+                live.pop(i, None)
+
+    def _loop(self, loop: Loop, around: dict[int, int], depth: int) -> None:
+        inner = {i: self.size[i] for _, i, _, _ in loop.carried}
+        inner.update({i: self._part(o, i) for o, i in loop.sliced})
+        for i in inner:
+            self.born[i] = loop.origin
+        leaving = {out for _, _, out, _ in loop.carried} | {i for i, _ in (*loop.stacked, *loop.summed)}
+        # A loop's start values are dead once the first iteration has copied them into the carry.
+        starts = {init for init, _, _, _ in loop.carried}
+        kept = {i: b for i, b in around.items() if i not in starts or i in loop.inputs[len(loop.carried) :]}
+        self._block(loop.body, leaving | set(inner), {**kept, **inner}, depth)
+
+    def _part(self, outer: int, inner: int) -> int:
+        return self.size[inner]
+
+    def _reused(self, instr: Instr, dying: set[int]) -> int:
+        """Bytes of an output that takes a dying input's place."""
+        elementwise = isinstance(instr, Local) and instr.op.kind == "elementwise"
+        if not (elementwise or isinstance(instr, AllReduce)):
+            return 0
+        freed = [self._weight(i) for i in dying if i not in instr.outputs and i in {self.root.get(j, j) for j in instr.inputs}]
+        total = 0
+        for o in instr.outputs:
+            if self._weight(o) in freed:
+                freed.remove(self._weight(o))
+                total += self._weight(o)
+        return total
+
+    def _point(self, instr: Instr, total: int, live: dict[int, int], depth: int) -> None:
+        self.points.append(Point(instr.name, instr.origin, total, depth))
+        if total > self.peak or not self.holdings:
+            self.peak, self.at = max(total, self.peak), len(self.points) - 1
+            self.holdings = [
+                Holding(str(self.program.values[i]), b, self.born.get(i)) for i, b in live.items() if b
+            ]
+
+
+def _bytes(program: Program, name: str) -> int:
+    from mesh_tf_core.program import Value
+
+    stored = program.variables[name]
+    value = Value(-1, stored.variable.shape, stored.variable.dtype, stored.splits)
+    return value.local_bytes(program.mesh)
+
+
