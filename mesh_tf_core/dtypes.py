@@ -32,6 +32,7 @@ def check_dtype(dtype: str) -> str:
 
 
 def is_float(dtype: str) -> bool:
+    """Whether `dtype` has fractions."""
     return dtype in FLOATS
 
 

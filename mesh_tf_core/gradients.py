@@ -1,14 +1,16 @@
-"""Reverse-mode gradients, built from operations of the same graph, so that they are lowered like the forward."""
+"""Reverse-mode gradients, built from operations of the same graph, so that they are lowered like the
+forward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.dtypes import is_float
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.graph import Block, Graph, Node
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.ops.basic import Constant, add_n
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.elementwise import Constant, add_n
 from mesh_tf_core.tensor import Tensor
 
 
@@ -134,14 +136,14 @@ class _Backward:
         self, body: Block, block: Block, found: dict[int, Tensor]
     ) -> list[tuple[int, Tensor | None]]:
         """Gradients that leave the loop: stacked for sliced inputs, summed for tensors read from outside."""
-        graph, out = self.graph, []
+        graph = self.graph
+        out: list[tuple[int, Tensor | None]] = []
         sliced = {inner: outer for outer, inner in body.sliced}
         for i, dx in found.items():
             if i in sliced and i in self.needed:
                 out.append((sliced[i], graph.stack_output(block, graph.visible(dx))))
-            elif graph.tensor(i).block != body.id and i in self.needed:
-                if not self._inside(body, graph.tensor(i).block):
-                    out.append((i, graph.sum_output(block, graph.visible(dx))))
+            elif i in self.needed and not self._inside(body, graph.tensor(i).block):
+                out.append((i, graph.sum_output(block, graph.visible(dx))))
         return out
 
     def _inside(self, body: Block, block: int) -> bool:

@@ -1,16 +1,16 @@
 """Graphs: append-only lists of operations on named-dimension tensors, with loop bodies as blocks.
 
-A block is a list of nodes. Block 0 is the graph itself; `scan` opens a block for its body, which is written once and runs
-once per element of the stacked dimension. Nothing here knows of devices.
+A block is a list of nodes. Block 0 is the graph itself; `scan` opens a block for its body, which is written
+once and runs once per element of the stacked dimension. Nothing here knows of devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
+from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.dtypes import check_dtype
 from mesh_tf_core.errors import UserError, known_names
@@ -19,57 +19,6 @@ from mesh_tf_core.op import Op, TensorType
 from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.structure import Assign, Feed, Read, Scan, Variable
 from mesh_tf_core.tensor import Tensor
-
-
-@dataclass(frozen=True)
-class Node:
-    """One operation of a graph.
-
-    Attributes:
-      inputs, outputs: tensor ids.
-      scope: path of names given by the model, for reports.
-      phase: forward, backward or update.
-      body: the block of a scan.
-    """
-
-    index: int
-    op: Op
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    scope: str
-    phase: str
-    body: Block | None = None
-
-
-@dataclass
-class Block:
-    """The nodes of a graph or of a loop body, and how a body's tensors connect to those outside.
-
-    Attributes:
-      dim: the stacked dimension; one iteration per element (None for block 0).
-      reverse: runs from the last element to the first.
-      forward: for the backward of a loop, the block that it differentiates.
-      carry_in, carry_out: body tensor ids of the state passed from iteration to iteration.
-      sliced: (outer stacked tensor, body tensor of one iteration).
-      stacked: (body tensor, outer tensor that stacks it along `dim`).
-      summed: (body tensor, outer tensor that sums it over the iterations).
-      saved: body tensor -> outer stacked tensor, for values that the backward loop reads.
-    """
-
-    id: int
-    parent: int | None = None
-    dim: Dim | None = None
-    reverse: bool = False
-    forward: Block | None = None
-    index: int | None = None
-    nodes: list[Node] = field(default_factory=list)
-    carry_in: tuple[int, ...] = ()
-    carry_out: tuple[int, ...] = ()
-    sliced: list[tuple[int, int]] = field(default_factory=list)
-    stacked: list[tuple[int, int]] = field(default_factory=list)
-    summed: list[tuple[int, int]] = field(default_factory=list)
-    saved: dict[int, int] = field(default_factory=dict)
-    captured: dict[int, int] = field(default_factory=dict)
 
 
 class Graph:
@@ -89,7 +38,7 @@ class Graph:
         self._keys = 0
         self._count = 0
 
-    # -- structure -----------------------------------------------------------------------------------------------
+    # -- structure -------------------------------------------------------------------------------------------
 
     @property
     def block(self) -> Block:
@@ -147,14 +96,15 @@ class Graph:
         self.tensors.append(tensor)
         return tensor
 
-    # -- operations ----------------------------------------------------------------------------------------------
+    # -- operations ------------------------------------------------------------------------------------------
 
     def apply(self, op: Op, *inputs: Tensor) -> Any:
         """Appends an operation to the current block; returns its output, or a tuple of them."""
         taken = [self.visible(x, op) for x in inputs]
         types = op.infer(*(x.type for x in taken))
         many = isinstance(types, tuple)
-        outs = [self.new_tensor(t, self.block) for t in (types if many else (types,))]
+        listed = types if isinstance(types, tuple) else (types,)
+        outs = [self.new_tensor(t, self.block) for t in listed]
         self._append(op, taken, outs, None)
         return tuple(outs) if many else outs[0]
 
@@ -175,7 +125,8 @@ class Graph:
         return node
 
     def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
-        """`x` as the current block sees it: values of a forward loop reach its backward through saved stacks."""
+        """`x` as the current block sees it: values of a forward loop reach its backward through saved
+        stacks."""
         if not isinstance(x, Tensor):
             raise UserError(
                 f"{getattr(user, 'name', user)}: expected a tensor, found {type(x).__name__} {x!r}"
@@ -193,12 +144,13 @@ class Graph:
             if block.forward is not None and block.forward.id == x.block:
                 return self._residual(block, i, x)
         raise UserError(
-            f"{getattr(user, 'name', user)}: {x!r} was computed inside a loop body and is not visible outside; "
-            "return it from the body"
+            f"{getattr(user, 'name', user)}: {x!r} was computed inside a loop body and is not visible "
+            "outside; return it from the body"
         )
 
     def _residual(self, block: Block, level: int, x: Tensor) -> Tensor:
-        """A forward-body value inside the backward body: sliced from a variable, computed anew if that is free, or saved."""
+        """A forward-body value inside the backward body: sliced from a variable, computed anew if that is
+        free, or saved."""
         forward = block.forward
         assert forward is not None
         if x.id in block.captured:
@@ -230,7 +182,8 @@ class Graph:
         return inner
 
     def _is_free(self, x: Tensor, forward: Block) -> bool:
-        """Whether x follows, by element-wise work alone, from variables, the index and values from outside."""
+        """Whether x follows, by element-wise work alone, from variables, the index and values from
+        outside."""
         if x.block != forward.id or x.id == forward.index:
             return True
         if x.id in {inner for _, inner in forward.sliced}:
@@ -253,7 +206,7 @@ class Graph:
         finally:
             self._stack.extend(popped)
 
-    # -- inputs, variables, keys ---------------------------------------------------------------------------------
+    # -- inputs, variables, keys -----------------------------------------------------------------------------
 
     def input(self, name: str, dims: Sequence[Dim], dtype: str = "int32") -> Tensor:
         """A tensor fed with every batch under `name`."""
@@ -304,7 +257,8 @@ class Graph:
         """Stores `value` into the variable at the end of the step."""
         if value.type != TensorType(variable.shape, variable.dtype):
             raise UserError(
-                f"assign to variable {variable.name!r} of {variable.dtype}[{variable.shape}]: found {value.type}"
+                f"assign to variable {variable.name!r} of {variable.dtype}[{variable.shape}]: "
+                f"found {value.type}"
             )
         if self.block.id:
             raise UserError(
@@ -342,7 +296,7 @@ class Graph:
         finally:
             self._stack = saved
 
-    # -- loops ---------------------------------------------------------------------------------------------------
+    # -- loops -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def loop(self, dim: Dim, reverse: bool = False, forward: Block | None = None) -> Iterator[Block]:
@@ -385,48 +339,3 @@ class Graph:
         assert block.dim is not None
         self._append(Scan(block.dim), init, outs, block)
         return finals
-
-
-@overload
-def scan(fn: Any, carry: Tensor, dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
-@overload
-def scan(fn: Any, carry: Sequence[Tensor], dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
-def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
-    """Runs `fn` once per element of `dim`: a stack of equal layers, written and lowered once.
-
-    Args:
-      fn: fn(carry, *x) -> carry, or (carry, ys) where every y is stacked along `dim`. `carry` is a tensor, or a tuple of
-        tensors if a sequence was given. Variables made inside have one value per iteration.
-      carry: initial state; fn must return the same shapes and dtypes.
-      xs: tensors with dimension `dim`; fn gets one iteration's part of each.
-
-    Returns:
-      The final carry; with ys: (carry, tuple of stacked ys).
-    """
-    single = isinstance(carry, Tensor)
-    init = [carry] if single else list(carry)
-    if not init:
-        raise UserError("scan: needs a tensor to carry, found none")
-    graph: Graph = init[0].graph
-    init = [graph.visible(x, "scan") for x in init]
-    for x in xs:
-        x.shape.index(dim.name)
-    with graph.loop(dim) as block:
-        state = [graph.body_input(block, x) for x in init]
-        parts = [graph.slice_into(block, x) for x in xs]
-        result = fn(state[0] if single else tuple(state), *parts)
-        ys: Sequence[Tensor] | None = None
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple | list):
-            result, ys = result
-        out = [result] if isinstance(result, Tensor) else list(result)
-        if [x.type for x in out] != [x.type for x in init]:
-            raise UserError(
-                f"scan over {dim}: the body must return what it is given, "
-                f"{', '.join(str(x.type) for x in init)}; found {', '.join(str(x.type) for x in out)}"
-            )
-        block.carry_in = tuple(x.id for x in state)
-        block.carry_out = tuple(graph.visible(x).id for x in out)
-        stacked = [graph.stack_output(block, graph.visible(y)) for y in ys or ()]
-    finals = graph.close_loop(block, init)
-    done = finals[0] if single else tuple(finals)
-    return done if ys is None else (done, tuple(stacked))

@@ -1,4 +1,5 @@
-"""Initial values of variables: any piece of a variable can be made by itself, so every layout starts alike."""
+"""Initial values of variables: any piece of a variable can be made by itself, so every layout starts
+alike."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ class Layout(Mapping[str, Axes]):
                 )
 
     def splits(self, shape: Shape, what: str) -> tuple[Axes, ...]:
-        """The axes of each dimension of `shape`; an axis may be used once. `what` names the tensor in errors."""
+        """The axes of each dimension of `shape`; an axis may be used once. `what` names the tensor in
+        errors."""
         out = tuple(self.axes(d.name) for d in shape)
         check_disjoint(dict(zip(shape.names, out, strict=True)), what)
         return out

@@ -31,7 +31,8 @@ class Model:
       loss: scalar to minimise.
       metrics: name -> scalar to report beside the loss.
       name, hparams: for plans and reports.
-      layouts: named expert layouts (name -> (mesh string, layout string)) that the search shows beside its answer.
+      layouts: named expert layouts (name -> (mesh string, layout string)) that the search shows beside its
+        answer.
     """
 
     loss: Tensor

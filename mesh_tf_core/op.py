@@ -78,7 +78,7 @@ class Op:
         raise NotImplementedError
 
     def infer(self, *inputs: TensorType) -> TensorType | tuple[TensorType, ...]:
-        """Type of the output (a tuple of types if there are several), or a UserError that lists the operands."""
+        """Type of the output (several: a tuple), or a UserError that lists the operands."""
         raise NotImplementedError
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:

@@ -1,7 +1,9 @@
-"""SPMD programs: plain data that every device runs on its own pieces. Engines, cost models, reports and tests read this.
+"""SPMD programs: plain data that every device runs on its own pieces. Engines, cost models, reports and tests
+read this.
 
-A program is a tuple of frozen instructions over numbered values. A value knows its global shape, the mesh axes that each
-dimension is split over, and the axes over which it is still partial (a sum that has not been taken yet).
+A program is a tuple of frozen instructions over numbered values. A value knows its global shape, the mesh
+axes that each dimension is split over, and the axes over which it is still partial (a sum that has not been
+taken yet).
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an instruction comes from: graph node, the model's scope, phase (forward, backward, update, recompute)."""
+    """Where an instruction comes from: graph node, the model's scope, phase (forward, backward, update,
+    recompute)."""
 
     node: int
     scope: str
@@ -166,7 +169,8 @@ class AllToAll(Collective):
 
 @dataclass(frozen=True)
 class Permute(Collective):
-    """Every device sends its piece `shift` places along one axis; places that nobody sends to get zeros unless `wrap`."""
+    """Every device sends its piece `shift` places along one axis; places that nobody sends to get zeros
+    unless `wrap`."""
 
     shift: int = 1
     wrap: bool = False
@@ -226,8 +230,8 @@ class Loop(Instr):
       sliced: (stacked value, body value).
       stacked: (body value, stacked value).
       summed: (body value, value of the sum over iterations).
-      `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the values of
-      outside that the body reads directly.
+      `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
+      values of outside that the body reads directly.
     """
 
     dim: Dim
@@ -331,8 +335,9 @@ def wire_bytes(kind: str, payload: int, n: int) -> float:
     Args:
       payload: bytes of the piece that a device puts in.
 
-    Chan et al. 2007, "Collective communication: theory, practice, and experience", table 1: all-reduce 2 (n-1)/n,
-    reduce-scatter and all-to-all (n-1)/n of what is put in, all-gather (n-1) times it; a permutation sends it once.
+    Chan et al. 2007, "Collective communication: theory, practice, and experience", table 1: all-reduce 2
+    (n-1)/n, reduce-scatter and all-to-all (n-1)/n of what is put in, all-gather (n-1) times it; a permutation
+    sends it once.
     """
     factor = {
         "all_reduce": 2 * (n - 1) / n,

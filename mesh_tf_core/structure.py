@@ -1,4 +1,5 @@
-"""Operations that connect a graph to the world: fed inputs, variables, loops. They are lowered by `lower` itself."""
+"""Operations that connect a graph to the world: fed inputs, variables, loops. They are lowered by `lower`
+itself."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.op import TensorType
-from mesh_tf_core.ops.elementwise import binary, cast, scale, unary
+from mesh_tf_core.ops.basic import cast, scale
+from mesh_tf_core.ops.binary import binary
+from mesh_tf_core.ops.unary import unary
 
 if TYPE_CHECKING:
     from mesh_tf_core.graph import Graph
@@ -45,7 +47,7 @@ class Tensor:
 
     def __bool__(self) -> bool:
         raise UserError(
-            f"{self!r} has no value while the model is being built; use mtf.where, mtf.cond or mtf.scan instead of if"
+            f"{self!r} has no value while the model is being built; use mtf.where or mtf.scan instead of if"
         )
 
     def __add__(self, other: Tensor | float) -> Tensor:

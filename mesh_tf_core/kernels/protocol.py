@@ -1,7 +1,8 @@
 """The kernel protocol: the array functions that operations may use.
 
-An implementation is a class with these methods over its own array type `T`. Axes are positions; shapes are tuples of
-Python integers. NumPy's is `kernels.numpy_kernel.NumpyKernel`; the others must agree with it (tests/kernels).
+An implementation is a class with these methods over its own array type `T`. Axes are positions; shapes are
+tuples of Python integers. NumPy's is `kernels.numpy_kernel.NumpyKernel`; the others must agree with it
+(tests/kernels).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Kernel(Protocol):
         ...
 
     def einsum(self, spec: str, *xs: T) -> T:
-        """NumPy's einsum with an explicit output; bfloat16 and float16 accumulate in float32 where possible."""
+        """NumPy's einsum with an explicit output; bfloat16 and float16 accumulate in float32 where
+        possible."""
         ...
 
     def softmax(self, x: T, axis: int) -> T: ...
@@ -47,7 +49,8 @@ class Kernel(Protocol):
         ...
 
     def top_k(self, x: T, n: int) -> tuple[T, T]:
-        """Values and int32 positions of the n largest along the last axis, largest first, ties by position."""
+        """Values and int32 positions of the n largest along the last axis, largest first, ties by
+        position."""
         ...
 
     def reshape(self, x: T, shape: Sequence[int]) -> T: ...
@@ -85,9 +88,17 @@ class Kernel(Protocol):
         ...
 
 
-UNARY = ["neg", "abs", "sign", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "square", "reciprocal", "sin", "cos", "tanh", "sigmoid", "erf", "floor", "relu", "softplus", "gelu", "silu", "not", "is_finite"]
-BINARY = ["add", "sub", "mul", "div", "max", "min", "pow", "mod", "floordiv", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "bit_xor", "bit_and", "shift_right"]
-REDUCE = ["sum", "max", "min", "prod", "all", "any"]
+# fmt: off
+UNARY = (
+    "neg", "abs", "sign", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "square", "reciprocal", "sin",
+    "cos", "tanh", "sigmoid", "erf", "floor", "relu", "softplus", "gelu", "silu", "not", "is_finite",
+)
+BINARY = (
+    "add", "sub", "mul", "div", "max", "min", "pow", "mod", "floordiv", "eq", "ne", "lt", "le", "gt", "ge",
+    "and", "or", "bit_xor", "bit_and", "shift_right",
+)
+REDUCE = ("sum", "max", "min", "prod", "all", "any")
+# fmt: on
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,24 @@
 """Base lowering: every node alone, straight from its roles. Passes improve the result afterwards.
 
-A value's natural placement is given by the layout: every dimension on its axes. An operation's inputs come in natural
-placement; a dimension that it needs whole is gathered; a dimension that it sums out leaves a partial result, which is
-all-reduced at once. `passes` then moves those sums.
+A value's natural placement is given by the layout: every dimension on its axes. An operation's inputs come in
+natural placement; a dimension that it needs whole is gathered; a dimension that it sums out leaves a partial
+result, which is all-reduced at once. `passes` then moves those sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.dims import Shape
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.graph import Block, Graph, Node
+from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.lower.redistribute import plan_moves
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.op import Op, TensorType
-from mesh_tf_core.ops.elementwise import Cast
+from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import (
     AllGather,
     AllReduce,
@@ -72,7 +73,7 @@ class Lowering:
         self._natural: dict[Shape, Splits] = {}
         self._carry_stacks: dict[int, list[int]] = {}
 
-    # -- values --------------------------------------------------------------------------------------------------
+    # -- values ----------------------------------------------------------------------------------------------
 
     def natural(self, shape: Shape, what: str = "") -> Splits:
         """The placement that the layout gives a shape; LayoutError if it is not legal."""
@@ -84,7 +85,7 @@ class Lowering:
                 if d.size % ways:
                     raise LayoutError(
                         f"{name}: dimension {d.name!r} has size {d.size}, which the {ways} devices of "
-                        f"{'+'.join(axes)} do not divide; use a multiple of {ways}, or do not split {d.name!r}"
+                        f"{'+'.join(axes)} do not divide; use a multiple of {ways}, or do not split it"
                     )
             self._natural[shape] = splits
         return self._natural[shape]
@@ -109,7 +110,6 @@ class Lowering:
         for move in plan_moves(self.values[id].splits, splits):
             v = self.values[id]
             name, now = v.shape.names[move.dim], list(v.splits)
-            instr: Callable[[int], Instr]
             if move.kind == "slice":
                 now[move.dim] = (*now[move.dim], *move.axes)
                 out = self.new(TensorType(v.shape, v.dtype), tuple(now), v.partial)
@@ -138,7 +138,7 @@ class Lowering:
         self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
         return outs
 
-    # -- nodes ---------------------------------------------------------------------------------------------------
+    # -- nodes -----------------------------------------------------------------------------------------------
 
     def node(self, node: Node) -> None:
         self.origin = Origin(node.index, node.scope, node.phase)
@@ -234,39 +234,43 @@ class Lowering:
             env.update(zip(node.outputs, made, strict=True))
         return [env[result.id]]
 
-    # -- loops ---------------------------------------------------------------------------------------------------
+    # -- loops -----------------------------------------------------------------------------------------------
 
     def loop(self, node: Node) -> None:
         block, origin = node.body, self.origin
         assert block is not None and block.dim is not None
         if self.layout.axes(block.dim.name):
             raise LayoutError(
-                f"layout {self.layout}: {block.dim.name!r} counts the iterations of a loop and cannot be split over "
-                f"{'+'.join(self.layout.axes(block.dim.name))}; drop this rule"
+                f"layout {self.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
+                f"be split over {'+'.join(self.layout.axes(block.dim.name))}; drop this rule"
             )
-        init = [self.at_home(self.value_of(i)) for i in node.inputs]
+        whole = self.keep is None or node.index in self.keep.nodes
+        inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
+        init = [self.at_home(self.value_of(i)) for i in inputs]
         outer_code, self.code = self.code, []
         index = self.new(self.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
         self.env[block.index] = index  # type: ignore[index]
         carry_in = []
-        for tensor, start in zip(block.carry_in, init, strict=True):
+        for tensor, start in zip(starts, init, strict=True):
             v = self.values[start]
             self.env[tensor] = self.new(TensorType(v.shape, v.dtype), v.splits)
             carry_in.append(self.env[tensor])
         sliced = self._sliced(block)
         self.nodes(block)
-        carry_out = [self.at_home(self.value_of(t)) for t in block.carry_out]
+        carry_out = [self.at_home(self.value_of(t)) for t in block.carry_out] if whole else []
         finals = [self._outer(v, None) for v in carry_in]
-        stacked = [self._stack(block, inner, outer) for inner, outer in [*block.stacked, *self._saves(block)]]
+        pairs = [*block.stacked, *self._saves(block)]
+        stacked = [self._stack(block, inner, outer) for inner, outer in pairs if self._here(inner, node)]
         if self._recomputes(block):
             stacks = [(c, self._outer(c, block)) for c in carry_in]
             self._carry_stacks[block.id] = [o for _, o in stacks]
             stacked += stacks
         summed = []
         for inner, outer in block.summed:
-            value = self.value_of(inner)
-            self.env[outer] = self._outer(value, None)
-            summed.append((value, self.env[outer]))
+            if self._here(inner, node):
+                value = self.value_of(inner)
+                self.env[outer] = self._outer(value, None)
+                summed.append((value, self.env[outer]))
         body, self.code = tuple(self.code), outer_code
         self.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(zip(init, carry_in, carry_out, finals, strict=True))
@@ -283,6 +287,13 @@ class Lowering:
                 body,
             )
         )
+
+    def _here(self, tensor: int, scan: Node) -> bool:
+        """Whether this lowering computes a body tensor (a loop's own carries belong to its scan)."""
+        if self.keep is None:
+            return True
+        producer = self.graph.producer.get(tensor, scan)
+        return producer.index in self.keep.nodes
 
     def nodes(self, block: Block) -> None:
         for node in block.nodes:
@@ -371,7 +382,8 @@ def lower_base(
     recompute: Iterable[str] = (),
     keep: Keep | None = None,
 ) -> Program:
-    """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the graph."""
+    """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
+    graph."""
     state = Lowering(graph, mesh, layout, storage, recompute, keep)
     state.nodes(graph.blocks[0])
     returned = {name: state.at_home(state.value_of(t.id)) for name, t in (results or {}).items()}

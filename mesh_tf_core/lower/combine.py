@@ -1,7 +1,7 @@
 """Pass `combine`: small all-reduces of gradients over the same axes travel as one message.
 
-Only sums that nothing before the update reads are combined, so that waiting for each other delays nobody: one message
-per (axes, dtype), sent when its last member is ready.
+Only sums that nothing before the update reads are combined, so that waiting for each other delays nobody: one
+message per (axes, dtype), sent when its last member is ready.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from mesh_tf_core.layout import Axes
 from mesh_tf_core.program import AllReduce, Instr, Program, Value
 
 SMALL_BYTES = 1 << 16
-"""A message below this size costs mostly latency (64 KiB: on every network of the presets the time of a message of
-this size is within 2x of an empty one's)."""
+"""A message below this size costs mostly latency (64 KiB: on every network of the presets the time of a
+message of this size is within 2x of an empty one's)."""
 
 Key = tuple[Axes, str]
 

@@ -9,7 +9,8 @@ from mesh_tf_core.program import Input, Instr, Loop, Program, WriteVariable, mak
 
 
 def drop_dead(program: Program) -> Program:
-    """Keeps what leads to a result or a written variable (and every input, so that feeds stay as declared)."""
+    """Keeps what leads to a result or a written variable (and every input, so that feeds stay as
+    declared)."""
     live = set(program.results.values())
     return replace(program, code=tuple(_sweep(program.code, live)))
 

@@ -55,8 +55,8 @@ def lower(
       keep: lower only some nodes (for pricing them alone); `results` are then ignored dead-code roots.
 
     Raises:
-      LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two dimensions
-        of one operation over the same axis.
+      LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two
+        dimensions of one operation over the same axis.
     """
     if keep is None:
         known = {name: max(sizes) for name, sizes in graph.dims().items()}

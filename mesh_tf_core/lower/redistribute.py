@@ -1,4 +1,5 @@
-"""Changing which axes split a value's dimensions, by the cheapest sequence of slices, all-to-alls and all-gathers."""
+"""Changing which axes split a value's dimensions, by the cheapest sequence of slices, all-to-alls and
+all-gathers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from mesh_tf_core.layout import Axes
 
 @dataclass(frozen=True)
 class Move:
-    """One step: `slice`, `gather` or `exchange` of `axes`, on dimension `dim` (for exchange: from `source` to `dim`)."""
+    """One step: `slice`, `gather` or `exchange` of `axes`, on dimension `dim` (for exchange: from `source` to
+    `dim`)."""
 
     kind: str
     dim: int
@@ -21,9 +23,9 @@ class Move:
 def plan_moves(have: Sequence[Axes], want: Sequence[Axes]) -> list[Move]:
     """Steps from the splits `have` to `want`, both per dimension.
 
-    Axes are taken off from the minor end and put on at the minor end, since a piece of a piece is only contiguous
-    there. Slices come first (they are free and shrink what follows), then all-to-alls (an axis that moves from one
-    dimension to another), then all-gathers, then the slices that had to wait for them.
+    Axes are taken off from the minor end and put on at the minor end, since a piece of a piece is only
+    contiguous there. Slices come first (they are free and shrink what follows), then all-to-alls (an axis
+    that moves from one dimension to another), then all-gathers, then the slices that had to wait for them.
     """
     now = [list(a) for a in have]
     moves: list[Move] = []

@@ -1,11 +1,13 @@
-"""Pass `pending sums`: an all-reduce waits behind linear operations, so that what is added anyway is summed once.
+"""Pass `pending sums`: an all-reduce waits behind linear operations, so that what is added anyway is summed
+once.
 
 Rewrites, each where the all-reduced value has no other reader:
   (1) all_reduce(all_reduce(x, a), b)          ->  all_reduce(x, a+b)
   (2) f(all_reduce(x, a), all_reduce(y, a))    ->  all_reduce(f(x, y), a)       f linear
   (3) slice(all_reduce(x, a), dim, a)          ->  reduce_scatter(x, a, dim)
   (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)
-A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them together.
+A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
+together.
 """
 
 from __future__ import annotations
@@ -60,8 +62,7 @@ class _Sums:
                 inner = take(instr.inputs[0])
                 out.append(ReduceScatter(inner.inputs, instr.outputs, inner.origin, inner.axes, instr.dim))
             elif self._passes(instr, single):
-                inner = [take(i) for i in instr.inputs]
-                self._delayed(instr, inner, out, sums)
+                self._delayed(instr, [take(i) for i in instr.inputs], out, sums)
             else:
                 out.append(instr)
         return out, sums

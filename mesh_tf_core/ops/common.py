@@ -26,6 +26,7 @@ def joined(op: str, inputs: Sequence[TensorType]) -> Shape:
 
 
 def same_dtype(op: str, inputs: Sequence[TensorType]) -> str:
+    """The operands' dtype; a UserError that lists them if they differ."""
     dtype = inputs[0].dtype
     for t in inputs[1:]:
         try:

@@ -209,6 +209,7 @@ def mtf_range(graph: object, dim: Dim, dtype: str = "int32") -> Tensor:
 
 
 def one_hot(ids: Tensor, dim: Dim, dtype: str = "float32") -> Tensor:
+    """1 along `dim` at each id, else 0: [ids' dims, dim]."""
     return ids.graph.apply(OneHot(dim, dtype), ids)
 
 

@@ -12,34 +12,42 @@ if TYPE_CHECKING:
 
 
 def exp(x: Tensor) -> Tensor:
+    """e to the power x."""
     return unary("exp", x)
 
 
 def log(x: Tensor) -> Tensor:
+    """Natural logarithm."""
     return unary("log", x)
 
 
 def sqrt(x: Tensor) -> Tensor:
+    """Square root."""
     return unary("sqrt", x)
 
 
 def rsqrt(x: Tensor) -> Tensor:
+    """1 / sqrt(x)."""
     return unary("rsqrt", x)
 
 
 def square(x: Tensor) -> Tensor:
+    """x * x."""
     return unary("square", x)
 
 
 def tanh(x: Tensor) -> Tensor:
+    """Hyperbolic tangent."""
     return unary("tanh", x)
 
 
 def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
     return unary("sigmoid", x)
 
 
 def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
     return unary("relu", x)
 
 
@@ -54,8 +62,10 @@ def silu(x: Tensor) -> Tensor:
 
 
 def maximum(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """The larger of two, element by element."""
     return binary("max", x, y)
 
 
 def minimum(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """The smaller of two, element by element."""
     return binary("min", x, y)

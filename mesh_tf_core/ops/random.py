@@ -39,8 +39,8 @@ def bits(k: Kernel, at: At, key: Any) -> Any:
         positions = k.iota(d.size, "uint32")
         if d.name in at.split:
             positions = k.binary("add", positions, k.scalar(at.offset(d.name), "uint32"))
-        # Dimension by dimension: index = mix(index * odd + position) would cost a hash per axis; a polynomial in
-        # an odd constant is injective enough before the final mix and costs one multiply-add.
+        # Dimension by dimension: index = mix(index * odd + position) would cost a hash per axis; a polynomial
+        # in an odd constant is injective enough before the final mix and costs one multiply-add.
         positions = k.reshape(positions, [d.size if i == axis else 1 for i in range(len(shape))])
         index = k.binary("add", k.binary("mul", index, k.scalar(0x01000193, "uint32")), positions)
     return mix(k, k.binary("bit_xor", mix(k, index), k.cast(key, "uint32")))

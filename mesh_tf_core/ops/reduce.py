@@ -92,18 +92,22 @@ def reduce_mean(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) 
 
 
 def reduce_max(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
+    """Largest element over `dims` (None: all)."""
     return _reduce("max", x, dims)
 
 
 def reduce_min(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
+    """Smallest element over `dims` (None: all)."""
     return _reduce("min", x, dims)
 
 
 def reduce_any(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
+    """Whether any element over `dims` holds (None: all dims)."""
     return _reduce("any", x, dims)
 
 
 def reduce_all(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
+    """Whether all elements over `dims` hold (None: all dims)."""
     return _reduce("all", x, dims)
 
 

@@ -271,6 +271,7 @@ def rename(x: Tensor, **names: str) -> Tensor:
 
 
 def reshape(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
+    """The elements of x in row-major order as `output`; the sizes' product must agree."""
     shape = Shape(output)
     if shape == x.shape:
         return x
@@ -296,6 +297,7 @@ def slice_dim(x: Tensor, dim: Dim | str, begin: int, size: int) -> Tensor:
 
 
 def pad(x: Tensor, dim: Dim | str, before: int, after: int, value: float = 0.0) -> Tensor:
+    """x with `before` and `after` elements of `value` added along `dim`."""
     if before == 0 and after == 0:
         return x
     return x.graph.apply(Pad(_name(dim), before, after, value), x)

@@ -192,14 +192,17 @@ def _name(dim: Dim | str) -> str:
 
 
 def softmax(x: Tensor, dim: Dim | str) -> Tensor:
+    """exp(x) / sum(exp(x)) along `dim`, which may be split."""
     return x.graph.apply(Softmax(_name(dim)), x)
 
 
 def logsumexp(x: Tensor, dim: Dim | str) -> Tensor:
+    """log(sum(exp(x))) along `dim`, which disappears."""
     return x.graph.apply(LogSumExp(_name(dim)), x)
 
 
 def log_softmax(x: Tensor, dim: Dim | str) -> Tensor:
+    """x - logsumexp(x) along `dim`."""
     return x - logsumexp(x, dim)
 
 

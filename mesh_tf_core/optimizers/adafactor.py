@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh_tf_core.graph import Graph
-from mesh_tf_core.ops.elementwise import unary
 from mesh_tf_core.ops.math import exp, maximum, rsqrt, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
+from mesh_tf_core.ops.unary import unary
 from mesh_tf_core.optimizers.base import Optimizer, slot
 from mesh_tf_core.structure import Variable
 from mesh_tf_core.tensor import Tensor
@@ -15,7 +15,8 @@ from mesh_tf_core.tensor import Tensor
 
 @dataclass(frozen=True)
 class Adafactor(Optimizer):
-    """The second moment of a matrix is kept as one row and one column; dimensions that count layers stay apart.
+    """The second moment of a matrix is kept as one row and one column; dimensions that count layers stay
+    apart.
 
     Attributes:
       decay_exponent: beta2 at step t is 1 - t^-decay_exponent.

@@ -1,0 +1,59 @@
+"""What a graph is made of: nodes, and blocks of nodes (the graph itself, and the bodies of loops)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.op import Op
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of a graph.
+
+    Attributes:
+      inputs, outputs: tensor ids.
+      scope: path of names given by the model, for reports.
+      phase: forward, backward or update.
+      body: the block of a scan.
+    """
+
+    index: int
+    op: Op
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    scope: str
+    phase: str
+    body: Block | None = None
+
+
+@dataclass
+class Block:
+    """The nodes of a graph or of a loop body, and how a body's tensors connect to those outside.
+
+    Attributes:
+      dim: the stacked dimension; one iteration per element (None for block 0).
+      reverse: runs from the last element to the first.
+      forward: for the backward of a loop, the block that it differentiates.
+      carry_in, carry_out: body tensor ids of the state passed from iteration to iteration.
+      sliced: (outer stacked tensor, body tensor of one iteration).
+      stacked: (body tensor, outer tensor that stacks it along `dim`).
+      summed: (body tensor, outer tensor that sums it over the iterations).
+      saved: body tensor -> outer stacked tensor, for values that the backward loop reads.
+    """
+
+    id: int
+    parent: int | None = None
+    dim: Dim | None = None
+    reverse: bool = False
+    forward: Block | None = None
+    index: int | None = None
+    nodes: list[Node] = field(default_factory=list)
+    carry_in: tuple[int, ...] = ()
+    carry_out: tuple[int, ...] = ()
+    sliced: list[tuple[int, int]] = field(default_factory=list)
+    stacked: list[tuple[int, int]] = field(default_factory=list)
+    summed: list[tuple[int, int]] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)
+    captured: dict[int, int] = field(default_factory=dict)

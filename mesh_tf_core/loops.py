@@ -1,0 +1,56 @@
+"""Loops over a stacked dimension: a stack of equal layers is written and lowered once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.tensor import Tensor
+
+
+@overload
+def scan(fn: Any, carry: Tensor, dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
+@overload
+def scan(fn: Any, carry: Sequence[Tensor], dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
+def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
+    """Runs `fn` once per element of `dim`: a stack of equal layers, written and lowered once.
+
+    Args:
+      fn: fn(carry, *x) -> carry, or (carry, ys) where every y is stacked along `dim`. `carry` is a tensor, or
+        a tuple of tensors if a sequence was given. Variables made inside have one value per iteration.
+      carry: initial state; fn must return the same shapes and dtypes.
+      xs: tensors with dimension `dim`; fn gets one iteration's part of each.
+
+    Returns:
+      The final carry; with ys: (carry, tuple of stacked ys).
+    """
+    single = isinstance(carry, Tensor)
+    init = [carry] if single else list(carry)
+    if not init:
+        raise UserError("scan: needs a tensor to carry, found none")
+    graph: Graph = init[0].graph
+    init = [graph.visible(x, "scan") for x in init]
+    for x in xs:
+        x.shape.index(dim.name)
+    with graph.loop(dim) as block:
+        state = [graph.body_input(block, x) for x in init]
+        parts = [graph.slice_into(block, x) for x in xs]
+        result = fn(state[0] if single else tuple(state), *parts)
+        ys: Sequence[Tensor] | None = None
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple | list):
+            result, ys = result
+        out = [result] if isinstance(result, Tensor) else list(result)
+        if [x.type for x in out] != [x.type for x in init]:
+            raise UserError(
+                f"scan over {dim}: the body must return what it is given, "
+                f"{', '.join(str(x.type) for x in init)}; found {', '.join(str(x.type) for x in out)}"
+            )
+        block.carry_in = tuple(x.id for x in state)
+        block.carry_out = tuple(graph.visible(x).id for x in out)
+        stacked = [graph.stack_output(block, graph.visible(y)) for y in ys or ()]
+    finals = graph.close_loop(block, init)
+    done = finals[0] if single else tuple(finals)
+    return done if ys is None else (done, tuple(stacked))

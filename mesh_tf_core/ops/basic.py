@@ -1,0 +1,194 @@
+"""The simplest element-wise operations: linear maps, casts, constants, stop-gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Shape
+from mesh_tf_core.dtypes import check_dtype, is_float
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.common import aligned, all_parallel, listing, same_dtype
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class AddN(Op):
+    """Adds operands of equal dimensions (the sum of a tensor's gradients)."""
+
+    linear: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        dtype = same_dtype("add_n", inputs)
+        if any(set(t.shape.dims) != set(inputs[0].shape.dims) for t in inputs):
+            raise UserError(f"add_n of {listing(inputs)}: all operands need the same dimensions")
+        return TensorType(inputs[0].shape, dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        total, *rest = aligned(k, at, slices)
+        for x in rest:
+            total = k.binary("add", total, x)
+        return total
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size * (len(local) - 1)
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return [dy] * len(inputs)
+
+
+@dataclass(frozen=True)
+class Scale(Op):
+    """Multiplies by a constant."""
+
+    factor: float
+    linear: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.binary("mul", slices[0], k.scalar(self.factor, at.outputs[0].dtype))
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (scale(dy, self.factor),)
+
+
+@dataclass(frozen=True)
+class Shift(Op):
+    """Adds a constant."""
+
+    offset: float
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.binary("add", slices[0], k.scalar(self.offset, at.outputs[0].dtype))
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (dy,)
+
+
+@dataclass(frozen=True)
+class Cast(Op):
+    """Changes the element type. `bool` and integers have no gradient."""
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(inputs[0].shape, self.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.cast(slices[0], self.dtype)
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (cast(dy, inputs[0].dtype) if is_float(inputs[0].dtype) else None,)
+
+
+@dataclass(frozen=True)
+class Constant(Op):
+    """A scalar of one value."""
+
+    value: float
+    dtype: str
+    kind: ClassVar[str] = "data"
+    free: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles()
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(Shape(), check_dtype(self.dtype))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.full((), self.value, self.dtype)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return ()
+
+
+@dataclass(frozen=True)
+class StopGradient(Op):
+    """The identity, through which no gradient flows."""
+
+    linear: ClassVar[bool] = True
+    kind: ClassVar[str] = "data"
+    free: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return slices[0]
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (None,)
+
+
+def add_n(xs: Sequence[Tensor]) -> Tensor:
+    """Sum of tensors of equal dimensions; one tensor is returned as it is."""
+    return xs[0] if len(xs) == 1 else xs[0].graph.apply(AddN(), *xs)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x times a number."""
+    return x if factor == 1 else x.graph.apply(Scale(factor), x)
+
+
+def shift(x: Tensor, offset: float) -> Tensor:
+    """x plus a number."""
+    return x if offset == 0 else x.graph.apply(Shift(offset), x)
+
+
+def cast(x: Tensor, dtype: str) -> Tensor:
+    """x with another element type."""
+    return x if x.dtype == dtype else x.graph.apply(Cast(dtype), x)
+
+
+def constant_like(x: Tensor, value: float) -> Tensor:
+    """A scalar in x's graph and dtype."""
+    return x.graph.apply(Constant(value, x.dtype))
+
+
+def stop_gradient(x: Tensor) -> Tensor:
+    """x, through which no gradient flows."""
+    return x.graph.apply(StopGradient(), x)

@@ -1,0 +1,162 @@
+"""Functions of two operands, element by element, with broadcasting by dimension name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mesh_tf_core.dtypes import is_float
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.kernels.protocol import BINARY, At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.basic import cast, constant_like, scale, shift
+from mesh_tf_core.ops.common import aligned, all_parallel, joined, listing, same_dtype
+from mesh_tf_core.ops.einsum import Einsum
+from mesh_tf_core.ops.reduce import sum_to
+from mesh_tf_core.ops.unary import unary
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tensor import Tensor
+
+_BOOL_RESULT = {"eq", "ne", "lt", "le", "gt", "ge", "and", "or"}
+_COST = {"pow": 12}
+
+
+@dataclass(frozen=True)
+class Binary(Op):
+    """Two operands, element by element; dimensions that one lacks are broadcast."""
+
+    fn: str
+
+    def __post_init__(self) -> None:
+        if self.fn not in BINARY:
+            raise UserError(f"element-wise function {self.fn!r}: {known_names(self.fn, BINARY)}")
+
+    @property
+    def name(self) -> str:
+        return self.fn
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        """A sum waits behind additions and subtractions of equally pending operands."""
+        return self.fn in ("add", "sub")
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        dtype = same_dtype(self.fn, inputs)
+        if self.fn in ("and", "or") and dtype != "bool":
+            raise UserError(f"{self.fn} of {listing(inputs)}: needs bool")
+        return TensorType(joined(self.fn, inputs), "bool" if self.fn in _BOOL_RESULT else dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, y = aligned(k, at, slices)
+        return k.binary(self.fn, x, y)
+
+    def flops(self, *local: TensorType) -> float:
+        return joined(self.fn, local).size * _COST.get(self.fn, 1)
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        x, y = inputs
+        if not is_float(x.dtype) or self.fn in _BOOL_RESULT:
+            return (None, None)
+        return _BINARY_GRADIENTS[self.fn](dy, x, y, output, sum_to)
+
+
+def _product_gradient(dy: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """dy * b summed to a's dimensions: one contraction instead of a product and a sum."""
+    if set(dy.shape.names) == set(a.shape.names):
+        return binary("mul", dy, b)
+    return dy.graph.apply(Einsum(a.shape), dy, b)
+
+
+def _pow_gradient(dy: Tensor, x: Tensor, y: Tensor, out: Tensor, to: Any) -> Sequence[Tensor | None]:
+    exponent = binary("pow", x, shift(y, -1.0))
+    return to(binary("mul", dy, binary("mul", y, exponent)), x.shape), to(
+        binary("mul", dy, binary("mul", out, unary("log", x))), y.shape
+    )
+
+
+def _extreme_gradient(dy: Tensor, x: Tensor, y: Tensor, out: Tensor, to: Any) -> Sequence[Tensor | None]:
+    first = cast(binary("eq", x, out), dy.dtype)
+    return to(binary("mul", dy, first), x.shape), to(
+        binary("mul", dy, shift(scale(first, -1.0), 1.0)), y.shape
+    )
+
+
+_BINARY_GRADIENTS: dict[str, Callable[..., Sequence[Any]]] = {
+    "add": lambda dy, x, y, out, to: (to(dy, x.shape), to(dy, y.shape)),
+    "sub": lambda dy, x, y, out, to: (to(dy, x.shape), scale(to(dy, y.shape), -1.0)),
+    "mul": lambda dy, x, y, out, to: (_product_gradient(dy, x, y), _product_gradient(dy, y, x)),
+    "div": lambda dy, x, y, out, to: (
+        to(binary("div", dy, y), x.shape),
+        scale(_product_gradient(binary("div", dy, y), y, out), -1.0),
+    ),
+    "max": _extreme_gradient,
+    "min": _extreme_gradient,
+    "pow": _pow_gradient,
+    "mod": lambda dy, x, y, out, to: (
+        to(dy, x.shape),
+        scale(_product_gradient(dy, y, binary("floordiv", x, y)), -1.0),
+    ),
+    "floordiv": lambda dy, x, y, out, to: (None, None),
+}
+
+
+@dataclass(frozen=True)
+class Where(Op):
+    """Takes x where the condition holds, else y; broadcast by name."""
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        condition, x, y = inputs
+        if condition.dtype != "bool":
+            raise UserError(f"where of {listing(inputs)}: the condition needs bool")
+        return TensorType(joined("where", (x, y, condition)), same_dtype("where", (x, y)))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.where(*aligned(k, at, slices))
+
+    def flops(self, *local: TensorType) -> float:
+        return joined("where", local).size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        condition, x, y = inputs
+        zero = constant_like(dy, 0.0)
+        return (
+            None,
+            sum_to(where(condition, dy, zero), x.shape),
+            sum_to(where(condition, zero, dy), y.shape),
+        )
+
+
+def binary(fn: str, x: Tensor | float, y: Tensor | float) -> Tensor:
+    """Element-wise `fn`; a Python number becomes a constant of the other operand's dtype."""
+    if isinstance(x, int | float):
+        if isinstance(y, int | float):
+            raise UserError(f"{fn} of two numbers ({x}, {y}): one operand must be a tensor")
+        if fn in ("add", "mul"):
+            return shift(y, x) if fn == "add" else scale(y, x)
+        x = constant_like(y, x)
+    elif isinstance(y, int | float):
+        if fn == "add" or fn == "sub":
+            return shift(x, y if fn == "add" else -y)
+        if fn == "mul" or (fn == "div" and is_float(x.dtype)):
+            return scale(x, y if fn == "mul" else 1.0 / y)
+        y = constant_like(x, y)
+    return x.graph.apply(Binary(fn), x, y)
+
+
+def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x where the condition holds, else y; at least one of x and y is a tensor."""
+    if isinstance(x, int | float):
+        if isinstance(y, int | float):
+            raise UserError("where: one of the two choices must be a tensor, found two numbers")
+        x = constant_like(y, x)
+    elif isinstance(y, int | float):
+        y = constant_like(x, y)
+    return condition.graph.apply(Where(), condition, x, y)
