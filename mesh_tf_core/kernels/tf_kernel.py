@@ -1,0 +1,277 @@
+"""The kernel protocol in TensorFlow, which this module imports: engines import it when they are opened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from mesh_tf_core.kernels.contraction import Factor, cheapest_pair, matmul, parse, same_order
+
+T = Any
+
+_MATMUL_DTYPES = (tf.float32, tf.float64, tf.bfloat16, tf.float16, tf.int32, tf.int64)
+_UNSIGNED = (tf.uint32,)
+
+
+def _floating(fn: Callable[[T], T], other: Callable[[T], T]) -> Callable[[T], T]:
+    """`fn` for floating-point tensors, `other` for the rest."""
+    return lambda x: fn(x) if x.dtype.is_floating else other(x)
+
+
+def _gelu(x: T) -> T:
+    inner = (x + x * x * x * _like(0.044715, x)) * _like(math.sqrt(2 / math.pi), x)
+    return x * (tf.tanh(inner) + _like(1.0, x)) * _like(0.5, x)
+
+
+def _like(value: float, x: T) -> T:
+    return tf.constant(value, x.dtype)
+
+
+_UNARY: dict[str, Callable[[T], T]] = {
+    "neg": lambda x: tf.zeros((), x.dtype) - x if x.dtype in _UNSIGNED else tf.negative(x),
+    "abs": lambda x: x if x.dtype in _UNSIGNED else tf.abs(x),
+    "sign": lambda x: tf.cast(x != 0, x.dtype) if x.dtype in _UNSIGNED else tf.sign(x),
+    "exp": tf.exp,
+    "log": tf.math.log,
+    "log1p": tf.math.log1p,
+    "expm1": tf.math.expm1,
+    "sqrt": tf.sqrt,
+    "rsqrt": tf.math.rsqrt,
+    "square": lambda x: x * x,
+    "reciprocal": _floating(tf.math.reciprocal, lambda x: _int_divide(tf.ones_like(x), x)),
+    "sin": tf.sin,
+    "cos": tf.cos,
+    "tanh": tf.tanh,
+    "sigmoid": tf.sigmoid,
+    "erf": tf.math.erf,
+    "floor": _floating(tf.floor, lambda x: x),
+    "relu": lambda x: tf.maximum(x, tf.zeros((), x.dtype)) if x.dtype in _UNSIGNED else tf.nn.relu(x),
+    "softplus": tf.math.softplus,
+    "gelu": _gelu,
+    "silu": lambda x: x * tf.sigmoid(x),
+    "not": tf.logical_not,
+    "is_finite": _floating(tf.math.is_finite, lambda x: tf.ones_like(x, tf.bool)),
+}
+
+
+def _int_divide(x: T, y: T) -> T:
+    return tf.cast(tf.truediv(tf.cast(x, tf.float64), tf.cast(y, tf.float64)), x.dtype)
+
+
+_BINARY: dict[str, Callable[[T, T], T]] = {
+    "add": tf.add,
+    "sub": tf.subtract,
+    "mul": tf.multiply,
+    "div": lambda x, y: tf.divide(x, y) if x.dtype.is_floating else _int_divide(x, y),
+    "max": tf.maximum,
+    "min": tf.minimum,
+    "pow": tf.pow,
+    "mod": tf.math.floormod,
+    "floordiv": tf.math.floordiv,
+    "eq": tf.equal,
+    "ne": tf.not_equal,
+    "lt": tf.less,
+    "le": tf.less_equal,
+    "gt": tf.greater,
+    "ge": tf.greater_equal,
+    "and": tf.logical_and,
+    "or": tf.logical_or,
+    "bit_xor": tf.bitwise.bitwise_xor,
+    "bit_and": tf.bitwise.bitwise_and,
+    "shift_right": tf.bitwise.right_shift,
+}
+_REDUCE: dict[str, Callable[..., T]] = {
+    "sum": tf.reduce_sum,
+    "max": tf.reduce_max,
+    "min": tf.reduce_min,
+    "prod": tf.reduce_prod,
+    "all": tf.reduce_all,
+    "any": tf.reduce_any,
+}
+_VIA_INT32 = frozenset(["lt", "le", "gt", "ge", "max", "min"])
+"""Functions of bool that TensorFlow only has for numbers."""
+_VIA_INT64 = frozenset(["mod", "floordiv", "pow"])
+"""Functions of uint32 that TensorFlow only has for signed numbers; 64 bits hold every operand."""
+
+
+class TfKernel:
+    """TensorFlow's implementation of `protocol.Kernel`, for traced functions and eager tensors alike."""
+
+    def unary(self, fn: str, x: T) -> T:
+        return _UNARY[fn](x)
+
+    def binary(self, fn: str, x: T, y: T) -> T:
+        if fn in _VIA_INT32 and x.dtype == tf.bool:
+            out = _BINARY[fn](tf.cast(x, tf.int32), tf.cast(y, tf.int32))
+            return tf.cast(out, tf.bool)
+        if fn in _VIA_INT64 and x.dtype == tf.uint32:
+            return tf.cast(_BINARY[fn](tf.cast(x, tf.int64), tf.cast(y, tf.int64)), tf.uint32)
+        return _BINARY[fn](x, y)
+
+    def where(self, condition: T, x: T, y: T) -> T:
+        return tf.where(condition, x, y)
+
+    def reduce(self, fn: str, x: T, axes: Sequence[int]) -> T:
+        return _REDUCE[fn](x, axis=list(axes)) if len(axes) else x
+
+    def einsum(self, spec: str, *xs: T) -> T:
+        terms, out = parse(spec)
+        if xs[0].dtype not in _MATMUL_DTYPES:
+            return self._einsum_as_integers(spec, *xs)
+        sizes = {c: n for term, x in zip(terms, xs, strict=True) for c, n in zip(term, x.shape, strict=True)}
+        rest = list(xs)
+        while len(rest) > 2:
+            i, j, kept = cheapest_pair(terms, out, sizes)
+            joined = _contract(rest[i], rest[j], terms[i], terms[j], kept, sizes)
+            terms = [t for n, t in enumerate(terms) if n not in (i, j)] + [kept]
+            rest = [x for n, x in enumerate(rest) if n not in (i, j)] + [joined]
+        if len(rest) == 1:
+            x, term = _summed(rest[0], terms[0], out)
+            return _ordered(x, term, out, sizes)
+        return _contract(rest[0], rest[1], terms[0], terms[1], out, sizes)
+
+    def _einsum_as_integers(self, spec: str, *xs: T) -> T:
+        """uint32 wraps like the low half of int64; bool is 'any of all'."""
+        out = self.einsum(spec, *(tf.cast(x, tf.int64) for x in xs))
+        return out > 0 if xs[0].dtype == tf.bool else tf.cast(out, xs[0].dtype)
+
+    def softmax(self, x: T, axis: int) -> T:
+        if axis in (-1, len(x.shape) - 1):
+            return tf.nn.softmax(x)
+        e = tf.exp(x - tf.reduce_max(x, axis, keepdims=True))
+        return e / tf.reduce_sum(e, axis, keepdims=True)
+
+    def logsumexp(self, x: T, axis: int) -> T:
+        top = tf.reduce_max(x, axis, keepdims=True)
+        total = tf.math.log(tf.reduce_sum(tf.exp(x - top), axis))
+        return total + tf.reshape(top, total.shape)
+
+    def cumsum(self, x: T, axis: int, exclusive: bool, reverse: bool) -> T:
+        if x.dtype == tf.uint32:
+            wide = tf.cumsum(tf.cast(x, tf.int64), axis, exclusive, reverse)
+            return tf.cast(wide, tf.uint32)
+        return tf.cumsum(x, axis, exclusive, reverse)
+
+    def argmax(self, x: T, axis: int) -> T:
+        x = tf.cast(x, tf.int32) if x.dtype == tf.bool else x
+        return tf.argmax(x, axis, output_type=tf.int32)
+
+    def top_k(self, x: T, n: int) -> tuple[T, T]:
+        found = tf.math.top_k(x, n)
+        return found.values, found.indices
+
+    def reshape(self, x: T, shape: Sequence[int]) -> T:
+        return x if tuple(x.shape) == tuple(shape) else tf.reshape(x, list(shape))
+
+    def transpose(self, x: T, permutation: Sequence[int]) -> T:
+        moved = [p for p in permutation if x.shape[p] != 1]
+        if moved == sorted(moved):
+            return self.reshape(x, [x.shape[p] for p in permutation])
+        return tf.transpose(x, list(permutation))
+
+    def broadcast_to(self, x: T, shape: Sequence[int]) -> T:
+        return x if tuple(x.shape) == tuple(shape) else tf.broadcast_to(x, list(shape))
+
+    def concat(self, xs: Sequence[T], axis: int) -> T:
+        return tf.concat(list(xs), axis) if len(xs) > 1 else xs[0]
+
+    def slice(self, x: T, begin: Sequence[Any], sizes: Sequence[int]) -> T:
+        if tuple(x.shape) == tuple(sizes):
+            return x
+        return tf.slice(x, list(begin), list(sizes))
+
+    def pad(self, x: T, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> T:
+        return tf.pad(x, list(paddings), constant_values=self.scalar(value, x.dtype.name))
+
+    def flip(self, x: T, axis: int) -> T:
+        return tf.reverse(x, [axis])
+
+    def take(self, table: T, ids: T) -> T:
+        return tf.gather(table, ids)
+
+    def segment_sum(self, x: T, ids: T, n: int) -> T:
+        small = x.dtype.size == 2
+        out = tf.math.unsorted_segment_sum(tf.cast(x, tf.float32) if small else x, ids, n)
+        return tf.cast(out, x.dtype) if small else out
+
+    def full(self, shape: Sequence[int], value: float, dtype: str) -> T:
+        return tf.fill(list(shape), self.scalar(value, dtype)) if len(shape) else self.scalar(value, dtype)
+
+    def iota(self, n: int, dtype: str) -> T:
+        return tf.cast(tf.range(n), dtype)
+
+    def cast(self, x: T, dtype: str) -> T:
+        x = tf.convert_to_tensor(x)
+        wanted = tf.as_dtype(dtype)
+        if x.dtype == wanted:
+            return x
+        if wanted == tf.bool:
+            return tf.not_equal(x, tf.zeros((), x.dtype))
+        return tf.cast(x, wanted)
+
+    def scalar(self, value: Any, dtype: str) -> T:
+        if isinstance(value, tf.Tensor):
+            return self.cast(value, dtype)
+        wanted = tf.as_dtype(dtype)
+        return tf.constant(np.asarray(value).astype(wanted.as_numpy_dtype), wanted)
+
+
+def _summed(x: T, term: str, kept: str) -> tuple[T, str]:
+    """x without the letters that nothing else needs."""
+    axes = [i for i, c in enumerate(term) if c not in kept]
+    return (tf.reduce_sum(x, axes), "".join(c for c in term if c in kept)) if axes else (x, term)
+
+
+def _ordered(x: T, term: str, out: str, sizes: dict[str, int]) -> T:
+    """x with its axes in the order of `out`."""
+    if term == out:
+        return x
+    if same_order(term, out, sizes):
+        return tf.reshape(x, [sizes[c] for c in out])
+    return tf.transpose(x, [term.index(c) for c in out])
+
+
+def _contract(x: T, y: T, tx: str, ty: str, out: str, sizes: dict[str, int]) -> T:
+    """Two operands as a product and a sum (nothing to share) or as matrix products."""
+    x, tx = _summed(x, tx, ty + out)
+    y, ty = _summed(y, ty, tx + out)
+    summed = [c for c in tx if c in ty and c not in out]
+    alone = [c for c in tx + ty if (c in tx) != (c in ty)]
+    if not summed or (not alone and len(out)):
+        return _multiplied(x, y, tx, ty, out, sizes)
+    plan = matmul(tx, ty, out, sizes)
+    a, b, ta, tb = (y, x, ty, tx) if plan.swapped else (x, y, tx, ty)
+    a = _matrix(
+        _ordered(a, ta, plan.first.letters, sizes), plan.first, plan.batch, plan.rows, plan.summed, sizes
+    )
+    b = _matrix(
+        _ordered(b, tb, plan.second.letters, sizes), plan.second, plan.batch, plan.summed, plan.columns, sizes
+    )
+    c = tf.matmul(a, b, transpose_a=plan.first.transposed, transpose_b=plan.second.transposed)
+    c = tf.reshape(c, [sizes[letter] for letter in plan.result])
+    return _ordered(c, plan.result, out, sizes)
+
+
+def _matrix(x: T, factor: Factor, batch: str, left: str, right: str, sizes: dict[str, int]) -> T:
+    """One factor as [batch left right], or [batch right left] if it lies transposed."""
+    many, m, n = (math.prod(sizes[c] for c in part) for part in (batch, left, right))
+    return tf.reshape(x, [*([many] if batch else []), *((n, m) if factor.transposed else (m, n))])
+
+
+def _multiplied(x: T, y: T, tx: str, ty: str, out: str, sizes: dict[str, int]) -> T:
+    """Element by element over all letters, then the sum over those that `out` lacks."""
+    largest = max((tx, ty), key=len)
+    order = largest + "".join(c for c in tx + ty if c not in largest)
+    if not set(order) - set(out):
+        order = out
+    aligned = []
+    for z, term in ((x, tx), (y, ty)):
+        here = "".join(c for c in order if c in term)
+        z = _ordered(z, term, here, sizes)
+        aligned.append(tf.reshape(z, [sizes[c] if c in term else 1 for c in order]) if here != order else z)
+    z, term = _summed(tf.multiply(*aligned), order, out)
+    return _ordered(z, term, out, sizes)
