@@ -13,9 +13,11 @@ place of the old one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mesh_tf_core.dims import Shape
 from mesh_tf_core.program import (
     AllReduce,
     Instr,
@@ -24,6 +26,7 @@ from mesh_tf_core.program import (
     Origin,
     Program,
     ReadVariable,
+    Value,
     WriteVariable,
 )
 
@@ -68,8 +71,36 @@ def memory(program: Program) -> Memory:
     return _Walk(program).run()
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """What a point of a program holds: (shape, dtype, how many) of the values alive there, variables among them."""
+
+    name: str
+    position: int
+    held: tuple[tuple[Shape, str, int], ...]
+
+
+def alive(program: Program) -> list[Alive]:
+    """The values alive at every point. Meant for a program in which nothing is split: other layouts hold the same."""
+    walk = _Walk(program, record=True)
+    walk.run()
+    out = []
+    base = Counter((s.variable.shape, s.variable.dtype) for s in program.variables.values())
+    for position, (point, live, spared) in enumerate(walk.trace):
+        held = Counter(base)
+        for i in live:
+            if walk.weight(i):
+                held[(program.values[i].shape, program.values[i].dtype)] += 1
+        for i in spared:
+            held[(program.values[i].shape, program.values[i].dtype)] -= 1
+        out.append(Alive(point.name, position, tuple((s, d, n) for (s, d), n in held.items() if n > 0)))
+    return out
+
+
 class _Walk:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, record: bool = False) -> None:
+        self.record = record
+        self.trace: list[tuple[Point, tuple[int, ...], tuple[int, ...]]] = []
         self.program = program
         self.size = [v.local_bytes(program.mesh) for v in program.values]
         self.born: dict[int, Origin] = {}
@@ -109,7 +140,7 @@ class _Walk:
                 found.add(self.root.get(instr.inputs[0], instr.inputs[0]))
         return found
 
-    def _weight(self, id: int) -> int:
+    def weight(self, id: int) -> int:
         return 0 if id in self.weightless else self.size[id]
 
     def _last_reads(self, code: Sequence[Instr], leaving: set[int]) -> list[set[int]]:
@@ -130,10 +161,12 @@ class _Walk:
             reused = self._reused(instr, dying)
             for o in instr.outputs:
                 if self.root.get(o, o) == o and o not in around:
-                    live[o] = self._weight(o)
+                    live[o] = self.weight(o)
                     self.born[o] = instr.origin
-            total = base + sum(live.values()) - reused
+            total = base + sum(live.values()) - sum(self.weight(o) for o in reused)
             self._point(instr, total, {**around, **live}, depth)
+            if self.record:
+                self.trace.append((self.points[-1], (*around, *live), tuple(reused)))
             if isinstance(instr, Loop):
                 self._loop(instr, {**around, **live}, depth + 1)
             for i in dying:
@@ -141,7 +174,7 @@ class _Walk:
 
     def _loop(self, loop: Loop, around: dict[int, int], depth: int) -> None:
         inner = {i: self.size[i] for _, i, _, _ in loop.carried}
-        inner.update({i: self._part(o, i) for o, i in loop.sliced})
+        inner.update({i: self.size[i] for _, i in loop.sliced})
         for i in inner:
             self.born[i] = loop.origin
         leaving = {out for _, _, out, _ in loop.carried} | {i for i, _ in (*loop.stacked, *loop.summed)}
@@ -150,21 +183,19 @@ class _Walk:
         kept = {i: b for i, b in around.items() if i not in starts or i in loop.inputs[len(loop.carried) :]}
         self._block(loop.body, leaving | set(inner), {**kept, **inner}, depth)
 
-    def _part(self, outer: int, inner: int) -> int:
-        return self.size[inner]
-
-    def _reused(self, instr: Instr, dying: set[int]) -> int:
-        """Bytes of an output that takes a dying input's place."""
+    def _reused(self, instr: Instr, dying: set[int]) -> list[int]:
+        """Outputs that take a dying input's place."""
         elementwise = isinstance(instr, Local) and instr.op.kind == "elementwise"
         if not (elementwise or isinstance(instr, AllReduce)):
-            return 0
-        freed = [self._weight(i) for i in dying if i not in instr.outputs and i in {self.root.get(j, j) for j in instr.inputs}]
-        total = 0
+            return []
+        inputs = {self.root.get(j, j) for j in instr.inputs}
+        freed = [self.weight(i) for i in dying if i not in instr.outputs and i in inputs]
+        taken = []
         for o in instr.outputs:
-            if self._weight(o) in freed:
-                freed.remove(self._weight(o))
-                total += self._weight(o)
-        return total
+            if self.weight(o) in freed:
+                freed.remove(self.weight(o))
+                taken.append(o)
+        return taken
 
     def _point(self, instr: Instr, total: int, live: dict[int, int], depth: int) -> None:
         self.points.append(Point(instr.name, instr.origin, total, depth))
@@ -176,8 +207,6 @@ class _Walk:
 
 
 def _bytes(program: Program, name: str) -> int:
-    from mesh_tf_core.program import Value
-
     stored = program.variables[name]
     value = Value(-1, stored.variable.shape, stored.variable.dtype, stored.splits)
     return value.local_bytes(program.mesh)
