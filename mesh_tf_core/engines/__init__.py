@@ -1,1 +1,37 @@
-"""Engines: the homes in which a program runs."""
+"""Engines: the homes in which a program runs. Only opening one loads TensorFlow."""
+
+from __future__ import annotations
+
+from mesh_tf_core.engines.protocol import Engine
+from mesh_tf_core.engines.tf_devices import prepare
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.program import Program
+
+KINDS = ("auto", "local", "lockstep")
+
+__all__ = ["KINDS", "Engine", "open_engine", "prepare"]
+
+
+def open_engine(program: Program, kind: str = "auto", devices: tuple[str, ...] | None = None) -> Engine:
+    """An engine for the program.
+
+    Args:
+      kind: `local` runs on this process's devices (its GPUs if there are enough of them, else virtual CPU devices),
+        `lockstep` device by device in NumPy (slow; the oracle of tests), `auto` the fastest there is.
+      devices: TensorFlow's names of the devices by rank; by default the first ones.
+
+    Raises:
+      UserError: an unknown kind, or not enough devices.
+    """
+    if kind not in KINDS:
+        raise UserError(f"engine {kind!r}: {known_names(kind, KINDS)}")
+    if kind == "lockstep":
+        from mesh_tf_core.engines.lockstep import LockstepEngine
+
+        return LockstepEngine(program)
+    names = devices or prepare(program.mesh.devices)
+    if len(names) != program.mesh.devices:
+        raise UserError(f"mesh [{program.mesh}] needs {program.mesh.devices} devices, found {len(names)} names")
+    from mesh_tf_core.engines.tf_local import TfLocalEngine
+
+    return TfLocalEngine(program, names)

@@ -1,0 +1,81 @@
+"""A program cut at its communication: runs of local work, exchanges between devices, loops of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mesh_tf_core.program import Collective, Instr, Loop, WriteVariable
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Local work between two exchanges.
+
+    Attributes:
+      inputs: values that it reads from earlier parts.
+      outputs: its values that later parts read.
+    """
+
+    code: tuple[Instr, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective."""
+
+    instr: Collective
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A loop and the parts of its body."""
+
+    loop: Loop
+    body: tuple[Part, ...]
+
+
+Part = Segment | Exchange | Repeat
+
+
+def cut(code: Sequence[Instr], leaving: Iterable[int]) -> tuple[Part, ...]:
+    """Parts of a block, in order. Writes are no part of it: the written values leave it.
+
+    Args:
+      leaving: values that are read after the block.
+    """
+    pieces: list[list[Instr] | Instr] = []
+    for instr in code:
+        if isinstance(instr, WriteVariable):
+            continue
+        if isinstance(instr, Collective | Loop):
+            pieces.append(instr)
+        elif pieces and isinstance(pieces[-1], list):
+            pieces[-1].append(instr)
+        else:
+            pieces.append([instr])
+    needed = {*leaving, *(i for instr in code if isinstance(instr, WriteVariable) for i in instr.inputs)}
+    parts: list[Part] = []
+    for piece in reversed(pieces):
+        part = _part(piece, needed)
+        parts.append(part)
+        needed |= set(part.inputs if isinstance(part, Segment) else _inputs(part))
+    return tuple(reversed(parts))
+
+
+def _inputs(part: Exchange | Repeat) -> tuple[int, ...]:
+    return part.instr.inputs if isinstance(part, Exchange) else part.loop.inputs
+
+
+def _part(piece: list[Instr] | Instr, needed: set[int]) -> Part:
+    if isinstance(piece, Collective):
+        return Exchange(piece)
+    if isinstance(piece, Loop):
+        carried = [out for _, _, out, _ in piece.carried]
+        return Repeat(piece, cut(piece.body, [*carried, *(i for i, _ in (*piece.stacked, *piece.summed))]))
+    assert isinstance(piece, list)
+    made = [o for instr in piece for o in instr.outputs]
+    read = dict.fromkeys(i for instr in piece for i in instr.inputs if i not in set(made))
+    return Segment(tuple(piece), tuple(read), tuple(o for o in made if o in needed))
