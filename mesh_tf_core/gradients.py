@@ -11,6 +11,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.ops.basic import Constant, add_n
 from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.shape import transpose
 from mesh_tf_core.tensor import Tensor
 
 
@@ -71,7 +72,8 @@ class _Backward:
 
         def settle(i: int) -> Tensor | None:
             if i not in done and i in pending:
-                done[i] = add_n(pending.pop(i))
+                # Broadcasting leaves dimensions in the largest operand's order, not in the tensor's.
+                done[i] = transpose(add_n(pending.pop(i)), self.graph.tensor(i).shape)
             return done.get(i)
 
         for node in reversed(nodes):

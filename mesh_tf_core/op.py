@@ -68,6 +68,9 @@ class Op:
         if missing and not abstract:
             raise TypeError(f"operation {cls.__name__} lacks the facets {', '.join(missing)}")
 
+    regroups: ClassVar[bool] = False
+    """True if an axis may split one dimension of an input and another of the output."""
+
     @property
     def name(self) -> str:
         """Short name in programs and reports."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mesh_tf_core.layout import Axes
+from mesh_tf_core.op import TensorType
 from mesh_tf_core.program import (
     AllGather,
     AllReduce,
@@ -124,23 +125,49 @@ class _Verifier:
         return self.program.values[i]
 
     def local(self, instr: Local) -> None:
-        """Pending sums enter linear operations only, all operands alike; one axis splits one dimension."""
+        """Pending sums enter linear operations only, all operands alike; splits agree with the roles."""
         partial = {self.of(i).partial for i in instr.inputs}
         if any(partial):
             self.need(instr.op.linear, f"{instr.text()}: takes a pending sum but is not linear")
             self.need(
                 len(partial) == 1, f"{instr.text()}: operands are partial over different axes {partial}"
             )
+        sides = (instr.inputs, instr.outputs) if instr.op.regroups else ((*instr.inputs, *instr.outputs),)
+        for side in sides:
+            self.one_owner(instr, side)
+        if not instr.op.regroups:
+            self.role(instr, set().union(*partial))
+
+    def one_owner(self, instr: Local, ids: Sequence[int]) -> None:
+        """One axis splits one dimension, a dimension is split alike wherever it occurs."""
         owner: dict[str, str] = {}
-        for i in (*instr.inputs, *instr.outputs):
+        for i in ids:
             v = self.of(i)
             for name, axes in zip(v.shape.names, v.splits, strict=True):
                 for axis in axes:
                     same = owner.setdefault(axis, name) == name
-                    self.need(
-                        same or instr.op.name == "rename",
-                        f"{instr.text()}: axis {axis} splits two dimensions",
-                    )
+                    self.need(same, f"{instr.text()}: axis {axis} splits two dimensions")
+
+    def role(self, instr: Local, pending: set[str]) -> None:
+        """What the operation needs whole is whole; what it sums out over split pieces is partial
+        afterwards."""
+        types = [TensorType(self.of(i).shape, self.of(i).dtype) for i in instr.inputs]
+        roles = instr.op.roles(*types)
+        splits: dict[str, Axes] = {}
+        for i in (*instr.inputs, *instr.outputs):
+            for name, axes in zip(self.of(i).shape.names, self.of(i).splits, strict=True):
+                self.need(
+                    splits.setdefault(name, axes) == axes, f"{instr.text()}: {name!r} is split in two ways"
+                )
+        for name, axes in splits.items():
+            self.need(not axes or name not in roles.whole, f"{instr.text()}: needs all of {name!r}")
+        if roles.combine == "sum":
+            pending = pending.union(*(splits.get(name, ()) for name in roles.reduced))
+        for o in instr.outputs:
+            self.need(
+                set(self.of(o).partial) == pending,
+                f"{instr.text()}: leaves a sum over {sorted(pending)} but %{o} says {self.of(o).partial}",
+            )
 
     def moves(self, instr: Instr, i: int, o: int, change: dict[str, tuple[int, Axes]]) -> None:
         """Input and output differ just in the splits of the dimensions named."""

@@ -65,6 +65,11 @@ class LockstepEngine:
         for rank in self.devices:
             where = tuple(slice(b, b + n) for b, n in zip(self.begin(rank, v), sizes, strict=True))
             out[where] = np.asarray(pieces[rank])
+        for rank in self.devices:
+            where = tuple(slice(b, b + n) for b, n in zip(self.begin(rank, v), sizes, strict=True))
+            same = np.array_equal(out[where], np.asarray(pieces[rank]).astype(out.dtype), equal_nan=v.dtype != "bool")
+            if not same:
+                raise ValueError(f"device {rank} disagrees with others about its part of {v}")
         return out
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -97,7 +102,7 @@ class LockstepEngine:
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         if not self.state and self.program.variables:
             self.initialize()
-        self.communication_bytes = {a: 0.0 for a in self.mesh.names}
+        self.communication_bytes = dict.fromkeys(self.mesh.names, 0.0)
         env: dict[int, Pieces] = {}
         new: dict[str, Pieces] = {}
         self.run(self.program.code, env, batch, new)

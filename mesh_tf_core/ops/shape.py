@@ -27,6 +27,7 @@ class Rename(Op):
     kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
     linear: ClassVar[bool] = True
+    regroups: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(parallel=inputs[0].shape.names)
@@ -62,6 +63,7 @@ class Reshape(Op):
     kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
     linear: ClassVar[bool] = True
+    regroups: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = tuple(d.name for d in inputs[0].shape if d in self.output.dims)

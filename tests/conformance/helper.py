@@ -1,0 +1,284 @@
+"""Conformance: an operation gives the dense result, forward and backward, under every legal layout of its
+dimensions.
+
+What is legal is stated here on its own, not read off the operation: every size divides, no tensor has one
+mesh axis on two dimensions, and dimensions that a sample lists as `together` (they meet inside the operation)
+count as one tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import mesh_tf_core as mtf
+from mesh_tf_core.dtypes import is_float
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.program import Program
+from mesh_tf_core.verify import verify
+
+MESHES = ("x:2", "x:2;y:2", "x:2;y:4")
+TOLERANCE = {"float64": 1e-10, "float32": 3e-5}
+REASONS = r"both .* split over mesh axis|do not divide|not divisible|counts the iterations"
+ILLEGAL_TRIED = 60
+"""At most so many illegal layouts are tried per sample and mesh (spread evenly over all of them)."""
+
+
+def dims(text: str) -> list[mtf.Dim]:
+    """`a:8 b:4` as dimensions."""
+    return [mtf.Dim(name, int(size)) for name, size in (part.split(":") for part in text.split())]
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One input of a sample.
+
+    Attributes:
+      dims: `a:8 b:4`.
+      kind: normal, positive, unit (in (0, 1)), bool, key (a random key), or int:N (0 .. N-1); odd:N also
+        gives ids outside of 0 .. N-1.
+    """
+
+    dims: str
+    kind: str = "normal"
+
+    def dtype(self, number: str) -> str:
+        if self.kind == "bool":
+            return "bool"
+        return "int32" if self.kind.split(":")[0] in ("key", "int", "odd") else number
+
+    def values(self, rng: np.random.Generator, number: str) -> np.ndarray:
+        sizes = tuple(d.size for d in dims(self.dims))
+        kind, _, n = self.kind.partition(":")
+        made: Any = {
+            "normal": lambda: rng.normal(size=sizes),
+            "positive": lambda: rng.uniform(0.5, 2.0, sizes),
+            "unit": lambda: rng.uniform(0.05, 0.95, sizes),
+            "bool": lambda: rng.random(sizes) < 0.6,
+            "key": lambda: rng.integers(0, 2**31, sizes),
+            "int": lambda: rng.integers(0, int(n), sizes),
+            "odd": lambda: rng.integers(-2, int(n) + 2, sizes),
+        }[kind]()
+        return np.asarray(made).astype(np_dtype(self.dtype(number)))
+
+
+Apply = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs of one operation and how it is applied.
+
+    Attributes:
+      family: which table it belongs to.
+      apply: apply(graph, *tensors) -> tensor or tuple of tensors.
+      args: inputs in order.
+      reference: the same in plain NumPy on the dense inputs (None: the kernel is tested elsewhere).
+      together: names that may not share an axis although no input or output has them all, e.g. "a b c".
+      loops: names that count iterations and may not be split at all.
+      stops: inputs (by position) whose gradient is not the derivative, by definition.
+    """
+
+    name: str
+    family: str
+    apply: Apply
+    args: tuple[Arg, ...]
+    reference: Callable[..., Any] | None = None
+    together: tuple[str, ...] = ()
+    loops: tuple[str, ...] = ()
+    stops: tuple[int, ...] = ()
+
+
+@dataclass
+class Counts:
+    """What was tried."""
+
+    legal: int = 0
+    illegal: int = 0
+    comparisons: int = 0
+    layouts: list[str] = field(default_factory=list)
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.legal + other.legal,
+            self.illegal + other.illegal,
+            self.comparisons + other.comparisons,
+            self.layouts + other.layouts,
+        )
+
+
+class Built:
+    """A sample's graph with the gradients of a random weighting of its float outputs, and its batch."""
+
+    def __init__(self, sample: Sample, number: str) -> None:
+        self.sample = sample
+        self.graph = g = mtf.Graph(sample.name)
+        rng = np.random.default_rng(zlib.crc32(sample.name.encode()))
+        self.batch = {f"in{i}": a.values(rng, number) for i, a in enumerate(sample.args)}
+        self.inputs = [g.input(f"in{i}", dims(a.dims), a.dtype(number)) for i, a in enumerate(sample.args)]
+        made = sample.apply(g, *self.inputs)
+        self.outputs = list(made) if isinstance(made, tuple) else [made]
+        self.results = {f"out{i}": y for i, y in enumerate(self.outputs)}
+        self.sets = [set(t.shape.names) for t in (*self.inputs, *self.outputs)]
+        self.sets += [set(text.split()) for text in sample.together]
+        self.sizes: dict[str, set[int]] = {}
+        for t in (*self.inputs, *self.outputs):
+            for d in t.shape:
+                self.sizes.setdefault(d.name, set()).add(d.size)
+        self.gradients: dict[int, str | None] = {}
+        self._differentiate(rng, number)
+
+    def _differentiate(self, rng: np.random.Generator, number: str) -> None:
+        terms = []
+        for i, y in enumerate(self.outputs):
+            if is_float(y.dtype):
+                w = self.graph.input(f"weight{i}", y.shape.dims, y.dtype)
+                self.batch[f"weight{i}"] = rng.normal(size=y.shape.sizes).astype(number)
+                terms.append(mtf.einsum([y, w], []))
+        floats = [i for i, x in enumerate(self.inputs) if is_float(x.dtype)]
+        if not terms or not floats:
+            return
+        self.results["loss"] = mtf.add_n(terms)
+        found = mtf.gradients(self.results["loss"], [self.inputs[i] for i in floats])
+        for i, dx in zip(floats, found, strict=True):
+            self.gradients[i] = f"grad{i}" if dx is not None else None
+            if dx is not None:
+                assert dx.type == self.inputs[i].type, f"gradient {dx!r} of input {self.inputs[i]!r}"
+                self.results[f"grad{i}"] = dx
+
+    def program(self, mesh: mtf.Mesh, layout: mtf.Layout) -> Program:
+        return verify(mtf.lower(self.graph, mesh, layout, self.results))
+
+    def run(self, program: Program, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        engine = LockstepEngine(program)
+        out = engine.step(batch or self.batch)
+        assert engine.communication_bytes == program.communication_bytes(), (
+            f"engine counts {engine.communication_bytes}, the program says {program.communication_bytes()}"
+        )
+        return out
+
+    def dense(self, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        return self.run(self.program(mtf.Mesh("one:1"), mtf.Layout()), batch)
+
+
+# -- layouts --
+
+
+def choices(mesh: mtf.Mesh) -> list[tuple[str, ...]]:
+    """All tuples of mesh axes that one dimension may be split over, in every order."""
+    return [c for n in range(len(mesh.names) + 1) for c in itertools.permutations(mesh.names, n)]
+
+
+def is_legal(built: Built, mesh: mtf.Mesh, table: Mapping[str, Sequence[str]]) -> bool:
+    if any(table.get(name) for name in built.sample.loops):
+        return False
+    for name, sizes in built.sizes.items():
+        if any(size % mesh.group_size(table.get(name, ())) for size in sizes):
+            return False
+    for group in built.sets:
+        used = [axis for name in group for axis in table.get(name, ())]
+        if len(used) != len(set(used)):
+            return False
+    return True
+
+
+def layouts(built: Built, mesh: mtf.Mesh) -> Iterator[tuple[dict[str, tuple[str, ...]], bool]]:
+    """Every assignment of axes to the dimensions that occur, and whether it is legal."""
+    names = sorted({*built.sizes, *built.sample.loops})
+    for combination in itertools.product(choices(mesh), repeat=len(names)):
+        table = dict(zip(names, combination, strict=True))
+        yield table, is_legal(built, mesh, table)
+
+
+# -- comparing --
+
+
+def check_close(name: str, got: np.ndarray, want: np.ndarray, tolerance: float, where: str) -> None:
+    """Equal up to `tolerance` of the largest element; exactly for integers and bool."""
+    assert got.shape == want.shape, f"{where}: {name} has shape {got.shape}, dense {want.shape}"
+    assert got.dtype == want.dtype, f"{where}: {name} has dtype {got.dtype}, dense {want.dtype}"
+    if got.dtype.kind not in "fV":
+        wrong = int((got != want).sum())
+        assert not wrong, f"{where}: {wrong} of {got.size} elements of {name} differ from the dense result"
+        return
+    g, w = got.astype(np.float64), want.astype(np.float64)
+    assert (np.isfinite(g) == np.isfinite(w)).all(), (
+        f"{where}: {name} is not finite where the dense result is"
+    )
+    finite = np.isfinite(w)
+    assert (g[~finite] == w[~finite]).all() or np.isnan(w[~finite]).any(), (
+        f"{where}: {name} differs at infinity"
+    )
+    scale = max(1.0, float(np.abs(w[finite]).max(initial=0.0)))
+    error = float(np.abs(g[finite] - w[finite]).max(initial=0.0)) / scale
+    assert error <= tolerance, (
+        f"{where}: {name} is {error:.3g} off the dense result (relative to {scale:.3g})"
+    )
+
+
+def conform(sample: Sample, mesh_text: str, number: str) -> Counts:
+    """Runs a sample under every legal layout of one mesh; AssertionError at the first difference."""
+    import pytest
+
+    mesh, built, counts = mtf.Mesh(mesh_text), Built(sample, number), Counts()
+    want = built.dense()
+    illegal = []
+    for table, legal in layouts(built, mesh):
+        if not legal:
+            illegal.append(table)
+            continue
+        layout = mtf.Layout(table)
+        where = f"{sample.name} {number} on [{mesh}] under [{layout}]"
+        try:
+            got = built.run(built.program(mesh, layout))
+        except mtf.UserError as e:
+            raise AssertionError(f"{where}: refused although it is legal: {e}") from e
+        for name, value in got.items():
+            check_close(name, value, want[name], TOLERANCE[number], where)
+        counts.legal += 1
+        counts.comparisons += len(got)
+        counts.layouts.append(str(layout))
+    for table in illegal[:: max(1, -(-len(illegal) // ILLEGAL_TRIED))]:
+        with pytest.raises(mtf.LayoutError, match=REASONS):
+            built.program(mesh, mtf.Layout(table))
+        counts.illegal += 1
+    return counts
+
+
+def check_dense(sample: Sample) -> int:
+    """The dense result against the sample's own NumPy reference, and gradients against finite differences."""
+    built = Built(sample, "float64")
+    out = built.dense()
+    done = 0
+    if sample.reference is not None:
+        expected = sample.reference(*(built.batch[f"in{i}"] for i in range(len(sample.args))))
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        assert len(expected) == len(built.outputs)
+        for i, w in enumerate(expected):
+            y = out[f"out{i}"]
+            check_close(f"out{i}", y, np.asarray(w).astype(y.dtype), 1e-10, f"{sample.name} against NumPy")
+            done += 1
+    rng = np.random.default_rng(1)
+    for i, name in built.gradients.items():
+        if i in sample.stops:
+            continue
+        for _ in range(3):
+            direction, step = rng.normal(size=built.batch[f"in{i}"].shape), 1e-6
+            ends = []
+            for sign in (1, -1):
+                moved = built.batch[f"in{i}"] + sign * step * direction
+                ends.append(float(built.dense({**built.batch, f"in{i}": moved})["loss"]))
+            slope = (ends[0] - ends[1]) / (2 * step)
+            given = float((out[name] * direction).sum()) if name else 0.0
+            assert abs(slope - given) <= 1e-6 * max(1.0, abs(slope)), (
+                f"{sample.name}: the gradient of input {i} gives slope {given:.8g}, "
+                f"finite differences {slope:.8g}"
+            )
+            done += 1
+    return done

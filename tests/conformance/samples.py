@@ -1,0 +1,12 @@
+"""The one table of sample inputs, which every conformance test reads."""
+
+from __future__ import annotations
+
+from tests.conformance import samples_contract, samples_elementwise, samples_move
+from tests.conformance.helper import Sample
+
+SAMPLES: tuple[Sample, ...] = (
+    *samples_elementwise.SAMPLES,
+    *samples_contract.SAMPLES,
+    *samples_move.SAMPLES,
+)

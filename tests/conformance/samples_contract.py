@@ -1,0 +1,172 @@
+"""Samples: contractions, reductions, normalisation, softmax and losses."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy import special
+
+import mesh_tf_core as mtf
+from tests.conformance.helper import Arg, Sample, dims
+
+AB = Arg("a:8 b:4")
+ABC = Arg("a:8 b:4 c:2")
+ROUGH = Arg("a:6 b:4")
+
+
+def _normal(x: np.ndarray, axis: int) -> np.ndarray:
+    x = x - x.mean(axis, keepdims=True)
+    return x / np.sqrt((x * x).mean(axis, keepdims=True) + 1e-6)
+
+
+def _rms(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def _cross_entropy(x: np.ndarray, ids: np.ndarray, z: float = 0.0) -> np.ndarray:
+    lse = special.logsumexp(x, -1)
+    picked = np.take_along_axis(x, ids[..., None], -1)[..., 0]
+    return lse - picked + z * lse**2
+
+
+EINSUM = (
+    Sample(
+        "matmul",
+        "einsum",
+        lambda g, x, w: mtf.einsum([x, w], dims("a:8 c:8")),
+        (AB, Arg("b:4 c:8")),
+        np.matmul,
+        together=("a b c",),
+    ),
+    Sample(
+        "batched",
+        "einsum",
+        lambda g, x, w: mtf.einsum([x, w], dims("a:8 b:4 e:2")),
+        (Arg("a:8 b:4 c:2"), Arg("b:4 c:2 e:2")),
+        lambda x, w: np.einsum("abc,bce->abe", x, w),
+        together=("a b c e",),
+    ),
+    Sample(
+        "three operands",
+        "einsum",
+        lambda g, x, y, z: mtf.einsum([x, y, z], dims("c:2 a:8")),
+        (AB, Arg("b:4 c:2"), Arg("a:8 c:2")),
+        lambda x, y, z: np.einsum("ab,bc,ac->ca", x, y, z),
+        together=("a b c",),
+    ),
+    Sample(
+        "sum in one operand",
+        "einsum",
+        lambda g, x, y: mtf.einsum([x, y], dims("b:4")),
+        (AB, Arg("c:2")),
+        lambda x, y: x.sum(0) * y.sum(),
+        together=("a b c",),
+    ),
+    Sample(
+        "to scalar", "einsum", lambda g, x, y: mtf.einsum([x, y], []), (AB, AB), lambda x, y: (x * y).sum()
+    ),
+    Sample(
+        "twice the same",
+        "einsum",
+        lambda g, x: mtf.einsum([x, x], dims("a:8")),
+        (AB,),
+        lambda x: (x * x).sum(1),
+    ),
+    Sample(
+        "broadcast",
+        "einsum",
+        lambda g, x: mtf.broadcast(x, dims("c:2 b:4 a:8")),
+        (AB,),
+        lambda x: np.broadcast_to(x.T, (2, 4, 8)),
+    ),
+    Sample(
+        "residual sums",
+        "einsum",
+        lambda g, x, v, w: mtf.einsum([x, v], dims("a:8 c:8")) + mtf.einsum([x, w], dims("a:8 c:8")) * 2.0,
+        (AB, Arg("b:4 c:8"), Arg("b:4 c:8")),
+        lambda x, v, w: x @ v + 2 * x @ w,
+        together=("a b c",),
+    ),
+)
+
+REDUCE = (
+    Sample("sum", "reduce", lambda g, x: mtf.reduce_sum(x, "b"), (ABC,), lambda x: x.sum(1)),
+    Sample(
+        "sum of two", "reduce", lambda g, x: mtf.reduce_sum(x, ["c", "a"]), (ABC,), lambda x: x.sum((0, 2))
+    ),
+    Sample("sum of all", "reduce", lambda g, x: mtf.reduce_sum(x), (ABC,), np.sum),
+    Sample("mean", "reduce", lambda g, x: mtf.reduce_mean(x, "a"), (ABC,), lambda x: x.mean(0)),
+    Sample("max", "reduce", lambda g, x: mtf.reduce_max(x, "b"), (ABC,), lambda x: x.max(1)),
+    Sample("min", "reduce", lambda g, x: mtf.reduce_min(x, ["a", "b"]), (ABC,), lambda x: x.min((0, 1))),
+    Sample(
+        "any", "reduce", lambda g, x: mtf.reduce_any(x, "a"), (Arg("a:8 b:4", "bool"),), lambda x: x.any(0)
+    ),
+    Sample("all", "reduce", lambda g, x: mtf.reduce_all(x), (Arg("a:2 b:4", "bool"),), lambda x: x.all()),
+    Sample(
+        "sum of ints",
+        "reduce",
+        lambda g, x: mtf.reduce_sum(x, "a"),
+        (Arg("a:8 b:4", "int:9"),),
+        lambda x: x.sum(0),
+    ),
+)
+
+NORM = (
+    Sample("layer_norm", "norm", lambda g, x: mtf.layer_norm(x, "b"), (AB,), lambda x: _normal(x, 1)),
+    Sample(
+        "layer_norm first",
+        "norm",
+        lambda g, x, s, b: mtf.layer_norm(x, "a", s, b),
+        (AB, Arg("a:8"), Arg("a:8")),
+        lambda x, s, b: _normal(x, 0) * s[:, None] + b[:, None],
+    ),
+    Sample(
+        "layer_norm rough", "norm", lambda g, x: mtf.layer_norm(x, "a"), (ROUGH,), lambda x: _normal(x, 0)
+    ),
+    Sample(
+        "rms_norm",
+        "norm",
+        lambda g, x, s: mtf.rms_norm(x, "b", s),
+        (AB, Arg("b:4")),
+        lambda x, s: _rms(x) * s,
+    ),
+)
+
+SOFTMAX = (
+    Sample("softmax", "softmax", lambda g, x: mtf.softmax(x, "a"), (AB,), lambda x: special.softmax(x, 0)),
+    Sample(
+        "softmax last", "softmax", lambda g, x: mtf.softmax(x, "b"), (ABC,), lambda x: special.softmax(x, 1)
+    ),
+    Sample(
+        "log_softmax",
+        "softmax",
+        lambda g, x: mtf.log_softmax(x, "a"),
+        (AB,),
+        lambda x: special.log_softmax(x, 0),
+    ),
+    Sample(
+        "logsumexp", "softmax", lambda g, x: mtf.logsumexp(x, "b"), (ABC,), lambda x: special.logsumexp(x, 1)
+    ),
+    Sample(
+        "masked_softmax",
+        "softmax",
+        lambda g, x, m: mtf.masked_softmax(x, m, "a"),
+        (AB, Arg("a:8 b:4", "bool")),
+        lambda x, m: special.softmax(np.where(m, x, -1e9), 0),
+    ),
+    Sample(
+        "cross_entropy",
+        "softmax",
+        lambda g, x, t: mtf.softmax_cross_entropy(x, t, "v"),
+        (Arg("a:4 b:2 v:8"), Arg("a:4 b:2", "int:8")),
+        _cross_entropy,
+    ),
+    Sample(
+        "cross_entropy z",
+        "softmax",
+        lambda g, x, t: mtf.softmax_cross_entropy(x, t, "v", z_loss=0.1),
+        (Arg("a:8 v:8"), Arg("a:8", "int:8")),
+        lambda x, t: _cross_entropy(x, t, 0.1),
+    ),
+)
+
+SAMPLES = (*EINSUM, *REDUCE, *NORM, *SOFTMAX)

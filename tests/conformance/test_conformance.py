@@ -1,0 +1,59 @@
+"""Every operation under every legal layout of its own dimensions: outputs, gradients and bytes against the
+dense run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import mesh_tf_core.ops as ops_package
+from mesh_tf_core.op import Op
+from tests.conformance.helper import MESHES, Built, Sample, check_dense, conform
+from tests.conformance.samples import SAMPLES
+
+Record = Callable[[str, Any], None]
+NAMES = [s.name for s in SAMPLES]
+TASKS = [
+    pytest.param(
+        sample, mesh, id=f"{sample.name}-{mesh}", marks=[pytest.mark.slow] if mesh == MESHES[-1] else []
+    )
+    for sample in SAMPLES
+    for mesh in MESHES
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
+def test_dense(sample: Sample, record_property: Record) -> None:
+    done = check_dense(sample)
+    assert done or not Built(sample, "float64").gradients
+    record_property("conformance", (sample.family, 0, 0, done))
+
+
+@pytest.mark.parametrize(("sample", "mesh"), TASKS)
+def test_layouts(sample: Sample, mesh: str, record_property: Record) -> None:
+    counts = conform(sample, mesh, "float64") + conform(sample, mesh, "float32")
+    assert counts.legal >= 2
+    record_property("conformance", (sample.family, counts.legal, counts.illegal, counts.comparisons))
+
+
+def test_names_are_unique() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+
+
+def _operations(base: type[Op] = Op) -> set[type[Op]]:
+    """Operations of the package that a model can apply."""
+    found: set[type[Op]] = set()
+    for cls in base.__subclasses__():
+        found |= _operations(cls)
+        if cls.__module__.startswith(ops_package.__name__):
+            found.add(cls)
+    return found
+
+
+def test_every_operation_has_a_sample() -> None:
+    used = {type(node.op) for s in SAMPLES for node, _ in Built(s, "float64").graph.walk()}
+    # A new key comes from the graph's own counters; tests/core/test_random.py has it.
+    missing = {cls.__name__ for cls in _operations() - used} - {"FoldIn"}
+    assert not missing

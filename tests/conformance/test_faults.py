@@ -1,0 +1,222 @@
+"""The conformance helper can fail: a fault of every family is planted and must be found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core import program as program_module
+from mesh_tf_core.engines import lockstep
+from mesh_tf_core.kernels.protocol import At
+from mesh_tf_core.lower import base, pipeline
+from mesh_tf_core.lower.redistribute import plan_moves
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops import basic, einsum, index, norm, reduce, shape, softmax
+from mesh_tf_core.ops import random as random_ops
+from mesh_tf_core.program import AllReduce, Local, Loop, Program
+from tests.conformance.helper import Sample, check_dense, conform
+from tests.conformance.samples import SAMPLES
+
+BY_NAME = {s.name: s for s in SAMPLES}
+CAUGHT = (AssertionError, ValueError, IndexError)
+
+
+def all_parallel(self: Op, *inputs: TensorType) -> Roles:
+    """A wrong role: as if every dimension were independent."""
+    return Roles(parallel=tuple(dict.fromkeys(n for t in inputs for n in t.shape.names)))
+
+
+def caught(*names: str, match: str = "", mesh: str = "x:2;y:2") -> None:
+    """Each sample must be found faulty."""
+    for name in names:
+        with pytest.raises(CAUGHT) as found:
+            conform(BY_NAME[name], mesh, "float64")
+        assert re.search(match, str(found.value)), f"{name}: {found.value}"
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        (einsum.Einsum, "matmul"),
+        (reduce.Reduce, "sum"),
+        (reduce.Reduce, "max"),
+        (softmax.Softmax, "softmax"),
+        (softmax.LogSumExp, "logsumexp"),
+        (norm.Normalize, "layer_norm"),
+        (index.Gather, "gather"),
+        (index.ScatterAdd, "scatter_add"),
+        (index.Pick, "pick"),
+        (shape.Concat, "concat"),
+        (shape.SliceDim, "slice"),
+        (shape.Pad, "pad"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_wrong_role(operation: type[Op], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation, "roles", all_parallel)
+    caught(name)
+
+
+def test_lost_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Base lowering forgets the sum and says that nothing is pending."""
+
+    def joined(self: base.Lowering, id: int, axes: tuple[str, ...], combine: str) -> int:
+        self.values[id] = replace(self.values[id], partial=())
+        return id
+
+    monkeypatch.setattr(base.Lowering, "joined", joined)
+    caught("matmul", "sum", "gather", "cross_entropy", match="leaves a sum")
+
+
+def test_lost_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = base.Lowering.joined
+
+    def only_sums(self: base.Lowering, id: int, axes: tuple[str, ...], combine: str) -> int:
+        return joined(self, id, axes, combine) if combine == "sum" else id
+
+    monkeypatch.setattr(base.Lowering, "joined", only_sums)
+    caught("max", "min", match="disagrees with others|off the dense")
+    caught("any", match="disagrees with others|differ from the dense")
+
+
+def _without_sums(program: Program) -> Program:
+    """The first all-reduce of a program becomes a copy."""
+    reduce = next((i for i in program.code if isinstance(i, AllReduce)), None)
+    if reduce is None:
+        return program
+    copy = Local(reduce.inputs, reduce.outputs, reduce.origin, basic.Scale(1.0))
+    values = list(program.values)
+    values[reduce.inputs[0]] = replace(values[reduce.inputs[0]], partial=())
+    return replace(
+        program, values=tuple(values), code=tuple(copy if i is reduce else i for i in program.code)
+    )
+
+
+def test_pass_that_drops_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES, ("broken", _without_sums)))
+    caught("matmul", "sum of all", "layer_norm first")
+    monkeypatch.setattr("tests.conformance.helper.verify", lambda program: program)
+    caught(
+        "matmul", "sum of all", "layer_norm first", match="disagrees with others|off the dense|engine counts"
+    )
+
+
+def test_pass_that_drops_a_loop_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(program: Program) -> Program:
+        def without(instr: Any) -> Any:
+            return replace(instr, carried=(), outputs=instr.outputs) if isinstance(instr, Loop) else instr
+
+        return replace(program, code=tuple(map(without, program.code)))
+
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES, ("broken", broken)))
+    with pytest.raises((AssertionError, KeyError)):
+        conform(BY_NAME["scan"], "x:2", "float64")
+
+
+def test_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(At, "offset", lambda self, name: 0)
+    caught("range", "one_hot", "gather", "scatter_add", "pick", "cross_entropy", "uniform", "dropout")
+
+
+def test_random_numbers_by_local_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    def local_bits(k: Any, at: At, key: Any) -> Any:
+        return random_bits(k, replace(at, split=frozenset()), key)
+
+    random_bits = random_ops.bits
+    monkeypatch.setattr(random_ops, "bits", local_bits)
+    caught("uniform", "dropout", match="off the dense")
+
+
+def test_rename_that_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mesh-TensorFlow's own fault: the pieces stay where they were."""
+
+    def lower(self: Op, lowering: base.Lowering, inputs: Any, types: Any) -> list[int]:
+        return lowering.local(self, inputs, types, [lowering.natural(types[0].shape)])
+
+    monkeypatch.setattr(shape.Rename, "lower", lower)
+    caught("rename", "rename and use")
+
+
+def test_reshape_that_keeps_every_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lower(self: Op, lowering: base.Lowering, inputs: Any, types: Any) -> list[int]:
+        return lowering.local(self, inputs, types, [lowering.natural(types[0].shape)])
+
+    monkeypatch.setattr(shape.Reshape, "lower", lower)
+    caught("reshape merge", "reshape regroup")
+
+
+def test_moves_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "plan_moves", lambda have, want: plan_moves(have, want)[::-1])
+    caught("rename swaps")
+
+
+@pytest.mark.parametrize("kind", ["AllGather", "AllToAll"])
+def test_group_in_the_wrong_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged = lockstep.LockstepEngine.exchanged
+
+    def broken(self: Any, instr: Any, members: Any, v: Any) -> Any:
+        turned = members[::-1] if type(instr).__name__ == kind else members
+        return exchanged(self, instr, turned, v)
+
+    monkeypatch.setattr(lockstep.LockstepEngine, "exchanged", broken)
+    caught("rename swaps" if kind == "AllToAll" else "concat")
+
+
+def test_uncounted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        lockstep, "wire_bytes", lambda kind, payload, n: program_module.wire_bytes(kind, payload, n + 1)
+    )
+    caught("matmul", match="engine counts")
+
+
+def test_layout_wrongly_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "check_disjoint", lambda splits, what: None)
+    caught("gather", match="split and partial over the same axis", mesh="x:2")
+
+
+def test_layout_wrongly_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(splits: Any, what: str) -> None:
+        if any(splits.values()):
+            raise mtf.LayoutError(f"{what} has both split over mesh axis")
+
+    monkeypatch.setattr(base, "check_disjoint", check)
+    caught("matmul", match="refused although it is legal")
+
+
+def _half(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(self: Op, dy: Any, inputs: Any, output: Any) -> Any:
+        return [g if g is None else g * 0.5 for g in inner(self, dy, inputs, output)]
+
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        (einsum.Einsum, "matmul"),
+        (basic.Shift, "shift"),
+        (reduce.Reduce, "max"),
+        (softmax.Softmax, "softmax"),
+        (norm.Normalize, "layer_norm"),
+        (index.Gather, "gather"),
+        (shape.Rename, "rename"),
+        (random_ops.Dropout, "dropout"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_wrong_gradient(operation: type[Op], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation, "gradient", _half(operation.gradient))
+    with pytest.raises(AssertionError, match="finite differences"):
+        check_dense(BY_NAME[name])
+
+
+def test_wrong_value() -> None:
+    sample = BY_NAME["exp"]
+    wrong = Sample("exp", "elementwise", sample.apply, sample.args, lambda x: 2.0**x)
+    with pytest.raises(AssertionError, match="off the dense result"):
+        check_dense(wrong)
