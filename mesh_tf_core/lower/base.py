@@ -8,13 +8,14 @@ result, which is all-reduced at once. `passes` then moves those sums.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.dims import Shape
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Axes, Layout, check_disjoint
+from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.redistribute import plan_moves
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.op import Op, TensorType
@@ -33,7 +34,6 @@ from mesh_tf_core.program import (
     Stored,
     Value,
     WriteVariable,
-    make_loop,
 )
 from mesh_tf_core.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.tensor import Tensor
@@ -71,7 +71,8 @@ class Lowering:
         self.feeds: dict[str, int] = {}
         self.origin = Origin(-1, "", "forward")
         self._natural: dict[Shape, Splits] = {}
-        self._carry_stacks: dict[int, list[int]] = {}
+        self.loops = Loops(self)
+        self._again = False
 
     # -- values ----------------------------------------------------------------------------------------------
 
@@ -140,11 +141,17 @@ class Lowering:
 
     # -- nodes -----------------------------------------------------------------------------------------------
 
-    def node(self, node: Node) -> None:
-        self.origin = Origin(node.index, node.scope, node.phase)
+    def node(self, node: Node, again: bool = False) -> None:
+        """Lowers one node; `again` when a forward node runs a second time, for backward."""
+        saved, self._again = self._again, again or self._again
+        self.origin = Origin(node.index, node.scope, "recompute" if self._again else node.phase)
+        self._lower(node)
+        self._again = saved
+
+    def _lower(self, node: Node) -> None:
         op = node.op
         if isinstance(op, Scan):
-            self.loop(node)
+            self.loops.loop(node)
         elif isinstance(op, Feed):
             t = self.graph.tensor(node.outputs[0])
             out = self.new(t.type, self.natural(t.shape, f"input {op.feed!r}"))
@@ -234,143 +241,11 @@ class Lowering:
             env.update(zip(node.outputs, made, strict=True))
         return [env[result.id]]
 
-    # -- loops -----------------------------------------------------------------------------------------------
-
-    def loop(self, node: Node) -> None:
-        block, origin = node.body, self.origin
-        assert block is not None and block.dim is not None
-        if self.layout.axes(block.dim.name):
-            raise LayoutError(
-                f"layout {self.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
-                f"be split over {'+'.join(self.layout.axes(block.dim.name))}; drop this rule"
-            )
-        whole = self.keep is None or node.index in self.keep.nodes
-        inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
-        init = [self.at_home(self.value_of(i)) for i in inputs]
-        outer_code, self.code = self.code, []
-        index = self.new(self.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
-        self.env[block.index] = index  # type: ignore[index]
-        carry_in = []
-        for tensor, start in zip(starts, init, strict=True):
-            v = self.values[start]
-            self.env[tensor] = self.new(TensorType(v.shape, v.dtype), v.splits)
-            carry_in.append(self.env[tensor])
-        sliced = self._sliced(block)
-        self.nodes(block)
-        carry_out = [self.at_home(self.value_of(t)) for t in block.carry_out] if whole else []
-        finals = [self._outer(v, None) for v in carry_in]
-        pairs = [*block.stacked, *self._saves(block)]
-        stacked = [self._stack(block, inner, outer) for inner, outer in pairs if self._here(inner, node)]
-        if self._recomputes(block):
-            stacks = [(c, self._outer(c, block)) for c in carry_in]
-            self._carry_stacks[block.id] = [o for _, o in stacks]
-            stacked += stacks
-        summed = []
-        for inner, outer in block.summed:
-            if self._here(inner, node):
-                value = self.value_of(inner)
-                self.env[outer] = self._outer(value, None)
-                summed.append((value, self.env[outer]))
-        body, self.code = tuple(self.code), outer_code
-        self.env.update(zip(node.outputs, finals, strict=False))
-        carried = tuple(zip(init, carry_in, carry_out, finals, strict=True))
-        self.emit(
-            make_loop(
-                origin,
-                block.dim,
-                block.reverse,
-                index,
-                carried,
-                tuple(sliced),
-                tuple(stacked),
-                tuple(summed),
-                body,
-            )
-        )
-
-    def _here(self, tensor: int, scan: Node) -> bool:
-        """Whether this lowering computes a body tensor (a loop's own carries belong to its scan)."""
-        if self.keep is None:
-            return True
-        producer = self.graph.producer.get(tensor, scan)
-        return producer.index in self.keep.nodes
-
     def nodes(self, block: Block) -> None:
         for node in block.nodes:
             wanted = self.keep is None or node.index in self.keep.nodes
             if wanted or (node.body is not None and self.keep and node.body.id in self.keep.blocks):
                 self.node(node)
-
-    def _sliced(self, block: Block) -> list[tuple[int, int]]:
-        """Parts of stacked values; with recomputation, saved values are computed anew instead."""
-        pairs = []
-        saved = {o: i for i, o in block.forward.saved.items()} if block.forward else {}
-        again: list[tuple[int, int]] = []
-        for outer, inner in block.sliced:
-            if outer in saved and block.forward and self._recomputes(block.forward):
-                again.append((saved[outer], inner))
-                continue
-            if self.keep is not None and outer not in self.env and not self._used(block, inner):
-                continue
-            pairs.append(self._part(self.value_of(outer), inner))
-        if again:
-            pairs += self._recomputed(block, again)
-        return pairs
-
-    def _used(self, block: Block, tensor: int) -> bool:
-        assert self.keep is not None
-        return any(tensor in n.inputs for n in block.nodes if n.index in self.keep.nodes)
-
-    def _part(self, outer: int, inner: int) -> tuple[int, int]:
-        v = self.values[outer]
-        self.env[inner] = self.new(TensorType(Shape(v.shape.dims[1:]), v.dtype), v.splits[1:], v.partial)
-        return outer, self.env[inner]
-
-    def _recomputed(self, block: Block, again: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Runs the needed part of the forward body inside the backward body."""
-        forward = block.forward
-        assert forward is not None
-        pairs = []
-        for stack, tensor in zip(self._carry_stacks[forward.id], forward.carry_in, strict=True):
-            pairs.append(self._part(stack, tensor))
-        for outer, inner in forward.sliced:
-            pairs.append(self._part(self.value_of(outer), inner))
-        assert block.index is not None and forward.index is not None
-        self.env[forward.index] = self.env[block.index]
-        needed = {tensor for tensor, _ in again}
-        chosen: list[Node] = []
-        for node in reversed(forward.nodes):
-            if any(o in needed for o in node.outputs):
-                chosen.append(node)
-                needed.update(node.inputs)
-        for node in reversed(chosen):
-            self.node(replace(node, phase="recompute"))
-        for tensor, inner in again:
-            self.env[inner] = self.value_of(tensor)
-        return pairs
-
-    def _recomputes(self, block: Block) -> bool:
-        return (
-            block.dim is not None
-            and block.dim.name in self.recompute
-            and bool(block.saved)
-            and not block.parent
-        )
-
-    def _saves(self, block: Block) -> list[tuple[int, int]]:
-        return [] if self._recomputes(block) else list(block.saved.items())
-
-    def _stack(self, block: Block, inner: int, outer: int) -> tuple[int, int]:
-        value = self.value_of(inner)
-        self.env[outer] = self._outer(value, block)
-        return value, self.env[outer]
-
-    def _outer(self, id: int, stack: Block | None) -> int:
-        v = self.values[id]
-        if stack is None:
-            return self.new(TensorType(v.shape, v.dtype), v.splits, v.partial)
-        assert stack.dim is not None
-        return self.new(TensorType(Shape([stack.dim, *v.shape]), v.dtype), ((), *v.splits), v.partial)
 
 
 def lower_base(

@@ -46,11 +46,28 @@ def combinable(program: Program) -> dict[Key, list[AllReduce]]:
             early.update(instr.inputs)
     early.update(program.results.values())
     groups: dict[Key, list[AllReduce]] = {}
-    for instr in program.code:
+    first: dict[int, int] = {}
+    place: dict[int, int] = {}
+    for at, instr in enumerate(program.code):
+        for i in instr.inputs:
+            first.setdefault(i, at)
         if not isinstance(instr, AllReduce) or instr.combine != "sum" or instr.origin.phase == "update":
             continue
         if instr.outputs[0] not in early:
+            place[instr.outputs[0]] = at
             value: Value = program.values[instr.inputs[0]]
             if value.local_bytes(program.mesh) <= SMALL_BYTES:
                 groups.setdefault((instr.axes, value.dtype), []).append(instr)
-    return groups
+    return {key: _in_time(found, first, place) for key, found in groups.items()}
+
+
+def _in_time(found: list[AllReduce], first: dict[int, int], place: dict[int, int]) -> list[AllReduce]:
+    """The members that nobody reads before the last of them is ready (an update may precede other gradients)."""
+    while found:
+        sent = place[found[-1].outputs[0]]
+        kept = [r for r in found if first.get(r.outputs[0], sent + 1) > sent]
+        if len(kept) == len(found):
+            break
+        # The last member itself is read after it is sent, so a group never becomes empty here.
+        found = kept
+    return found

@@ -24,6 +24,16 @@ def _need_ints(op: str, ids: TensorType) -> None:
         raise UserError(f"{op}: indices need int32 or int64, found {ids}")
 
 
+def _no_shared(op: str, ids: Shape, table: Shape, inputs: Sequence[TensorType]) -> None:
+    """The table's dimensions and those of the ids mean different things, so they need different names."""
+    for name in table.names:
+        if name in ids.names:
+            raise UserError(
+                f"{op} of {listing(inputs)}: both the table and the ids have dimension {name!r}; "
+                "rename it in one of them with mtf.rename"
+            )
+
+
 def local_ids(k: Kernel, at: At, ids: Any, dim: str, size: int) -> tuple[Any, Any]:
     """Ids relative to this device's piece, clipped into it, and which of them fall inside."""
     offset = at.offset(dim)
@@ -150,6 +160,7 @@ class ScatterAdd(Op):
         _need_ints("scatter_add", ids)
         if x.shape.dims[: len(ids.shape)] != ids.shape.dims:
             raise UserError(f"scatter_add of {listing(inputs)}: the rows must begin with the ids' dimensions")
+        _no_shared("scatter_add", ids.shape, Shape([self.dim]), inputs)
         return TensorType(Shape([self.dim, *x.shape.dims[len(ids.shape) :]]), x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:

@@ -1,0 +1,171 @@
+"""Base lowering of loops: bodies, what crosses their border, forward bodies that run again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mesh_tf_core.blocks import Block, Node
+from mesh_tf_core.dims import Shape
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.op import TensorType
+from mesh_tf_core.program import make_loop
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+
+
+class Loops:
+    """Lowers the loops of one lowering; `low` is its state."""
+
+    def __init__(self, low: Lowering) -> None:
+        self.low = low
+        self._carry_stacks: dict[int, list[int]] = {}
+
+    def loop(self, node: Node) -> None:
+        block, origin = node.body, self.low.origin
+        assert block is not None and block.dim is not None
+        if self.low.layout.axes(block.dim.name):
+            raise LayoutError(
+                f"layout {self.low.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
+                f"be split over {'+'.join(self.low.layout.axes(block.dim.name))}; drop this rule"
+            )
+        whole = self.low.keep is None or node.index in self.low.keep.nodes
+        inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
+        init = [self.low.at_home(self.low.value_of(i)) for i in inputs]
+        outer_code, self.low.code = self.low.code, []
+        index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
+        self.low.env[block.index] = index  # type: ignore[index]
+        carry_in = []
+        for tensor, start in zip(starts, init, strict=True):
+            v = self.low.values[start]
+            self.low.env[tensor] = self.low.new(TensorType(v.shape, v.dtype), v.splits)
+            carry_in.append(self.low.env[tensor])
+        sliced = self._sliced(block)
+        self.low.nodes(block)
+        carry_out = [self.low.at_home(self.low.value_of(t)) for t in block.carry_out] if whole else []
+        finals = [self._outer(v, None) for v in carry_in]
+        pairs = [*block.stacked, *self._saves(block)]
+        stacked = [self._stack(block, inner, outer) for inner, outer in pairs if self._here(inner, node)]
+        if self._recomputes(block):
+            stacks = [(c, self._outer(c, block)) for c in carry_in]
+            self._carry_stacks[block.id] = [o for _, o in stacks]
+            stacked += stacks
+        summed = []
+        for inner, outer in block.summed:
+            if self._here(inner, node):
+                value = self.low.value_of(inner)
+                self.low.env[outer] = self._outer(value, None)
+                summed.append((value, self.low.env[outer]))
+        body, self.low.code = tuple(self.low.code), outer_code
+        self.low.env.update(zip(node.outputs, finals, strict=False))
+        carried = tuple(zip(init, carry_in, carry_out, finals, strict=True))
+        self.low.emit(
+            make_loop(
+                origin,
+                block.dim,
+                block.reverse,
+                index,
+                carried,
+                tuple(sliced),
+                tuple(stacked),
+                tuple(summed),
+                body,
+            )
+        )
+
+    def _here(self, tensor: int, scan: Node) -> bool:
+        """Whether this lowering computes a body tensor (a loop's own carries belong to its scan)."""
+        if self.low.keep is None:
+            return True
+        producer = self.low.graph.producer.get(tensor, scan)
+        return producer.index in self.low.keep.nodes
+
+    def _sliced(self, block: Block) -> list[tuple[int, int]]:
+        """Parts of stacked values; with recomputation, saved values are computed anew instead."""
+        pairs = []
+        saved = {o: i for i, o in block.forward.saved.items()} if block.forward else {}
+        again: list[tuple[int, int]] = []
+        for outer, inner in block.sliced:
+            if outer in saved and block.forward and self._recomputes(block.forward):
+                again.append((saved[outer], inner))
+                continue
+            if self.low.keep is not None and outer not in self.low.env and not self._used(block, inner):
+                continue
+            pairs.append(self._part(self.low.value_of(outer), inner))
+        if again:
+            pairs += self._recomputed(block, again)
+        return pairs
+
+    def _used(self, block: Block, tensor: int) -> bool:
+        assert self.low.keep is not None
+        return any(tensor in n.inputs for n in block.nodes if n.index in self.low.keep.nodes)
+
+    def _part(self, outer: int, inner: int) -> tuple[int, int]:
+        v = self.low.values[outer]
+        self.low.env[inner] = self.low.new(
+            TensorType(Shape(v.shape.dims[1:]), v.dtype), v.splits[1:], v.partial
+        )
+        return outer, self.low.env[inner]
+
+    def _recomputed(self, block: Block, again: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Runs the needed part of the forward body inside the backward body."""
+        forward = block.forward
+        assert forward is not None
+        pairs = []
+        for stack, tensor in zip(self._carry_stacks[forward.id], forward.carry_in, strict=True):
+            pairs.append(self._part(stack, tensor))
+        for outer, inner in forward.sliced:
+            pairs.append(self._part(self.low.value_of(outer), inner))
+        assert block.index is not None and forward.index is not None
+        self.low.env[forward.index] = self.low.env[block.index]
+        for node in _leading_to({tensor for tensor, _ in again}, forward):
+            self.low.node(node, again=True)
+        for tensor, inner in again:
+            self.low.env[inner] = self.low.value_of(tensor)
+        return pairs
+
+    def _recomputes(self, block: Block) -> bool:
+        return (
+            block.dim is not None
+            and block.dim.name in self.low.recompute
+            and bool(block.saved)
+            and not block.parent
+        )
+
+    def _saves(self, block: Block) -> list[tuple[int, int]]:
+        return [] if self._recomputes(block) else list(block.saved.items())
+
+    def _stack(self, block: Block, inner: int, outer: int) -> tuple[int, int]:
+        value = self.low.value_of(inner)
+        self.low.env[outer] = self._outer(value, block)
+        return value, self.low.env[outer]
+
+    def _outer(self, id: int, stack: Block | None) -> int:
+        v = self.low.values[id]
+        if stack is None:
+            return self.low.new(TensorType(v.shape, v.dtype), v.splits, v.partial)
+        assert stack.dim is not None
+        return self.low.new(TensorType(Shape([stack.dim, *v.shape]), v.dtype), ((), *v.splits), v.partial)
+
+
+def _leading_to(wanted: set[int], block: Block) -> list[Node]:
+    """The nodes of `block` from which the tensors `wanted` follow, in order."""
+    needed, chosen = set(wanted), []
+    for node in reversed(block.nodes):
+        made = (*node.outputs, *(node.body.saved.values() if node.body else ()))
+        if any(o in needed for o in made):
+            chosen.append(node)
+            needed |= _reads(node)
+    return chosen[::-1]
+
+
+def _reads(node: Node) -> set[int]:
+    """The tensors that a node reads, also from inside its loop's body."""
+    found = set(node.inputs)
+    if node.body is not None:
+        found.update(outer for outer, _ in node.body.sliced)
+        found.update((*node.body.carry_out, *(inner for inner, _ in (*node.body.stacked, *node.body.summed))))
+        for inner in node.body.nodes:
+            found |= _reads(inner)
+    return found
