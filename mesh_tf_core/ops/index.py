@@ -125,6 +125,7 @@ class Gather(Op):
             raise UserError(
                 f"gather of {listing(inputs)}: dimension {self.dim!r} must come first in the table"
             )
+        _no_shared("gather", ids.shape, table.shape, inputs)
         return TensorType(Shape([*ids.shape, *table.shape.without(self.dim)]), table.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:

@@ -1,0 +1,230 @@
+"""Building graphs: structure, scopes, loops, and what is said about mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.op import Op
+from mesh_tf_core.ops.binary import Binary
+from mesh_tf_core.ops.unary import Unary
+from mesh_tf_core.optimizers import by_name
+
+A, B, L = mtf.Dim("a", 4), mtf.Dim("b", 6), mtf.Dim("layers", 3)
+
+
+@pytest.fixture
+def g() -> mtf.Graph:
+    return mtf.Graph("g")
+
+
+def test_an_operation_without_its_facets_fails_at_import() -> None:
+    with pytest.raises(TypeError, match="operation Half lacks the facets flops, gradient"):
+
+        @dataclass(frozen=True)
+        class Half(Op):
+            def roles(self, *inputs: Any) -> Any: ...
+
+            def infer(self, *inputs: Any) -> Any: ...
+
+            def kernel(self, k: Any, at: Any, *slices: Any) -> Any: ...
+
+
+def test_inputs_and_variables(g: mtf.Graph) -> None:
+    x = g.input("x", [A], "float32")
+    w = g.variable("w", [A], mtf.ONES, activation_dtype="bfloat16")
+    assert (str(x.type), str(w.type), g.lookup("w").dtype) == ("float32[a:4]", "bfloat16[a:4]", "float32")
+    with pytest.raises(mtf.UserError, match="input 'x' is declared twice"):
+        g.input("x", [A])
+    with pytest.raises(mtf.UserError, match="variable 'w' exists already"):
+        g.variable("w", [B], mtf.ONES)
+    with pytest.raises(mtf.UserError, match="has no variable 'v'; known: w"):
+        g.lookup("v")
+    with pytest.raises(mtf.UserError, match="dtype 'float' is not supported"):
+        g.variable("u", [B], mtf.ONES, dtype="float")
+
+
+def test_scopes_name_variables(g: mtf.Graph) -> None:
+    with g.scope("block"), g.scope("dense"):
+        y = g.variable("w", [A], mtf.ONES) * 2.0
+    assert "block/dense/w" in g.variables
+    assert g.producer[y.id].scope == "block/dense"
+
+
+def test_assign_needs_the_variables_type(g: mtf.Graph) -> None:
+    w = g.variable("w", [A], mtf.ONES)
+    with pytest.raises(mtf.UserError, match=r"assign to variable 'w' of float32\[a:4\]: found int32\[a:4\]"):
+        g.assign(g.lookup("w"), w.cast("int32"))
+
+
+def test_assign_inside_a_loop(g: mtf.Graph) -> None:
+    w = g.variable("w", [A], mtf.ONES)
+
+    def body(x: mtf.Tensor) -> mtf.Tensor:
+        g.assign(g.lookup("w"), x)
+        return x
+
+    with pytest.raises(mtf.UserError, match="not inside a loop; return the value from the body"):
+        mtf.scan(body, w, L)
+
+
+def test_tensors_of_another_graph(g: mtf.Graph) -> None:
+    x, y = g.input("x", [A], "float32"), mtf.Graph("other").input("y", [A], "float32")
+    with pytest.raises(mtf.UserError, match="belongs to graph 'other', not 'g'"):
+        mtf.einsum([x, y], [A])
+    with pytest.raises(mtf.UserError, match="expected a tensor, found int 3"):
+        g.apply(Binary("add"), x, 3)  # type: ignore[arg-type]
+
+
+def test_a_tensor_has_no_value(g: mtf.Graph) -> None:
+    x = g.input("x", [A], "float32")
+    with pytest.raises(mtf.UserError, match=r"has no value while the model is being built; use mtf.where"):
+        assert x > 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda x, y: x + y, r"a.* has size 4 in one operand and 5 in another"),
+        (lambda x, y: x + x.cast("int32"), r"add of float32\[a:4\], int32\[a:4\]: operands have dtypes"),
+        (
+            lambda x, y: mtf.einsum([x], [B]),
+            r"einsum of float32\[a:4\]: no operand has the output dimension b:6",
+        ),
+        (lambda x, y: mtf.einsum([], []), "einsum: needs at least one operand"),
+        (
+            lambda x, y: mtf.broadcast(x, [B]),
+            r"broadcast of float32\[a:4\] to \[b:6\]: the target lacks dimension a",
+        ),
+        (lambda x, y: mtf.reduce_sum(x, "c"), "has no dimension 'c'"),
+        (lambda x, y: mtf.reduce_any(x), "any and all need bool, the others need numbers"),
+        (lambda x, y: x & x, "and of .*: needs bool"),
+        (lambda x, y: ~x, "not: needs bool"),
+        (lambda x, y: mtf.where(x, x, x), "the condition needs bool"),
+        (lambda x, y: mtf.where(x > 0.0, 1.0, 2.0), "one of the two choices must be a tensor"),
+        (
+            lambda x, y: mtf.reshape(x, [B]),
+            r"\(4 elements\) to \[b:6\] \(6 elements\): the numbers of elements",
+        ),
+        (lambda x, y: mtf.transpose(x, [A, B]), "transpose of .*: both need the same dimensions"),
+        (lambda x, y: mtf.slice_dim(x, "a", 3, 2), "elements 3 to 5 of 'a' are asked for, it has 4"),
+        (lambda x, y: mtf.pad(x, "a", -1, 2), "-1 and 2 elements; both must be >= 0"),
+        (lambda x, y: mtf.concat([x, x.cast("int32")], "a"), "operands have dtypes float32 and int32"),
+        (
+            lambda x, y: mtf.concat([x, mtf.rename(x, a="c")], "a"),
+            "the other dimensions must agree, in order",
+        ),
+        (lambda x, y: mtf.gather(x, x, "a"), "gather: indices need int32 or int64, found float32"),
+        (
+            lambda x, y: mtf.gather(x, x.cast("int32"), "a"),
+            "both the table and the ids have dimension 'a'; rename",
+        ),
+        (
+            lambda x, y: mtf.scatter_add(x, x.cast("int32"), A),
+            "both the table and the ids have dimension 'a'",
+        ),
+        (lambda x, y: mtf.scatter_add(x, y.cast("int32"), B), "the rows must begin with the ids' dimensions"),
+        (lambda x, y: mtf.pick(x, y.cast("int32"), "a"), "ids need the dimensions of x except 'a'"),
+        (lambda x, y: mtf.dropout(x, 1.0), r"rate must be in \[0, 1\), found 1.0"),
+        (lambda x, y: mtf.softmax(x.cast("int32"), "a"), "softmax of .*: needs a floating-point tensor"),
+        (lambda x, y: mtf.add_n([x, mtf.rename(x, a="c")]), "all operands need the same dimensions"),
+        (lambda x, y: x.graph.apply(Unary("exq"), x), "element-wise function 'exq': did you mean 'exp'"),
+        (lambda x, y: x.graph.apply(Binary("subb"), x, x), "element-wise function 'subb': did you mean 'sub'"),
+    ],
+)
+def test_operand_errors(g: mtf.Graph, make: Any, match: str) -> None:
+    x = g.input("x", [A], "float32")
+    y = g.input("y", [mtf.Dim("a", 5)], "float32")
+    with pytest.raises(mtf.UserError, match=match):
+        make(x, y)
+
+
+def test_scan_needs_the_same_state_back(g: mtf.Graph) -> None:
+    x = g.input("x", [A], "float32")
+    with pytest.raises(
+        mtf.UserError, match=r"the body must return what it is given, float32\[a:4\]; found int32"
+    ):
+        mtf.scan(lambda h: h.cast("int32"), x, L)
+    with pytest.raises(mtf.UserError, match="scan: needs a tensor to carry"):
+        mtf.scan(lambda h: h, [], L)
+    with pytest.raises(mtf.UserError, match="has no dimension 'layers'"):
+        mtf.scan(lambda h, u: h, x, L, [x])
+
+
+def test_a_loops_tensors_stay_inside(g: mtf.Graph) -> None:
+    x, kept = g.input("x", [A], "float32"), []
+
+    def body(h: mtf.Tensor) -> mtf.Tensor:
+        kept.append(h * 2.0)
+        return h
+
+    mtf.scan(body, x, L)
+    with pytest.raises(mtf.UserError, match="was computed inside a loop body and is not visible outside"):
+        kept[0] + 1.0
+
+
+def test_scan_shapes(g: mtf.Graph) -> None:
+    x, xs = g.input("x", [A], "float32"), g.input("xs", [L, A], "float32")
+
+    def body(state: Any, u: mtf.Tensor) -> Any:
+        h, n = state
+        w = g.variable("w", [A, B], mtf.ONES)
+        h = mtf.rename(mtf.slice_dim(mtf.einsum([h, w], [B]), "b", 0, 4), b="a") + u
+        return (h, n + 1), [mtf.reduce_sum(h)]
+
+    (h, n), (sums,) = mtf.scan(body, [x, g.step()], L, [xs])
+    assert [str(t.type) for t in (h, n, sums)] == ["float32[a:4]", "int32[]", "float32[layers:3]"]
+    assert str(g.lookup("w").shape) == "layers:3 a:4 b:6" and g.lookup("w").stacked == 1
+
+
+def test_depth_costs_nothing() -> None:
+    def build(depth: int) -> mtf.Model:
+        g = mtf.Graph()
+        x = g.input("x", [A], "float32")
+        square = [A, mtf.Dim("c", 4)]
+
+        def layer(h: mtf.Tensor) -> mtf.Tensor:
+            return mtf.rename(mtf.tanh(mtf.einsum([h, g.variable("w", square, mtf.ONES)], square[1:])), c="a")
+
+        return mtf.Model(mtf.reduce_sum(mtf.scan(layer, x, mtf.Dim("layers", depth))))
+
+    def size(depth: int) -> tuple[int, int]:
+        model = build(depth)
+        program = model.lower(mtf.Mesh("x:2"), mtf.Layout("a:x"))
+        return len(list(model.step_graph.walk())), len(list(program.walk()))
+
+    assert size(6) == size(96)
+
+
+def test_walk_multiplies_loops(g: mtf.Graph) -> None:
+    x = g.input("x", [A], "float32")
+    mtf.scan(lambda h: mtf.scan(lambda s: mtf.tanh(s), h, mtf.Dim("m", 5)), x, L)
+    assert {node.op.name: times for node, times in g.walk()} == {"feed": 1, "scan": 3, "tanh": 15}
+
+
+def test_models_need_a_scalar_loss(g: mtf.Graph) -> None:
+    x = g.input("x", [A], "float32")
+    with pytest.raises(mtf.UserError, match=r"loss must be a scalar tensor, found .*; use mtf.reduce_mean"):
+        mtf.Model(x)
+    g.variable("unused", [A], mtf.ONES)
+    with pytest.raises(mtf.UserError, match="the loss does not depend on unused; remove these variables"):
+        _ = mtf.Model(mtf.reduce_sum(x)).step_graph
+
+
+def test_optimizers_by_name() -> None:
+    assert by_name("adam", 0.5) == mtf.Adam(0.5)
+    with pytest.raises(mtf.UserError, match="optimizer 'adm': did you mean 'adam'"):
+        by_name("adm", 0.5)
+    with pytest.raises(mtf.UserError, match="SGD: learning_rate must be positive, found 0"):
+        mtf.SGD(0)
+
+
+def test_fingerprint_follows_the_model() -> None:
+    def build(factor: float) -> mtf.Model:
+        g = mtf.Graph()
+        return mtf.Model(mtf.reduce_sum(g.variable("w", [A], mtf.ONES) * factor))
+
+    assert build(2.0).fingerprint == build(2.0).fingerprint != build(3.0).fingerprint
