@@ -15,6 +15,18 @@ import numpy as np
 import mesh_tf_core as mtf
 from mesh_tf_core.optimizers import by_name
 
+_EXPERT = "batch:batch;vocab:model;d_ff:model;heads:model"
+_PAPER = {
+    4096: ("batch:32", "batch:batch"),
+    8192: ("batch:32", "batch:batch"),
+    16384: ("model:4;batch:8", _EXPERT),
+    32768: ("model:4;batch:8", _EXPERT),
+    65536: ("model:8;batch:16", _EXPERT),
+    131072: ("batch:16;model:32", _EXPERT),
+    262144: ("batch:16;model:32", _EXPERT),
+}
+"""d_ff -> the mesh and layout that the paper trained this size under (tensor2tensor's mtf_transformer_paper_lm)."""
+
 
 def model(
     layers: int = 4,
@@ -105,7 +117,7 @@ def model(
         loss,
         by_name(optimizer, learning_rate),
         name="transformer_lm",
-        layouts={"Mesh-TensorFlow paper": ("", "batch:batch;vocab:model;d_ff:model;heads:model")},
+        layouts={"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {},
     )
 
 

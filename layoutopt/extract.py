@@ -18,6 +18,7 @@ in it, so it never forbids a layout that fits; `search` checks the exact peak of
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Extraction:
     Attributes:
       domains: dimension -> options; variable i of the problem chooses among those of `dims[i]`.
       tables: the priced clusters.
-      problem: without a memory limit if none was asked for.
+      problem: variables, times and memory rows.
     """
 
     mesh: Mesh
@@ -80,13 +81,13 @@ def extract(
     mesh: Mesh,
     options: Mapping[str, tuple[Axes, ...]],
     pricer: Pricer,
-    memory: float | None = None,
+    memory: float = math.inf,
 ) -> Extraction:
     """The problem of a model on a mesh.
 
     Args:
       options: from `domains`.
-      memory: bytes that a device may hold (None: no limit).
+      memory: bytes that a device may hold.
     """
     program = model.lower(mesh, Layout())
     tables = tuple(table(model.graph, mesh, c, options, pricer) for c in clusters(model.graph, program))
@@ -100,7 +101,7 @@ def extract(
     place = {n: {a: j for j, a in enumerate(options[n])} for n in dims}
     terms = _time_terms(tables, groups, number, place, pricer)
     terms += _message_terms(tables, groups, number, place, pricer)
-    rows = () if memory is None else tuple(_rows(program, options, dims, number, memory))
+    rows = tuple(_rows(program, options, dims, number, memory))
     problem = Problem(f"{model.name} on {mesh}", tuple(variables), tuple(terms), rows)
     return Extraction(mesh, options, dims, tables, groups, problem)
 

@@ -39,6 +39,7 @@ from mesh_tf_core.ops.softmax import log_softmax, logsumexp, masked_softmax, sof
 from mesh_tf_core.optimizers import SGD, Adafactor, Adam, Optimizer
 from mesh_tf_core.program import Program
 from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.trainer import Trainer
 
 __all__ = [
     "ONES",

@@ -1,0 +1,94 @@
+"""Layouts that experts would write by hand, priced beside every answer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.layout import Axes, Layout
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.model import Model
+
+EXPERT_DIMS = ("vocab", "d_ff", "heads", "experts")
+"""Dimensions that Mesh-TensorFlow's and Megatron-LM's layouts split over the model axis (Shazeer et al. 2018, section 5;
+Shoeybi et al. 2019, section 3)."""
+
+
+def batch_dim(model: Model) -> str | None:
+    """The dimension that data parallelism splits: the first one of every input."""
+    firsts = {t.shape.names[0] for t in model.graph.inputs.values() if t.shape.names}
+    return firsts.pop() if len(firsts) == 1 else None
+
+
+def named_layouts(
+    model: Model, mesh: Mesh, options: Mapping[str, tuple[Axes, ...]]
+) -> Iterator[tuple[str, Mesh, Layout]]:
+    """(name, mesh, layout) of replicated, data-parallel and expert layouts on a mesh."""
+    yield "replicated", mesh, Layout()
+    batch = batch_dim(model)
+    if batch is not None:
+        widest = max(options.get(batch, ((),)), key=mesh.group_size)
+        if widest:
+            yield "data parallel", mesh, Layout({batch: widest})
+    expert = [n for n in EXPERT_DIMS if len(options.get(n, ())) > 1]
+    if expert:
+        yield "model parallel (expert)", mesh, Layout({n: max(options[n], key=mesh.group_size) for n in expert})
+    if batch is not None and expert and len(mesh.axes) > 1:
+        data = tuple(a for a in mesh.names if a.startswith(("data", "batch")))
+        first = data if 0 < len(data) < len(mesh.axes) else mesh.names[:-1]
+        rest = tuple(a for a in mesh.names if a not in first)
+        rules: dict[str, Axes] = {n: rest for n in expert if rest in options[n]}
+        if first in options.get(batch, ()):
+            yield "data + model parallel (expert)", mesh, Layout({batch: first, **rules})
+    yield from _declared(model, mesh)
+
+
+def _declared(model: Model, mesh: Mesh) -> Iterator[tuple[str, Mesh, Layout]]:
+    """The model's own expert layouts that suit this number of devices."""
+    for name, (mesh_text, layout_text) in model.layouts.items():
+        layout = Layout(layout_text)
+        own = Mesh(mesh_text) if mesh_text else mesh
+        axes = {a for found in layout.values() for a in found}
+        if own.devices == mesh.devices and axes <= set(own.names):
+            yield name, own, layout
+
+
+def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, ...]]:
+    """Factorisations of a number of devices into at most `max_axes` axes of size >= 2.
+
+    Args:
+      ordered: keep different orders of the same sizes apart (they lie on the hardware differently).
+    """
+    if devices < 1:
+        raise UserError(f"--devices {devices}: needs at least one device")
+    if max_axes < 1:
+        raise UserError(f"--max-axes {max_axes}: needs at least one axis")
+    found: set[tuple[int, ...]] = set()
+
+    def split(left: int, sizes: tuple[int, ...]) -> None:
+        if left == 1:
+            found.add(sizes or (1,))
+            return
+        if len(sizes) == max_axes:
+            return
+        for size in range(2, left + 1):
+            if left % size == 0:
+                split(left // size, (*sizes, size))
+
+    split(devices, ())
+    if ordered:
+        return sorted(found)
+    return sorted({tuple(sorted(sizes, reverse=True)) for sizes in found})
+
+
+def axis_names(layout: Layout, mesh: Mesh, batch: str | None) -> dict[str, str]:
+    """Speaking names for the axes of a searched mesh: `data` where the batch is split, `model` elsewhere."""
+    on_batch = set(layout.axes(batch)) if batch else set()
+    counts = {"data": itertools.count(1), "model": itertools.count(1)}
+    names = {}
+    for axis in mesh.names:
+        word = "data" if axis in on_batch else "model"
+        number = next(counts[word])
+        names[axis] = word if number == 1 else f"{word}{number}"
+    return names
