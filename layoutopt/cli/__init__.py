@@ -1,4 +1,4 @@
-"""The command line, `layoutopt`: one module per command, each imported when it is called."""
+"""The command line, `layoutopt`: one module per command. Each imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+from layoutopt.cli import cost, hardware, init, lower, solve_problem
+from layoutopt.cli.group import Group
+
+FIND, RUN, SHARE, MORE = "Find a layout", "Run it", "Show it", "More"
+
+app = typer.Typer(cls=Group, pretty_exceptions_enable=False)
 
 
 def _print_version(asked: bool) -> None:
@@ -18,13 +23,23 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Find, prove, explain and apply the best layout of a model over a mesh of devices."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command(epilog=cost.EXAMPLES, rich_help_panel=FIND)(cost.cost)
+app.command(epilog=lower.EXAMPLES, rich_help_panel=SHARE)(lower.lower)
+app.command(epilog=init.EXAMPLES, rich_help_panel=MORE)(init.init)
+app.command(epilog=hardware.EXAMPLES, rich_help_panel=MORE)(hardware.hardware)
+app.command("solve-problem", epilog=solve_problem.EXAMPLES, rich_help_panel=MORE)(solve_problem.solve_problem)
 
 
 def main() -> None:

@@ -1,0 +1,106 @@
+"""`layoutopt cost`: the price of a layout that the user gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from layoutopt.cli.options import (
+    THIS_MACHINE,
+    HardwareOption,
+    JsonOption,
+    LayoutOption,
+    MemoryOption,
+    MeshOption,
+    ModelArgument,
+    QuietOption,
+    SetOption,
+    examples,
+    read_hardware,
+    read_layout,
+    read_memory,
+)
+from layoutopt.cli.results import layout_json, layout_text, model_json
+from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.units import bytes_text, rate_text, seconds_text
+
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from layoutopt.evaluate import Evaluation
+    from layoutopt.loading import Loaded
+
+EXAMPLES = examples(
+    'layoutopt cost examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
+    'layoutopt cost examples/transformer_lm.py --set layers=48 --mesh "data:16;model:32" '
+    '--layout "batch:data;heads:model;d_ff:model;vocab:model" --hardware tpu-v2 --json',
+)
+
+
+def cost(
+    model: ModelArgument,
+    mesh: MeshOption = None,
+    layout: LayoutOption = None,
+    settings: SetOption = None,
+    hardware: HardwareOption = THIS_MACHINE,
+    memory: MemoryOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Price a layout: per operation, per axis, per phase, and its peak memory."""
+    from layoutopt.evaluate import evaluate
+    from layoutopt.loading import load_model
+
+    terminal = Terminal(as_json, quiet)
+    machine = read_hardware(hardware)
+    limit = read_memory(memory, machine)
+    loaded = load_model(model, settings or ())
+    given = read_layout(loaded, mesh, layout)
+    found = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
+    reason = found.reason(limit)
+    terminal.result(
+        {
+            "model": model_json(loaded.model),
+            "mesh": given.mesh.as_dict(),
+            "layout": layout_json(given.layout),
+            "hardware": machine.name,
+            "predicted": found.predicted.model_dump(mode="json"),
+            "feasible": reason is None,
+            "reason": reason,
+        }
+    )
+    if not as_json:
+        _show(terminal, loaded, found, machine, limit, reason)
+
+
+def _show(
+    terminal: Terminal, loaded: Loaded, found: Evaluation, machine: Hardware, limit: int, reason: str | None
+) -> None:
+    from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
+
+    price, held = found.cost, found.memory
+    peak = held.points[held.at].origin if held.points else None
+    rows = [
+        ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
+        ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
+        ("layout", layout_text(found.program.layout)),
+        ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),
+        (
+            "step",
+            f"{seconds_text(price.step_seconds)} predicted = {seconds_text(price.compute_seconds)} compute + "
+            f"{seconds_text(price.exposed_communication_seconds)} exposed communication "
+            f"(of {seconds_text(price.communication_seconds)})",
+        ),
+        ("work", f"{rate_text(price.flops, 'FLOP')} per device"),
+        (
+            "memory",
+            f"{bytes_text(held.peak)} of {bytes_text(limit)} per device"
+            + (f", the most in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
+        ),
+        ("fits", "yes" if reason is None else f"no: {reason}"),
+    ]
+    tables = [operation_table(price), axis_table(price), phase_table(price), memory_table(held)]
+    terminal.show(facts(rows))
+    for part in tables:
+        if part is not None:
+            terminal.show("", part)
+    if axis_table(price) is None:
+        terminal.show("", "No collectives: no device sends anything.")

@@ -1,0 +1,38 @@
+"""`layoutopt init`: a commented model file to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from layoutopt.cli.options import JsonOption, QuietOption, examples
+from layoutopt.cli.terminal import Terminal
+
+EXAMPLES = examples("layoutopt init", "layoutopt init my_model.py")
+
+
+def init(
+    path: Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write.")] = Path("model.py"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Write a commented model.py to start from."""
+    from mesh_tf_core.errors import UserError
+
+    terminal = Terminal(as_json, quiet)
+    if path.suffix != ".py":
+        raise UserError(f"{str(path)!r} is not a Python file; write for example layoutopt init model.py")
+    if path.exists() and not force:
+        raise UserError(f"{str(path)!r} is there already; choose another name, or --force to replace it")
+    starter = Path(__file__).with_name("starter.py").read_text(encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(starter, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    terminal.result({"path": path})
+    terminal.show(str(path))
+    terminal.say(f'next: layoutopt search {path} --mesh "data:2;model:4"')

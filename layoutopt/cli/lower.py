@@ -1,0 +1,92 @@
+"""`layoutopt lower`: the program that every device runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layoutopt.cli.options import (
+    JsonOption,
+    LayoutOption,
+    MeshOption,
+    ModelArgument,
+    SetOption,
+    examples,
+    read_layout,
+)
+from layoutopt.cli.results import layout_json, model_json
+from layoutopt.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from mesh_tf_core import Program
+
+EXAMPLES = examples(
+    'layoutopt lower examples/mlp.py --mesh "data:4" --layout "batch:data"',
+    'layoutopt lower examples/transformer_lm.py --mesh "data:2;model:4" --layout "heads:model" | less',
+)
+
+
+class Form(StrEnum):
+    """What `lower` prints."""
+
+    PROGRAM = "program"
+    STABLEHLO = "stablehlo"
+
+
+def lower(
+    model: ModelArgument,
+    mesh: MeshOption = None,
+    layout: LayoutOption = None,
+    settings: SetOption = None,
+    emit: Annotated[
+        Form, typer.Option(help="Our own text, or StableHLO for the TPU compiler.")
+    ] = Form.PROGRAM,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the SPMD program: what each device computes, sends and keeps."""
+    from layoutopt.loading import load_model
+
+    terminal = Terminal(as_json)
+    loaded = load_model(model, settings or ())
+    given = read_layout(loaded, mesh, layout)
+    program = loaded.model.lower(given.mesh, given.layout, given.options)
+    text = _emit(program, emit)
+    terminal.result(
+        {
+            "model": model_json(loaded.model),
+            "mesh": given.mesh.as_dict(),
+            "layout": layout_json(given.layout),
+            "emit": emit.value,
+            "instructions": _counted(program),
+            "communication_bytes_per_device": program.communication_bytes(),
+            "program": text,
+        }
+    )
+    if not as_json:
+        typer.echo(text, nl=not text.endswith("\n"))
+
+
+def _counted(program: Program) -> dict[str, int]:
+    """Instructions by name, those of a loop's body once."""
+    return dict(Counter(instr.name for instr, _ in program.walk()).most_common())
+
+
+def _emit(program: Program, form: Form) -> str:
+    from mesh_tf_core.program import text
+
+    if form is Form.PROGRAM:
+        return text(program)
+    return _stablehlo(program)
+
+
+def _stablehlo(program: Program) -> str:
+    from importlib.util import find_spec
+
+    from mesh_tf_core.errors import UserError
+
+    if find_spec("jax") is None:
+        raise UserError("--emit stablehlo needs the optional packages of 'tpu'; install layoutopt[tpu]")
+    raise UserError("--emit stablehlo: this version has no StableHLO yet; use --emit program")

@@ -1,0 +1,156 @@
+"""Options that commands share, and how their texts become values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layoutopt.cli.units import parse_bytes
+
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from layoutopt.loading import Loaded
+    from layoutopt.plan import Plan
+    from mesh_tf_core import Layout, Mesh, Options
+
+THIS_MACHINE = "cpu-local"
+
+
+def complete_hardware(incomplete: str) -> list[str]:
+    """Presets, for the shell's completion."""
+    from costmodels.hardware import hardware_names
+
+    return [name for name in hardware_names() if name.startswith(incomplete)]
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION.", show_default=False
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Change a hyperparameter (again for more).", show_default=False
+    ),
+]
+MeshOption = Annotated[
+    str | None,
+    typer.Option("--mesh", metavar="MESH", help='Axes and sizes, as "data:2;model:4".', show_default=False),
+]
+LayoutOption = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="LAYOUT",
+        help='Which dimension is split over which axes, as "batch:data;heads:model", or a PLAN.json.',
+        show_default="nothing is split",
+    ),
+]
+HardwareOption = Annotated[
+    str,
+    typer.Option(
+        "--hardware",
+        metavar="NAME_OR_FILE",
+        help="See `layoutopt hardware`.",
+        autocompletion=complete_hardware,
+    ),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--memory", metavar="AMOUNT", help="Memory of a device, as 16GiB.", show_default="the hardware's"
+    ),
+]
+TimeLimitOption = Annotated[
+    float | None,
+    typer.Option(
+        "--time-limit", metavar="SECONDS", help="Stop there with the best so far.", show_default="none"
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages.")]
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: commands that work."""
+    return "\n\n".join(["Examples:" if len(lines) > 1 else "Example:", *lines])
+
+
+def read_hardware(name: str) -> Hardware:
+    """Hardware by name or file; a profile calibrated on this machine stands for its preset."""
+    from costmodels.hardware import load_hardware
+    from costmodels.hardware.profiles import profiles_directory
+
+    return load_hardware(name, profiles=profiles_directory())
+
+
+def read_memory(text: str | None, hardware: Hardware) -> int:
+    """Bytes that a program may use on one device."""
+    return int(hardware.usable_memory_bytes) if text is None else parse_bytes(text)
+
+
+def read_mesh(text: str | None) -> Mesh:
+    """The mesh of `--mesh`, which must be there."""
+    from mesh_tf_core import Mesh, UserError
+
+    if text is None:
+        raise UserError(
+            '--mesh is missing: which devices, in which axes? write for example --mesh "data:2;model:4"'
+        )
+    mesh = Mesh(text)
+    if not mesh.axes:
+        raise UserError(f'--mesh {text!r} names no axis; write for example --mesh "data:2;model:4"')
+    return mesh
+
+
+def is_plan(layout: str | None) -> bool:
+    """Whether `--layout` names a plan file."""
+    return layout is not None and (layout.endswith(".json") or Path(layout).is_file())
+
+
+@dataclass(frozen=True)
+class Given:
+    """What `--mesh` and `--layout` say; `plan` if the layout is a plan file's."""
+
+    mesh: Mesh
+    layout: Layout
+    options: Options
+    plan: Plan | None = None
+
+
+def read_layout(loaded: Loaded, mesh: str | None, layout: str | None) -> Given:
+    """The mesh and the layout of `--mesh` and `--layout`, of which a plan file gives both.
+
+    Raises:
+      UserError: no mesh, a malformed mesh or layout, a plan of another model or mesh.
+    """
+    from mesh_tf_core import Layout, Options
+
+    if layout is None or not is_plan(layout):
+        return Given(read_mesh(mesh), Layout(layout or ""), Options())
+    plan = read_plan(loaded, layout)
+    if mesh is not None and read_mesh(mesh) != plan.mesh:
+        from mesh_tf_core import UserError
+
+        raise UserError(
+            f"--mesh {mesh!r} is not the mesh of {layout}, which is {plan.mesh}; leave --mesh out"
+        )
+    return Given(plan.mesh, plan.layout, plan.options, plan)
+
+
+def read_plan(loaded: Loaded, path: str) -> Plan:
+    """A plan file that was made for this model."""
+    from layoutopt.plan import check_plan_model, load_plan
+    from mesh_tf_core import UserError
+
+    plan = load_plan(path)
+    try:
+        check_plan_model(plan, loaded.model)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return plan

@@ -1,0 +1,95 @@
+"""Moving displays on stderr: what a search knows so far, how far a run of steps has come."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from layoutopt.cli.terminal import Terminal
+
+
+class Display(contextlib.AbstractContextManager["Display"]):
+    """A rich progress display that is only drawn on a terminal, and leaves nothing behind."""
+
+    def __init__(self, terminal: Terminal, *columns: Any) -> None:
+        self.progress = Progress(*columns, console=terminal.err, transient=True, disable=not terminal.live)
+        self.task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+
+class Bounds(Display):
+    """A search: the best answer so far, the proven bound, and the gap between them.
+
+    Args:
+      shown: how an objective is written.
+    """
+
+    def __init__(self, terminal: Terminal, what: str, shown: Callable[[float], str]) -> None:
+        super().__init__(
+            terminal, SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        )
+        self.what, self.shown = what, shown
+        self.task = self.progress.add_task(what, total=None)
+
+    def update(self, best: float, bound: float, what: str | None = None) -> None:
+        """Shows better numbers; infinite ones are not known yet."""
+        assert self.task is not None
+        self.progress.update(
+            self.task, description=f"{what or self.what}: {bounds_text(best, bound, self.shown)}"
+        )
+
+
+def bounds_text(best: float, bound: float, shown: Callable[[float], str]) -> str:
+    """Best, bound and gap in words."""
+    parts = [f"best {shown(best)}" if math.isfinite(best) else "nothing found yet"]
+    if math.isfinite(bound):
+        parts.append(f"bound {shown(bound)}")
+        if math.isfinite(best) and best > 0:
+            parts.append(f"gap {100 * (best - bound) / best:.2f}%")
+    return ", ".join(parts)
+
+
+class Steps(Display):
+    """Steps done of a known number, with a line of numbers beside the bar."""
+
+    def __init__(self, terminal: Terminal, what: str, total: int) -> None:
+        super().__init__(
+            terminal,
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            _Count(),
+            _Facts(),
+        )
+        self.task = self.progress.add_task(what, total=total, facts="")
+
+    def update(self, done: int, facts: str = "") -> None:
+        """`facts`: what else is known after that step."""
+        assert self.task is not None
+        self.progress.update(self.task, completed=done, facts=facts)
+
+
+class _Count(TextColumn):
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.completed:,.0f}/{task.total or 0:,.0f}", style="bold")
+
+
+class _Facts(TextColumn):
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields.get("facts", "")))

@@ -1,0 +1,114 @@
+"""`layoutopt solve-problem`: a problem file in the general form, or in the contest's."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples
+from layoutopt.cli.progress import Bounds
+from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.units import duration_text
+
+if TYPE_CHECKING:
+    from layoutopt.problem import Problem, Solution
+
+EXAMPLES = examples(
+    "layoutopt solve-problem problem.json",
+    "layoutopt solve-problem asplos-2025-iopddl-A.json.gz --time-limit 60 --json",
+)
+MOST_ROWS = 40
+CONFLICT_SECONDS = 60.0
+
+
+class SolverName(StrEnum):
+    """What solves it."""
+
+    AUTO = "auto"
+    CP_SAT = "cp-sat"
+    HIGHS = "highs"
+    EXHAUSTIVE = "exhaustive"
+
+
+def solve_problem(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=".json or .json.gz", show_default=False)],
+    solver: Annotated[SolverName, typer.Option(help="auto chooses by the problem's size.")] = SolverName.AUTO,
+    time_limit: TimeLimitOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Solve a problem in the general form, or in the contest's."""
+    from layoutopt.problem import load, solve
+
+    terminal = Terminal(as_json, quiet)
+    problem = load(file)
+    with Bounds(terminal, problem.name, str) as bounds:
+        found = solve(problem, solver.value, time_limit, bounds.update)
+    _refuse(problem, found)
+    assert found.choices is not None
+    terminal.result(
+        {
+            "name": problem.name,
+            "solver": {
+                "name": found.solver,
+                "status": found.status.value,
+                "objective": found.objective,
+                "bound": found.bound,
+                "gap": found.gap,
+                "wall_seconds": found.wall_seconds,
+            },
+            "choices": list(found.choices),
+        }
+    )
+    _show(terminal, problem, found)
+
+
+def _refuse(problem: Problem, found: Solution) -> None:
+    """Raises the error of a problem without an answer."""
+    from layoutopt.problem import Status
+    from mesh_tf_core.errors import InfeasibleError, LimitError
+
+    if found.status is Status.LIMIT:
+        raise LimitError(
+            f"problem {problem.name!r}: nothing found in {duration_text(found.wall_seconds)}; "
+            "give a longer --time-limit, or another --solver"
+        )
+    if found.status is Status.INFEASIBLE:
+        raise InfeasibleError(f"problem {problem.name!r} is proven infeasible: {_reason(problem)}")
+
+
+def _reason(problem: Problem) -> str:
+    """The smallest set of rows that cannot hold together."""
+    from layoutopt.problem import Facts, conflict
+
+    found = conflict(problem, {row.name: Facts({}, (row.name,)) for row in problem.rows}, CONFLICT_SECONDS)
+    if found is not None and found.names:
+        rows = {row.name: row for row in problem.rows}
+        named = ", ".join(f"{name!r} (limit {rows[name].limit:g})" for name in found.names)
+        return f"these rows cannot hold together: {named}; raise one of their limits"
+    if problem.intervals:
+        limit = f"{problem.intervals.name!r} limit {problem.intervals.limit:g}"
+        return f"the forbidden costs and the {limit} leave no choice; raise the limit"
+    return "the forbidden costs alone leave no choice"
+
+
+def _show(terminal: Terminal, problem: Problem, found: Solution) -> None:
+    assert found.choices is not None
+    terminal.show(
+        facts(
+            [
+                ("problem", f"{problem.name}, {len(problem.variables)} variables"),
+                ("objective", f"{found.objective:.12g}"),
+                ("proven", f"at least {found.bound:.12g} (gap {100 * found.gap:.3g}%): {found.status.value}"),
+                ("solver", f"{found.solver}, {duration_text(found.wall_seconds)}"),
+            ]
+        )
+    )
+    chosen = list(zip(problem.variables, found.choices, strict=True))
+    rows = [(v.name, v.labels[i] if v.labels else str(i)) for v, i in chosen[:MOST_ROWS]]
+    terminal.show("", table("Choices", ("variable", "choice"), rows))
+    if len(chosen) > MOST_ROWS:
+        terminal.show(f"and {len(chosen) - MOST_ROWS} more; --json prints all of them")

@@ -1,0 +1,121 @@
+"""What goes where: results to stdout, progress and messages to stderr, one JSON object when asked.
+
+Colour and width follow the terminal; in a pipe there is no colour and nothing is cut off. rich obeys
+NO_COLOR.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+PIPE_WIDTH = 240
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """A reader that has gone is handled at the door, for all kinds of output alike."""
+        raise BrokenPipeError
+
+
+class Terminal:
+    """The two streams of one command.
+
+    Args:
+      as_json: print one JSON object and nothing else on stdout.
+      quiet: no progress and no messages on stderr.
+    """
+
+    def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        self.out = _console(sys.stdout)
+        self.err = _console(sys.stderr)
+
+    @property
+    def live(self) -> bool:
+        """Whether a moving display makes sense."""
+        return self.err.is_terminal and not self.quiet
+
+    def say(self, text: str) -> None:
+        """A message, on stderr."""
+        if not self.quiet:
+            self.err.print(Text(text), highlight=False, soft_wrap=True)
+
+    def show(self, *parts: RenderableType) -> None:
+        """Results for people, on stdout; nothing with `--json`."""
+        if not self.as_json:
+            for part in parts:
+                self.out.print(Text(part) if isinstance(part, str) else part, highlight=False)
+
+    def result(self, data: Mapping[str, Any]) -> None:
+        """The result for programs; nothing without `--json`."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _console(stream: IO[str]) -> Console:
+    wide = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    return _Console(file=stream, width=wide, markup=False, emoji=False)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: numbers that are not finite are null."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Iterable[int] = (),
+    total: bool = False,
+) -> Table:
+    """A table of texts, shown as they are.
+
+    Args:
+      numbers: positions of the columns of numbers.
+      total: the last row is a sum.
+    """
+    made = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        header_style="bold",
+        show_edge=False,
+        pad_edge=False,
+    )
+    right = set(numbers)
+    for i, name in enumerate(columns):
+        made.add_column(Text(name), justify="right" if i in right else "left", overflow="fold")
+    listed = [[Text(str(cell)) for cell in row] for row in rows]
+    for n, row in enumerate(listed):
+        if total and n == len(listed) - 1:
+            made.add_section()
+        made.add_row(*row)
+    return made
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and values, without lines."""
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(Text(name), Text(value))
+    return made

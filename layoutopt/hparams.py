@@ -1,0 +1,124 @@
+"""Hyperparameters: the named defaults of a model function, and texts `name=value` read by their types."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mesh_tf_core.errors import UserError, known_names
+
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+@dataclass(frozen=True)
+class Default:
+    """A parameter of a model function; `given` says whether it has a default `value`."""
+
+    value: Any = None
+    given: bool = True
+    annotation: str = ""
+
+    @property
+    def kind(self) -> str:
+        """bool, int, float, str, or "any" for a default that says no type."""
+        for kind in (bool, int, float, str):
+            if type(self.value) is kind and self.given:
+                return kind.__name__
+        named = self.annotation.replace(" ", "").removesuffix("|None")
+        return named if named in ("bool", "int", "float", "str") else "any"
+
+
+def defaults_of(function: Callable[..., Any], source: str) -> dict[str, Default]:
+    """The hyperparameters of a model function, by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{source}: the parameters of {function!r} cannot be read; write a plain function"
+        ) from None
+    found: dict[str, Default] = {}
+    for p in parameters:
+        if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
+            continue
+        if p.kind is p.POSITIONAL_ONLY:
+            raise UserError(
+                f"{source}: parameter {p.name!r} cannot be given by name; remove the '/' after it"
+            )
+        annotation = p.annotation if isinstance(p.annotation, str) else getattr(p.annotation, "__name__", "")
+        has = p.default is not p.empty
+        found[p.name] = Default(
+            p.default if has else None, has, "" if p.annotation is p.empty else annotation
+        )
+    return found
+
+
+def parse_settings(settings: Sequence[str], defaults: Mapping[str, Default], source: str) -> dict[str, Any]:
+    """Values of texts `name=value`; each is read by the type of the name's default.
+
+    Raises:
+      UserError: not `name=value`, an unknown name, or a value of another type.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        name, text = name.strip(), text.strip()
+        if not equals or not name:
+            raise UserError(f"--set {setting!r} is not NAME=VALUE; write for example --set layers=12")
+        if name not in defaults:
+            raise UserError(
+                f"--set {setting}: {source} has no hyperparameter {name!r}; {known_names(name, defaults)}"
+            )
+        try:
+            values[name] = _value(text, defaults[name])
+        except ValueError:
+            default = defaults[name]
+            raise UserError(
+                f"--set {setting}: {text!r} is not {_ASKED[default.kind]}; "
+                f"the default of {name!r} is {default.value!r}"
+            ) from None
+    return values
+
+
+_ASKED = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "any": "a value",
+}
+
+
+def _value(text: str, default: Default) -> Any:
+    if text.lower() == "none" and (default.value is None or "None" in default.annotation):
+        return None
+    return _READ[default.kind](text)
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise ValueError(text)
+    return text.lower() in _TRUE
+
+
+def _int(text: str) -> int:
+    """A whole number, also as 1e6 or 1_000."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _any(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+_READ: dict[str, Callable[[str], Any]] = {"bool": _bool, "int": _int, "float": float, "str": str, "any": _any}

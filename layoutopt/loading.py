@@ -1,0 +1,236 @@
+"""Model files: from what a user types after `layoutopt search` to a built model and its batches.
+
+    path/to/file.py            the function `model` of a file
+    path/to/file.py:function   another one
+    package.module:function    of an installed module (or one below the working directory)
+
+The file may import its neighbours. Everything that goes wrong in it is told as one line, with the line's
+number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from layoutopt.hparams import defaults_of, parse_settings
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.model import Model
+
+_FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^:/]*))?")
+_MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model as its file builds it.
+
+    Attributes:
+      source: what the user typed.
+      hparams: every hyperparameter that `model` was called with.
+    """
+
+    model: Model
+    source: str
+    hparams: Mapping[str, Any]
+    module: ModuleType
+
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """A function of the model file that need not be there (`data`, `reference_losses`)."""
+        found = getattr(self.module, name, None)
+        return found if callable(found) else None
+
+    def call(self, name: str, **extra: Any) -> Any:
+        """Calls a function of the file with those hyperparameters (and `extra`) that it takes.
+
+        Raises:
+          UserError: the file has no such function, or it raises.
+        """
+        function = self.function(name)
+        if function is None:
+            raise UserError(
+                f"{self.source}: has no function {name}(); write {name}(**hparams) beside model()"
+            )
+        parameters = inspect.signature(function).parameters.values()
+        given = {**self.hparams, **extra}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            given = {p.name: given[p.name] for p in parameters if p.name in given}
+        with _told(f"{self.source}: {name}()", self.module):
+            return function(**given)
+
+    def data(self, split: str = "train") -> Iterator[dict[str, Any]]:
+        """Batches without end: the data starts again when it is through.
+
+        Args:
+          split: "train" or "held-out", for a `data` function that takes it.
+        """
+        while True:
+            count = 0
+            batches = self.call("data", split=split)
+            made = batches.as_numpy_iterator() if hasattr(batches, "as_numpy_iterator") else iter(batches)
+            while True:
+                with _told(f"{self.source}: data()", self.module):
+                    batch = next(made, None)
+                if batch is None:
+                    break
+                count += 1
+                yield self._checked(batch)
+            if not count:
+                raise UserError(f"{self.source}: data() gave no batch for split {split!r}")
+
+    def _checked(self, batch: Any) -> dict[str, Any]:
+        if not isinstance(batch, Mapping):
+            raise UserError(
+                f"{self.source}: data() gave a {type(batch).__name__}, not a dict of arrays by input name"
+            )
+        for name, tensor in self.model.graph.inputs.items():
+            if name not in batch:
+                raise UserError(
+                    f"{self.source}: a batch lacks the input {name!r}; {known_names(name, batch)}"
+                )
+            found, wanted = tuple(getattr(batch[name], "shape", ())), tensor.shape.sizes
+            if found != tuple(wanted):
+                raise UserError(
+                    f"{self.source}: batch input {name!r} has shape {found}, but the model's is "
+                    f"{tuple(wanted)} [{tensor.shape}]"
+                )
+        return dict(batch)
+
+
+def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:
+    """Builds the model that `source` names, with hyperparameters changed by `settings`.
+
+    Args:
+      settings: texts `name=value`, or a mapping of values.
+
+    Raises:
+      UserError: no such file or function, an unknown hyperparameter, a file that raises, a function that
+        returns anything but a Model.
+    """
+    module, name = _import(source)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [
+            n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__
+        ]
+        what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
+        raise UserError(f"{source}: has {what} {name!r} to build a model; {known_names(name, known)}")
+    defaults = defaults_of(function, source)
+    changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
+    for unknown in changed.keys() - defaults.keys():
+        raise UserError(f"{source}: has no hyperparameter {unknown!r}; {known_names(unknown, defaults)}")
+    hparams = {**{n: d.value for n, d in defaults.items() if d.given}, **changed}
+    missing = [n for n in defaults if n not in hparams]
+    if missing:
+        raise UserError(
+            f"{source}: {name}() has no default for {missing[0]!r}; give one, or --set {missing[0]}=VALUE"
+        )
+    with _told(f"{source}: {name}()", module):
+        model = function(**hparams)
+    if not isinstance(model, Model):
+        raise UserError(
+            f"{source}: {name}() returned {_a(model)}; it must return a mesh_tf_core.Model(loss, optimizer)"
+        )
+    model.hparams = hparams
+    return Loaded(model, source, hparams, module)
+
+
+def _a(value: object) -> str:
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _import(source: str) -> tuple[ModuleType, str]:
+    """The module that `source` names, and the name of the function in it."""
+    if match := _FILE.fullmatch(source):
+        path = Path(match["file"]).expanduser()
+        if not path.is_file():
+            found = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+            raise UserError(f"model file {match['file']!r} does not exist; {known_names(path.name, found)}")
+        return _import_file(path.resolve(), match["file"]), match["function"] or "model"
+    if match := _MODULE.fullmatch(source):
+        _search_path(Path.cwd())
+        name = match["module"]
+        with _told(f"module {name}", None):
+            try:
+                return importlib.import_module(name), match["function"] or "model"
+            except ModuleNotFoundError as error:
+                if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+                    raise UserError(
+                        f"model {source!r}: there is no module {error.name!r}; give a file "
+                        "(path/to/model.py) or an installed module (package.module:function)"
+                    ) from None
+                raise
+    raise UserError(f"model {source!r} is not FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+
+
+def _import_file(path: Path, shown: str) -> ModuleType:
+    """Runs a file as a module; one in a package by its full name, so that its relative imports work."""
+    name, top = path.stem, path.parent
+    while (top / "__init__.py").is_file():
+        name, top = f"{top.name}.{name}", top.parent
+    _search_path(path.parent)
+    _search_path(top)
+    with _told(f"model file {shown}", None, path):
+        if not _is_ours(name, path):
+            name = f"_model_{sha256(str(path).encode()).hexdigest()[:12]}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+def _is_ours(name: str, path: Path) -> bool:
+    """Whether the package part of `name` is the folder of `path`, not another package of that name."""
+    package, _, _ = name.rpartition(".")
+    return bool(package) and str(path.parent) in list(importlib.import_module(package).__path__)
+
+
+def _search_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@contextlib.contextmanager
+def _told(what: str, module: ModuleType | None, path: Path | None = None) -> Iterator[None]:
+    """Turns whatever the user's code raises into one line; what it prints goes to stderr."""
+    file = str(path or getattr(module, "__file__", None) or "")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except UserError as error:
+        line = _line(error, file)
+        raise type(error)(f"{what}{line}: {error}" if line else str(error)) from error
+    except SyntaxError as error:
+        where = f"line {error.lineno}" if error.filename == file else f"{error.filename} line {error.lineno}"
+        raise UserError(f"{what}, {where}: {type(error).__name__}: {error.msg}") from error
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        raise UserError(f"{what}{_line(error, file)} raised {said}") from error
+
+
+def _line(error: BaseException, file: str) -> str:
+    """', line N' of the deepest frame in the user's file; of another file, its name as well."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    own = [f.lineno for f in frames if f.filename == file]
+    if own:
+        return f", line {own[-1]}"
+    outside = [f for f in frames if "importlib" not in f.filename and f.filename != contextlib.__file__]
+    return (
+        f", {outside[-1].filename} line {outside[-1].lineno}"
+        if outside and not isinstance(error, UserError)
+        else ""
+    )

@@ -1,0 +1,144 @@
+"""Wrong input: one clear line on stderr, nothing on stdout, exit code 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LM = "examples/transformer_lm.py"
+ON = (LM, "--mesh", "data:2;model:4")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        pytest.param(
+            [*ON, "--layout", "btch:data"],
+            "no operation has a dimension 'btch'; did you mean 'batch'? known: batch, d_ff,",
+            id="unknown dimension",
+        ),
+        pytest.param(
+            [*ON, "--layout", "batch:dta"],
+            "mesh data:2;model:4 has no axis 'dta'; did you mean 'data'? known: data, model",
+            id="unknown axis",
+        ),
+        pytest.param(
+            [LM, "--mesh", "data:3", "--layout", "batch:data"],
+            "dimension 'batch' has size 16, which is not divisible by the 3 devices of data; "
+            "choose a multiple of 3 or another axis",
+            id="indivisible size",
+        ),
+        pytest.param(
+            [*ON, "--layout", "batch:model;heads:model"],
+            "an axis can split one dimension of an operation: drop one of the two rules",
+            id="one axis twice",
+        ),
+        pytest.param(
+            [*ON, "--layout", "batch"], "'batch' is not DIM:AXIS or DIM:AXIS+AXIS", id="malformed layout"
+        ),
+        pytest.param([LM, "--mesh", "data"], "'data' is not NAME:SIZE", id="malformed mesh"),
+        pytest.param([LM, "--mesh", "data:0"], "size must be a positive integer, found 0", id="empty axis"),
+        pytest.param([LM, "--mesh", ""], "--mesh '' names no axis", id="empty mesh"),
+        pytest.param([LM], "--mesh is missing: which devices, in which axes?", id="no mesh"),
+        pytest.param(
+            [*ON, "--hardware", "tpu-v55"],
+            "hardware 'tpu-v55' is not known; did you mean 'tpu-v5",
+            id="hardware",
+        ),
+        pytest.param(
+            [*ON, "--hardware", "mine.json"], "hardware file 'mine.json' does not exist", id="hardware file"
+        ),
+        pytest.param(
+            [*ON, "--set", "layer=3"],
+            f"--set layer=3: {LM} has no hyperparameter 'layer'; did you mean 'layers'? known: batch, d_ff,",
+            id="unknown hyperparameter",
+        ),
+        pytest.param(
+            [*ON, "--set", "layers=many"], "'many' is not a whole number", id="hyperparameter's type"
+        ),
+        pytest.param(
+            [*ON, "--set", "kv_heads=3"], "heads=8 must be a multiple of kv_heads=3", id="model refuses"
+        ),
+        pytest.param([*ON, "--memory", "16Gigs"], "'Gigs' is not a unit of memory; ", id="memory"),
+        pytest.param(["examples/mpl.py", "--mesh", "a:2"], "did you mean 'mlp.py'?", id="no such file"),
+        pytest.param(
+            [*ON, "--layout", "no_plan.json"], "plan 'no_plan.json' cannot be read", id="no such plan"
+        ),
+        pytest.param([], "Missing argument 'MODEL'; see layoutopt cost --help", id="no model"),
+        pytest.param([*ON, "--lay", "x"], "No such option: --lay", id="unknown option"),
+    ],
+)
+def test_cost_says_what_is_wrong(refused: Callable[..., str], args: list[str], message: str) -> None:
+    assert message in refused("cost", *args)
+
+
+def test_model_files_that_fail(refused: Callable[..., str], tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    for text, message in (
+        (
+            "def model():\n    return 1 / 0\n",
+            f"{file}: model(), line 2 raised ZeroDivisionError: division by zero",
+        ),
+        ("x = 1\n", f"{file}: has no function 'model' to build a model; known: none"),
+        (
+            "def model():\n    return None\n",
+            f"{file}: model() returned nothing; it must return a mesh_tf_core.Model",
+        ),
+    ):
+        file.write_text(text, encoding="utf-8")
+        assert message in refused("cost", str(file), "--mesh", "data:2")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "has "),
+        (json.dumps({"format": "layoutopt-hardware/1", "name": "mine"}), "chip: Field required"),
+    ],
+)
+def test_a_malformed_profile(refused: Callable[..., str], tmp_path: Path, content: str, message: str) -> None:
+    profile = tmp_path / "mine.json"
+    profile.write_text(content, encoding="utf-8")
+    line = refused("cost", *ON, "--hardware", str(profile))
+    assert f"hardware file {str(profile)!r}" in line
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": "layoutopt-plan/1", "mod', "is not whole JSON"),
+        (
+            '{"format": "layoutopt-plan/9"}',
+            "has format 'layoutopt-plan/9'; this version reads 'layoutopt-plan/1'",
+        ),
+        ("[]", "has format None"),
+        ('{"format": "layoutopt-plan/1"}', "model: Field required"),
+    ],
+)
+def test_a_malformed_plan(refused: Callable[..., str], tmp_path: Path, content: str, message: str) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(content, encoding="utf-8")
+    assert message in refused("cost", LM, "--layout", str(plan))
+
+
+def test_commands_that_are_none(refused: Callable[..., str]) -> None:
+    assert refused("cots") == "No such command 'cots'. Did you mean 'cost'?; see layoutopt --help"
+    assert "No such option: --vrsion" in refused("--vrsion")
+
+
+def test_hardware_of_no_such_name(refused: Callable[..., str]) -> None:
+    assert "did you mean 'tpu-v2'? known: a100" in refused("hardware", "tpu-v22")
+
+
+def test_stablehlo_says_what_it_needs(refused: Callable[..., str]) -> None:
+    assert "--emit stablehlo" in refused(
+        "lower", "examples/mlp.py", "--mesh", "data:4", "--emit", "stablehlo"
+    )
+    assert "'program', 'stablehlo'" in refused(
+        "lower", "examples/mlp.py", "--mesh", "data:4", "--emit", "hlo"
+    )

@@ -1,0 +1,177 @@
+"""`cost`, `lower` and `hardware`: the contract's JSON, tables that add up, what people see."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+import mesh_tf_core as mtf
+from costmodels.hardware import hardware_names, load_hardware, preset_content, write_profile
+from costmodels.hardware.profiles import profiles_directory
+from costmodels.memory import memory
+from costmodels.pricing import price
+from examples.transformer_lm import model as transformer
+from mesh_tf_core.program import text
+
+LM = "examples/transformer_lm.py"
+MESH, LAYOUT = "data:2;model:4", "batch:data;d_ff:model;heads:model"
+COST = ("cost", LM, "--mesh", MESH, "--layout", LAYOUT)
+
+# The language models of Shazeer et al. 2018, "Mesh-TensorFlow", table 2: heads, d_ff, parameters (widths:
+# tensor2tensor/models/mtf_transformer.py, mtf_transformer_paper_lm).
+PAPER = (
+    (4, 4096, 142_881_792),
+    (8, 8192, 218_379_264),
+    (16, 16384, 369_374_208),
+    (32, 32768, 671_364_096),
+    (64, 65536, 1_275_343_872),
+    (128, 131072, 2_483_303_424),
+    (256, 262144, 4_899_222_528),
+)
+
+
+def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> None:
+    found = result(*COST, "--hardware", "tpu-v2", "--set", "layers=2")
+    assert list(found) == ["model", "mesh", "layout", "hardware", "predicted", "feasible", "reason"]
+    assert list(found["model"]) == ["name", "fingerprint", "hparams", "parameters"]
+    assert found["model"]["hparams"]["layers"] == 2
+    assert (found["mesh"], found["hardware"]) == ({"data": 2, "model": 4}, "tpu-v2")
+    assert found["layout"] == {"batch": ["data"], "d_ff": ["model"], "heads": ["model"]}
+    assert (found["feasible"], found["reason"]) == (True, None)
+    assert set(found["predicted"]) == {
+        "step_seconds",
+        "compute_seconds",
+        "communication_seconds",
+        "exposed_communication_seconds",
+        "peak_memory_bytes",
+        "flops_per_device",
+        "communication_bytes_per_device",
+    }
+
+
+def test_the_numbers_are_the_cost_models(result: Callable[..., dict[str, Any]]) -> None:
+    program = transformer().lower(mtf.Mesh(MESH), mtf.Layout(LAYOUT))
+    cost = price(program, load_hardware("tpu-v3"))
+    found = result(*COST, "--hardware", "tpu-v3")["predicted"]
+    assert found["step_seconds"] == pytest.approx(cost.step_seconds, rel=1e-12)
+    assert found["peak_memory_bytes"] == memory(program).peak
+    assert found["flops_per_device"] == cost.flops
+    assert found["communication_bytes_per_device"] == program.communication_bytes()
+
+
+@pytest.mark.parametrize(("heads", "d_ff", "parameters"), PAPER)
+def test_the_papers_parameter_counts(
+    result: Callable[..., dict[str, Any]], heads: int, d_ff: int, parameters: int
+) -> None:
+    sizes = {
+        "layers": 6,
+        "d_model": 1024,
+        "d_kv": 256,
+        "heads": heads,
+        "d_ff": d_ff,
+        "vocab": 32768,
+        "batch": 256,
+    }
+    sets = [word for name, size in sizes.items() for word in ("--set", f"{name}={size}")]
+    found = result(
+        "cost", LM, "--set", "length=256", *sets, "--mesh", "batch:2;model:2", "--layout", "batch:batch"
+    )
+    assert found["model"]["parameters"] == parameters
+
+
+def test_what_does_not_fit_is_priced(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]]
+) -> None:
+    found = result(*COST, "--memory", "10MiB")
+    assert found["feasible"] is False
+    assert re.search(r"over 10 MiB; largest: .*float32\[layers:4 batch:16/data", found["reason"])
+    assert found["predicted"]["step_seconds"] == result(*COST)["predicted"]["step_seconds"]
+    assert "no: peak memory" in run(*COST, "--memory", "10MiB").stdout
+
+
+def seconds(cell: str) -> float:
+    number, unit = cell.split()
+    return float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
+
+
+def rows(shown: str, title: str) -> list[list[str]]:
+    """The cells of the table under `title`."""
+    lines = shown.split(title + "\n", 1)[-1] if f"\n{title}" not in shown else shown.split(f"\n{title}", 1)[1]
+    table = lines.splitlines()[1:]
+    end = next((i for i, line in enumerate(table) if not line.strip()), len(table))
+    return [[c.strip() for c in line.split("│")] for line in table[:end] if "│" in line]
+
+
+@pytest.mark.parametrize(("title", "column"), [("Per operation", 4), ("Per phase", 4), ("Per axis", 4)])
+def test_the_rows_of_a_table_add_up_to_its_last(run: Callable[..., Result], title: str, column: int) -> None:
+    *parts, total = (seconds(row[column]) for row in rows(run(*COST).stdout, title))
+    assert sum(parts) == pytest.approx(total, rel=0.02)
+
+
+def test_people_see_the_layout_the_time_and_the_largest_tensors(run: Callable[..., Result]) -> None:
+    shown = run(*COST, "--hardware", "tpu-v2").stdout
+    assert "transformer_lm, 3,311,872 parameters" in shown
+    assert "data:2;model:4 (8 devices)" in shown
+    assert re.search(r"step +[\d.]+ ms predicted = ", shown)
+    assert re.search(r"memory +[\d.]+ MiB of 7\.48 GiB per device", shown)
+    assert "float32[layers:4 batch:16/data length:128 d_model:256]" in shown
+    assert "\x1b[" not in shown
+
+
+def test_without_collectives_it_says_so(run: Callable[..., Result]) -> None:
+    shown = run("cost", LM, "--mesh", MESH).stdout
+    assert "replicated (nothing is split)" in shown
+    assert "No collectives: no device sends anything." in shown
+
+
+def test_lower_prints_the_program(run: Callable[..., Result], result: Callable[..., dict[str, Any]]) -> None:
+    program = transformer().lower(mtf.Mesh(MESH), mtf.Layout(LAYOUT))
+    args = ("lower", LM, "--mesh", MESH, "--layout", LAYOUT)
+    assert run(*args).stdout == text(program)
+    found = result(*args)
+    assert (found["emit"], found["program"]) == ("program", text(program))
+    assert found["instructions"]["all_reduce"] == text(program).count("= all_reduce(")
+
+
+def test_hardware_is_listed(run: Callable[..., Result], result: Callable[..., dict[str, Any]]) -> None:
+    found = result("hardware")["hardware"]
+    assert [machine["name"] for machine in found] == list(hardware_names())
+    shown = run("hardware").stdout
+    assert all(name in shown for name in hardware_names())
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_number_is_shown_with_its_source(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], name: str
+) -> None:
+    found = result("hardware", name)
+    assert found["name"] == name
+    assert found["numbers"] and all(n["source"] and n["date"] and n["path"] for n in found["numbers"])
+    assert all(number["path"] in run("hardware", name).stdout for number in found["numbers"][:5])
+
+
+def test_a_profile_in_the_cache_stands_for_its_preset(
+    result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    before = result(*COST)["predicted"]["compute_seconds"]
+    content = preset_content("cpu-local")
+    content["summary"] = "calibrated for this test"
+    content["chip"]["peak_flops"]["float32"]["value"] /= 100
+    write_profile(content, profiles_directory() / "cpu-local.json")
+    assert str(profiles_directory()).startswith(str(tmp_path))
+    assert result("hardware", "cpu-local")["summary"] == "calibrated for this test"
+    assert result(*COST)["predicted"]["compute_seconds"] > before
+    copied = tmp_path / "copied.json"
+    copied.write_text(json.dumps(content), encoding="utf-8")
+    assert result("hardware", str(copied))["summary"] == "calibrated for this test"
+
+
+def test_relative_cache_directories_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert profiles_directory() == Path.home() / ".cache/layoutopt/profiles"

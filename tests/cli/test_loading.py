@@ -1,0 +1,245 @@
+"""Model files: where they may lie, what they may import, and one line for whatever goes wrong in them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from layoutopt.loading import Loaded, load_model
+from mesh_tf_core.errors import LayoutError, UserError
+
+MODEL = """
+import mesh_tf_core as mtf
+
+def model(batch: int = 4, rate: float = 0.1, wide: bool = False, kind: str = "sgd", extra=None, sizes=(1, 2)):
+    g = mtf.Graph("one")
+    b, n = mtf.Dim("batch", batch), mtf.Dim("n", 16 if wide else 8)
+    x = g.input("x", [b, n], "float32")
+    return mtf.Model(mtf.reduce_mean(mtf.einsum([x, g.variable("w", [n], mtf.ZEROS)], [b])), name="one")
+"""
+
+
+def written(folder: Path, text: str, name: str = "model.py") -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+def loaded(folder: Path, more: str = "", *settings: str) -> Loaded:
+    return load_model(written(folder, MODEL + more), settings)
+
+
+# -- finding it ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["examples/mlp.py", "examples/mlp.py:model", "./examples/mlp.py", "examples.mlp:model", "examples.mlp"],
+)
+def test_every_form_of_a_name_gives_the_same_model(source: str) -> None:
+    assert load_model(source).model.fingerprint == load_model("examples/mlp.py").model.fingerprint
+
+
+def test_a_file_in_a_package_imports_its_neighbours_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = Path("examples/transformer_lm.py").resolve()
+    monkeypatch.chdir(tmp_path)
+    batch = next(load_model(str(example), ["batch=2", "length=8"]).data())
+    assert {name: array.shape for name, array in batch.items()} == {"tokens": (2, 8), "targets": (2, 8)}
+
+
+def test_relative_imports_and_plain_neighbours(tmp_path: Path) -> None:
+    package = tmp_path / "shop_of_models"
+    package.mkdir()
+    written(package, "", "__init__.py")
+    written(package, "SIZE = 6", "sizes_next_door.py")
+    text = MODEL.replace("batch: int = 4", "batch: int = SIZE")
+    source = written(package, "from .sizes_next_door import SIZE\n" + text)
+    assert load_model(source).hparams["batch"] == 6
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    written(alone, "SIZE = 7", "neighbour_of_alone.py")
+    source = written(alone, "from neighbour_of_alone import SIZE\n" + text)
+    assert load_model(source).hparams["batch"] == 7
+
+
+def test_another_package_of_the_same_name_is_not_taken(tmp_path: Path) -> None:
+    load_model("examples/mlp.py")
+    package = tmp_path / "examples"
+    package.mkdir()
+    written(package, "", "__init__.py")
+    assert load_model(written(package, MODEL)).model.name == "one"
+
+
+def test_two_files_of_one_name_are_two_models(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = load_model(written(tmp_path / "a", MODEL))
+    second = load_model(written(tmp_path / "b", MODEL.replace("16 if wide else 8", "5")))
+    assert (first.model.parameters, second.model.parameters) == (8, 5)
+
+
+def test_a_named_function(tmp_path: Path) -> None:
+    source = written(tmp_path, MODEL + "\ndef twice(batch: int = 4):\n    return model(2 * batch)\n")
+    found = load_model(f"{source}:twice")
+    assert found.model.graph.inputs["x"].shape.sizes == (8, 8)
+    assert found.hparams == {"batch": 4}
+
+
+def test_what_a_file_prints_stays_out_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded(tmp_path, "\nprint('hello from the file')\n")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "hello from the file\n")
+
+
+# -- hyperparameters ----------------------------------------------------------------
+
+
+def test_values_are_read_by_the_type_of_the_default(tmp_path: Path) -> None:
+    found = loaded(
+        tmp_path, "", "batch=1e1", "rate=1e-3", "wide=true", "kind=1", "extra=none", "sizes=(3, 4)"
+    )
+    assert found.hparams == {
+        "batch": 10,
+        "rate": 1e-3,
+        "wide": True,
+        "kind": "1",
+        "extra": None,
+        "sizes": (3, 4),
+    }
+    assert found.model.hparams == found.hparams
+    assert found.model.parameters == 16
+
+
+@pytest.mark.parametrize(("text", "value"), [("True", True), ("1", True), ("false", False), ("0", False)])
+def test_truth_values(tmp_path: Path, text: str, value: bool) -> None:
+    assert loaded(tmp_path, "", f"wide={text}").hparams["wide"] is value
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "wyde=1",
+            r"has no hyperparameter 'wyde'; did you mean 'wide'\? known: batch, extra, kind, rate,",
+        ),
+        ("wide=maybe", "'maybe' is not true or false; the default of 'wide' is False"),
+        ("batch=2.5", "'2.5' is not a whole number; the default of 'batch' is 4"),
+        ("rate=fast", "'fast' is not a number; the default of 'rate' is 0.1"),
+        ("batch", "--set 'batch' is not NAME=VALUE; write for example --set layers=12"),
+    ],
+)
+def test_other_settings_are_refused(tmp_path: Path, setting: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        loaded(tmp_path, "", setting)
+
+
+def test_a_hyperparameter_without_default(tmp_path: Path) -> None:
+    source = written(tmp_path, MODEL.replace("batch: int = 4", "batch: int"))
+    with pytest.raises(
+        UserError, match="model\\(\\) has no default for 'batch'; give one, or --set batch=VALUE"
+    ):
+        load_model(source)
+    assert load_model(source, ["batch=3"]).hparams["batch"] == 3
+
+
+# -- what goes wrong ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", r"has no function 'model' to build a model; known: none"),
+        (
+            "def modle(): ...\n",
+            r"has no function 'model' to build a model; did you mean 'modle'\? known: modle",
+        ),
+        ("model = 3\n", r"has a int, not a function, 'model'"),
+        (
+            "def model():\n    return 3\n",
+            r"model\(\) returned a value of type int; it must return a mesh_tf_core.Model",
+        ),
+        ("def model(): ...\n", r"model\(\) returned nothing; it must return a mesh_tf_core.Model"),
+        ("\n\n1 / 0\n", r"model.py, line 3 raised ZeroDivisionError: division by zero"),
+        ("def model(:\n", r"model.py, line 1: SyntaxError: invalid syntax"),
+        (
+            "import no_such_package_here\n",
+            r"line 1 raised ModuleNotFoundError: No module named 'no_such_package_here'",
+        ),
+        (
+            "def inner():\n    raise KeyError('a\\nb')\n\ndef model():\n    inner()\n",
+            r"model\(\), line 2 raised KeyError: 'a\\nb'",
+        ),
+        ("def model():\n    exit(3)\n", r"model\(\), line 2 raised SystemExit: 3"),
+        (
+            "import mesh_tf_core as mtf\n\ndef model():\n    mtf.Dim('a', -1)\n",
+            r"model\(\), line 4: .*-1",
+        ),
+    ],
+)
+def test_a_faulty_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_model(written(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_keeps_its_exit_code(tmp_path: Path) -> None:
+    text = "import mesh_tf_core as mtf\n\ndef model():\n    raise mtf.LayoutError('no such thing')\n"
+    with pytest.raises(LayoutError, match=r"model\(\), line 4: no such thing"):
+        load_model(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("examples/mpl.py", r"model file 'examples/mpl.py' does not exist; did you mean 'mlp.py'\? known: "),
+        ("no/such/folder/m.py", r"model file 'no/such/folder/m.py' does not exist; known: none"),
+        ("no_such_module_here", r"there is no module 'no_such_module_here'; give a file"),
+        ("examples.nothing:model", r"there is no module 'examples.nothing'"),
+        ("what is this", r"is not FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
+        ("examples/mlp.py:mode", r"has no function 'mode' to build a model; did you mean 'model'\?"),
+    ],
+)
+def test_names_of_nothing(source: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_model(source)
+
+
+# -- data ----------------------------------------------------------------
+
+DATA = """
+import numpy as np
+
+def data(batch, split="train"):
+    for i in range(2):
+        yield {"x": np.full((batch, 8), i if split == "train" else 10 + i, np.float32)}
+"""
+
+
+def test_data_gets_what_it_takes_and_starts_again(tmp_path: Path) -> None:
+    found = loaded(tmp_path, DATA, "batch=3")
+    firsts = [batch["x"][0, 0] for batch in itertools.islice(found.data(), 5)]
+    assert firsts == [0, 1, 0, 1, 0]
+    assert next(found.data("held-out"))["x"].shape == (3, 8)
+    assert next(found.data("held-out"))["x"][0, 0] == 10
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("", r"has no function data\(\); write data\(\*\*hparams\) beside model\(\)"),
+        ("def data():\n    return iter(())\n", r"data\(\) gave no batch for split 'train'"),
+        ("def data():\n    yield 3\n", r"data\(\) gave a int, not a dict of arrays by input name"),
+        ("def data():\n    yield {'y': 3}\n", r"a batch lacks the input 'x'; known: y"),
+        (
+            "import numpy as np\ndef data():\n    yield {'x': np.zeros((4, 9))}\n",
+            r"batch input 'x' has shape \(4, 9\), but the model's is \(4, 8\)",
+        ),
+        ("def data():\n    yield 1 / 0\n", r"data\(\), line \d+ raised ZeroDivisionError"),
+    ],
+)
+def test_faulty_data_is_one_line(tmp_path: Path, data: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        next(loaded(tmp_path, "\n" + data).data())

@@ -1,0 +1,92 @@
+"""`init` and `solve-problem`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from layoutopt.loading import load_model
+
+PROBLEM: dict[str, Any] = {
+    "format": "layoutopt-problem/1",
+    "name": "two",
+    "variables": [{"name": "batch", "labels": ["data", "none"]}, {"name": "heads", "size": 3}],
+    "terms": [
+        {"name": "attention", "scope": [0, 1], "table": [[1, 2.5, 9], [None, 0, 4]]},
+        {"name": "rest", "scope": [0], "table": [2, 3]},
+    ],
+    "rows": [{"name": "memory", "limit": 10, "entries": [{"scope": [0], "table": [4, 8]}]}],
+}
+
+
+def problem(folder: Path, limit: float = 10) -> str:
+    data = {**PROBLEM, "rows": [{**PROBLEM["rows"][0], "limit": limit}]}
+    (folder / "problem.json").write_text(json.dumps(data), encoding="utf-8")
+    return str(folder / "problem.json")
+
+
+def test_init_writes_a_model_that_works(run: Callable[..., Result], tmp_path: Path) -> None:
+    file = tmp_path / "new" / "model.py"
+    done = run("init", str(file))
+    assert (done.exit_code, done.stdout.strip()) == (0, str(file))
+    assert f"next: layoutopt search {file}" in done.stderr
+    found = load_model(str(file), ["batch=8"])
+    assert found.model.parameters == 32 * 256 + 256 + 256 * 8
+    batch, held_out = next(found.data()), next(found.data("held-out"))
+    assert batch["x"].shape == (8, 32)
+    assert (batch["x"] != held_out["x"]).any()
+    assert (
+        run("cost", str(file), "--mesh", "data:2;model:4", "--layout", "batch:data;hidden:model").exit_code
+        == 0
+    )
+
+
+def test_init_keeps_what_is_there(
+    run: Callable[..., Result], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text("mine", encoding="utf-8")
+    assert "is there already; choose another name, or --force to replace it" in refused("init", str(file))
+    assert file.read_text(encoding="utf-8") == "mine"
+    assert run("init", str(file), "--force", "--quiet").stderr == ""
+    assert "def model(" in file.read_text(encoding="utf-8")
+    assert "is not a Python file" in refused("init", str(tmp_path / "model.txt"))
+
+
+@pytest.mark.parametrize("solver", ["auto", "cp-sat", "highs", "exhaustive"])
+def test_solve_problem(result: Callable[..., dict[str, Any]], tmp_path: Path, solver: str) -> None:
+    found = result("solve-problem", problem(tmp_path), "--solver", solver)
+    assert list(found) == ["name", "solver", "choices"]
+    assert (found["name"], found["choices"]) == ("two", [0, 0])
+    assert found["solver"]["status"] == "OPTIMAL"
+    assert (found["solver"]["objective"], found["solver"]["bound"], found["solver"]["gap"]) == (3, 3, 0)
+    assert found["solver"]["wall_seconds"] >= 0
+
+
+def test_solve_problem_for_people(run: Callable[..., Result], tmp_path: Path) -> None:
+    shown = run("solve-problem", problem(tmp_path)).stdout
+    assert "at least 3 (gap 0%): OPTIMAL" in shown
+    assert "batch" in shown and "data" in shown
+
+
+def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_path: Path) -> None:
+    line = refused("solve-problem", problem(tmp_path, limit=3), code=3)
+    assert line == (
+        "problem 'two' is proven infeasible: these rows cannot hold together: 'memory' (limit 3); "
+        "raise one of their limits"
+    )
+
+
+def test_other_problems_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "cannot be read" in refused("solve-problem", str(tmp_path / "none.json"))
+    assert "a time limit of -1.0 seconds leaves no time" in refused(
+        "solve-problem", problem(tmp_path), "--time-limit", "-1"
+    )
+    file = tmp_path / "broken.json"
+    file.write_text("{", encoding="utf-8")
+    assert "is not valid JSON" in refused("solve-problem", str(file))
