@@ -50,8 +50,9 @@ class _Verifier:
             raise ProgramError(message)
 
     def value(self, v: Value) -> None:
+        if len(v.splits) != len(v.shape):
+            raise ProgramError(f"%{v.id}: splits and dims differ in number: {v.splits} for [{v.shape}]")
         used = [a for axes in v.splits for a in axes]
-        self.need(len(v.splits) == len(v.shape), f"%{v.id}: splits and dims differ in number: {v}")
         self.need(len(used) == len(set(used)), f"%{v.id}: an axis splits two dimensions: {v}")
         self.need(not set(used) & set(v.partial), f"%{v.id}: split and partial over the same axis: {v}")
         for d, axes in zip(v.shape, v.splits, strict=True):

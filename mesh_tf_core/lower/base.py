@@ -108,7 +108,8 @@ class Lowering:
 
     def placed(self, id: int, splits: Splits) -> int:
         """The value with other splits."""
-        for move in plan_moves(self.values[id].splits, splits):
+        shape = self.values[id].shape
+        for move in plan_moves(self.values[id].splits, splits, shape.sizes, self.mesh.axes):
             v = self.values[id]
             name, now = v.shape.names[move.dim], list(v.splits)
             if move.kind == "slice":
@@ -121,7 +122,7 @@ class Lowering:
                 self.emit(AllGather((id,), (out,), self.origin, move.axes, name))
             else:
                 source = v.shape.names[move.source]
-                now[move.source] = now[move.source][:-1]
+                now[move.source] = now[move.source][: -len(move.axes)]
                 now[move.dim] = (*now[move.dim], *move.axes)
                 out = self.new(TensorType(v.shape, v.dtype), tuple(now), v.partial)
                 self.emit(AllToAll((id,), (out,), self.origin, move.axes, name, source))

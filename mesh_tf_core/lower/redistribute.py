@@ -1,18 +1,33 @@
-"""Changing which axes split a value's dimensions, by the cheapest sequence of slices, all-to-alls and
-all-gathers."""
+"""Changing which axes split a value's dimensions, by the cheapest sequence of slices, all-to-alls,
+all-gathers.
+
+Axes are taken off and put on at the minor end of a dimension, since a piece of a piece is only contiguous
+there. What a step costs is the bytes that a device sends (`program.wire_bytes`), so the cheapest sequence is
+a shortest path over the possible splits (Dijkstra 1959); among equally cheap ones, one with the fewest
+messages is taken.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mesh_tf_core.layout import Axes
+
+Splits = tuple[Axes, ...]
+Cost = tuple[float, int, int]
+SPARE = 2
+"""Dimensions that neither side splits and that may still hold an axis for a moment (two dimensions that
+swap)."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One step: `slice`, `gather` or `exchange` of `axes`, on dimension `dim` (for exchange: from `source` to
-    `dim`)."""
+    """One step: `slice`, `gather` or `exchange` of `axes`, on dimension `dim` (exchange: from `source` to
+    it)."""
 
     kind: str
     dim: int
@@ -20,71 +35,121 @@ class Move:
     source: int = -1
 
 
-def plan_moves(have: Sequence[Axes], want: Sequence[Axes]) -> list[Move]:
-    """Steps from the splits `have` to `want`, both per dimension.
+@lru_cache(maxsize=1 << 16)
+def plan_moves(
+    have: Splits, want: Splits, sizes: tuple[int, ...], axes: tuple[tuple[str, int], ...]
+) -> tuple[Move, ...]:
+    """The cheapest steps from the splits `have` to `want`, both per dimension.
 
-    Axes are taken off from the minor end and put on at the minor end, since a piece of a piece is only
-    contiguous there. Slices come first (they are free and shrink what follows), then all-to-alls (an axis
-    that moves from one dimension to another), then all-gathers, then the slices that had to wait for them.
+    Args:
+      sizes: of the dimensions; a step may split one only where it divides.
+      axes: the mesh's axes and their sizes.
     """
-    now = [list(a) for a in have]
-    moves: list[Move] = []
+    ways = dict(axes)
+    simple = _straight(have, want)
+    if simple is not None:
+        return simple
+    named = {a for side in (have, want) for split in side for a in split}
+    movable = [a for a in ways if (ways[a] > 1 or a in named) and not _stays(have, want, a)]
+    usable = _usable(have, want, sizes)
+    start: Cost = (0.0, 0, 0)
+    best: dict[Splits, Cost] = {have: start}
+    came: dict[Splits, tuple[Splits, Move]] = {}
+    queue: list[tuple[Cost, Splits]] = [(start, have)]
+    while queue:
+        cost, now = heapq.heappop(queue)
+        if now == want:
+            return tuple(_merged(_path(came, have, want)))
+        if cost > best[now]:
+            continue
+        for move, after, bytes in _steps(now, movable, usable, sizes, ways):
+            messages = cost[1] + (move.kind != "slice")
+            total = (cost[0] + bytes, messages, cost[2] + 1)
+            if after not in best or total < best[after]:
+                best[after] = total
+                came[after] = (now, move)
+                heapq.heappush(queue, (total, after))
+    raise AssertionError(f"no way from {have} to {want}")
 
-    def used() -> set[str]:
-        return {a for axes in now for a in axes}
 
-    def slices() -> bool:
-        done = False
-        for d, target in enumerate(want):
-            kept = len(now[d])
-            if tuple(now[d]) == tuple(target[:kept]):
-                fresh: list[str] = []
-                for axis in target[kept:]:
-                    if axis in used():
-                        break
-                    fresh.append(axis)
-                    now[d].append(axis)
-                if fresh:
-                    moves.append(Move("slice", d, tuple(fresh)))
-                    done = True
-        return done
+def _straight(have: Splits, want: Splits) -> tuple[Move, ...] | None:
+    """Only slices, or only gathers: nothing is cheaper, since a device gets just the bytes that it lacks."""
+    pairs = list(zip(have, want, strict=True))
+    if all(new[: len(old)] == old for old, new in pairs):
+        return tuple(Move("slice", d, new[len(old) :]) for d, (old, new) in enumerate(pairs) if new != old)
+    if all(old[: len(new)] == new for old, new in pairs):
+        return tuple(Move("gather", d, old[len(new) :]) for d, (old, new) in enumerate(pairs) if new != old)
+    return None
 
-    def exchange() -> bool:
-        for d, target in enumerate(want):
-            kept = len(now[d])
-            if tuple(now[d]) != tuple(target[:kept]) or kept == len(target):
-                continue
-            axis = target[kept]
-            for s, axes in enumerate(now):
-                if s != d and axes and axes[-1] == axis and not _keeps(axes, want[s]):
-                    axes.pop()
-                    now[d].append(axis)
-                    moves.append(Move("exchange", d, (axis,), s))
-                    return True
+
+def _steps(
+    now: Splits, movable: Sequence[str], usable: Sequence[int], sizes: Sequence[int], ways: dict[str, int]
+) -> Iterator[tuple[Move, Splits, float]]:
+    """Every step from `now`: what it is, where it leads, and the bytes sent (of a value of one byte in
+    all)."""
+    used = {a for axes in now for a in axes}
+    local = 1.0 / math.prod(ways[a] for a in used)
+    for d in usable:
+        for axis in movable:
+            if axis not in used and _divides(sizes[d], (*now[d], axis), ways):
+                yield Move("slice", d, (axis,)), _with(now, d, (*now[d], axis)), 0.0
+        for count in range(1, len(now[d]) + 1):
+            kept, moved = now[d][:-count], now[d][-count:]
+            if moved[0] not in movable:
+                break
+            n = math.prod(ways[a] for a in moved)
+            without = _with(now, d, kept)
+            yield Move("gather", d, moved), without, (n - 1) * local
+            for to in usable:
+                if to != d and _divides(sizes[to], (*now[to], *moved), ways):
+                    after = _with(without, to, (*now[to], *moved))
+                    yield Move("exchange", to, moved, d), after, (n - 1) / n * local
+
+
+def _usable(have: Splits, want: Splits, sizes: Sequence[int]) -> list[int]:
+    """Dimensions that are split before or after, and the largest of the others."""
+    touched = [d for d in range(len(have)) if have[d] or want[d]]
+    spare = sorted((d for d in range(len(have)) if d not in touched), key=lambda d: -sizes[d])
+    return sorted((*touched, *spare[:SPARE]))
+
+
+def _stays(have: Splits, want: Splits, axis: str) -> bool:
+    """Whether an axis and all more major ones on its dimension stay where they are."""
+    place = _place(have, axis)
+    if place is None or place != _place(want, axis):
         return False
-
-    def gather() -> bool:
-        for d, target in enumerate(want):
-            extra = len(now[d]) - _common(now[d], target)
-            if extra > 0:
-                axes = tuple(now[d][-extra:])
-                del now[d][-extra:]
-                moves.append(Move("gather", d, axes))
-                return True
-        return False
-
-    while [tuple(a) for a in now] != [tuple(a) for a in want]:
-        if not (slices() or exchange() or gather()):
-            raise AssertionError(f"no way from {have} to {list(want)}")
-    return moves
+    return have[place[0]][: place[1]] == want[place[0]][: place[1]]
 
 
-def _common(a: Sequence[str], b: Sequence[str]) -> int:
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return n
+def _place(splits: Splits, axis: str) -> tuple[int, int] | None:
+    for d, axes in enumerate(splits):
+        if axis in axes:
+            return d, axes.index(axis)
+    return None
 
 
-def _keeps(axes: Sequence[str], target: Axes) -> bool:
-    return tuple(axes) == tuple(target[: len(axes)])
+def _divides(size: int, axes: Axes, ways: dict[str, int]) -> bool:
+    return size % math.prod(ways[a] for a in axes) == 0
+
+
+def _with(splits: Splits, d: int, axes: Axes) -> Splits:
+    return (*splits[:d], axes, *splits[d + 1 :])
+
+
+def _path(came: dict[Splits, tuple[Splits, Move]], have: Splits, want: Splits) -> list[Move]:
+    moves = []
+    while want != have:
+        want, move = came[want]
+        moves.append(move)
+    return moves[::-1]
+
+
+def _merged(moves: Sequence[Move]) -> list[Move]:
+    """Slices of one dimension that follow each other as one."""
+    out: list[Move] = []
+    for move in moves:
+        if out and out[-1].kind == move.kind == "slice" and out[-1].dim == move.dim:
+            out[-1] = replace(out[-1], axes=(*out[-1].axes, *move.axes))
+        else:
+            out.append(move)
+    return out

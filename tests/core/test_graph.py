@@ -132,7 +132,10 @@ def test_a_tensor_has_no_value(g: mtf.Graph) -> None:
         (lambda x, y: mtf.softmax(x.cast("int32"), "a"), "softmax of .*: needs a floating-point tensor"),
         (lambda x, y: mtf.add_n([x, mtf.rename(x, a="c")]), "all operands need the same dimensions"),
         (lambda x, y: x.graph.apply(Unary("exq"), x), "element-wise function 'exq': did you mean 'exp'"),
-        (lambda x, y: x.graph.apply(Binary("subb"), x, x), "element-wise function 'subb': did you mean 'sub'"),
+        (
+            lambda x, y: x.graph.apply(Binary("subb"), x, x),
+            "element-wise function 'subb': did you mean 'sub'",
+        ),
     ],
 )
 def test_operand_errors(g: mtf.Graph, make: Any, match: str) -> None:

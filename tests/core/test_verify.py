@@ -1,0 +1,179 @@
+"""The verifier of programs finds every broken rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.ops.basic import Scale, Shift
+from mesh_tf_core.program import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Instr,
+    Local,
+    Loop,
+    Program,
+    ReduceScatter,
+    Slice,
+    WriteVariable,
+)
+from mesh_tf_core.verify import ProgramError, verify
+
+A, B, C, L = mtf.Dim("a", 4), mtf.Dim("b", 4), mtf.Dim("c", 4), mtf.Dim("l", 2)
+
+
+def sample(layout: str = "a:x;b:y") -> Program:
+    """A program with every kind of instruction but a permutation."""
+    g = mtf.Graph()
+    x = g.input("x", [A, B], "float32")
+    w = g.variable("w", [B, C], mtf.ONES)
+    y = mtf.einsum([x, w], [A, C])
+    s = mtf.scan(lambda h: mtf.tanh(h), y, L)
+    _, (z,) = mtf.scan(lambda h: (h, [mtf.reduce_sum(h, "c")]), s, L)
+    placed = mtf.Layout(layout + ";d:y;e:x;f:y")
+    g.assign(g.lookup("w"), w * 0.5)
+    results = {
+        "y": s,
+        "z": z,
+        "exchanged": mtf.rename(x, a="d", b="e"),
+        "gathered": mtf.rename(x, b="h"),
+        "sliced": mtf.rename(s, c="f"),
+        "scattered": mtf.rename(mtf.einsum([x, w], [A, C]), c="f"),
+    }
+    return mtf.lower(g, mtf.Mesh("x:2;y:2"), placed, results)
+
+
+def index(program: Program, kind: type[Instr], code: Any = None) -> int:
+    return next(i for i, instr in enumerate(code or program.code) if isinstance(instr, kind))
+
+
+def changed(program: Program, kind: type[Instr], **fields: Any) -> Program:
+    """The first instruction of a kind with other fields."""
+    at = index(program, kind)
+    code = list(program.code)
+    code[at] = replace(code[at], **fields)
+    return replace(program, code=tuple(code))
+
+
+def value(program: Program, kind: type[Instr], which: str, **fields: Any) -> Program:
+    """A value of the first instruction of a kind with other fields."""
+    at = getattr(program.code[index(program, kind)], which)[0]
+    values = list(program.values)
+    values[at] = replace(values[at], **fields)
+    return replace(program, values=tuple(values))
+
+
+def in_loop(program: Program, **fields: Any) -> Program:
+    return changed(program, Loop, **fields)
+
+
+def test_the_sample_is_right_and_has_every_kind() -> None:
+    program = verify(sample())
+    kinds = {type(i) for i, _ in program.walk()}
+    assert {Local, ReduceScatter, AllReduce, AllGather, AllToAll, Slice, Loop, WriteVariable} <= kinds, kinds
+
+
+def first_loop(program: Program) -> Loop:
+    loop = program.code[index(program, Loop)]
+    assert isinstance(loop, Loop)
+    return loop
+
+
+FAULTS: dict[str, tuple[Callable[[Program], Program], str]] = {
+    "an axis on two dimensions": (
+        lambda p: value(p, Local, "outputs", splits=(("x",), ("x",))),
+        "an axis splits two dimensions",
+    ),
+    "splits for another rank": (
+        lambda p: value(p, Local, "outputs", splits=(("x",),)),
+        "splits and dims differ in number",
+    ),
+    "split and partial": (
+        lambda p: value(p, Local, "outputs", partial=("x",)),
+        "split and partial over the same axis",
+    ),
+    "a size that is not divisible": (
+        lambda p: value(p, Local, "outputs", shape=mtf.Shape([mtf.Dim("a", 3), C])),
+        "is not divisible over",
+    ),
+    "an input from nowhere": (
+        lambda p: replace(p, code=p.code[1:]),
+        "is not computed before it",
+    ),
+    "computed twice": (lambda p: replace(p, code=(p.code[0], *p.code)), "is computed twice"),
+    "a result from nowhere": (
+        lambda p: replace(
+            p, results={"none": len(p.values)}, values=(*p.values, p.values[0])
+        ),
+        "result 'none': %[0-9]+ is not computed",
+    ),
+    "a result that is partial": (
+        lambda p: replace(p, results={"y": p.code[index(p, ReduceScatter)].inputs[0]}),
+        "result 'y': %[0-9]+ is still partial",
+    ),
+    "a sum over other axes": (lambda p: changed(p, AllReduce, axes=("x",)), "sums %[0-9]+ over other axes"),
+    "a scatter over other axes": (lambda p: changed(p, ReduceScatter, axes=("x",)), "scatters over axes it is not partial over"),
+    "a scatter to another dimension": (lambda p: changed(p, ReduceScatter, dim="a"), "goes from"),
+    "a gather of another dimension": (lambda p: changed(p, AllGather, dim="a"), "goes from"),
+    "an exchange the wrong way": (
+        lambda p: changed(
+            p, AllToAll, split=p.code[index(p, AllToAll)].concat, concat=p.code[index(p, AllToAll)].split
+        ),  # type: ignore[attr-defined]
+        "goes from",
+    ),
+    "a slice of another dimension": (lambda p: changed(p, Slice, dim="zzz"), "goes from"),
+    "a type that changes": (
+        lambda p: value(p, AllGather, "outputs", dtype="bfloat16"),
+        "changes the type",
+    ),
+    "a variable written as it is not stored": (
+        lambda p: changed(p, WriteVariable, inputs=(p.feeds["x"],)),
+        "is not placed as the variable is stored",
+    ),
+    "a lost pending sum": (
+        lambda p: changed(p, Local, op=Scale(1.0), inputs=(p.feeds["x"],)),
+        "leaves a sum over|is split in two ways|splits two dimensions",
+    ),
+    "a carry that changes": (
+        lambda p: in_loop(p, carried=tuple((p.feeds["x"], *c[1:]) for c in first_loop(p).carried)),
+        "is not computed|changes its type or placement",
+    ),
+    "a carry from nowhere": (lambda p: in_loop(p, body=()), "is not computed"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(name: str) -> None:
+    fault, match = FAULTS[name]
+    with pytest.raises(ProgramError, match=match):
+        verify(fault(sample()))
+
+
+def test_a_pending_sum_in_an_operation_that_is_not_linear() -> None:
+    program = sample()
+    at = index(program, ReduceScatter)
+    pending = program.code[at].inputs[0]
+    wrong = Local((pending,), (len(program.values),), program.code[at].origin, Shift(1.0))
+    values = (*program.values, replace(program.values[pending], id=len(program.values), partial=()))
+    code = (*program.code[:at], wrong, *program.code[at:])
+    with pytest.raises(ProgramError, match="takes a pending sum but is not linear"):
+        verify(replace(program, code=code, values=values))
+
+
+def test_a_carry_that_is_passed_on_unreduced() -> None:
+    """The original carries a delayed sum through its while loop and computes wrong values."""
+    g = mtf.Graph()
+    x = g.input("x", [A, B], "float32")
+    s = mtf.scan(lambda s: mtf.reduce_sum(x * s), mtf.reduce_sum(x), L)
+    program = mtf.lower(g, mtf.Mesh("x:2"), mtf.Layout("a:x"), {"s": s})
+    loop = first_loop(verify(program))
+    body = [i for i in loop.body if not isinstance(i, AllReduce)]
+    partial = next(i for i in loop.body if isinstance(i, AllReduce)).inputs[0]
+    carried = tuple((c[0], c[1], partial, c[3]) for c in loop.carried)
+    with pytest.raises(ProgramError, match="is passed on unreduced"):
+        verify(in_loop(program, body=tuple(body), carried=carried))
