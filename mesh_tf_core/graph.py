@@ -31,6 +31,7 @@ class Graph:
         self.blocks: list[Block] = [Block(0)]
         self.variables: dict[str, Variable] = {}
         self.inputs: dict[str, Tensor] = {}
+        self.gradient_of: dict[int, str] = {}
         self._stack: list[Block] = [self.blocks[0]]
         self._scope: list[str] = []
         self._phase = "forward"

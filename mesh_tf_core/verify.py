@@ -104,7 +104,8 @@ class _Verifier:
                         f"{instr.text()}: sums %{i} over other axes than it is partial over: {self.of(i)}",
                     )
         elif isinstance(instr, ReduceScatter):
-            self.need(set(instr.axes) == set(self.of(instr.inputs[0]).partial), f"{instr.text()}: wrong axes")
+            before, after = (set(self.of(i).partial) for i in (instr.inputs[0], instr.outputs[0]))
+            self.need(set(instr.axes) == before - after, f"{instr.text()}: scatters over axes it is not partial over")
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (1, instr.axes)})
         elif isinstance(instr, AllGather):
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (-1, instr.axes)})

@@ -17,6 +17,7 @@ from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.redistribute import plan_moves
+from mesh_tf_core.lower.storage import Storage
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.op import Op, TensorType
 from mesh_tf_core.ops.basic import Cast
@@ -57,12 +58,12 @@ class Lowering:
         graph: Graph,
         mesh: Mesh,
         layout: Layout,
-        storage: Mapping[str, Splits] | None = None,
+        storage: Mapping[str, int] | None = None,
         recompute: Iterable[str] = (),
         keep: Keep | None = None,
     ) -> None:
         self.graph, self.mesh, self.layout, self.keep = graph, mesh, layout, keep
-        self.storage = dict(storage or {})
+        self.storage = Storage(mesh, layout, graph.variables, storage or {})
         self.recompute = frozenset(recompute)
         self.values: list[Value] = []
         self.code: list[Instr] = []
@@ -70,17 +71,24 @@ class Lowering:
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
         self.origin = Origin(-1, "", "forward")
-        self._natural: dict[Shape, Splits] = {}
+        self._natural: dict[Layout, dict[Shape, Splits]] = {}
+        self.moved: dict[tuple[int, Splits], int] = {}
         self.loops = Loops(self)
         self._again = False
 
     # -- values ----------------------------------------------------------------------------------------------
 
-    def natural(self, shape: Shape, what: str = "") -> Splits:
-        """The placement that the layout gives a shape; LayoutError if it is not legal."""
-        if shape not in self._natural:
+    def natural(self, shape: Shape, what: str = "", layout: Layout | None = None) -> Splits:
+        """The placement that the layout gives a shape; LayoutError if it is not legal.
+
+        Args:
+          layout: instead of the one in force (updates of a variable that is stored split have their own).
+        """
+        rules = self.layout if layout is None else layout
+        known = self._natural.setdefault(rules, {})
+        if shape not in known:
             name = what or f"a tensor [{shape}]"
-            splits = self.layout.splits(shape, name)
+            splits = rules.splits(shape, name)
             for d, axes in zip(shape, splits, strict=True):
                 ways = self.mesh.group_size(axes)
                 if d.size % ways:
@@ -88,8 +96,8 @@ class Lowering:
                         f"{name}: dimension {d.name!r} has size {d.size}, which the {ways} devices of "
                         f"{'+'.join(axes)} do not divide; use a multiple of {ways}, or do not split it"
                     )
-            self._natural[shape] = splits
-        return self._natural[shape]
+            known[shape] = splits
+        return known[shape]
 
     def new(self, type: TensorType, splits: Splits, partial: Axes = ()) -> int:
         self.values.append(Value(len(self.values), type.shape, type.dtype, splits, partial))
@@ -107,7 +115,14 @@ class Lowering:
         return self.env[tensor]
 
     def placed(self, id: int, splits: Splits) -> int:
-        """The value with other splits."""
+        """The value with other splits; moved once however many read it there."""
+        if self.values[id].splits == splits:
+            return id
+        if (id, splits) not in self.moved:
+            self.moved[id, splits] = self._move(id, splits)
+        return self.moved[id, splits]
+
+    def _move(self, id: int, splits: Splits) -> int:
         shape = self.values[id].shape
         for move in plan_moves(self.values[id].splits, splits, shape.sizes, self.mesh.axes):
             v = self.values[id]
@@ -150,6 +165,15 @@ class Lowering:
         self._again = saved
 
     def _lower(self, node: Node) -> None:
+        if node.phase != "update" or not self.storage.stage(node.scope):
+            return self._in_layout(node)
+        saved, self.layout = self.layout, self.storage.view(node.scope)
+        try:
+            return self._in_layout(node)
+        finally:
+            self.layout = saved
+
+    def _in_layout(self, node: Node) -> None:
         op = node.op
         if isinstance(op, Scan):
             self.loops.loop(node)
@@ -171,9 +195,8 @@ class Lowering:
 
     def stored_splits(self, op: Read | Assign) -> Splits:
         variable = op.variable
-        splits = self.storage.get(variable.name) or self.natural(
-            variable.shape, f"variable {variable.name!r}"
-        )
+        layout = self.storage.stored(variable)
+        splits = self.natural(variable.shape, f"variable {variable.name!r}", layout)
         self.stored[variable.name] = Stored(variable, splits)
         return splits
 
@@ -185,6 +208,9 @@ class Lowering:
     def apply(self, op: Op, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Lowers one operation; returns its outputs in natural placement, nothing pending."""
         override = getattr(op, "lower", None)
+        if isinstance(op, Cast) and op.dtype != "bool":
+            # A cast is cheap on any piece: a variable stored split is cast before it is gathered, at half the bytes.
+            return self.local(op, inputs, types, [self.values[inputs[0]].splits])
         inputs = [self.at_home(i) for i in inputs]
         if override is not None:
             return [self.at_home(o) for o in override(self, inputs, types)]
@@ -254,7 +280,7 @@ def lower_base(
     mesh: Mesh,
     layout: Layout,
     results: Mapping[str, Tensor] | None = None,
-    storage: Mapping[str, Splits] | None = None,
+    storage: Mapping[str, int] | None = None,
     recompute: Iterable[str] = (),
     keep: Keep | None = None,
 ) -> Program:

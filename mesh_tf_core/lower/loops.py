@@ -34,6 +34,7 @@ class Loops:
         inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
         init = [self.low.at_home(self.low.value_of(i)) for i in inputs]
         outer_code, self.low.code = self.low.code, []
+        outer_moved, self.low.moved = self.low.moved, {}
         index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
         self.low.env[block.index] = index  # type: ignore[index]
         carry_in = []
@@ -58,6 +59,7 @@ class Loops:
                 self.low.env[outer] = self._outer(value, None)
                 summed.append((value, self.low.env[outer]))
         body, self.low.code = tuple(self.low.code), outer_code
+        self.low.moved = outer_moved
         self.low.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(zip(init, carry_in, carry_out, finals, strict=True))
         self.low.emit(
@@ -137,9 +139,16 @@ class Loops:
         return [] if self._recomputes(block) else list(block.saved.items())
 
     def _stack(self, block: Block, inner: int, outer: int) -> tuple[int, int]:
-        value = self.low.value_of(inner)
+        value = self._scattered(self.low.value_of(inner), self.low.graph.gradient_of.get(outer))
         self.low.env[outer] = self._outer(value, block)
         return value, self.low.env[outer]
+
+    def _scattered(self, value: int, variable: str | None) -> int:
+        """A layer's part of a gradient, as its variable's state is split (from storage stage 2 on)."""
+        if variable is None or self.low.storage.stage(variable) < 2:
+            return value
+        view = self.low.storage.view(variable)
+        return self.low.placed(value, self.low.natural(self.low.values[value].shape, layout=view))
 
     def _outer(self, id: int, stack: Block | None) -> int:
         v = self.low.values[id]

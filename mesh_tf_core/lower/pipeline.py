@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Layout
-from mesh_tf_core.lower.base import Keep, Splits, lower_base
+from mesh_tf_core.lower.base import Keep, lower_base
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.sums import delay_sums
@@ -29,11 +29,11 @@ class Options:
     """What may be decided besides the layout.
 
     Attributes:
-      storage: variable name -> splits in which it is stored, where they differ from the layout's.
+      storage: variable name -> stage (see `lower.storage`) for those that are not stored as the layout says.
       recompute: names of the dimensions of the loops whose bodies run again in backward.
     """
 
-    storage: Mapping[str, Splits] = field(default_factory=dict)
+    storage: Mapping[str, int] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
 
 

@@ -4,7 +4,9 @@ once.
 Rewrites, each where the all-reduced value has no other reader:
   (1) all_reduce(all_reduce(x, a), b)          ->  all_reduce(x, a+b)
   (2) f(all_reduce(x, a), all_reduce(y, a))    ->  all_reduce(f(x, y), a)       f linear
-  (3) slice(all_reduce(x, a), dim, a)          ->  reduce_scatter(x, a, dim)
+  (3) slice(all_reduce(x, a), dim, b)          ->  reduce_scatter(x, b, dim), then all_reduce over a less b, for b in a;
+                                                   reduce_scatter(x, a, dim), then slice over the rest, for b = a + rest
+      also with casts between the two, which then come after
   (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)
 A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
 together.
@@ -13,11 +15,12 @@ together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.lower.uses import count_uses, rebuilt
+from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Slice
 
 
@@ -58,14 +61,61 @@ class _Sums:
                     instr = replace(instr, inputs=inner.inputs, axes=axes)
                     self._mark(inner.inputs[0], axes)
                 self._add(instr, out, sums)
-            elif isinstance(instr, Slice) and single and single[instr.inputs[0]].axes == instr.axes:
-                inner = take(instr.inputs[0])
-                out.append(ReduceScatter(inner.inputs, instr.outputs, inner.origin, inner.axes, instr.dim))
+            elif isinstance(instr, Slice) and (chain := self._casts(instr, out, sums)) is not None:
+                for cast in chain:
+                    out.remove(cast)
+                source = chain[0].inputs[0] if chain else instr.inputs[0]
+                self._scatter(instr, chain, take(source), out)
             elif self._passes(instr, single):
                 self._delayed(instr, [take(i) for i in instr.inputs], out, sums)
             else:
                 out.append(instr)
         return out, sums
+
+    def _casts(self, instr: Slice, out: list[Instr], sums: dict[int, AllReduce]) -> list[Local] | None:
+        """Rule (3): the casts between a sum and a slice of it, none of them read elsewhere; None if it does not apply."""
+        made = {o: i for i in out for o in i.outputs}
+        chain: list[Local] = []
+        id = instr.inputs[0]
+        while self.uses[id] == 1:
+            if id in sums:
+                axes, wanted = sums[id].axes, instr.axes
+                nested = set(wanted) <= set(axes) or wanted[: len(axes)] == axes
+                return chain[::-1] if nested else None
+            found = made.get(id)
+            if not (isinstance(found, Local) and isinstance(found.op, Cast)):
+                return None
+            chain.append(found)
+            id = found.inputs[0]
+        return None
+
+    def _scatter(self, instr: Slice, chain: Sequence[Local], reduce: AllReduce, out: list[Instr]) -> None:
+        axes = tuple(a for a in instr.axes if a in reduce.axes)
+        left = tuple(a for a in reduce.axes if a not in axes)
+        rest = instr.axes[len(axes) :]
+        split = self.values[instr.outputs[0]]
+        dtype = self.values[reduce.inputs[0]].dtype
+        steps: list[tuple[Callable[..., Instr], str, tuple[Axes, Axes]]] = []
+        steps.append((lambda i, o: ReduceScatter((i,), (o,), reduce.origin, axes, instr.dim), dtype, (rest, left)))
+        if left:
+            steps.append((lambda i, o: AllReduce((i,), (o,), reduce.origin, left), dtype, (rest, ())))
+        if rest:
+            steps.append((lambda i, o: Slice((i,), (o,), instr.origin, instr.dim, rest), dtype, ((), ())))
+        for cast in chain:
+            to = self.values[cast.outputs[0]].dtype
+            steps.append((lambda i, o, c=cast: replace(c, inputs=(i,), outputs=(o,)), to, ((), ())))  # type: ignore[misc]
+        id = reduce.inputs[0]
+        for number, (make, to, (missing, partial)) in enumerate(steps):
+            if number == len(steps) - 1:
+                result = instr.outputs[0]
+            else:
+                at = split.shape.index(instr.dim)
+                splits = [s[: len(s) - len(missing)] if i == at else s for i, s in enumerate(split.splits)]
+                self.values.append(replace(split, id=len(self.values), dtype=to, splits=tuple(splits), partial=partial))
+                result = len(self.values) - 1
+            out.append(make(id, result))
+            self.uses[result] = self.uses[result] or 1
+            id = result
 
     def _passes(self, instr: Instr, single: dict[int, AllReduce]) -> bool:
         """Rule (2): linear, every operand an all-reduce of its own over the same axes."""

@@ -43,6 +43,7 @@ def slot(
 
 def apply_updates(graph: Graph, optimizer: Optimizer, pairs: Sequence[tuple[Variable, Tensor]]) -> None:
     """Adds the whole update phase: one scope per variable, and the step counter."""
+    graph.gradient_of.update((gradient.id, variable.name) for variable, gradient in pairs)
     for variable, gradient in pairs:
         with graph.phase("update", variable.name):
             optimizer.update(graph, variable, gradient.cast(variable.dtype))

@@ -1,0 +1,91 @@
+"""How variables are stored between steps: whole as the layout says, or split further over the axes that it leaves unused.
+
+Stages, per variable (Rajbhandari et al. 2020, "ZeRO", section 5; Xu et al. 2020, "Automatic cross-replica sharding of
+weight update"):
+  0  variable, gradient and optimizer state are placed as the layout says
+  1  the optimizer's state is split further; every device updates its part, then the variable is gathered
+  2  and so is the gradient, from the moment a layer's part of it is known
+  3  and so is the variable: it is gathered before every use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mesh_tf_core.dims import Shape
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.layout import Axes, Layout
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.structure import Variable
+
+STAGES = ("layout", "zero1", "zero2", "zero3")
+"""Names of the stages in plans."""
+Splits = tuple[Axes, ...]
+
+
+def stage_number(name: str | int) -> int:
+    """The stage of a name in a plan (or the number itself)."""
+    if isinstance(name, int) and 0 <= name < len(STAGES):
+        return name
+    if name not in STAGES:
+        raise UserError(f"storage {name!r}: {known_names(str(name), STAGES)}")
+    return STAGES.index(str(name))
+
+
+class Storage:
+    """The stages of one lowering.
+
+    Args:
+      stages: variable name -> stage; variables that are not named have stage 0.
+    """
+
+    def __init__(self, mesh: Mesh, layout: Layout, variables: Mapping[str, Variable], stages: Mapping[str, int]) -> None:
+        self.mesh, self.layout, self.variables = mesh, layout, variables
+        for name in stages:
+            if name not in variables:
+                raise UserError(f"storage: the model has no variable {name!r}; {known_names(name, variables)}")
+        self.stages = {n: s for n, s in stages.items() if s}
+        self._views: dict[str, Layout] = {}
+
+    def stage(self, variable: str) -> int:
+        return self.stages.get(variable, 0)
+
+    def view(self, variable: str) -> Layout:
+        """The layout in which the state of a variable is kept and updated."""
+        if variable not in self.stages:
+            return self.layout
+        if variable not in self._views:
+            self._views[variable] = shard_layout(self.variables[variable], self.layout, self.mesh)
+        return self._views[variable]
+
+    def stored(self, variable: Variable) -> Layout:
+        """The layout in which a variable (or an optimizer's slot) lies between steps."""
+        if variable.slot_of is not None:
+            return self.view(variable.slot_of)
+        return self.view(variable.name) if self.stage(variable.name) == 3 else self.layout
+
+
+def shard_layout(variable: Variable, layout: Layout, mesh: Mesh) -> Layout:
+    """The layout with this variable's dimensions split further over every axis that does not split them yet.
+
+    All spare axes go to one dimension if one is divisible (the largest piece first), else axis by axis; an axis that
+    divides no dimension is left out. Dimensions that count layers stay whole.
+    """
+    own = Shape(variable.shape.dims[variable.stacked :])
+    used = {a for d in variable.shape for a in layout.axes(d.name)}
+    spare = tuple(a for a in mesh.names if a not in used and mesh.size(a) > 1)
+    rules = dict(layout.items())
+
+    def piece(name: str) -> int:
+        return own.dim(name).size // mesh.group_size(rules.get(name, ()))
+
+    def fits(name: str, axes: Axes) -> bool:
+        return own.dim(name).size % mesh.group_size((*rules.get(name, ()), *axes)) == 0
+
+    order = sorted(own.names, key=lambda n: -piece(n))
+    for axes in (spare, *((a,) for a in spare)):
+        axes = tuple(a for a in axes if not any(a in rules.get(n, ()) for n in own.names))
+        chosen = next((n for n in order if axes and fits(n, axes)), None)
+        if chosen is not None:
+            rules[chosen] = (*rules.get(chosen, ()), *axes)
+    return Layout(rules)
