@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from layoutopt.cli import cost, hardware, init, lower, solve_problem
+from layoutopt.cli import cost, hardware, init, lower, measure, search, solve_problem, train
 from layoutopt.cli.group import Group
 
 FIND, RUN, SHARE, MORE = "Find a layout", "Run it", "Show it", "More"
@@ -35,7 +35,10 @@ def root(
         typer.echo(context.get_help())
 
 
+app.command(epilog=search.EXAMPLES, rich_help_panel=FIND)(search.search)
 app.command(epilog=cost.EXAMPLES, rich_help_panel=FIND)(cost.cost)
+app.command(epilog=train.EXAMPLES, rich_help_panel=RUN)(train.train)
+app.command(epilog=measure.EXAMPLES, rich_help_panel=RUN)(measure.measure)
 app.command(epilog=lower.EXAMPLES, rich_help_panel=SHARE)(lower.lower)
 app.command(epilog=init.EXAMPLES, rich_help_panel=MORE)(init.init)
 app.command(epilog=hardware.EXAMPLES, rich_help_panel=MORE)(hardware.hardware)

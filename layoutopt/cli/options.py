@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -106,6 +107,22 @@ def read_mesh(text: str | None) -> Mesh:
     if not mesh.axes:
         raise UserError(f'--mesh {text!r} names no axis; write for example --mesh "data:2;model:4"')
     return mesh
+
+
+def check_out(path: Path | None, option: str = "--out") -> None:
+    """Raises UserError unless `path` can be written, before any work is done for it."""
+    from mesh_tf_core import UserError
+
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option} {str(path)!r} cannot be written: it is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{option} {str(path)!r} cannot be written: permission denied")
 
 
 def is_plan(layout: str | None) -> bool:

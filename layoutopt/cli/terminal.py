@@ -6,11 +6,12 @@ NO_COLOR.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,6 +50,15 @@ class Terminal:
         """A message, on stderr."""
         if not self.quiet:
             self.err.print(Text(text), highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Says on a terminal that something takes a moment."""
+        if not self.live:
+            yield
+            return
+        with self.err.status(Text(what)):
+            yield
 
     def show(self, *parts: RenderableType) -> None:
         """Results for people, on stdout; nothing with `--json`."""

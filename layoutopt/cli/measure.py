@@ -1,0 +1,135 @@
+"""`layoutopt measure`: real steps on this machine's mesh, timed, their bytes counted by the engine."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layoutopt.cli.options import (
+    THIS_MACHINE,
+    HardwareOption,
+    JsonOption,
+    LayoutOption,
+    MeshOption,
+    ModelArgument,
+    QuietOption,
+    SetOption,
+    examples,
+    read_hardware,
+    read_layout,
+)
+from layoutopt.cli.progress import Steps
+from layoutopt.cli.results import layout_json, layout_text
+from layoutopt.cli.running import batches, items_of, open_trainer
+from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from layoutopt.evaluate import Evaluation
+    from layoutopt.loading import Loaded
+    from mesh_tf_core.trainer import Trainer
+
+EXAMPLES = examples(
+    'layoutopt measure examples/mlp.py --mesh "data:4" --layout "batch:data" --steps 20',
+    'layoutopt measure examples/transformer_lm.py --mesh "data:2;model:4" --layout "d_ff:model" --json',
+)
+
+
+def measure(
+    model: ModelArgument,
+    mesh: MeshOption = None,
+    layout: LayoutOption = None,
+    settings: SetOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
+    hardware: HardwareOption = THIS_MACHINE,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Run a layout's step on this machine and time it; count what the devices send."""
+    from layoutopt.evaluate import evaluate
+    from layoutopt.loading import load_model
+
+    terminal = Terminal(as_json, quiet)
+    machine = read_hardware(hardware)
+    loaded = load_model(model, settings or ())
+    given = read_layout(loaded, mesh, layout)
+    predicted = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
+    trainer = open_trainer(terminal, loaded, given)
+    found = _timed(terminal, loaded, trainer, warm_up, steps)
+    terminal.result({"mesh": given.mesh.as_dict(), "layout": layout_json(given.layout), **found})
+    if not as_json:
+        _show(terminal, loaded, predicted, found, machine.name)
+
+
+def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, steps: int) -> dict[str, Any]:
+    """Times steps from the initial values on; the data is ready before the clock starts."""
+    fed = list(itertools.islice(batches(terminal, loaded), steps))
+    seconds, losses = [], []
+    with Steps(terminal, "measuring", warm_up + steps) as bar:
+        for n in range(warm_up):
+            trainer.step(fed[n % steps])
+            bar.update(n + 1, "warming up")
+        trainer.engine.initialize()
+        for n, batch in enumerate(fed):
+            began = time.perf_counter()
+            losses.append(trainer.step(batch)["loss"])
+            seconds.append(time.perf_counter() - began)
+            bar.update(warm_up + n + 1, f"{seconds_text(seconds[-1])} a step")
+    engine = trainer.engine
+    return {
+        "step_seconds": statistics.median(seconds),
+        "step_seconds_all": seconds,
+        "compile_seconds": engine.compile_seconds,
+        "loss": losses,
+        "communication_bytes_per_device": engine.communication_bytes,
+        "peak_memory_bytes": engine.peak_memory_bytes,
+    }
+
+
+def _show(
+    terminal: Terminal, loaded: Loaded, predicted: Evaluation, found: dict[str, Any], hardware: str
+) -> None:
+    seconds, step = found["step_seconds_all"], found["step_seconds"]
+    items, name = items_of(loaded.model)
+    said = predicted.cost.step_seconds
+    sent = predicted.program.communication_bytes()
+    equal = "as predicted" if sent == found["communication_bytes_per_device"] else f"predicted: {_sent(sent)}"
+    terminal.show(
+        facts(
+            [
+                ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
+                (
+                    "mesh",
+                    f"{predicted.program.mesh} ({predicted.program.mesh.devices} devices of this machine)",
+                ),
+                ("layout", layout_text(predicted.program.layout)),
+                (
+                    "step",
+                    f"{seconds_text(step)} measured, the median of {len(seconds)} "
+                    f"({seconds_text(min(seconds))} to {seconds_text(max(seconds))})",
+                ),
+                ("predicted", f"{seconds_text(said)} for {hardware} ({said / step:.2f} of the measured)"),
+                ("rate", f"{items / step:,.0f} {name}/s"),
+                ("compiling", seconds_text(found["compile_seconds"])),
+                ("sent", f"per device: {_sent(found['communication_bytes_per_device'])} ({equal})"),
+                (
+                    "memory",
+                    f"{bytes_text(found['peak_memory_bytes'])} per device "
+                    f"(predicted: {bytes_text(predicted.memory.peak)})",
+                ),
+                (
+                    "loss",
+                    f"{found['loss'][0]:.4f} at first, {found['loss'][-1]:.4f} after {len(seconds)} steps",
+                ),
+            ]
+        )
+    )
+
+
+def _sent(sent: dict[str, float]) -> str:
+    return ", ".join(f"{axes} {bytes_text(n)}" for axes, n in sent.items() if n) or "nothing"

@@ -1,0 +1,76 @@
+"""What `measure` and `train` share: devices of this machine, batches, and the numbers of real steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from layoutopt.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from layoutopt.cli.options import Given
+    from layoutopt.loading import Loaded
+    from mesh_tf_core import Model
+    from mesh_tf_core.trainer import Trainer
+
+
+def open_trainer(terminal: Terminal, loaded: Loaded, given: Given) -> Trainer:
+    """The model on this machine's mesh, its variables at their initial values."""
+    terminal.say(f"starting {given.mesh.devices} devices")
+    with _hushed():
+        from mesh_tf_core.engines import prepare
+
+        prepare(given.mesh.devices)
+    from mesh_tf_core.trainer import Trainer
+
+    return Trainer(loaded.model, given.mesh, given.layout, given.options)
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Keeps what TensorFlow's libraries write to stderr while they start; shows it if starting fails."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except ImportError:
+            kept.seek(0)
+            os.write(saved, kept.read())
+            raise
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def batches(terminal: Terminal, loaded: Loaded) -> Iterator[dict[str, Any]]:
+    """The file's data, or zeros of the right shapes: enough to time a step."""
+    if loaded.function("data") is not None:
+        return loaded.data()
+    terminal.say(f"{loaded.source} has no data(): the steps run on zeros")
+    return _zeros(loaded.model)
+
+
+def _zeros(model: Model) -> Iterator[dict[str, Any]]:
+    import numpy as np
+
+    from mesh_tf_core.kernels.numpy_kernel import np_dtype
+
+    inputs = model.graph.inputs
+    while True:
+        yield {name: np.zeros(t.shape.sizes, np_dtype(t.dtype)) for name, t in inputs.items()}
+
+
+def items_of(model: Model) -> tuple[int, str]:
+    """How many things a step learns from, and what they are: tokens of texts, or else examples."""
+    sizes = [t.shape for t in model.graph.inputs.values() if t.dtype.startswith("int") and len(t.shape) > 1]
+    if sizes:
+        return max(shape.size for shape in sizes), "tokens"
+    firsts = [t.shape.sizes[0] for t in model.graph.inputs.values() if len(t.shape)]
+    return max(firsts, default=1), "examples"

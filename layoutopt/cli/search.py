@@ -1,0 +1,131 @@
+"""`layoutopt search`: the best layout, its proof, and what else there is."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layoutopt.cli.options import (
+    THIS_MACHINE,
+    HardwareOption,
+    JsonOption,
+    MemoryOption,
+    MeshOption,
+    ModelArgument,
+    QuietOption,
+    SetOption,
+    TimeLimitOption,
+    check_out,
+    examples,
+    read_hardware,
+    read_memory,
+    read_mesh,
+)
+from layoutopt.cli.plan_tables import show_plan
+from layoutopt.cli.progress import Bounds
+from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from layoutopt.plan import Plan
+
+EXAMPLES = examples(
+    'layoutopt search examples/transformer_lm.py --mesh "data:2;model:4" --out plan.json',
+    "layoutopt search examples/transformer_lm.py --devices 512 --hardware tpu-v2 --set batch=512",
+    'layoutopt search examples/mlp.py --mesh "data:4" --objective memory --pin "batch:data" --top 3 --json',
+)
+
+
+class Objective(StrEnum):
+    """What is minimised."""
+
+    TIME = "time"
+    MEMORY = "memory"
+    PARETO = "pareto"
+
+
+def search(
+    model: ModelArgument,
+    mesh: MeshOption = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Instead of --mesh: search the mesh's shape too.", show_default=False),
+    ] = None,
+    max_axes: Annotated[int, typer.Option(metavar="K", help="With --devices: at most so many axes.")] = 2,
+    settings: SetOption = None,
+    hardware: HardwareOption = THIS_MACHINE,
+    memory: MemoryOption = None,
+    objective: Annotated[
+        Objective, typer.Option(help="Least time that fits, least memory, or the frontier of both.")
+    ] = Objective.TIME,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULES",
+            help='Must hold, as "batch:data"; "batch:none" keeps one whole.',
+            show_default=False,
+        ),
+    ] = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RULES", help='Must not hold, as "vocab:model".', show_default=False),
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
+    time_limit: TimeLimitOption = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PLAN.json", help="Write the plan there.", show_default=False)
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a report there.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the best layout of a model, prove it, and show it beside its alternatives."""
+    from layoutopt import search as find
+    from layoutopt.loading import load_model
+
+    terminal = Terminal(as_json, quiet)
+    check_out(out)
+    check_out(report, "--report")
+    machine = read_hardware(hardware)
+    limit = read_memory(memory, machine)
+    loaded = load_model(model, settings or ())
+    shown = bytes_text if objective is Objective.MEMORY else seconds_text
+    with Bounds(terminal, f"searching {loaded.model.name}", shown) as bounds:
+        plan = find(
+            loaded.model,
+            mesh=None if mesh is None else read_mesh(mesh),
+            devices=devices,
+            hardware=machine,
+            memory=limit,
+            objective=objective.value,
+            pins=";".join(pin or ()) or None,
+            forbid=";".join(forbid or ()) or None,
+            top=top,
+            time_limit=time_limit,
+            max_axes=max_axes,
+            on_progress=lambda where, best, bound: bounds.update(best, bound, f"searching {where}"),
+        )
+    terminal.result(plan.to_json())
+    if not as_json:
+        show_plan(terminal, plan, limit)
+    if out is not None or report is not None:
+        from layoutopt.cli.details import with_details
+
+        _write(terminal, with_details(plan, loaded.model, machine, limit, model), out, report)
+    if out is not None:
+        terminal.say(f"next: layoutopt train {model} --layout {out} --steps 100")
+
+
+def _write(terminal: Terminal, plan: Plan, out: Path | None, report: Path | None) -> None:
+    if out is not None:
+        plan.save(out)
+        terminal.say(f"wrote the plan to {out}")
+    if report is not None:
+        from layoutopt.cli.report import write_report
+
+        write_report(terminal, [plan], report)

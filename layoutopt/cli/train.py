@@ -1,0 +1,212 @@
+"""`layoutopt train`: real training on this machine's mesh under a searched, given or planned layout."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layoutopt.cli.options import (
+    THIS_MACHINE,
+    Given,
+    HardwareOption,
+    JsonOption,
+    MeshOption,
+    ModelArgument,
+    QuietOption,
+    SetOption,
+    examples,
+    read_hardware,
+    read_layout,
+    read_mesh,
+)
+from layoutopt.cli.progress import Bounds, Steps
+from layoutopt.cli.results import layout_json, layout_text, model_json
+from layoutopt.cli.running import items_of, open_trainer
+from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.units import duration_text, seconds_text
+
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from layoutopt.loading import Loaded
+    from mesh_tf_core.trainer import Trainer
+
+AUTO = "auto"
+EXAMPLES = examples(
+    'layoutopt train examples/transformer_lm.py --layout auto --mesh "data:2;model:4" --steps 200',
+    "layoutopt train examples/transformer_lm.py --layout plan.json --steps 1000 --checkpoint build/run",
+    'layoutopt train examples/mlp.py --layout "batch:data" --mesh "data:4" --set hidden=256 --json',
+)
+LINES = 10
+"""Messages of progress where there is no terminal to draw a bar on."""
+
+
+def train(
+    model: ModelArgument,
+    layout: Annotated[
+        str, typer.Option(metavar="auto|LAYOUT|PLAN.json", help="auto searches the best one first.")
+    ] = AUTO,
+    mesh: MeshOption = None,
+    settings: SetOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Save there, and resume from there under any layout.", show_default=False
+        ),
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
+    held_out: Annotated[
+        int, typer.Option("--held-out", min=0, metavar="N", help="Held-out batches to judge by at the end.")
+    ] = 8,
+    hardware: HardwareOption = THIS_MACHINE,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Train a model on this machine's mesh, under the best layout or one of yours."""
+    from layoutopt.loading import load_model
+
+    terminal = Terminal(as_json, quiet)
+    machine = read_hardware(hardware)
+    loaded = load_model(model, settings or ())
+    given = (
+        _searched(terminal, loaded, machine, mesh) if layout == AUTO else read_layout(loaded, mesh, layout)
+    )
+    run = _Run(terminal, loaded, given, machine, steps)
+    trainer = open_trainer(terminal, loaded, given)
+    run.train(trainer, checkpoint, every)
+    run.judge(trainer, held_out)
+    terminal.result(run.json())
+    run.show()
+
+
+def _searched(terminal: Terminal, loaded: Loaded, machine: Hardware, mesh: str | None) -> Given:
+    from layoutopt import search
+
+    with Bounds(terminal, "searching the layout", seconds_text) as bounds:
+        plan = search(
+            loaded.model,
+            mesh=read_mesh(mesh),
+            hardware=machine,
+            on_progress=lambda where, best, bound: bounds.update(best, bound),
+        )
+    terminal.say(f"layout: {layout_text(plan.layout)} ({plan.solver.status.lower()})")
+    return Given(plan.mesh, plan.layout, plan.options, plan)
+
+
+@dataclass
+class _Run:
+    """One training run and what is known about it."""
+
+    terminal: Terminal
+    loaded: Loaded
+    given: Given
+    machine: Hardware
+    steps: int
+    began_at: int = 0
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    held_out: dict[str, float] = field(default_factory=dict)
+    references: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from layoutopt.evaluate import evaluate
+
+        given = self.given
+        priced = evaluate(self.loaded.model, given.mesh, given.layout, self.machine, given.options)
+        self.predicted = priced.predicted
+        self.items, self.item = items_of(self.loaded.model)
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def train(self, trainer: Trainer, checkpoint: Path | None, every: int) -> None:
+        """Trains; Ctrl-C keeps what was learned if there is a place for it."""
+        if checkpoint is not None and trainer.restore(checkpoint):
+            self.terminal.say(f"resuming from step {trainer.step_number} of {checkpoint}")
+        self.began_at = trainer.step_number
+        with Steps(self.terminal, "training", self.steps) as bar:
+
+            def tell(step: int, found: dict[str, Any], seconds: float) -> None:
+                self.losses.append(found["loss"])
+                self.seconds.append(seconds)
+                bar.update(step, self._facts(step))
+                if not self.terminal.live and step % max(1, self.steps // LINES) == 0:
+                    self.terminal.say(f"step {step}/{self.steps}: {self._facts(step)}")
+
+            try:
+                trainer.fit(self.loaded.data(), self.steps, checkpoint, every, tell)
+            except KeyboardInterrupt:
+                if checkpoint is not None:
+                    trainer.save(checkpoint)
+                    self.terminal.say(f"stopped after step {trainer.step_number}, saved in {checkpoint}")
+                raise
+
+    def judge(self, trainer: Trainer, count: int) -> None:
+        """The loss on data that was not trained on, beside what simpler models reach."""
+        if count:
+            self.held_out = trainer.evaluate(itertools.islice(self.loaded.data("held-out"), count), count)
+        if self.loaded.function("reference_losses") is not None:
+            self.references = dict(self.loaded.call("reference_losses"))
+
+    @property
+    def step_seconds(self) -> float:
+        """The median; the first step is left out, for it compiles."""
+        timed = self.seconds[1:] or self.seconds
+        return statistics.median(timed) if timed else float("nan")
+
+    def _facts(self, step: int) -> str:
+        actual = self.step_seconds
+        left = (self.steps - step) * actual
+        return (
+            f"loss {self.losses[-1]:.4f}, {self.items / actual:,.0f} {self.item}/s, "
+            f"{seconds_text(actual)} a step ({seconds_text(self.predicted.step_seconds)} predicted), "
+            f"{duration_text(left)} left"
+        )
+
+    # -- results ---------------------------------------------------------------------------------------------
+
+    def json(self) -> dict[str, Any]:
+        """The object of `--json`."""
+        return {
+            "model": model_json(self.loaded.model),
+            "mesh": self.given.mesh.as_dict(),
+            "layout": layout_json(self.given.layout),
+            "hardware": self.machine.name,
+            "predicted": self.predicted.model_dump(mode="json"),
+            "first_step": self.began_at,
+            "steps": self.began_at + len(self.losses),
+            "loss": self.losses,
+            "step_seconds": self.step_seconds,
+            f"{self.item}_per_second": self.items / self.step_seconds,
+            "held_out": self.held_out,
+            "reference_losses": self.references,
+        }
+
+    def show(self) -> None:
+        """The end of a run, for people."""
+        step = self.step_seconds
+        rows = [
+            ("model", f"{self.loaded.model.name}, {self.loaded.model.parameters:,} parameters"),
+            ("mesh", f"{self.given.mesh} ({self.given.mesh.devices} devices of this machine)"),
+            ("layout", layout_text(self.given.layout)),
+        ]
+        if self.losses:
+            predicted = self.predicted.step_seconds
+            rows += [
+                ("trained", f"steps {self.began_at + 1} to {self.began_at + len(self.losses)}"),
+                (
+                    "step",
+                    f"{seconds_text(step)} (predicted {seconds_text(predicted)} for {self.machine.name})",
+                ),
+                ("rate", f"{self.items / step:,.0f} {self.item}/s"),
+                ("loss", f"{self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at the end"),
+            ]
+        else:
+            rows.append(("trained", f"nothing to do: the checkpoint is of step {self.began_at} already"))
+        rows += [(f"held-out {name}", f"{value:.4f}") for name, value in self.held_out.items()]
+        rows += [(name, f"{value:.4f}") for name, value in self.references.items()]
+        self.terminal.show(facts(rows))

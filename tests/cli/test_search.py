@@ -1,0 +1,169 @@
+"""`search`: the plan file of the contract, exit codes, and the same numbers in every form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from layoutopt.loading import load_model
+from layoutopt.plan import load_plan
+
+LM = "examples/transformer_lm.py"
+MLP = ("search", "examples/mlp.py", "--mesh", "data:2;model:2")
+SMALL = ("--set", "layers=2", "--set", "d_model=64", "--set", "d_ff=128", "--set", "length=32")
+
+PLAN = [
+    "format",
+    "model",
+    "mesh",
+    "layout",
+    "storage",
+    "recompute",
+    "microbatches",
+    "hardware",
+    "predicted",
+    "solver",
+    "alternatives",
+]
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of the small language model, written by the command."""
+    from typer.testing import CliRunner
+
+    from layoutopt.cli import app
+
+    path = tmp_path_factory.mktemp("plan") / "deep" / "plan.json"
+    done = CliRunner().invoke(app, ["search", LM, "--mesh", "data:2;model:4", *SMALL, "--out", str(path)])
+    assert done.exit_code == 0, done.stderr
+    assert f"wrote the plan to {path}" in done.stderr
+    return path
+
+
+def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> None:
+    found = result("search", LM, "--mesh", "data:2;model:4", *SMALL)
+    assert [key for key in found if key != "notes"] == PLAN
+    assert found["format"] == "layoutopt-plan/1"
+    assert found["model"]["hparams"]["layers"] == 2
+    assert found["solver"]["status"] == "OPTIMAL"
+    assert found["solver"]["gap"] == 0
+    assert found["solver"]["bound"] == found["solver"]["objective"] == found["predicted"]["step_seconds"]
+    assert {"data parallel", "replicated"} <= {a["name"] for a in found["alternatives"]}
+    for alternative in found["alternatives"]:
+        assert list(alternative) == ["name", "mesh", "layout", "predicted", "feasible", "reason"]
+        if alternative["feasible"]:
+            assert alternative["predicted"]["step_seconds"] >= found["predicted"]["step_seconds"] * (1 - 1e-9)
+
+
+def test_the_plan_costs_what_cost_says(plan_file: Path, result: Callable[..., dict[str, Any]]) -> None:
+    plan = json.loads(plan_file.read_text(encoding="utf-8"))
+    by_plan = result("cost", LM, *SMALL, "--layout", str(plan_file))
+    by_hand = result(
+        "cost",
+        LM,
+        *SMALL,
+        "--mesh",
+        ";".join(f"{axis}:{size}" for axis, size in plan["mesh"].items()),
+        "--layout",
+        ";".join(f"{name}:{'+'.join(axes)}" for name, axes in plan["layout"].items()),
+    )
+    assert by_plan == by_hand
+    for name, number in plan["predicted"].items():
+        assert by_plan["predicted"][name] == pytest.approx(number, rel=1e-12), name
+
+
+def test_a_plan_file_loads_and_carries_what_a_report_needs(plan_file: Path) -> None:
+    plan = load_plan(plan_file)
+    assert str(plan.mesh) == "data:2;model:4"
+    details = json.loads(plan_file.read_text(encoding="utf-8"))["details"]
+    assert set(details) == {"source", "hardware", "dims", "variables", "lines", "by_kind", "memory"}
+    assert details["source"] == LM
+    assert details["dims"]["d_ff"] == 128
+    model = load_model(LM, SMALL[1::2]).model
+    trained = [v for v in details["variables"] if v["kind"] == "parameter"]
+    assert sum(v["bytes"] for v in trained) == 4 * model.parameters
+    seconds = sum(x["exposed_seconds"] * x["times"] for x in details["lines"])
+    assert seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+    assert max(p["bytes"] for p in details["memory"]["points"]) == plan.predicted.peak_memory_bytes
+    assert set(details["by_kind"]) == {"answer", *(a.name for a in plan.alternatives)}
+
+
+def test_a_plan_of_another_model_is_refused(plan_file: Path, refused: Callable[..., str]) -> None:
+    line = refused("cost", LM, "--layout", str(plan_file))
+    assert f"{plan_file}: the plan was made for another model: layers=2 there, 4 here" in line
+    line = refused("cost", LM, *SMALL, "--layout", str(plan_file), "--mesh", "data:8")
+    assert f"--mesh 'data:8' is not the mesh of {plan_file}, which is data:2;model:4" in line
+
+
+def test_people_see_the_proof_and_the_alternatives(run: Callable[..., Result]) -> None:
+    done = run(*MLP)
+    assert "optimal: no layout is better (gap 0%;" in done.stdout
+    assert re.search(r"^the answer +│ .*│ +1\.00× │", done.stdout, re.MULTILINE)
+    assert re.search(r"^data parallel +│ batch:data\+model +│", done.stdout, re.MULTILINE)
+    assert done.stderr == ""
+
+
+def test_pins_and_prohibitions_hold(result: Callable[..., dict[str, Any]]) -> None:
+    found = result(*MLP, "--pin", "batch:model", "--pin", "hidden:none", "--forbid", "pixels:data")
+    assert found["layout"]["batch"] == ["model"]
+    assert "hidden" not in found["layout"]
+    assert found["layout"].get("pixels") != ["data"]
+
+
+def test_objectives(result: Callable[..., dict[str, Any]]) -> None:
+    least = result(*MLP, "--objective", "memory")["predicted"]
+    fastest = result(*MLP)["predicted"]
+    assert least["peak_memory_bytes"] <= fastest["peak_memory_bytes"]
+    frontier = result(*MLP, "--objective", "pareto")["frontier"]
+    assert frontier[0]["predicted"]["step_seconds"] == pytest.approx(fastest["step_seconds"], rel=1e-9)
+    times = [point["predicted"]["step_seconds"] for point in frontier]
+    peaks = [point["predicted"]["peak_memory_bytes"] for point in frontier]
+    assert times == sorted(times) and peaks == sorted(peaks, reverse=True)
+
+
+def test_the_mesh_is_searched_too(result: Callable[..., dict[str, Any]]) -> None:
+    found = result("search", "examples/mlp.py", "--devices", "4", "--top", "2")
+    assert sorted(found["mesh"].values()) in ([2, 2], [4])
+    one_axis = result("search", "examples/mlp.py", "--devices", "4", "--max-axes", "1")
+    assert list(one_axis["mesh"].values()) == [4]
+    assert found["predicted"]["step_seconds"] <= one_axis["predicted"]["step_seconds"]
+
+
+def test_nothing_fits(refused: Callable[..., str]) -> None:
+    line = refused("search", LM, "--mesh", "data:2;model:4", *SMALL, "--memory", "100KiB", "--json", code=3)
+    assert "no layout of 'transformer_lm' fits into 100 KiB a device" in line
+    assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)"),
+        (["--mesh", "data:2", "--devices", "2"], "give either a mesh"),
+        (["--devices", "0"], "--devices 0: needs at least one device"),
+        (
+            ["--mesh", "data:2", "--pin", "btch:data"],
+            "--pin btch: no operation has this dimension; did you mean",
+        ),
+        (["--mesh", "data:2", "--pin", "batch:model"], "mesh data:2 has no axis 'model'; known: data"),
+        (["--mesh", "data:2", "--forbid", "batch"], "'batch' is not DIM:AXIS"),
+        (["--mesh", "data:2", "--objective", "speed"], "is not one of 'time', 'memory', 'pareto'"),
+        (["--mesh", "data:2", "--top", "0"], "--top 0: needs at least 1"),
+        (["--mesh", "data:2", "--time-limit", "-1"], "--time-limit -1.0: needs a positive number of seconds"),
+    ],
+)
+def test_wrong_input(refused: Callable[..., str], args: list[str], message: str) -> None:
+    assert message in refused("search", "examples/mlp.py", *args)
+
+
+def test_a_plan_that_cannot_be_written(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    line = refused(*MLP, "--quiet", "--json", "--out", str(tmp_path / "file" / "plan.json"))
+    assert "cannot be written" in line
