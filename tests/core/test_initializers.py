@@ -44,7 +44,7 @@ def test_any_block_is_a_block_of_the_whole(i: int, j: int, n: int, m: int) -> No
 def test_normal() -> None:
     x = mtf.Normal(0.5).piece("w", (400, 500), (0, 0), (400, 500))
     assert np.abs(x).max() <= 1.0
-    # A normal cut at two standard deviations has 0.8796 of its deviation (Johnson & Kotz 1970, section 13.7.1).
+    # A normal cut at two deviations has 0.8796 of its deviation (Johnson & Kotz 1970, section 13.7.1).
     assert abs(x.std() - 0.5 * 0.8796) < 0.002 and abs(x.mean()) < 0.004
     rows = np.corrcoef(x[:20])
     assert np.abs(rows - np.eye(20)).max() < 0.2

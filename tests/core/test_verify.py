@@ -107,9 +107,7 @@ FAULTS: dict[str, tuple[Callable[[Program], Program], str]] = {
     ),
     "computed twice": (lambda p: replace(p, code=(p.code[0], *p.code)), "is computed twice"),
     "a result from nowhere": (
-        lambda p: replace(
-            p, results={"none": len(p.values)}, values=(*p.values, p.values[0])
-        ),
+        lambda p: replace(p, results={"none": len(p.values)}, values=(*p.values, p.values[0])),
         "result 'none': %[0-9]+ is not computed",
     ),
     "a result that is partial": (
@@ -117,7 +115,10 @@ FAULTS: dict[str, tuple[Callable[[Program], Program], str]] = {
         "result 'y': %[0-9]+ is still partial",
     ),
     "a sum over other axes": (lambda p: changed(p, AllReduce, axes=("x",)), "sums %[0-9]+ over other axes"),
-    "a scatter over other axes": (lambda p: changed(p, ReduceScatter, axes=("x",)), "scatters over axes it is not partial over"),
+    "a scatter over other axes": (
+        lambda p: changed(p, ReduceScatter, axes=("x",)),
+        "scatters over axes it is not partial over",
+    ),
     "a scatter to another dimension": (lambda p: changed(p, ReduceScatter, dim="a"), "goes from"),
     "a gather of another dimension": (lambda p: changed(p, AllGather, dim="a"), "goes from"),
     "an exchange the wrong way": (

@@ -1,0 +1,92 @@
+"""Small programs whose text is kept in tests/core/golden: base lowering, and what each pass makes of it.
+
+Remake the files after a change that is meant (and read the difference): python -m tests.core.golden
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+import mesh_tf_core as mtf
+from mesh_tf_core.lower.base import lower_base
+from mesh_tf_core.lower.pipeline import PASSES
+from mesh_tf_core.program import Program, text
+from mesh_tf_core.verify import verify
+
+FOLDER = Path(__file__).parent / "golden"
+B, D, F, L = mtf.Dim("batch", 8), mtf.Dim("d", 4), mtf.Dim("f", 8), mtf.Dim("layers", 2)
+Built = tuple[mtf.Graph, dict[str, mtf.Tensor]]
+
+
+def residual() -> Built:
+    """Two products over the same split dimension, added up: one all-reduce."""
+    g = mtf.Graph()
+    x, y = g.input("x", [B, F], "float32"), g.input("y", [B, F], "float32")
+    w = g.variable("w", [F, D], mtf.ONES)
+    return g, {"out": mtf.einsum([x, w], [B, D]) + mtf.einsum([y, w], [B, D]) * 2.0}
+
+
+def scattered() -> Built:
+    """A sum whose result is split: a reduce-scatter."""
+    g = mtf.Graph()
+    x, w = g.input("x", [B, F], "float32"), g.variable("w", [F, D], mtf.ONES)
+    return g, {"out": mtf.rename(mtf.einsum([x, w], [B, D]), d="out")}
+
+
+def unused() -> Built:
+    """Work that leads to no result."""
+    g = mtf.Graph()
+    x = g.input("x", [B, F], "float32")
+    mtf.softmax(x, F)
+    return g, {"out": mtf.reduce_max(x, F)}
+
+
+def training_step() -> Built:
+    """A residual layer, repeated, with its gradient and update: sums of the loop's gradients are taken
+    once."""
+    g = mtf.Graph()
+    x = g.input("x", [B, D], "float32")
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        up, down = g.variable("up", [D, F], mtf.ONES), g.variable("down", [F, D], mtf.ONES)
+        return h + mtf.einsum([mtf.tanh(mtf.einsum([h, up], [B, F])), down], [B, D])
+
+    h = mtf.scan(layer, x, L) * g.variable("scale", [D], mtf.ONES) + g.variable("bias", [D], mtf.ZEROS)
+    model = mtf.Model(mtf.reduce_mean(mtf.square(h)))
+    return model.step_graph, {"loss": model.loss}
+
+
+CASES: dict[str, tuple[Callable[[], Built], str, str]] = {
+    "residual": (residual, "x:2;y:2", "batch:x;f:y"),
+    "scattered": (scattered, "x:2;y:2", "batch:x;f:y;out:y"),
+    "unused": (unused, "x:2", "f:x"),
+    "training_step": (training_step, "x:2;y:2", "batch:x;f:y"),
+}
+
+
+def record(name: str) -> str:
+    """The program after base lowering in full, and the lines that each pass changes."""
+    build, mesh, layout = CASES[name]
+    graph, results = build()
+    program: Program = lower_base(graph, mtf.Mesh(mesh), mtf.Layout(layout), results)
+    parts = [f"== base lowering\n{text(verify(program))}"]
+    for title, run in PASSES:
+        if title == "compact":
+            break
+        before, program = text(program), verify(run(program))
+        change = difflib.unified_diff(before.splitlines(), text(program).splitlines(), lineterm="", n=0)
+        lines = [line for line in list(change)[2:] if not line.startswith("@@")]
+        parts.append(f"== pass {title}\n" + ("\n".join(lines) or "(no change)") + "\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name in CASES:
+        (FOLDER / f"{name}.txt").write_text(record(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

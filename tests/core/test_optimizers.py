@@ -1,0 +1,147 @@
+"""Optimizers against the published update rules, written out in NumPy, alone and under split layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.verify import verify
+
+Array = Any
+Step = Callable[[Array, Array], Array]
+RATE = 0.05
+
+
+def sgd(momentum: float) -> Iterator[Callable[[Array, Array], Array]]:
+    state: dict[str, Array] = {}
+
+    def step(w: Array, g: Array) -> Array:
+        state["v"] = momentum * state.get("v", 0.0) + g
+        return w - RATE * state["v"]
+
+    yield step
+
+
+def adam(decay: float) -> Iterator[Step]:
+    m, v, t = 0.0, 0.0, 0
+
+    def step(w: Array, g: Array) -> Array:
+        nonlocal m, v, t
+        t += 1
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        update = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        return w - RATE * (update + decay * w)
+
+    yield step
+
+
+def adafactor(factored: bool) -> Iterator[Step]:
+    row: Array = 0.0
+    column: Array = 0.0
+    v: Array = 0.0
+    t = 0
+
+    def step(w: Array, g: Array) -> Array:
+        nonlocal row, column, v, t
+        t += 1
+        beta = 1 - t**-0.8
+        g2 = g * g + 1e-30
+        if factored:
+            row = beta * row + (1 - beta) * g2.mean(1)
+            column = beta * column + (1 - beta) * g2.mean(0)
+            v = np.outer(row, column) / row.mean()
+        else:
+            v = beta * v + (1 - beta) * g2
+        u = g / np.sqrt(v)
+        u = u / max(1.0, np.sqrt((u * u).mean()))
+        return w - RATE * max(1e-3, np.sqrt((w * w).mean())) * u
+
+    yield step
+
+
+CASES = {
+    "sgd": (mtf.SGD(RATE), lambda: sgd(0.0)),
+    "momentum": (mtf.SGD(RATE, momentum=0.9), lambda: sgd(0.9)),
+    "adam": (mtf.Adam(RATE), lambda: adam(0.0)),
+    "adam with weight decay": (mtf.Adam(RATE, weight_decay=0.1), lambda: adam(0.1)),
+    "adafactor": (mtf.Adafactor(RATE), lambda: adafactor(False)),
+    "adafactor, factored": (mtf.Adafactor(RATE, min_dim=4), lambda: adafactor(True)),
+}
+N, A, B = mtf.Dim("n", 8), mtf.Dim("a", 8), mtf.Dim("b", 4)
+RNG = np.random.default_rng(0)
+BATCHES = [
+    {"x": RNG.normal(size=(8, 8)).astype(np.float32), "y": RNG.normal(size=(8, 4)).astype(np.float32)}
+    for _ in range(5)
+]
+
+
+def regression(optimizer: mtf.Optimizer) -> mtf.Model:
+    """Mean squared error of a linear map."""
+    g = mtf.Graph()
+    x, y = g.input("x", [N, A], "float32"), g.input("y", [N, B], "float32")
+    w = g.variable("w", [A, B], mtf.Normal(0.5))
+    return mtf.Model(mtf.reduce_mean(mtf.square(mtf.einsum([x, w], [N, B]) - y)), optimizer)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", ["", "n:m;a:k", "a:m;b:k", "b:k+m"])
+def test_against_numpy(name: str, layout: str) -> None:
+    optimizer, reference = CASES[name]
+    model = regression(optimizer)
+    engine = LockstepEngine(verify(model.lower(mtf.Mesh("m:2;k:2"), mtf.Layout(layout))))
+    engine.initialize()
+    w = engine.read("w").astype(np.float64)
+    step = next(reference())
+    for batch in BATCHES:
+        error = batch["x"] @ w - batch["y"]
+        assert engine.step(batch)["loss"] == pytest.approx((error**2).mean(), rel=1e-5)
+        w = step(w, 2 / error.size * batch["x"].T @ error)
+        np.testing.assert_allclose(engine.read("w"), w, rtol=2e-4, atol=2e-5)
+    assert engine.read("step") == len(BATCHES)
+
+
+def test_layers_of_a_scan_are_factored_apart() -> None:
+    """Stacked variables: each layer has its own row, column, clipping and scale, as if it were unrolled."""
+    layers = 3
+
+    def build(stacked: bool) -> mtf.Model:
+        g = mtf.Graph()
+        x = g.input("x", [N, A], "float32")
+        c = mtf.Dim("c", 8)
+        init = mtf.Constant(0.3)
+
+        def layer(h: mtf.Tensor, name: str = "w") -> mtf.Tensor:
+            y = mtf.einsum([h, g.variable(name, [A, c], init) * bend], [N, c])
+            return mtf.tanh(mtf.rename(y, c="a"))
+
+        bend = mtf.one_hot(mtf.mtf_range(g, A), c) + 0.1
+        if stacked:
+            h = mtf.scan(layer, x, mtf.Dim("layers", layers))
+        else:
+            h = x
+            for i in range(layers):
+                h = layer(h, f"w{i}")
+        return mtf.Model(mtf.reduce_mean(mtf.square(h - 0.5)), mtf.Adafactor(RATE, min_dim=4))
+
+    one, many = (LockstepEngine(build(s).lower(mtf.Mesh("m:2"), mtf.Layout("c:m"))) for s in (True, False))
+    for batch in BATCHES:
+        only_x = {"x": batch["x"]}
+        assert one.step(only_x)["loss"] == pytest.approx(many.step(only_x)["loss"], rel=1e-5)
+    for i in range(layers):
+        np.testing.assert_allclose(one.read("w")[i], many.read(f"w{i}"), rtol=1e-4, atol=1e-6)
+
+
+def test_master_copies_stay_float32() -> None:
+    """Updates too small for bfloat16 add up in the float32 variable."""
+    g = mtf.Graph()
+    w = g.variable("w", [A], mtf.ONES, activation_dtype="bfloat16")
+    model = mtf.Model(mtf.reduce_sum(w.cast("float32")), mtf.SGD(1e-4))
+    engine = LockstepEngine(model.lower(mtf.Mesh("m:2"), mtf.Layout("a:m")))
+    for _ in range(10):
+        engine.step({})
+    np.testing.assert_allclose(engine.read("w"), 1 - 1e-3, rtol=1e-6)
