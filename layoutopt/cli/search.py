@@ -110,7 +110,7 @@ def search(
             max_axes=max_axes,
             on_progress=lambda where, best, bound: bounds.update(best, bound, f"searching {where}"),
         )
-    terminal.result(plan.to_json())
+    terminal.result({**plan.to_json(), "details": {"source": model}})
     if not as_json:
         show_plan(terminal, plan, limit)
     if out is not None or report is not None:

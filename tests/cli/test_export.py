@@ -1,0 +1,196 @@
+"""`export`: every form is read back by the library it is for, or by its rules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import mesh_tf_core as mtf
+from layoutopt.cli import app
+from layoutopt.export import FORMATS, Exported, Placed, export
+from layoutopt.loading import load_model
+
+LM = "examples/transformer_lm.py"
+SIZES = ("layers=2", "d_model=64", "d_ff=128", "length=32", "batch=8")
+RULES = "batch:data;heads:model;d_ff:model;vocab:model"
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A plan under RULES, as `search --json` prints it."""
+    pins = [word for rule in RULES.split(";") for word in ("--pin", rule)]
+    sets = [word for size in SIZES for word in ("--set", size)]
+    args = ["search", LM, "--mesh", "data:2;model:4", *sets, *pins, "--pin", "length:none", "--json"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.stderr
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(done.stdout, encoding="utf-8")
+    return str(path)
+
+
+def splits() -> dict[str, tuple[tuple[str, ...], ...]]:
+    """What lowering says of every variable."""
+    model = load_model(LM, SIZES).model
+    program = model.lower(mtf.Mesh("data:2;model:4"), mtf.Layout(RULES))
+    return {name: stored.splits for name, stored in program.variables.items()}
+
+
+def names(text: str) -> dict[str, Any]:
+    """The names that exported Python defines."""
+    found: dict[str, Any] = {}
+    exec(compile(text, "exported", "exec"), found)
+    return found
+
+
+def test_mesh_tensorflow(run: Callable[..., Result], plan_file: str) -> None:
+    found = names(run("export", plan_file, "--to", "mesh-tensorflow").stdout)
+    # The grammar of mesh_tensorflow.ops.convert_to_shape and convert_to_layout_rules: pairs "name:size" or
+    # "dimension:axis", separated by ';' or ','.
+    mesh = dict(pair.split(":") for pair in found["mesh_shape"].split(";"))
+    assert mesh == {"data": "2", "model": "4"}
+    rules = dict(pair.split(":") for pair in found["layout"].split(";"))
+    assert rules == dict(rule.split(":") for rule in RULES.split(";"))
+
+
+def test_jax_takes_every_spec(run: Callable[..., Result], plan_file: str) -> None:
+    from jax.sharding import AbstractMesh, NamedSharding
+
+    found = names(run("export", plan_file, "--to", "jax").stdout)
+    mesh = AbstractMesh(found["MESH_SHAPE"], found["MESH_AXES"])
+    model = load_model(LM, SIZES).model
+    program = model.lower(mtf.Mesh("data:2;model:4"), mtf.Layout(RULES))
+    assert set(found["VARIABLES"]) == set(program.variables)
+    for name, stored in program.variables.items():
+        sharding = NamedSharding(mesh, found["VARIABLES"][name])
+        local = [
+            size // program.mesh.group_size(axes)
+            for size, axes in zip(stored.variable.shape.sizes, stored.splits, strict=True)
+        ]
+        assert list(sharding.shard_shape(stored.variable.shape.sizes)) == local
+    assert tuple(found["INPUTS"]["tokens"]) == ("data", None)
+
+
+DTENSOR = """
+import sys, json
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
+from tensorflow.experimental import dtensor
+found = {}
+exec(sys.stdin.read(), found)
+mesh = dtensor.create_mesh(found["MESH_AXES"], devices=[f"CPU:{i}" for i in range(8)])
+layouts = found["layouts"](mesh)
+x = dtensor.call_with_layout(tf.zeros, layouts["attention/q"], [2, 64, 8, 32])
+print(json.dumps({name: list(layout.sharding_specs) for name, layout in layouts.items()}))
+print(json.dumps([list(piece.shape) for piece in dtensor.unpack(x)]))
+"""
+
+
+def test_dtensor_takes_every_layout(run: Callable[..., Result], plan_file: str) -> None:
+    text = run("export", plan_file, "--to", "dtensor").stdout
+    done = subprocess.run(
+        [sys.executable, "-c", DTENSOR], input=text, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    specs, pieces = (json.loads(line) for line in done.stdout.splitlines())
+    for name, found in splits().items():
+        assert specs[name] == ["".join(axes) or "unsharded" for axes in found]
+    assert specs["tokens"] == ["data", "unsharded"]
+    assert pieces == [[2, 64, 2, 32]] * 8
+
+
+def test_haliax(run: Callable[..., Result], plan_file: str) -> None:
+    found = names(run("export", plan_file, "--to", "haliax").stdout)
+    assert (found["MESH_SHAPE"], found["MESH_AXES"]) == ((2, 4), ("data", "model"))
+    assert found["AXIS_MAPPING"] == {"batch": "data", "heads": "model", "d_ff": "model", "vocab": "model"}
+
+
+def test_maxtext(run: Callable[..., Result], plan_file: str) -> None:
+    text = run("export", plan_file, "--to", "maxtext").stdout
+    head, rules = text.split("logical_axis_rules: ")
+    table = dict(json.loads(rules))
+    assert table["activation_batch"] == ["data"]
+    assert table["mlp"] == table["q_heads"] == table["vocab"] == ["tensor"]
+    sizes = dict(line.split(": ") for line in head.splitlines() if line.startswith("ici_"))
+    assert (
+        sizes["ici_data_parallelism"],
+        sizes["ici_tensor_parallelism"],
+        sizes["ici_fsdp_parallelism"],
+    ) == (
+        "2",
+        "4",
+        "1",
+    )
+
+
+def test_written_to_a_file_and_as_json(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], plan_file: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "layout.txt"
+    done = run("export", plan_file, "--to", "haliax", "--out", str(out))
+    assert (done.stdout, done.stderr) == ("", f"wrote {out}\n")
+    found = result("export", plan_file, "--to", "haliax")
+    assert found == {"to": "haliax", "mesh": {"data": 2, "model": 4}, "text": out.read_text(encoding="utf-8")}
+
+
+def two_axes(**layout: tuple[str, ...]) -> Exported:
+    weight = Placed("w", tuple(layout), tuple(layout.values()))
+    return Exported("title", mtf.Mesh("a:2;b:2"), mtf.Layout(layout), (weight,), ())
+
+
+@pytest.mark.parametrize("to", ["mesh-tensorflow", "dtensor"])
+def test_what_a_library_cannot_say_is_refused(to: str) -> None:
+    with pytest.raises(
+        mtf.UserError, match=f"{to} splits a dimension over one mesh axis, but 'd_ff' is split over a\\+b"
+    ):
+        export(two_axes(d_ff=("a", "b")), to)
+
+
+def test_maxtext_refuses_a_dimension_that_it_lacks() -> None:
+    with pytest.raises(mtf.UserError, match="no logical axis for dimension 'd_fff'; did you mean 'd_ff'\\?"):
+        export(two_axes(d_fff=("a",)), "maxtext")
+
+
+@pytest.mark.parametrize("to", ["jax", "haliax"])
+def test_two_axes_on_one_dimension(to: str) -> None:
+    found = names(export(two_axes(d_ff=("a", "b")), to))
+    spec = found["VARIABLES"]["w"][0] if to == "jax" else found["AXIS_MAPPING"]["d_ff"]
+    assert spec == ("a", "b")
+
+
+def test_names_cannot_break_out_of_the_text() -> None:
+    evil = 'x\'\n"""\nraise SystemExit'
+    weight = Placed(evil, (evil,), ((),))
+    what = Exported(evil, mtf.Mesh("a:2"), mtf.Layout(), (weight,), (weight,))
+    for to in ("jax", "dtensor", "haliax", "mesh-tensorflow"):
+        compile(export(what, to), to, "exec")
+    assert set(names(export(what, "jax"))["VARIABLES"]) == {evil}
+
+
+def test_unknown_forms(refused: Callable[..., str], plan_file: str) -> None:
+    assert "is not one of 'mesh-tensorflow', 'dtensor', 'jax'" in refused(
+        "export", plan_file, "--to", "pytorch"
+    )
+    assert "Missing option '--to'" in refused("export", plan_file)
+    with pytest.raises(mtf.UserError, match="no such form; did you mean 'jax'"):
+        export(two_axes(), "jaxx")
+    assert set(FORMATS) == {"mesh-tensorflow", "dtensor", "jax", "haliax", "maxtext"}
+
+
+def test_the_model_of_a_plan(refused: Callable[..., str], plan_file: str, tmp_path: Path) -> None:
+    bare = json.loads(Path(plan_file).read_text(encoding="utf-8"))
+    del bare["details"]
+    file = tmp_path / "bare.json"
+    file.write_text(json.dumps(bare), encoding="utf-8")
+    assert "does not say from which file it was made; name it with --model MODEL" in refused(
+        "export", str(file), "--to", "jax"
+    )
+    line = refused("export", str(file), "--to", "jax", "--model", "examples/mlp.py")
+    assert f"{file}: examples/mlp.py: has no hyperparameter" in line
