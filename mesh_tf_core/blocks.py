@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from mesh_tf_core.dims import Dim
 from mesh_tf_core.op import Op
 
+MICROBATCH = "microbatch"
+"""Name of the dimension that counts the parts of a batch (see `microbatch`)."""
+
 
 @dataclass(frozen=True)
 class Node:

@@ -14,9 +14,11 @@ from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.microbatch import accumulate
 from mesh_tf_core.optimizers import SGD, Optimizer
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.program import Program
+from mesh_tf_core.structure import Variable
 from mesh_tf_core.tensor import Tensor
 
 DEFAULT = Options()
@@ -41,6 +43,7 @@ class Model:
     name: str = "model"
     hparams: Mapping[str, Any] = field(default_factory=dict)
     layouts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    _steps: dict[int, TrainingStep] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Tensor) or len(self.loss.shape):
@@ -65,9 +68,24 @@ class Model:
             digest.update(f"{node.op.describe()} {node.inputs} {types} {times}\n".encode())
         return digest.hexdigest()[:16]
 
-    @cached_property
+    @property
+    def batch_dim(self) -> str | None:
+        """The first dimension of every input, if they have one in common: what data parallelism splits."""
+        firsts = {t.shape.names[0] for t in self.graph.inputs.values() if t.shape.names}
+        return firsts.pop() if len(firsts) == 1 else None
+
+    @property
     def step_graph(self) -> Graph:
         """The graph with gradients and updates."""
+        return self.training_step().graph
+
+    def training_step(self, microbatches: int = 1) -> TrainingStep:
+        """Forward, backward and update as one graph; with several microbatches, gradients are accumulated over them."""
+        if microbatches not in self._steps:
+            self._steps[microbatches] = self._whole_step() if microbatches == 1 else self._in_parts(microbatches)
+        return self._steps[microbatches]
+
+    def _whole_step(self) -> TrainingStep:
         graph = self.graph
         trained = [v for v in graph.variables.values() if v.trainable]
         grads = gradients(self.loss, [graph.read(v) for v in trained])
@@ -77,15 +95,35 @@ class Model:
                 f"model {self.name!r}: the loss does not depend on {', '.join(missing[:5])}; "
                 "remove these variables or declare them with trainable=False"
             )
-        apply_updates(
-            graph, self.optimizer, [(v, g) for v, g in zip(trained, grads, strict=True) if g is not None]
-        )
-        return graph
+        pairs = [(v, g) for v, g in zip(trained, grads, strict=True) if g is not None]
+        apply_updates(graph, self.optimizer, pairs)
+        return TrainingStep(graph, {"loss": self.loss, **self.metrics}, tuple(pairs))
 
-    @property
-    def results(self) -> dict[str, Tensor]:
-        return {"loss": self.loss, **self.metrics}
+    def _in_parts(self, microbatches: int) -> TrainingStep:
+        whole = self.training_step()
+        if self.batch_dim is None:
+            raise UserError(f"model {self.name!r}: its inputs have no first dimension in common to make microbatches of")
+        wanted = {**whole.results, **{f"gradient of {v.name}": g for v, g in whole.gradients}}
+        graph, found = accumulate(whole.graph, self.batch_dim, microbatches, wanted)
+        pairs = [(v, found[f"gradient of {v.name}"]) for v, _ in whole.gradients]
+        apply_updates(graph, self.optimizer, pairs)
+        return TrainingStep(graph, {n: found[n] for n in whole.results}, tuple(pairs))
 
     def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Program:
         """The training step as an SPMD program."""
-        return lower(self.step_graph, mesh, layout, self.results, options)
+        step = self.training_step(options.microbatches)
+        return lower(step.graph, mesh, layout, step.results, options)
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """The graph of one step.
+
+    Attributes:
+      results: name -> scalar that the step returns.
+      gradients: (variable, its gradient in the graph).
+    """
+
+    graph: Graph
+    results: Mapping[str, Tensor]
+    gradients: tuple[tuple[Variable, Tensor], ...]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mesh_tf_core import checkpoint as checkpoints
 from mesh_tf_core.engines import Engine, open_engine
 from mesh_tf_core.errors import UserError
@@ -65,7 +67,7 @@ class Trainer:
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """One training step; returns the loss and the model's metrics (of before the update) as numbers."""
         self._check(batch)
-        found = self.engine.step(batch)
+        found = self.engine.step(self._shaped(batch))
         self.step_number += 1
         return {name: value.item() if getattr(value, "ndim", 1) == 0 else value for name, value in found.items()}
 
@@ -122,6 +124,11 @@ class Trainer:
             self.engine.write(name, found.arrays[name])
         self.step_number = found.step
         return True
+
+    def _shaped(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch as the program takes it: with microbatches, in parts."""
+        shapes = {name: self.program.values[i].shape.sizes for name, i in self.program.feeds.items()}
+        return {name: np.reshape(batch[name], shape) for name, shape in shapes.items()}
 
     def _check(self, batch: Mapping[str, Any]) -> None:
         for name, tensor in self.model.graph.inputs.items():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.op import TensorType
+from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import (
     AllGather,
     AllReduce,
@@ -130,7 +131,7 @@ class _Verifier:
         """Pending sums enter linear operations only, all operands alike; splits agree with the roles."""
         partial = {self.of(i).partial for i in instr.inputs}
         if any(partial):
-            self.need(instr.op.linear, f"{instr.text()}: takes a pending sum but is not linear")
+            self.need(instr.op.linear or isinstance(instr.op, Cast), f"{instr.text()}: takes a pending sum but is not linear")
             self.need(
                 len(partial) == 1, f"{instr.text()}: operands are partial over different axes {partial}"
             )

@@ -62,7 +62,8 @@ def combinable(program: Program) -> dict[Key, list[AllReduce]]:
 
 
 def _in_time(found: list[AllReduce], first: dict[int, int], place: dict[int, int]) -> list[AllReduce]:
-    """The members that nobody reads before the last of them is ready (an update may precede other gradients)."""
+    """The members that nobody reads before the last of them is ready (an update may precede other
+    gradients)."""
     while found:
         sent = place[found[-1].outputs[0]]
         kept = [r for r in found if first.get(r.outputs[0], sent + 1) > sent]

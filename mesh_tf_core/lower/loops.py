@@ -55,7 +55,7 @@ class Loops:
         summed = []
         for inner, outer in block.summed:
             if self._here(inner, node):
-                value = self.low.value_of(inner)
+                value = self._scattered(self.low.value_of(inner), self.low.graph.gradient_of.get(outer))
                 self.low.env[outer] = self._outer(value, None)
                 summed.append((value, self.low.env[outer]))
         body, self.low.code = tuple(self.low.code), outer_code
@@ -128,12 +128,10 @@ class Loops:
         return pairs
 
     def _recomputes(self, block: Block) -> bool:
-        return (
-            block.dim is not None
-            and block.dim.name in self.low.recompute
-            and bool(block.saved)
-            and not block.parent
-        )
+        """Asked for, and the loop's backward stands beside it (a loop in a recomputed body runs again as it is)."""
+        if block.dim is None or block.dim.name not in self.low.recompute or not block.saved:
+            return False
+        return any(b.forward is block and b.parent == block.parent for b in self.low.graph.blocks)
 
     def _saves(self, block: Block) -> list[tuple[int, int]]:
         return [] if self._recomputes(block) else list(block.saved.items())

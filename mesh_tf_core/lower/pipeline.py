@@ -31,10 +31,12 @@ class Options:
     Attributes:
       storage: variable name -> stage (see `lower.storage`) for those that are not stored as the layout says.
       recompute: names of the dimensions of the loops whose bodies run again in backward.
+      microbatches: parts of the batch that a step runs one after the other, adding up their gradients.
     """
 
     storage: Mapping[str, int] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
+    microbatches: int = 1
 
 
 DEFAULT = Options()

@@ -8,6 +8,7 @@ Rewrites, each where the all-reduced value has no other reader:
                                                    reduce_scatter(x, a, dim), then slice over the rest, for b = a + rest
       also with casts between the two, which then come after
   (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)
+Within microbatches a sum also waits behind casts (the sum of rounded parts is taken once, after all of them).
 A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
 together.
 """
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from mesh_tf_core.blocks import MICROBATCH
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.lower.uses import count_uses, rebuilt
 from mesh_tf_core.ops.basic import Cast
@@ -36,6 +38,8 @@ class _Sums:
         self.names = program.mesh.names
         self.values = list(program.values)
         self.uses: Counter[int] = count_uses(program.code, program.results.values())
+        self.parts = False
+        self.sliced = {i for instr, _ in program.walk() if isinstance(instr, Slice) for i in instr.inputs}
 
     def block(self, code: Sequence[Instr]) -> tuple[list[Instr], dict[int, AllReduce]]:
         """The rewritten code, and the sums in it by result."""
@@ -119,7 +123,11 @@ class _Sums:
 
     def _passes(self, instr: Instr, single: dict[int, AllReduce]) -> bool:
         """Rule (2): linear, every operand an all-reduce of its own over the same axes."""
-        if not isinstance(instr, Local) or not instr.op.linear or not instr.inputs:
+        if not isinstance(instr, Local) or not instr.inputs:
+            return False
+        # A cast that a slice reads stays behind the sum: scattering costs less before it widens the values.
+        waits = self.parts and isinstance(instr.op, Cast) and instr.outputs[0] not in self.sliced
+        if not (instr.op.linear or waits):
             return False
         if len(set(instr.inputs)) < len(instr.inputs) or len(instr.outputs) > 1:
             return False
@@ -139,7 +147,9 @@ class _Sums:
 
     def loop(self, loop: Loop) -> tuple[Loop, list[AllReduce]]:
         """Rule (4)."""
+        outside, self.parts = self.parts, self.parts or loop.dim.name == MICROBATCH
         body, sums = self.block(loop.body)
+        self.parts = outside
         hoisted: list[AllReduce] = []
         stacked: list[tuple[int, int]] = []
         summed: list[tuple[int, int]] = []
