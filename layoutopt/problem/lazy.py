@@ -64,11 +64,12 @@ class Search:
         """Solves until proven, or until the clock runs out; `best`, `objective` and `bound` hold what was
         found.
         """
-        while True:
+        while not self.clock.over:
             options = Options(self.clock.left, self.options.workers, self.options.seed)
             start = self.best or hint
+            listeners = self._heard, self._raise_bound
             raw = self.solver(
-                Request(self.program, self.constraints, options, start, self._heard, self._raise_bound)
+                Request(self.program, self.constraints, options, self.clock.stopped, start, *listeners)
             )
             self._raise_bound(raw.bound)
             if raw.choices is None:
@@ -79,9 +80,10 @@ class Search:
                 return Status.OPTIMAL if self.proven else Status.FEASIBLE
             if self.proven:
                 return Status.OPTIMAL
-            if raw.status is not Status.OPTIMAL or self.clock.over:
-                return Status.FEASIBLE if self.best is not None else Status.LIMIT
+            if raw.status is not Status.OPTIMAL:
+                break
             self._tighten(raw.choices, found)
+        return Status.FEASIBLE if self.best is not None else Status.LIMIT
 
     @property
     def proven(self) -> bool:

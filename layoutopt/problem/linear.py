@@ -256,7 +256,15 @@ def _lookup(table: Table, scope: Scope, joint: Joint, missing: float) -> Floats:
     cells = joint.assignments[:, [joint.scope.index(index) for index in scope]]
     if not isinstance(table, Sparse):
         return table[tuple(cells.T)]
-    return np.array([table.index.get(tuple(cell), missing) for cell in cells.tolist()], dtype=np.float64)
+    if not len(table.values):
+        return np.full(len(cells), missing)
+    sizes = tuple(np.maximum(cells.max(axis=0, initial=0), table.assignments.max(axis=0)) + 1)
+    if math.prod(map(int, sizes)) >= 2**62:
+        return np.array([table.index.get(tuple(cell), missing) for cell in cells.tolist()], dtype=np.float64)
+    wanted, known = (np.ravel_multi_index(tuple(part.T), sizes) for part in (cells, table.assignments))
+    order = np.argsort(known)
+    place = np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)
+    return np.where(known[order[place]] == wanted, table.values[order[place]], missing)
 
 
 def _marginals(problem: Problem, offsets: Ints, joints: Sequence[Joint]) -> tuple[Ints, Ints, Ints]:

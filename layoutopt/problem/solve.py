@@ -12,7 +12,7 @@ from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Spars
 from layoutopt.problem.lazy import Search
 from layoutopt.problem.reductions import Reduced, reduce
 from layoutopt.problem.solvers import cp_sat, exhaustive, highs
-from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver
+from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver, ctrl_c
 
 SOLVERS: dict[str, Solver] = {"cp-sat": cp_sat.solve, "highs": highs.solve}
 MANY_CELLS = 5000
@@ -28,7 +28,7 @@ def solve(
     upper_bound: float | None = None,
     *,
     excluded: Sequence[Sequence[int]] = (),
-    workers: int = 2,
+    workers: int = 1,
     seed: int = 0,
 ) -> Solution:
     """The best choices of `problem`, with a proof where the status says OPTIMAL.
@@ -36,8 +36,9 @@ def solve(
     `time_limit` is in seconds. `on_progress(best, bound)` hears every improvement. `hint` is a choice vector
     to start from; if it is feasible the answer is never worse. Only answers of at most `upper_bound` count:
     without any, the status is INFEASIBLE. `excluded` are choice vectors that may not be the answer. Ctrl-C
-    stops and returns the best so far. Raises `ProblemError` for an unknown solver or for choices that do not
-    fit the problem.
+    stops and returns the best so far. `workers` are CP-SAT's threads; with the same arguments the answer is
+    the same on every run that no limit cuts. Raises `ProblemError` for an unknown solver or for choices that
+    do not fit the problem.
     """
     if solver not in NAMES:
         raise ProblemError(f"there is no solver {solver!r}; choose one of: {', '.join(NAMES)}")
@@ -48,23 +49,22 @@ def solve(
     limit = math.inf if upper_bound is None else upper_bound
     if solver == "exhaustive":
         return _exhaustive(problem, clock, limit, banned)
-    reduced = reduce(problem, keep_all=bool(banned))
-    name = _chosen(solver, reduced)
-    if reduced.problem is None:
-        return Solution(Status.INFEASIBLE, None, math.inf, math.inf, clock.elapsed, name)
-    return _search(
-        problem, reduced, name, clock, Options(time_limit, workers, seed), on_progress, hint, limit, banned
-    )
+    with ctrl_c(clock.stopped):
+        reduced = reduce(problem, keep_all=bool(banned))
+        name = _chosen(solver, reduced)
+        if reduced.problem is None:
+            return Solution(Status.INFEASIBLE, None, math.inf, math.inf, clock.elapsed, name)
+        options = Options(time_limit, workers, seed)
+        return _search(problem, reduced, name, clock, options, on_progress, hint, limit, banned)
 
 
 def _chosen(solver: str, reduced: Reduced) -> str:
-    """`auto` gives problems with many table cells to HiGHS, whose relaxation carries them, and the rest to
-    CP-SAT.
-    """
-    if solver != "auto" or reduced.problem is None:
-        return "cp-sat" if solver == "auto" else solver
-    cells = sum(_values(term).size for term in reduced.problem.terms)
-    return "highs" if cells > MANY_CELLS else "cp-sat"
+    """`auto`: HiGHS for large problems of pairs, whose relaxation is nearly exact; CP-SAT for the rest."""
+    if solver != "auto":
+        return solver
+    if reduced.problem is None or any(len(term.scope) > 2 for term in reduced.problem.terms):
+        return "cp-sat"
+    return "highs" if sum(_values(term).size for term in reduced.problem.terms) > MANY_CELLS else "cp-sat"
 
 
 def _search(
@@ -93,10 +93,7 @@ def _search(
         [reduced.project(choices) for choices in banned],
         whole(problem),
     )
-    try:
-        status = search.run(reduced.project(hint) if hint is not None else None)
-    except KeyboardInterrupt:
-        status = Status.LIMIT
+    status = search.run(reduced.project(hint) if hint is not None else None)
     if incumbent.choices is None:
         bound = math.inf if status is Status.INFEASIBLE else search.bound
         return Solution(status, None, math.inf, bound, clock.elapsed, name)

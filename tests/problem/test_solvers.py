@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -228,3 +230,55 @@ def test_scaled_rows_lose_no_solution() -> None:
         limit = math.fsum(coefficients[picked])
         whole, whole_limit = scale_row(coefficients, math.nextafter(limit, math.inf))
         assert int(whole[picked].sum()) <= whole_limit
+
+
+def knapsacks(length: int = 40, size: int = 8) -> Problem:
+    """Random pairs and one row: too hard to prove in the time of a test, easy to answer."""
+    rng = np.random.default_rng(5)
+    pairs = [rng.permutation(length)[:2] for _ in range(4 * length)]
+    terms = [
+        Term((int(a), int(b)), rng.integers(0, 50, (size, size)) + 0.0, f"t{i}")
+        for i, (a, b) in enumerate(pairs)
+    ]
+    entries = tuple(Entry((i,), rng.integers(1, 20, size).astype(float)) for i in range(length))
+    variables = tuple(Variable(f"v{i}", size) for i in range(length))
+    return Problem("knapsacks", variables, tuple(terms), (Row("memory", 8.0 * length, entries),))
+
+
+def test_ctrl_c_stops_cp_sat_and_keeps_the_best() -> None:
+    best: list[float] = []
+
+    def interrupt(objective: float, bound: float) -> None:
+        if math.isfinite(objective):
+            best.append(objective)
+            if len(best) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    answer = solve(knapsacks(), "cp-sat", time_limit=100, on_progress=interrupt)
+    assert answer.status is Status.FEASIBLE
+    assert answer.objective == min(best)
+    assert answer.bound < answer.objective
+
+
+def test_ctrl_c_leaves_highs_and_keeps_the_hint() -> None:
+    problem = knapsacks()
+    uses = np.stack([np.asarray(entry.table) for entry in problem.rows[0].entries])
+    hint = tuple(int(choice) for choice in uses.argmin(axis=1))
+
+    def interrupt(objective: float, bound: float) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    answer = solve(problem, "highs", time_limit=5, on_progress=interrupt, hint=hint)
+    assert answer.status is Status.FEASIBLE
+    assert answer.objective == evaluate(problem, hint).objective
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("solver", ["cp-sat", "highs"])
+def test_errors_of_a_listener_reach_the_caller(solver: str) -> None:
+    def fail(objective: float, bound: float) -> None:
+        raise RuntimeError("the terminal is gone")
+
+    with pytest.raises(RuntimeError, match="the terminal is gone"):
+        solve(chain(), solver, on_progress=fail)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from layoutopt.problem.answer import Status
 from layoutopt.problem.form import Choices
 from layoutopt.problem.linear import Constraint, Program
 
+Result = TypeVar("Result")
 Progress = Callable[[float, float], None]
 """Called with (best objective so far or inf, proven lower bound or -inf) whenever one of them improves."""
 
@@ -20,7 +24,7 @@ class Options:
     """How long and how to search. `workers` threads share the work; the result is the same on every run."""
 
     time_limit: float | None = None
-    workers: int = 2
+    workers: int = 1
     seed: int = 0
 
 
@@ -30,6 +34,7 @@ class Clock:
     def __init__(self, limit: float | None) -> None:
         self.start = time.monotonic()
         self.limit = limit
+        self.stopped = threading.Event()
 
     @property
     def elapsed(self) -> float:
@@ -43,8 +48,8 @@ class Clock:
 
     @property
     def over(self) -> bool:
-        """The limit has passed."""
-        return self.left == 0.0
+        """The limit has passed, or somebody asked to stop."""
+        return self.left == 0.0 or self.stopped.is_set()
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,6 @@ class Raw:
     status: Status
     choices: Choices | None
     bound: float
-    interrupted: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Request:
     program: Program
     constraints: Sequence[Constraint]
     options: Options
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Set from outside when the solver should give up."""
     hint: Choices | None = None
     on_solution: Callable[[Choices, float], None] | None = None
     """Called with each better solution of the program and the bound known then."""
@@ -78,3 +84,49 @@ class Solver(Protocol):
 
     def __call__(self, request: Request) -> Raw:
         """The best choices of `request.program` under `request.constraints`."""
+
+
+def interruptible(work: Callable[[], Result], stopped: threading.Event, stop: Callable[[], None]) -> Result:
+    """Runs `work` in a thread, so that Python hears Ctrl-C meanwhile; calls `stop` once `stopped` is set.
+
+    Raises what `work` raises, and what `stop` raises if the work cannot be stopped; its thread is then left
+    behind.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # carried to the calling thread
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    while not done.wait(0.1):
+        if stopped.is_set():
+            stop()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+@contextlib.contextmanager
+def ctrl_c(stopped: threading.Event) -> Iterator[None]:
+    """Within it, the first Ctrl-C only sets `stopped`; the second is the usual KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        stopped.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

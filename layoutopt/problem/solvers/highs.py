@@ -9,14 +9,13 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-import threading
 from typing import Any
 
 import numpy as np
 
 from layoutopt.problem.answer import Status
 from layoutopt.problem.linear import Constraint, Program
-from layoutopt.problem.solvers.base import Options, Raw, Request
+from layoutopt.problem.solvers.base import Options, Raw, Request, interruptible
 
 DUAL_TOLERANCE = 1e-10
 """HiGHS accepts reduced costs down to minus this. A solution has one column per group at 1, so what the
@@ -32,26 +31,25 @@ def solve(request: Request) -> Raw:
     program = request.program
     unit = _unit(program)
     model = _model(mathopt, request, unit)
-    result: list[Any] = []
-
-    def work() -> None:
-        try:
-            result.append(
-                mathopt.solve(model, mathopt.SolverType.HIGHS, params=_parameters(mathopt, request.options))
-            )
-        except Exception as error:  # carried to the calling thread
-            result.append(error)
-
-    worker = threading.Thread(target=work, daemon=True)
-    worker.start()
+    parameters = _parameters(mathopt, request.options)
     try:
-        while worker.is_alive():
-            worker.join(0.1)
-    except KeyboardInterrupt:
-        return Raw(Status.LIMIT, None, -math.inf, interrupted=True)
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return _read(result[0], program, unit)
+        result = interruptible(
+            lambda: mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters),
+            request.stopped,
+            _leave,
+        )
+    except _LeftError:
+        return Raw(Status.LIMIT, None, -math.inf)
+    return _read(result, program, unit)
+
+
+class _LeftError(Exception):
+    pass
+
+
+def _leave() -> None:
+    """MathOpt cannot stop HiGHS from Python in this release: its thread is left behind."""
+    raise _LeftError
 
 
 def _read(result: Any, program: Program, unit: float) -> Raw:
