@@ -31,7 +31,9 @@ def open_engine(program: Program, kind: str = "auto", devices: tuple[str, ...] |
         return LockstepEngine(program)
     names = devices or prepare(program.mesh.devices)
     if len(names) != program.mesh.devices:
-        raise UserError(f"mesh [{program.mesh}] needs {program.mesh.devices} devices, found {len(names)} names")
+        raise UserError(
+            f"mesh [{program.mesh}] needs {program.mesh.devices} devices, found {len(names)} names"
+        )
     from mesh_tf_core.engines.tf_local import TfLocalEngine
 
     return TfLocalEngine(program, names)

@@ -31,6 +31,8 @@ def check_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, Any]:
             )
         wanted = np_dtype(v.dtype)
         if array.dtype.kind in "fc" and wanted.kind in "iub":
-            raise UserError(f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; convert it first")
+            raise UserError(
+                f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; convert it first"
+            )
         out[name] = array.astype(wanted, copy=False)
     return out

@@ -5,33 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+Pieces = list[Any]
+
 
 class Stack:
-    """One list of pieces (a piece per device) per iteration; stacked into one tensor per device when first needed."""
+    """One list of pieces (a piece per device) per iteration; stacked into one tensor per device when first needed.
 
-    def __init__(self, parts: Sequence[list[Any]]) -> None:
-        self.parts = list(parts)
-        self._whole: list[Any] | None = None
+    Args:
+      join: stacks the parts of one device: (parts, rank) -> tensor.
+    """
 
-    def map(self, fn: Callable[[list[Any]], list[Any]]) -> Stack:
-        return Stack([fn(part) for part in self.parts])
+    def __init__(self, parts: Sequence[Pieces], join: Callable[[Pieces, int], Any]) -> None:
+        self.parts, self.join = list(parts), join
+        self._whole: Pieces | None = None
 
-    def whole(self, devices: Sequence[str]) -> list[Any]:
+    def map(self, fn: Callable[[Pieces], Pieces]) -> Stack:
+        return Stack([fn(part) for part in self.parts], self.join)
+
+    def whole(self) -> Pieces:
         """One stacked tensor per device; devices whose parts are the same tensors share it."""
-        import tensorflow as tf
-
         if self._whole is None:
-            made: dict[tuple[int, ...], Any] = {}
+            made: dict[tuple[Any, ...], Any] = {}
             self._whole = []
-            for rank, device in enumerate(devices):
-                key = tuple(id(part[rank]) for part in self.parts)
+            for rank in range(len(self.parts[0])):
+                key = tuple(part[rank] for part in self.parts)
                 if key not in made:
-                    with tf.device(device):
-                        made[key] = tf.stack([part[rank] for part in self.parts])
+                    made[key] = self.join(list(key), rank)
                 self._whole.append(made[key])
         return self._whole
 
 
-def whole(pieces: Any, devices: Sequence[str]) -> list[Any]:
+def whole(pieces: Pieces | Stack) -> Pieces:
     """The pieces of a value, stacked if it is still in parts."""
-    return pieces.whole(devices) if isinstance(pieces, Stack) else pieces
+    return pieces.whole() if isinstance(pieces, Stack) else pieces

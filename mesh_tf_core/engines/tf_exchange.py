@@ -7,16 +7,13 @@ group collectives, which pass every message through a rendezvous.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
-
-import tensorflow as tf
 
 from mesh_tf_core.engines.tf_devices import cores
+from mesh_tf_core.engines.tf_graph import GraphWriter, Wire
 from mesh_tf_core.program import AllGather, AllReduce, AllToAll, Collective, Permute, Program, ReduceScatter
 
-Pieces = list[Any]
+Pieces = list[Wire]
 
 LARGE = 1 << 18
 """Bytes from which a sum is shared between cores."""
@@ -29,15 +26,15 @@ class LocalExchange:
       devices: device names by rank.
     """
 
-    def __init__(self, program: Program, devices: Sequence[str]) -> None:
-        self.program, self.mesh, self.devices = program, program.mesh, tuple(devices)
+    def __init__(self, program: Program, devices: Sequence[str], writer: GraphWriter) -> None:
+        self.program, self.mesh, self.devices, self.writer = program, program.mesh, tuple(devices), writer
         self._turn = 0
 
     def run(self, instr: Collective, id: int, pieces: Pieces) -> Pieces:
         """The pieces of one value after the collective."""
         shape = self.program.values[id].shape
         groups = self.mesh.groups(instr.axes)
-        out: Pieces = [None] * len(pieces)
+        out = list(pieces)
         for group in groups:
             members = [pieces[r] for r in group]
             if isinstance(instr, AllReduce):
@@ -45,7 +42,8 @@ class LocalExchange:
             elif isinstance(instr, ReduceScatter):
                 made = self._scattered(members, group, shape.index(instr.dim))
             elif isinstance(instr, AllGather):
-                made = [self._joined(members, group, shape.index(instr.dim))] * len(group)
+                joined = self.writer.concat(members, shape.index(instr.dim), self._next(group))
+                made = [joined] * len(group)
             elif isinstance(instr, AllToAll):
                 made = self._exchanged(members, group, shape.index(instr.split), shape.index(instr.concat))
             elif isinstance(instr, Permute):
@@ -56,54 +54,34 @@ class LocalExchange:
                 out[rank] = x
         return out
 
-    def on_next(self, group: Sequence[int]) -> Any:
-        """Device scope of a member of the group, in turn."""
+    def _next(self, group: Sequence[int]) -> str:
+        """A device of the group, in turn."""
         self._turn += 1
-        return tf.device(self.devices[group[self._turn % len(group)]])
+        return self.devices[group[self._turn % len(group)]]
 
-    def _sum(self, members: Pieces, group: Sequence[int], combine: str, groups: int) -> Any:
-        if len(members) == 1:
-            return members[0]
-        x = members[0]
+    def _sum(self, members: Pieces, group: Sequence[int], combine: str, groups: int) -> Wire:
+        """Cut into as many parts as there are cores without a group of their own."""
+        x, w = members[0], self.writer
         ways = min(len(members), -(-cores() // groups))
-        large = x.dtype.size * x.shape.num_elements() >= LARGE
-        if not large or ways == 1 or not x.shape.rank or x.shape[0] % ways:
-            with self.on_next(group):
-                return _combined(members, combine)
-        cut = [self._split(m, r, ways, 0) for m, r in zip(members, group, strict=True)]
-        parts = []
-        for i in range(ways):
-            with self.on_next(group):
-                parts.append(_combined([c[i] for c in cut], combine))
-        with self.on_next(group):
-            return tf.concat(parts, 0)
+        if x.bytes < LARGE or not x.shape or x.shape[0] % ways:
+            ways = 1
+        cut = self._cut(members, group, ways, 0)
+        return w.concat([w.combined(combine, xs, self._next(group)) for xs in cut], 0, self._next(group))
 
-    def _split(self, x: Any, rank: int, ways: int, axis: int) -> Pieces:
-        """Equal parts of a piece; along the first axis they share its memory."""
-        with tf.device(self.devices[rank]):
-            return list(tf.split(x, ways, axis))
+    def _cut(self, members: Pieces, group: Sequence[int], ways: int, axis: int) -> list[Pieces]:
+        """For each of `ways` parts of the axis, that part of every member."""
+        by_member = [
+            self.writer.split(m, ways, axis, self.devices[r]) for m, r in zip(members, group, strict=True)
+        ]
+        return [list(parts) for parts in zip(*by_member, strict=True)]
 
     def _scattered(self, members: Pieces, group: Sequence[int], axis: int) -> Pieces:
-        cut = [self._split(m, r, len(group), axis) for m, r in zip(members, group, strict=True)]
-        out = []
-        for i, rank in enumerate(group):
-            with tf.device(self.devices[rank]):
-                out.append(_combined([c[i] for c in cut], "sum"))
-        return out
-
-    def _joined(self, members: Pieces, group: Sequence[int], axis: int) -> Any:
-        if len(members) == 1:
-            return members[0]
-        with self.on_next(group):
-            return tf.concat(members, axis)
+        cut = self._cut(members, group, len(group), axis)
+        return [self.writer.combined("sum", xs, self.devices[r]) for xs, r in zip(cut, group, strict=True)]
 
     def _exchanged(self, members: Pieces, group: Sequence[int], split: int, concat: int) -> Pieces:
-        cut = [self._split(m, r, len(group), split) for m, r in zip(members, group, strict=True)]
-        out = []
-        for i, rank in enumerate(group):
-            with tf.device(self.devices[rank]):
-                out.append(tf.concat([c[i] for c in cut], concat))
-        return out
+        cut = self._cut(members, group, len(group), split)
+        return [self.writer.concat(xs, concat, self.devices[r]) for xs, r in zip(cut, group, strict=True)]
 
     def _shifted(self, members: Pieces, group: Sequence[int], instr: Permute) -> Pieces:
         n, out = len(members), []
@@ -112,14 +90,5 @@ class LocalExchange:
             if instr.wrap or 0 <= source < n:
                 out.append(members[source % n])
             else:
-                with tf.device(self.devices[rank]):
-                    out.append(tf.zeros_like(members[i]))
+                out.append(self.writer.zeros_like(members[i], self.devices[rank]))
         return out
-
-
-def _combined(xs: Pieces, combine: str) -> Any:
-    if len(xs) == 1:
-        return xs[0]
-    if combine == "sum" and xs[0].dtype not in (tf.uint32, tf.bool):
-        return tf.add_n(xs)
-    return functools.reduce({"sum": tf.add, "max": tf.maximum, "min": tf.minimum}[combine], xs)

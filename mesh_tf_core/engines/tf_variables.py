@@ -26,7 +26,8 @@ class Variables:
         self.program, self.devices = program, tuple(devices)
         self.prefix = f"layoutopt_{next(_engines)}"
         self.values = {
-            name: Value(-1, s.variable.shape, s.variable.dtype, s.splits) for name, s in program.variables.items()
+            name: Value(-1, s.variable.shape, s.variable.dtype, s.splits)
+            for name, s in program.variables.items()
         }
         self.sizes = {name: v.local(program.mesh).shape.sizes for name, v in self.values.items()}
         self.initialized = False
@@ -40,7 +41,9 @@ class Variables:
 
     def value(self, name: str) -> Any:
         """The shard's value on the current device; shares its memory."""
-        return tf.raw_ops.ReadVariableOp(resource=self.handle(name), dtype=tf.as_dtype(self.values[name].dtype))
+        return tf.raw_ops.ReadVariableOp(
+            resource=self.handle(name), dtype=tf.as_dtype(self.values[name].dtype)
+        )
 
     def assign(self, name: str, value: Any) -> Any:
         """Makes `value`'s memory the shard's."""

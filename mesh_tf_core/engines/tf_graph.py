@@ -1,0 +1,187 @@
+"""Writes a TensorFlow graph as plain data: one node costs microseconds instead of the tenth of a millisecond that it
+takes to build it through TensorFlow's functions, so tracing hardly grows with the number of devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """An output of a node: its name in the graph, its dtype and its shape."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        size = self.dtype.size
+        for n in self.shape:
+            size *= n
+        return size
+
+
+class GraphWriter:
+    """A graph under construction. Every method appends a node to a device and returns its outputs."""
+
+    def __init__(self) -> None:
+        self.graph = tf.compat.v1.GraphDef()
+        self.functions: list[Any] = []
+        self.inputs: list[Wire] = []
+        self._names = itertools.count()
+        self._constants: dict[tuple[int, str], Wire] = {}
+
+    def input(self, dtype: Any, shape: Sequence[int]) -> Wire:
+        """An argument of the function that the graph becomes."""
+        self.inputs.append(Wire(f"input_{len(self.inputs)}", dtype, tuple(shape)))
+        return self.inputs[-1]
+
+    def node(
+        self,
+        op: str,
+        device: str,
+        inputs: Sequence[Wire],
+        outputs: Sequence[tuple[Any, tuple[int, ...]]],
+        types: Sequence[tuple[str, Any]] = (),
+        numbers: Sequence[tuple[str, int]] = (),
+        after: Sequence[str] = (),
+    ) -> list[Wire]:
+        """Appends a node.
+
+        Args:
+          types, numbers: attributes (name, dtype) and (name, integer).
+          after: names of nodes that it waits for.
+        """
+        name = f"n{next(self._names)}"
+        node = self.graph.node.add(name=name, op=op, device=device)
+        node.input.extend([*(w.name for w in inputs), *(f"^{n}" for n in after)])
+        for key, dtype in types:
+            node.attr[key].type = dtype.as_datatype_enum
+        for key, number in numbers:
+            node.attr[key].i = number
+        return [Wire(f"{name}:{i}", dtype, shape) for i, (dtype, shape) in enumerate(outputs)]
+
+    def call(self, function: Any, device: str, inputs: Sequence[Wire], after: Sequence[str] = ()) -> list[Wire]:
+        """A call of a traced function without captures. It is inlined where it runs, after devices are assigned."""
+        outputs = [(t.dtype, tuple(t.shape)) for t in function.outputs]
+        return self.node(_name(function), device, inputs, outputs, after=after)
+
+    def function(self, body: Callable[..., Any], specs: Sequence[tuple[Any, tuple[int, ...]]]) -> Any:
+        """Traces `body` once, to be called any number of times."""
+        signature = [tf.TensorSpec(shape, dtype) for dtype, shape in specs]
+        traced = tf.function(body, autograph=False, input_signature=signature).get_concrete_function()
+        self.functions.append(traced)
+        return traced
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def constant(self, value: int, device: str) -> Wire:
+        """An int32 scalar."""
+        if (value, device) not in self._constants:
+            (wire,) = self.node("Const", device, [], [(tf.int32, ())], [("dtype", tf.int32)])
+            self.graph.node[-1].attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
+            self._constants[value, device] = wire
+        return self._constants[value, device]
+
+    def combined(self, combine: str, xs: Sequence[Wire], device: str) -> Wire:
+        """The element-wise sum, max or min."""
+        total, *rest = xs
+        like = (total.dtype, total.shape)
+        if combine == "sum" and rest and total.dtype != tf.uint32:
+            return self.node("AddN", device, xs, [like], [("T", total.dtype)], [("N", len(xs))])[0]
+        op = {"sum": "AddV2", "max": "Maximum", "min": "Minimum"}[combine]
+        for x in rest:
+            (total,) = self.node(op, device, [total, x], [like], [("T", x.dtype)])
+        return total
+
+    def concat(self, xs: Sequence[Wire], axis: int, device: str) -> Wire:
+        if len(xs) == 1:
+            return xs[0]
+        dtype, shape = xs[0].dtype, list(xs[0].shape)
+        shape[axis] = sum(x.shape[axis] for x in xs)
+        types, numbers = [("T", dtype), ("Tidx", tf.int32)], [("N", len(xs))]
+        return self.node(
+            "ConcatV2", device, [*xs, self.constant(axis, device)], [(dtype, tuple(shape))], types, numbers
+        )[0]
+
+    def split(self, x: Wire, ways: int, axis: int, device: str) -> list[Wire]:
+        """Equal parts; along the first axis they share the memory of x."""
+        if ways == 1:
+            return [x]
+        part = (*x.shape[:axis], x.shape[axis] // ways, *x.shape[axis + 1 :])
+        inputs = [self.constant(axis, device), x]
+        return self.node(
+            "Split", device, inputs, [(x.dtype, part)] * ways, [("T", x.dtype)], [("num_split", ways)]
+        )
+
+    def stack(self, xs: Sequence[Wire], device: str) -> Wire:
+        """Along a new first axis."""
+        out = [(xs[0].dtype, (len(xs), *xs[0].shape))]
+        return self.node("Pack", device, xs, out, [("T", xs[0].dtype)], [("N", len(xs)), ("axis", 0)])[0]
+
+    def unstack(self, x: Wire, device: str) -> list[Wire]:
+        """The elements of the first axis; they share the memory of x."""
+        n = x.shape[0]
+        outs = [(x.dtype, x.shape[1:])] * n
+        return self.node("Unpack", device, [x], outs, [("T", x.dtype)], [("num", n), ("axis", 0)])
+
+    def zeros_like(self, x: Wire, device: str) -> Wire:
+        return self.node("ZerosLike", device, [x], [(x.dtype, x.shape)], [("T", x.dtype)])[0]
+
+    def identity(self, x: Wire, device: str, after: Sequence[str] = ()) -> Wire:
+        return self.node("Identity", device, [x], [(x.dtype, x.shape)], [("T", x.dtype)], after=after)[0]
+
+    def barrier(self, device: str, after: Sequence[str]) -> str:
+        """A node that waits for others."""
+        self.node("NoOp", device, [], [], after=after)
+        return str(self.graph.node[-1].name)
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def compiled(self, outputs: Sequence[Wire]) -> Callable[..., Sequence[Any]]:
+        """The graph as a function of its inputs.
+
+        It runs without TensorFlow's graph rewriting: parts are rewritten where they are inlined anyway, and over the
+        copies of all devices it only costs start-up time (a third of it, for no change per step).
+        """
+
+        def build(*args: Any) -> list[Any]:
+            graph = tf.compat.v1.get_default_graph()
+            for function in self.functions:
+                function.add_to_graph(graph)
+            given = dict(zip((w.name for w in self.inputs), args, strict=True))
+            used = {name for node in self.graph.node for name in node.input}
+            names = [w.name for w in outputs]
+            found = tf.compat.v1.import_graph_def(
+                self.graph, {k: v for k, v in given.items() if k in used}, [n for n in names if n not in given], name=""
+            )
+            made = iter(found)
+            return [given[n] if n in given else next(made) for n in names]
+
+        traced = tf.compat.v1.wrap_function(build, [tf.TensorSpec(w.shape, w.dtype) for w in self.inputs])
+        types, name, config = [w.dtype for w in outputs], _name(traced), _config()
+
+        def run(*args: Any) -> Sequence[Any]:
+            # `traced` owns the function that `name` speaks of.
+            assert traced is not None
+            found = tf.raw_ops.StatefulPartitionedCall(args=list(args), Tout=types, f=name, config_proto=config)
+            return found if isinstance(found, list | tuple) else []
+
+        return run
+
+
+def _name(function: Any) -> str:
+    return function.name.decode() if isinstance(function.name, bytes) else str(function.name)
+
+
+def _config() -> bytes:
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return bytes(config.SerializeToString())

@@ -1,0 +1,197 @@
+"""Turns a program into one TensorFlow graph for all devices of this process.
+
+Every part of the program between two collectives is traced once, as a function of a device's rank and pieces, and called
+for every device; collectives join the pieces of all devices in the graph around the calls. The body of a loop is traced
+once too and called per iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
+from mesh_tf_core.engines.replica import Replica
+from mesh_tf_core.engines.stacks import Stack, whole
+from mesh_tf_core.engines.tf_exchange import LocalExchange
+from mesh_tf_core.engines.tf_graph import GraphWriter, Wire
+from mesh_tf_core.engines.tf_variables import Variables
+from mesh_tf_core.kernels.tf_kernel import TfKernel
+from mesh_tf_core.program import Collective, Input, Program, WriteVariable
+
+Env = dict[int, Any]
+"""Value id -> one wire per device, or a Stack of such lists."""
+
+
+class Trace:
+    """One step's graph.
+
+    Args:
+      devices: device names by rank.
+      count: called with every collective and the bytes of the piece that a device puts in.
+      returned: for every result in the program's order, the ranks whose pieces the step returns.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        devices: Sequence[str],
+        variables: Variables,
+        count: Callable[[Collective, int], None],
+        returned: Sequence[Sequence[int]],
+    ) -> None:
+        self.program, self.devices, self.variables = program, tuple(devices), variables
+        self.count, self.returned = count, returned
+        self.writer = GraphWriter()
+        self.exchange = LocalExchange(program, self.devices, self.writer)
+        self.traced: dict[int, tuple[Segment, Any]] = {}
+
+    def step(self) -> Callable[..., Sequence[Any]]:
+        """The step as a function of the pieces of every input, rank by rank, input by input."""
+        program = self.program
+        self.feeds = {name: self._inputs(id) for name, id in program.feeds.items()}
+        self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices)]
+        env: Env = {}
+        self._parts(cut(program.code, program.results.values()), env)
+        results = [
+            whole(env[id])[rank]
+            for id, ranks in zip(program.results.values(), self.returned, strict=True)
+            for rank in ranks
+        ]
+        writes = {i.variable: whole(env[i.inputs[0]]) for i in program.code if isinstance(i, WriteVariable)}
+        return self.writer.compiled(self._committed(results, writes))
+
+    def _inputs(self, id: int) -> list[Wire]:
+        type = self.program.local(id)
+        return [self.writer.input(tf.as_dtype(type.dtype), type.shape.sizes) for _ in self.devices]
+
+    def _parts(self, parts: Sequence[Part], env: Env) -> None:
+        for part in parts:
+            if isinstance(part, Segment):
+                self._segment(part, env)
+            elif isinstance(part, Exchange):
+                self._exchanged(part.instr, env)
+            else:
+                self._loop(part, env)
+
+    # -- local work ----------------------------------------------------------------------------------------------
+
+    def _segment(self, part: Segment, env: Env) -> None:
+        if not part.outputs:
+            return
+        names = [i.feed for i in part.code if isinstance(i, Input)]
+        inputs = [self.ranks, *(whole(env[i]) for i in part.inputs), *(self.feeds[name] for name in names)]
+        if id(part) not in self.traced:
+            self.traced[id(part)] = part, self._function(part, names, [x[0] for x in inputs])
+        function = self.traced[id(part)][1]
+        made = [
+            self.writer.call(function, device, [x[rank] for x in inputs]) for rank, device in enumerate(self.devices)
+        ]
+        env.update((o, [m[k] for m in made]) for k, o in enumerate(part.outputs))
+
+    def _function(self, part: Segment, feeds: Sequence[str], examples: Sequence[Wire]) -> Any:
+        """The part as a function of rank and pieces."""
+        n = len(part.inputs)
+
+        def body(rank: Any, *args: Any) -> list[Any]:
+            env = dict(zip(part.inputs, args[:n], strict=True))
+            fed = dict(zip(feeds, args[n:], strict=True))
+            Replica(self.program, TfKernel(), rank, self.variables.value, fed.__getitem__).run(part.code, env)
+            return [tf.convert_to_tensor(env[o]) for o in part.outputs]
+
+        return self.writer.function(body, [(x.dtype, x.shape) for x in examples])
+
+    # -- communication -------------------------------------------------------------------------------------------
+
+    def _exchanged(self, instr: Collective, env: Env) -> None:
+        payload = 0
+        for i, o in zip(instr.inputs, instr.outputs, strict=True):
+            pieces = env[i]
+            payload += _bytes(pieces)
+            if isinstance(pieces, Stack) and instr.name == "all_reduce":
+                env[o] = Stack([self.exchange.run(instr, i, part) for part in pieces.parts], pieces.join)
+            else:
+                env[o] = self.exchange.run(instr, i, whole(pieces))
+        self.count(instr, payload)
+
+    # -- loops ---------------------------------------------------------------------------------------------------
+
+    def _loop(self, part: Repeat, env: Env) -> None:
+        loop = part.loop
+        order = range(loop.dim.size)
+        state = [env[start] for start, _, _, _ in loop.carried]
+        sources = [(self._stack(env[outer]), inner) for outer, inner in loop.sliced]
+        stacks: dict[int, dict[int, Any]] = {o: {} for _, o in loop.stacked}
+        sums: Env = {}
+        for step in reversed(order) if loop.reverse else order:
+            inner = dict(env)
+            inner[loop.index] = [self.writer.constant(step, d) for d in self.devices]
+            inner.update(zip((i for _, i, _, _ in loop.carried), state, strict=True))
+            inner.update((i, source.parts[step]) for source, i in sources)
+            self._parts(part.body, inner)
+            state = [inner[out] for _, _, out, _ in loop.carried]
+            for i, o in loop.stacked:
+                stacks[o][step] = whole(inner[i])
+            for i, o in loop.summed:
+                value = whole(inner[i])
+                sums[o] = self._added(sums[o], value) if o in sums else value
+        env.update(zip((final for _, _, _, final in loop.carried), state, strict=True))
+        env.update((o, Stack([parts[s] for s in order], self._join)) for o, parts in stacks.items())
+        env.update(sums)
+
+    def _added(self, xs: Sequence[Wire], ys: Sequence[Wire]) -> list[Wire]:
+        pairs = zip(xs, ys, self.devices, strict=True)
+        return [self.writer.combined("sum", [x, y], device) for x, y, device in pairs]
+
+    def _join(self, parts: Sequence[Wire], rank: int) -> Wire:
+        return self.writer.stack(parts, self.devices[rank])
+
+    def _stack(self, pieces: Any) -> Stack:
+        """A stacked value by its parts, which share its memory."""
+        if isinstance(pieces, Stack):
+            return pieces
+        cut = [self.writer.unstack(x, device) for x, device in zip(pieces, self.devices, strict=True)]
+        return Stack([list(parts) for parts in zip(*cut, strict=True)], self._join)
+
+    # -- the end of a step ---------------------------------------------------------------------------------------
+
+    def _committed(self, results: Sequence[Wire], writes: Mapping[str, Sequence[Wire]]) -> list[Wire]:
+        """Stores the written values once all of them exist everywhere; returns the results after that."""
+        if not writes:
+            return list(results)
+        w, first = self.writer, self.devices[0]
+        ready = []
+        for rank, device in enumerate(self.devices):
+            # Identities, since waiting for a call would wait for its side effects only.
+            held = [w.identity(x[rank], device) for x in writes.values()]
+            ready.append((held, w.barrier(device, [_node(h) for h in held])))
+        have = [_node(w.identity(r, first)) for r in results]
+        everywhere = w.barrier(first, [*(b for _, b in ready), *have])
+        store = self._store(list(writes), ready[0][0])
+        done = []
+        for (held, _), device in zip(ready, self.devices, strict=True):
+            (stored,) = w.call(store, device, held, after=[everywhere])
+            done.append(_node(w.identity(stored, device)))
+        after = [w.barrier(first, done)]
+        return [w.identity(r, first, after) for r in results]
+
+    def _store(self, names: Sequence[str], examples: Sequence[Wire]) -> Any:
+        def body(*values: Any) -> list[Any]:
+            stores = [self.variables.assign(n, value) for n, value in zip(names, values, strict=True)]
+            with tf.control_dependencies(stores):
+                return [tf.constant(0)]
+
+        return self.writer.function(body, [(x.dtype, x.shape) for x in examples])
+
+
+def _node(wire: Wire) -> str:
+    return wire.name.partition(":")[0]
+
+
+def _bytes(pieces: Any) -> int:
+    """Bytes of one device's piece."""
+    if isinstance(pieces, Stack):
+        return sum(_bytes(part) for part in pieces.parts)
+    return int(pieces[0].bytes)

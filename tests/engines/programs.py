@@ -1,0 +1,95 @@
+"""Hand-built programs that hold every collective, and small models."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from examples.transformer_lm import model as transformer
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.layout import Layout
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.ops.reduce import Reduce
+from mesh_tf_core.program import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Input,
+    Local,
+    Origin,
+    Permute,
+    Program,
+    ReduceScatter,
+    Slice,
+    Value,
+)
+
+HERE = Origin(0, "", "forward")
+P, Q = Dim("p", 16), Dim("q", 24)
+
+
+class Builder:
+    """Appends instructions to a program."""
+
+    def __init__(self, mesh):
+        self.mesh, self.values, self.code, self.feeds, self.results = Mesh(mesh), [], [], {}, {}
+
+    def value(self, dims, splits, partial=(), dtype="float64"):
+        self.values.append(Value(len(self.values), Shape(dims), dtype, splits, partial))
+        return len(self.values) - 1
+
+    def input(self, name, dims, splits, dtype="float64"):
+        out = self.feeds[name] = self.value(dims, splits, dtype=dtype)
+        self.code.append(Input((), (out,), HERE, name))
+        return out
+
+    def add(self, kind, ins, outs, *args, **kwargs):
+        self.code.append(kind(tuple(ins), tuple(outs), HERE, *args, **kwargs))
+        self.results.update({f"r{len(self.code)}_{o}": o for o in outs})
+
+    def program(self):
+        code, results = tuple(self.code), self.results
+        return Program(self.mesh, Layout(), tuple(self.values), code, {}, self.feeds, results)
+
+
+def every_collective(mesh, axes):
+    """A program with every kind of communication over `axes`."""
+    b = Builder(mesh)
+    rows = b.input("x", [P, Q], (axes, ()))
+    columns = b.input("y", [P, Q], ((), axes))
+    for fn in ("sum", "max", "min"):
+        partial = b.value([Q], ((),), axes if fn == "sum" else ())
+        b.code.append(Local((rows,), (partial,), HERE, Reduce(fn, ("p",))))
+        total = b.value([Q], ((),))
+        b.add(AllReduce, [partial], [total], axes, fn)
+        if fn == "sum":
+            whole = b.value([], (), axes)
+            b.code.append(Local((rows,), (whole,), HERE, Reduce("sum", ("p", "q"))))
+            b.add(AllReduce, [partial, whole], [b.value([Q], ((),)), b.value([], ())], axes)
+            b.add(ReduceScatter, [partial], [b.value([Q], (axes,))], axes, "q")
+            b.add(Slice, [total], [b.value([Q], (axes,))], "q", axes)
+    b.add(AllGather, [rows], [b.value([P, Q], ((), ()))], axes, "p")
+    b.add(AllGather, [columns], [b.value([P, Q], ((), ()))], axes, "q")
+    if len(axes) > 1:
+        b.add(AllGather, [columns], [b.value([P, Q], ((), axes[:1]))], axes[1:], "q")
+    b.add(AllToAll, [rows], [b.value([P, Q], ((), axes))], axes, "q", "p")
+    b.add(AllToAll, [columns], [b.value([P, Q], (axes, ()))], axes, "p", "q")
+    if len(axes) == 1:
+        for shift, wrap in ((1, False), (-1, False), (1, True), (-2, True)):
+            b.add(Permute, [rows], [b.value([P, Q], (axes, ()))], axes, shift, wrap)
+    return b.program()
+
+
+def language_model(mesh, layout, **hparams):
+    sizes = dict(layers=2, d_model=16, d_kv=4, heads=4, d_ff=32, vocab=24, batch=8, length=6, gated=True)
+    return transformer(**{**sizes, **hparams}).lower(Mesh(mesh), Layout(layout))
+
+
+def tokens(program, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {name: program.values[id].shape.sizes for name, id in program.feeds.items()}
+    return {name: rng.integers(0, 24, shape).astype(np.int32) for name, shape in shapes.items()}
+
+
+def numbers(program, seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=program.values[id].shape.sizes) for name, id in program.feeds.items()}

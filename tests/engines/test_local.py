@@ -1,0 +1,207 @@
+"""The local engine gives what the lockstep oracle gives, and counts what the program says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines import open_engine
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.op import Op, Roles
+from tests.engines.programs import every_collective, language_model, numbers, tokens
+
+AXES = [("a:2", ("a",)), ("a:1;b:2", ("a",))] + [
+    (mesh, axes) for mesh in ("a:2;b:2", "a:2;b:4") for axes in (("a",), ("b",), ("a", "b"), ("b", "a"))
+]
+
+
+def both(program):
+    return open_engine(program, "local"), open_engine(program, "lockstep")
+
+
+def same(found, expected, tolerance=1e-12):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(("mesh", "axes"), AXES)
+def test_every_collective_equals_lockstep(mesh, axes):
+    program = every_collective(mesh, axes)
+    local, lockstep = both(program)
+    batch = numbers(program)
+    same(local.step(batch), lockstep.step(batch))
+    assert local.communication_bytes == program.communication_bytes()
+
+
+def test_large_sums_are_shared_between_cores():
+    """Above the size from which a sum is cut into parts."""
+    b = mtf.Dim("b", 4), mtf.Dim("d", 512), mtf.Dim("e", 256)
+    g = mtf.Graph()
+    x = g.input("x", b, dtype="float64")
+    program = mtf.lower(g, mtf.Mesh("data:4"), mtf.Layout("b:data"), {"y": mtf.reduce_sum(x, b[0])})
+    local, lockstep = both(program)
+    batch = numbers(program)
+    same(local.step(batch), lockstep.step(batch))
+
+
+MODELS = [
+    ("a:1", "", {}),
+    ("a:2", "batch:a", {"dropout": 0.2}),
+    ("a:2", "vocab:a;heads:a;d_ff:a", {}),
+    ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b", {"dropout": 0.2, "optimizer": "sgd"}),
+    ("a:2;b:2", "batch:a+b", {"tied": True}),
+    ("a:2;b:4", "batch:a;d_model:b", {}),
+    ("a:2;b:4", "batch:b+a", {"optimizer": "adafactor"}),
+    ("a:2;b:4", "batch:a;vocab:b;heads:b;d_ff:b", {"kv_heads": 4}),
+    ("a:2;b:2", "length:a;batch:b", {}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "layout", "hparams"), MODELS)
+def test_training_equals_lockstep(mesh, layout, hparams):
+    """Losses of three steps and all variables afterwards; the optimizer's state starts alike everywhere."""
+    program = language_model(mesh, layout, **hparams)
+    local, lockstep = both(program)
+    local.initialize()
+    lockstep.initialize()
+    for seed in range(3):
+        batch = tokens(program, seed)
+        same(local.step(batch), lockstep.step(batch), 2e-5)
+    for name in program.variables:
+        np.testing.assert_allclose(local.read(name), lockstep.read(name), rtol=2e-3, atol=2e-4, err_msg=name)
+    assert local.communication_bytes == program.communication_bytes()
+
+
+def test_steps_and_compile_time():
+    program = language_model("a:2", "batch:a")
+    one, many = (open_engine(program, "local") for _ in range(2))
+    batches = [tokens(program, s) for s in range(3)]
+    assert [r["loss"] for r in many.steps(batches)] == [one.step(b)["loss"] for b in batches]
+    assert many.compile_seconds > 0
+
+
+def test_same_seed_same_numbers():
+    program = language_model("a:2;b:4", "batch:a;heads:b", dropout=0.1)
+    runs = [open_engine(program).steps([tokens(program)] * 2) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("layout", ["", "batch:a", "vocab:b+a;d_ff:b", "vocab:a+b;heads:a", "d_model:a+b"])
+def test_write_then_read(layout):
+    program = language_model("a:2;b:2", layout)
+    engine = open_engine(program)
+    for name, stored in program.variables.items():
+        array = np.arange(stored.variable.shape.size).reshape(stored.variable.shape.sizes)
+        engine.write(name, array)
+        np.testing.assert_array_equal(engine.read(name), array)
+
+
+def test_variable_bytes_are_those_of_the_shards():
+    whole, split = (language_model("a:2", layout) for layout in ("", "vocab:a;d_ff:a;heads:a"))
+    total = sum(s.variable.bytes for s in whole.variables.values())
+    assert open_engine(whole).variable_bytes == total
+    assert open_engine(split).variable_bytes == sum(
+        s.variable.bytes // (2 if any(s.splits) else 1) for s in split.variables.values()
+    )
+
+
+@dataclass(frozen=True)
+class Probe(Op):
+    """The identity; counts how often it is traced and fails at run time on numbers that are not finite."""
+
+    calls: ClassVar[list] = []
+    kind: ClassVar[str] = "elementwise"
+
+    def roles(self, *inputs):
+        return Roles(parallel=inputs[0].shape.names)
+
+    def infer(self, *inputs):
+        return inputs[0]
+
+    def kernel(self, k, at, *slices):
+        self.calls.append(at)
+        return tf.debugging.check_numerics(slices[0], "probe")
+
+    def flops(self, *local):
+        return 0.0
+
+    def gradient(self, dy, inputs, output):
+        return (dy,)
+
+
+def probed(mesh, layout, layers=3):
+    """A loop over layers around a probe, and a variable that every step changes."""
+    g = mtf.Graph()
+    b, d = mtf.Dim("b", 8), mtf.Dim("d", 4)
+    x = g.input("x", [b, d], dtype="float32")
+    y = mtf.scan(
+        lambda c: c.graph.apply(Probe(), c) * g.variable("s", [d], mtf.ONES), x, mtf.Dim("layers", layers)
+    )
+    model = mtf.Model(mtf.reduce_sum(y), mtf.SGD(0.5))
+    return model.lower(mtf.Mesh(mesh), mtf.Layout(layout))
+
+
+@pytest.mark.parametrize("mesh", ["a:1", "a:8"])
+@pytest.mark.parametrize("layers", [1, 5])
+def test_a_body_is_traced_once_for_all_devices_and_iterations(mesh, layers):
+    Probe.calls.clear()
+    program = probed(mesh, "b:a", layers)
+    open_engine(program).step({"x": np.ones((8, 4), np.float32)})
+    assert len(Probe.calls) == 1
+
+
+def test_a_failed_step_changes_nothing_and_the_next_one_works():
+    program = probed("a:8", "b:a")
+    engine = open_engine(program)
+    x = np.ones((8, 4), np.float32)
+    engine.step({"x": x})
+    before = engine.read("s")
+    bad = x.copy()
+    bad[5, 0] = np.nan
+    with pytest.raises(tf.errors.InvalidArgumentError, match="probe"):
+        engine.step({"x": bad})
+    np.testing.assert_array_equal(engine.read("s"), before)
+    engine.step({"x": x})
+    assert not np.array_equal(engine.read("s"), before)
+
+
+def test_closing_gives_the_shards_back():
+    program = language_model("a:2", "batch:a")
+    engine = open_engine(program)
+    engine.initialize()
+    name = next(iter(program.variables))
+    kept = engine.variables
+    engine.close()
+    with pytest.raises(tf.errors.OpError, match=r"(?i)not found|does not exist"), tf.device(kept.devices[0]):
+        kept.value(name)
+
+
+def test_errors_say_what_to_do():
+    program = language_model("a:2", "batch:a")
+    engine = open_engine(program)
+    batch = tokens(program)
+    with pytest.raises(UserError, match=r"batch has no 'targets'.*known: tokens"):
+        engine.step({"tokens": batch["tokens"]})
+    with pytest.raises(UserError, match=r"built for shape \[batch:8 length:6\], found \[4, 6\]"):
+        engine.step({**batch, "tokens": batch["tokens"][:4]})
+    with pytest.raises(UserError, match="reads int32, found float64"):
+        engine.step({**batch, "tokens": batch["tokens"] * 1.0})
+    with pytest.raises(UserError, match="engine 'loca': did you mean 'local'"):
+        open_engine(program, "loca")
+    with pytest.raises(UserError, match="needs 2 devices, found 1 names"):
+        open_engine(program, devices=("/CPU:0",))
+
+
+def test_too_few_devices_once_tensorflow_runs():
+    program = language_model("a:64", "")
+    with pytest.raises(
+        UserError, match=r"needs 64 devices, but TensorFlow already runs .* with 8 .*prepare\(64\)"
+    ):
+        open_engine(program)
