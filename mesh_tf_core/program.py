@@ -28,6 +28,7 @@ class Value:
       shape: the global shape.
       splits: for every dimension, the mesh axes it is split over.
       partial: axes over which pieces must still be added up.
+      tensor: the graph's tensor that this is, -1 for values that lowering made.
     """
 
     id: int
@@ -35,6 +36,7 @@ class Value:
     dtype: str
     splits: tuple[Axes, ...]
     partial: Axes = ()
+    tensor: int = -1
 
     def local(self, mesh: Mesh) -> TensorType:
         """Type of the piece on one device."""

@@ -8,7 +8,7 @@ result, which is all-reduced at once. `passes` then moves those sums.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.dims import Shape
@@ -44,10 +44,17 @@ Splits = tuple[Axes, ...]
 
 @dataclass(frozen=True)
 class Keep:
-    """Lowers only these nodes (by index); what others compute is taken as given, in natural placement."""
+    """Lowers only these nodes (by index); what others compute is taken as given, in natural placement.
+
+    Attributes:
+      nodes: what to lower.
+      blocks: ids of the loop bodies that hold some of it.
+      homes: (block, tensor): also bring a tensor into its natural placement at the end of a block, as readers would.
+    """
 
     nodes: frozenset[int]
     blocks: frozenset[int]
+    homes: frozenset[tuple[int, int]] = frozenset()
 
 
 class Lowering:
@@ -73,6 +80,7 @@ class Lowering:
         self.origin = Origin(-1, "", "forward")
         self._natural: dict[Layout, dict[Shape, Splits]] = {}
         self.moved: dict[tuple[int, Splits], int] = {}
+        self.cast: dict[tuple[int, str], int] = {}
         self.loops = Loops(self)
         self._again = False
 
@@ -210,7 +218,10 @@ class Lowering:
         override = getattr(op, "lower", None)
         if isinstance(op, Cast) and op.dtype != "bool":
             # A cast is cheap on any piece: a variable stored split is cast before it is gathered, at half the bytes.
-            return self.local(op, inputs, types, [self.values[inputs[0]].splits])
+            key = (inputs[0], op.dtype)
+            if key not in self.cast:
+                (self.cast[key],) = self.local(op, inputs, types, [self.values[inputs[0]].splits])
+            return [self.cast[key]]
         inputs = [self.at_home(i) for i in inputs]
         if override is not None:
             return [self.at_home(o) for o in override(self, inputs, types)]
@@ -273,6 +284,16 @@ class Lowering:
             wanted = self.keep is None or node.index in self.keep.nodes
             if wanted or (node.body is not None and self.keep and node.body.id in self.keep.blocks):
                 self.node(node)
+        for home, tensor in sorted(self.keep.homes) if self.keep else ():
+            if home == block.id:
+                self.at_home(self.value_of(tensor))
+
+    def deliver_gradients(self) -> None:
+        """Brings the gradients that were lowered here to where the update of their variables wants them."""
+        for tensor, variable in self.graph.gradient_of.items():
+            if tensor in self.env and not self.graph.tensor(tensor).block and self.storage.stage(variable):
+                value, view = self.env[tensor], self.storage.view(variable)
+                self.placed(value, self.natural(self.values[value].shape, layout=view))
 
 
 def lower_base(
@@ -288,6 +309,10 @@ def lower_base(
     graph."""
     state = Lowering(graph, mesh, layout, storage, recompute, keep)
     state.nodes(graph.blocks[0])
+    if keep is not None:
+        state.deliver_gradients()
+    for tensor, id in state.env.items():
+        state.values[id] = replace(state.values[id], tensor=tensor)
     returned = {name: state.at_home(state.value_of(t.id)) for name, t in (results or {}).items()}
     return Program(
         mesh, layout, tuple(state.values), tuple(state.code), dict(state.stored), dict(state.feeds), returned

@@ -34,7 +34,8 @@ class Loops:
         inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
         init = [self.low.at_home(self.low.value_of(i)) for i in inputs]
         outer_code, self.low.code = self.low.code, []
-        outer_moved, self.low.moved = self.low.moved, {}
+        outer_memory = self.low.moved, self.low.cast
+        self.low.moved, self.low.cast = {}, {}
         index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
         self.low.env[block.index] = index  # type: ignore[index]
         carry_in = []
@@ -59,7 +60,7 @@ class Loops:
                 self.low.env[outer] = self._outer(value, None)
                 summed.append((value, self.low.env[outer]))
         body, self.low.code = tuple(self.low.code), outer_code
-        self.low.moved = outer_moved
+        self.low.moved, self.low.cast = outer_memory
         self.low.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(zip(init, carry_in, carry_out, finals, strict=True))
         self.low.emit(
@@ -117,11 +118,15 @@ class Loops:
         pairs = []
         for stack, tensor in zip(self._carry_stacks[forward.id], forward.carry_in, strict=True):
             pairs.append(self._part(stack, tensor))
+        known = {outer: inner for outer, inner in block.sliced}
         for outer, inner in forward.sliced:
-            pairs.append(self._part(self.low.value_of(outer), inner))
+            if known.get(outer) in self.low.env:
+                self.low.env[inner] = self.low.env[known[outer]]
+            else:
+                pairs.append(self._part(self.low.value_of(outer), inner))
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
-        for node in _leading_to({tensor for tensor, _ in again}, forward):
+        for node in leading_to({tensor for tensor, _ in again}, forward):
             self.low.node(node, again=True)
         for tensor, inner in again:
             self.low.env[inner] = self.low.value_of(tensor)
@@ -156,7 +161,7 @@ class Loops:
         return self.low.new(TensorType(Shape([stack.dim, *v.shape]), v.dtype), ((), *v.splits), v.partial)
 
 
-def _leading_to(wanted: set[int], block: Block) -> list[Node]:
+def leading_to(wanted: set[int], block: Block) -> list[Node]:
     """The nodes of `block` from which the tensors `wanted` follow, in order."""
     needed, chosen = set(wanted), []
     for node in reversed(block.nodes):
