@@ -126,3 +126,10 @@ def data(batch: int = 16, length: int = 128, vocab: int = 256, split: str = "tra
     from examples.text import batches
 
     return batches(batch, length, vocab, split)
+
+
+def reference_losses(vocab: int = 256) -> dict[str, float]:
+    """What simpler models reach on the same text, in nats per token."""
+    from examples.text import unigram_entropy
+
+    return {"unigram entropy": unigram_entropy(vocab)}

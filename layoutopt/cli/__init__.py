@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from layoutopt.cli import cost, export, hardware, init, lower, measure, search, solve_problem, train
+from layoutopt.cli import cost, export, hardware, init, lower, measure, report, search, solve_problem, train
 from layoutopt.cli.group import Group
 
 FIND, RUN, SHARE, MORE = "Find a layout", "Run it", "Show it", "More"
@@ -40,6 +40,7 @@ app.command(epilog=cost.EXAMPLES, rich_help_panel=FIND)(cost.cost)
 app.command(epilog=train.EXAMPLES, rich_help_panel=RUN)(train.train)
 app.command(epilog=measure.EXAMPLES, rich_help_panel=RUN)(measure.measure)
 app.command(epilog=lower.EXAMPLES, rich_help_panel=SHARE)(lower.lower)
+app.command(epilog=report.EXAMPLES, rich_help_panel=SHARE)(report.report)
 app.command(epilog=export.EXAMPLES, rich_help_panel=SHARE)(export.export)
 app.command(epilog=init.EXAMPLES, rich_help_panel=MORE)(init.init)
 app.command(epilog=hardware.EXAMPLES, rich_help_panel=MORE)(hardware.hardware)

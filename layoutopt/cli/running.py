@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import tempfile
@@ -47,6 +48,30 @@ def _hushed() -> Iterator[None]:
         finally:
             os.dup2(saved, 2)
             os.close(saved)
+
+
+def held_out_results(loaded: Loaded, trainer: Trainer, count: int) -> dict[str, float]:
+    """Means of the model's results over `count` batches that it was not trained on, without dropout.
+
+    Only the forward part is built and run, under the layout of the training, on the trained values.
+    """
+    from layoutopt.loading import load_model
+    from mesh_tf_core import lower
+    from mesh_tf_core.engines import open_engine
+
+    still = {"dropout": type(loaded.hparams["dropout"])(0)} if "dropout" in loaded.hparams else {}
+    model = load_model(loaded.source, {**loaded.hparams, **still}).model
+    engine = open_engine(
+        lower(model.graph, trainer.mesh, trainer.layout, {"loss": model.loss, **model.metrics})
+    )
+    for name in model.graph.variables:
+        engine.write(name, trainer.engine.read(name))
+    totals: dict[str, float] = {}
+    for batch in itertools.islice(loaded.data("held-out"), count):
+        for name, value in engine.step(batch).items():
+            totals[name] = totals.get(name, 0.0) + float(value.mean()) / count
+    engine.close()
+    return totals
 
 
 def batches(terminal: Terminal, loaded: Loaded) -> Iterator[dict[str, Any]]:

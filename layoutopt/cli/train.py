@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Bounds, Steps
 from layoutopt.cli.results import layout_json, layout_text, model_json
-from layoutopt.cli.running import items_of, open_trainer
+from layoutopt.cli.running import held_out_results, items_of, open_trainer
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.units import duration_text, seconds_text
 
@@ -148,7 +147,8 @@ class _Run:
     def judge(self, trainer: Trainer, count: int) -> None:
         """The loss on data that was not trained on, beside what simpler models reach."""
         if count:
-            self.held_out = trainer.evaluate(itertools.islice(self.loaded.data("held-out"), count), count)
+            with self.terminal.waiting("judging by held-out data"):
+                self.held_out = held_out_results(self.loaded, trainer, count)
         if self.loaded.function("reference_losses") is not None:
             self.references = dict(self.loaded.call("reference_losses"))
 

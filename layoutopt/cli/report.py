@@ -1,0 +1,116 @@
+"""`layoutopt report`: one self-contained HTML page of one plan, or of several side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layoutopt.cli.details import with_details
+from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
+from layoutopt.cli.plans import ModelOption, open_plan, source_of
+from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.units import bytes_text
+
+if TYPE_CHECKING:
+    from layoutopt.plan import Plan
+
+EXAMPLES = examples(
+    "layoutopt report plan.json --out report.html",
+    "layoutopt report first.json second.json --out both.html --figures build/figures --tables build/tables",
+)
+FULL = ("lines", "variables", "memory")
+"""Details without which a report has gaps."""
+
+
+def report(
+    plans: Annotated[
+        list[Path],
+        typer.Argument(metavar="PLAN...", help="Files made by `search --out`.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE.html", help="The page.")] = Path("report.html"),
+    validation: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="What `validate --json` printed.", show_default=False),
+    ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the figures there too: SVG, PNG, PDF.", show_default=False),
+    ] = None,
+    tables: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the tables there too: CSV.", show_default=False)
+    ] = None,
+    model: ModelOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Write a report that opens in any browser: which layout, how fast, does it fit, how sure."""
+    terminal = Terminal(as_json, quiet)
+    check_out(out)
+    found = [_complete(terminal, path, model) for path in plans]
+    files = [write_report(terminal, found, out, None if validation is None else _json(validation))]
+    if figures is not None:
+        files += _written(terminal, found, figures, "figures")
+    if tables is not None:
+        files += _written(terminal, found, tables, "tables")
+    terminal.result({"files": files})
+    terminal.show(str(out))
+
+
+def write_report(
+    terminal: Terminal, plans: Sequence[Plan], out: Path, validation: dict[str, Any] | None = None
+) -> Path:
+    """Writes the page of some plans."""
+    import reports
+
+    with terminal.waiting("drawing the report"):
+        reports.write_report([_whole(plan) for plan in plans], out, validation)
+    terminal.say(f"wrote the report to {out} ({bytes_text(out.stat().st_size)})")
+    return out
+
+
+def _written(terminal: Terminal, plans: Sequence[Plan], folder: Path, what: str) -> list[Path]:
+    import reports
+
+    write = reports.write_figures if what == "figures" else reports.write_tables
+    with terminal.waiting(f"writing the {what}"):
+        files = write([_whole(plan) for plan in plans], folder)
+    terminal.say(f"wrote {len(files)} {what} to {folder}")
+    return files
+
+
+def _whole(plan: Plan) -> dict[str, Any]:
+    """The plan file's object with what `to_json` leaves out."""
+    return {**plan.to_json(), **plan.data.model_dump(mode="json", include={"details"})}
+
+
+def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
+    """A plan with its details; those that it lacks are worked out from its model."""
+    from layoutopt.plan import load_plan
+
+    plan = load_plan(path)
+    details = (plan.data.model_extra or {}).get("details") or {}
+    if all(part in details for part in FULL):
+        return plan
+    if model is None and source_of(plan) is None:
+        terminal.say(f"{path} has no details; --model MODEL fills in variables, operations and memory")
+        return plan
+    found = open_plan(path, model)
+    return with_details(plan, found.loaded.model, found.hardware, found.limit, found.loaded.source)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    from mesh_tf_core.errors import UserError
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--validation {str(path)!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"--validation {str(path)!r} is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"--validation {str(path)!r} is not what `layoutopt validate --json` prints")
+    return found

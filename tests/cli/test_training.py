@@ -1,0 +1,92 @@
+"""`train` on real devices: searched, planned and given layouts, resuming, held-out loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+MLP = "examples/mlp.py"
+ON = ("--mesh", "data:2;model:2", "--layout", "batch:data;hidden:model")
+
+
+def test_training_resumes_under_another_layout(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    whole = result("train", MLP, *ON, "--steps", "6", "--held-out", "2")
+    first = result("train", MLP, *ON, "--steps", "4", "--held-out", "0", "--checkpoint", str(tmp_path))
+    other = ("--mesh", "data:4", "--layout", "batch:data")
+    second = result("train", MLP, *other, "--steps", "6", "--held-out", "2", "--checkpoint", str(tmp_path))
+    assert (first["first_step"], first["steps"], second["first_step"], second["steps"]) == (0, 4, 4, 6)
+    assert first["loss"] + second["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    assert second["held_out"]["loss"] == pytest.approx(whole["held_out"]["loss"], rel=1e-4)
+    assert set(whole["held_out"]) == {"loss", "accuracy"}
+    again = result("train", MLP, *other, "--steps", "6", "--held-out", "0", "--checkpoint", str(tmp_path))
+    assert (again["first_step"], again["steps"], again["loss"]) == (6, 6, [])
+
+
+def test_training_searches_its_layout(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]]
+) -> None:
+    done = run("train", MLP, "--mesh", "data:2;model:2", "--steps", "3", "--held-out", "1")
+    assert done.exit_code == 0, done.stderr
+    assert "(optimal)" in done.stderr
+    assert "step 3/3: loss " in done.stderr
+    assert "held-out loss" in done.stdout
+    plan = result("search", MLP, "--mesh", "data:2;model:2")
+    layout = ";".join(f"{name}:{'+'.join(axes)}" for name, axes in plan["layout"].items())
+    assert layout in done.stdout
+
+
+def test_training_under_a_plan(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    plan = str(tmp_path / "plan.json")
+    assert run("search", MLP, "--mesh", "data:2;model:2", "--out", plan, "--quiet").stderr == ""
+    found = result("train", MLP, "--layout", plan, "--steps", "2", "--held-out", "0")
+    assert found["layout"] == json.loads(Path(plan).read_text(encoding="utf-8"))["layout"]
+    assert found["predicted"] == result("cost", MLP, "--layout", plan)["predicted"]
+
+
+def test_training_on_text_tells_the_unigram_entropy(result: Callable[..., dict[str, Any]]) -> None:
+    sizes = (
+        "layers=1",
+        "d_model=32",
+        "d_kv=8",
+        "heads=2",
+        "d_ff=32",
+        "length=16",
+        "batch=4",
+        "learning_rate=0.01",
+    )
+    sets = [word for size in sizes for word in ("--set", size)]
+    found = result(
+        "train",
+        "examples/transformer_lm.py",
+        *sets,
+        "--mesh",
+        "data:2",
+        "--layout",
+        "batch:data",
+        "--steps",
+        "60",
+    )
+    assert 3 < found["reference_losses"]["unigram entropy"] < 5
+    assert found["held_out"]["loss"] < found["loss"][0] - 1
+    assert found["tokens_per_second"] == pytest.approx(64 / found["step_seconds"])
+
+
+def test_data_that_fails_is_one_line(refused: Callable[..., str], tmp_path: Path) -> None:
+    text = Path("layoutopt/cli/starter.py").read_text(encoding="utf-8")
+    file = tmp_path / "model.py"
+    file.write_text(text.replace('yield {"x"', 'yield {"y"'), encoding="utf-8")
+    line = refused(
+        "train", str(file), "--mesh", "data:2", "--layout", "batch:data", "--quiet", "--steps", "1"
+    )
+    assert "a batch lacks the input 'x'" in line
+    line = refused("train", str(file), "--layout", "batch:data", "--quiet")
+    assert "--mesh is missing" in line
+    line = refused("train", str(file), "--mesh", "data:2", "--steps", "0")
+    assert "--steps" in line
