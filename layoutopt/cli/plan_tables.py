@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -14,13 +16,16 @@ if TYPE_CHECKING:
     from layoutopt.plan import Alternative, Plan, Predicted
 
 ANSWER = "the answer"
+WIDE = 120
+"""Characters from which on a table has room for every column."""
 
 
 def show_plan(terminal: Terminal, plan: Plan, limit: int | None = None) -> None:
     """Prints a plan; `limit` is the memory of a device that it was searched for."""
-    terminal.show(facts(summary(plan, limit)), "", alternatives_table(plan))
+    width = terminal.out.width
+    terminal.show(facts(summary(plan, limit)), "", alternatives_table(plan, width))
     if plan.data.frontier:
-        terminal.show("", frontier_table(plan.data.frontier))
+        terminal.show("", frontier_table(plan.data.frontier, width))
     for alternative in plan.alternatives:
         if alternative.reason is not None:
             terminal.show("", f"{alternative.name}: {alternative.reason}")
@@ -60,62 +65,64 @@ def proof(plan: Plan) -> str:
 
 
 def rules_text(layout: Mapping[str, Sequence[str]]) -> str:
-    """A layout's string form; says so if nothing is split."""
-    return ";".join(f"{name}:{'+'.join(axes)}" for name, axes in layout.items() if axes) or "nothing is split"
-
-
-def alternatives_table(plan: Plan) -> Table:
-    """The answer and every alternative on the same numbers, the fastest first."""
-    own = plan.predicted.step_seconds
-    ranked = sorted(
-        plan.alternatives, key=lambda a: a.predicted.step_seconds if a.predicted else float("inf")
-    )
-    same_mesh = all(a.mesh == plan.data.mesh for a in ranked)
-    rows = [_row(ANSWER, plan.data.mesh, plan.data.layout, plan.predicted, own, "yes", same_mesh)]
-    rows += [_row(a.name, a.mesh, a.layout, a.predicted, own, _fits(a), same_mesh) for a in ranked]
-    columns = ["layout", *([] if same_mesh else ["mesh"]), "splits"]
-    columns += ["step", "of the answer's", "compute", "exposed", "memory", "fits"]
-    first = 2 if same_mesh else 3
-    return table("Beside it", columns, rows, range(first, first + 5))
-
-
-def frontier_table(points: Sequence[Alternative]) -> Table:
-    """Time against memory: what every byte less costs."""
-    fastest = min((a.predicted.step_seconds for a in points if a.predicted), default=0.0)
-    same_mesh = len({tuple(a.mesh.items()) for a in points}) == 1
-    rows = [_row(a.name, a.mesh, a.layout, a.predicted, fastest, _fits(a), same_mesh) for a in points]
-    columns = ["point", *([] if same_mesh else ["mesh"]), "splits"]
-    columns += ["step", "of the fastest", "compute", "exposed", "memory", "fits"]
-    first = 2 if same_mesh else 3
-    return table("Frontier of time and memory", columns, rows, range(first, first + 5))
-
-
-def _fits(alternative: Alternative) -> str:
-    if alternative.predicted is None:
-        return "not legal"
-    return "yes" if alternative.feasible else "no"
-
-
-def _row(
-    name: str,
-    mesh: Mapping[str, int],
-    layout: Mapping[str, Sequence[str]],
-    predicted: Predicted | None,
-    reference: float,
-    fits: str,
-    same_mesh: bool,
-) -> tuple[str, ...]:
-    where = () if same_mesh else (";".join(f"{axis}:{size}" for axis, size in mesh.items()),)
-    if predicted is None:
-        return (name, *where, rules_text(layout), "", "", "", "", "", fits)
+    """A layout as `--layout` takes it, with room to break the line; says so if nothing is split."""
     return (
-        name,
-        *where,
-        rules_text(layout),
-        seconds_text(predicted.step_seconds),
-        f"{predicted.step_seconds / reference:.2f}×" if reference else "",
-        seconds_text(predicted.compute_seconds),
-        seconds_text(predicted.exposed_communication_seconds),
-        bytes_text(predicted.peak_memory_bytes),
-        fits,
+        "; ".join(f"{name}:{'+'.join(axes)}" for name, axes in layout.items() if axes) or "nothing is split"
     )
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    mesh: Mapping[str, int]
+    layout: Mapping[str, Sequence[str]]
+    predicted: Predicted | None
+    fits: str
+
+    @property
+    def seconds(self) -> float:
+        return self.predicted.step_seconds if self.predicted else math.inf
+
+
+def alternatives_table(plan: Plan, width: int = WIDE) -> Table:
+    """The answer and every alternative on the same numbers, the fastest first."""
+    answer = _Row(ANSWER, plan.data.mesh, plan.data.layout, plan.predicted, "yes")
+    rows = sorted((_row(a) for a in plan.alternatives), key=lambda row: row.seconds)
+    return _table("Beside it", "layout", "of the answer's", [answer, *rows], width, strong=0)
+
+
+def frontier_table(points: Sequence[Alternative], width: int = WIDE) -> Table:
+    """Time against memory: what every byte less costs."""
+    return _table("Frontier of time and memory", "point", "of the fastest", [_row(a) for a in points], width)
+
+
+def _row(a: Alternative) -> _Row:
+    fits = "not legal" if a.predicted is None else "yes" if a.feasible else "no"
+    return _Row(a.name, a.mesh, a.layout, a.predicted, fits)
+
+
+def _table(
+    title: str, first: str, share: str, rows: Sequence[_Row], width: int, strong: int | None = None
+) -> Table:
+    """Leaves out what all rows share, and on a narrow terminal what `cost` can tell."""
+    same_mesh = len({tuple(row.mesh.items()) for row in rows}) == 1
+    reference = rows[0].seconds
+    columns: list[tuple[str, Callable[[_Row], str]]] = [(first, lambda row: row.name)]
+    if not same_mesh:
+        columns.append(("mesh", lambda row: "; ".join(f"{axis}:{size}" for axis, size in row.mesh.items())))
+    columns.append(("splits", lambda row: rules_text(row.layout)))
+    texts = len(columns)
+    columns.append(("step", _cell(lambda p: seconds_text(p.step_seconds))))
+    columns.append((share, _cell(lambda p: f"{p.step_seconds / reference:.2f}×" if reference else "")))
+    if width >= WIDE:
+        columns.append(("compute", _cell(lambda p: seconds_text(p.compute_seconds))))
+        columns.append(("exposed", _cell(lambda p: seconds_text(p.exposed_communication_seconds))))
+    columns.append(("memory", _cell(lambda p: bytes_text(p.peak_memory_bytes))))
+    columns.append(("fits", lambda row: row.fits))
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    numbers = range(texts, len(columns) - 1)
+    return table(title, [name for name, _ in columns], cells, numbers, strong=strong)
+
+
+def _cell(text: Callable[[Predicted], str]) -> Callable[[_Row], str]:
+    return lambda row: text(row.predicted) if row.predicted else ""

@@ -96,12 +96,14 @@ def table(
     rows: Iterable[Sequence[str]],
     numbers: Iterable[int] = (),
     total: bool = False,
+    strong: int | None = None,
 ) -> Table:
     """A table of texts, shown as they are.
 
     Args:
       numbers: positions of the columns of numbers.
       total: the last row is a sum.
+      strong: the row that matters most.
     """
     made = Table(
         title=Text(title, style="bold"),
@@ -117,7 +119,7 @@ def table(
     for n, row in enumerate(listed):
         if total and n == len(listed) - 1:
             made.add_section()
-        made.add_row(*row)
+        made.add_row(*row, style="bold" if n == strong else None)
     return made
 
 

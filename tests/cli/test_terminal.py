@@ -1,0 +1,110 @@
+"""What a terminal shows and a pipe does not; what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from typer.testing import Result
+
+from layoutopt.cli.progress import bounds_text
+from layoutopt.cli.terminal import plain
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = str(Path(sys.executable).parent / "layoutopt")
+SEARCH = [COMMAND, "search", "examples/mlp.py", "--mesh", "data:2;model:2"]
+
+
+def on_a_terminal(args: list[str], **variables: str) -> tuple[str, str]:
+    """What a command writes to stdout (a pipe) and to stderr (a terminal of 100 columns)."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **variables}
+    environment.pop("NO_COLOR", None) if "NO_COLOR" not in variables else None
+    started = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=slave, cwd=ROOT, env=environment)
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            part = os.read(master, 65536)
+        except OSError:  # Linux tells the end of a terminal by an error
+            break
+        if not part:
+            break
+        shown += part
+    os.close(master)
+    out, _ = started.communicate()
+    assert started.returncode == 0, shown.decode()
+    return out.decode(), shown.decode()
+
+
+def test_progress_is_drawn_on_terminals_only() -> None:
+    out, shown = on_a_terminal(SEARCH)
+    assert "searching" in shown and "\x1b[" in shown
+    assert "\x1b[" not in out and "the answer" in out
+    out, shown = on_a_terminal([*SEARCH, "--quiet", "--json"])
+    assert shown == ""
+    assert out.startswith("{")
+
+
+def test_no_color_is_obeyed() -> None:
+    _, shown = on_a_terminal(SEARCH, NO_COLOR="1")
+    assert "searching" in shown
+    assert not re.search(r"\x1b\[[\d;]*3\d[;m]", shown)
+
+
+def test_progress_in_words() -> None:
+    inf = float("inf")
+    assert bounds_text(inf, -inf, str) == "nothing found yet"
+    assert bounds_text(4.0, -inf, str) == "best 4.0"
+    assert bounds_text(4.0, 3.0, str) == "best 4.0, bound 3.0, gap 25.00%"
+
+
+def test_json_has_no_numbers_that_are_none() -> None:
+    assert plain({"gap": float("inf"), "all": (1.5, float("nan")), "path": Path("a")}) == {
+        "gap": None,
+        "all": [1.5, None],
+        "path": "a",
+    }
+
+
+def interrupted(folder: Path, at: str, how: str) -> str:
+    """The starter model, stopped as by Ctrl-C at a place in its text."""
+    text = (ROOT / "layoutopt/cli/starter.py").read_text(encoding="utf-8")
+    assert at in text
+    file = folder / "model.py"
+    file.write_text(text.replace(at, how), encoding="utf-8")
+    return str(file)
+
+
+def test_ctrl_c_is_quiet(run: Callable[..., Result], tmp_path: Path) -> None:
+    file = interrupted(tmp_path, '    g = mtf.Graph("two_layers")', "    raise KeyboardInterrupt")
+    done = run("cost", file, "--mesh", "data:2")
+    assert (done.exit_code, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_keeps_what_was_trained(run: Callable[..., Result], tmp_path: Path) -> None:
+    file = interrupted(tmp_path, "    while True:\n", "    for _ in range(3):\n")
+    with open(file, "a", encoding="utf-8") as more:
+        more.write("    if split == 'train':\n        raise KeyboardInterrupt\n")
+    args = (
+        "train",
+        file,
+        "--mesh",
+        "data:2",
+        "--layout",
+        "batch:data",
+        "--checkpoint",
+        str(tmp_path / "run"),
+    )
+    done = run(*args)
+    assert done.exit_code == 130
+    assert done.stdout == ""
+    assert f"stopped after step 3, saved in {tmp_path / 'run'}" in done.stderr
+    done = run(*args, "--steps", "3", "--held-out", "0")
+    assert done.exit_code == 0, done.stderr
+    assert "nothing to do: the checkpoint is of step 3 already" in done.stdout
