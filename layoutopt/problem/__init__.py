@@ -1,6 +1,4 @@
-"""Finite choices, cost tables over a few of them, resource rows: the general form of layout problems, and
-its solvers.
-"""
+"""Finite choices, cost tables over a few of them, resource rows: the general form, and its solvers."""
 
 from __future__ import annotations
 

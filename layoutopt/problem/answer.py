@@ -28,9 +28,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Solution:
-    """What `solve` returns. `objective` is recomputed by `evaluate`, `bound` is a proven lower bound of any
-    answer.
-    """
+    """What `solve` returns. `objective` is recomputed by `evaluate`; `bound` is a proven lower bound."""
 
     status: Status
     choices: Choices | None

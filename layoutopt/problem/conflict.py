@@ -20,9 +20,7 @@ from layoutopt.problem.solvers.base import Clock
 
 @dataclass(frozen=True)
 class Facts:
-    """One group: `allowed` maps variables (numbers) to the choices they may take; `rows` are names of the
-    problem's rows.
-    """
+    """One group: the choices that variables (numbers) may take, and names of the problem's rows."""
 
     allowed: Mapping[int, tuple[int, ...]]
     rows: tuple[str, ...] = ()
@@ -88,9 +86,7 @@ class _Search:
         self.base = replace(problem, terms=tuple(_shape(term) for term in problem.terms), rows=free)
 
     def possible(self, names: Sequence[str]) -> bool:
-        """Whether the problem can be satisfied with these groups; unknown (out of time) counts as
-        impossible.
-        """
+        """Whether the problem can hold with these groups; unknown (out of time) counts as impossible."""
         if self.clock.over:
             self.ran_out = True
             return False
@@ -118,9 +114,7 @@ class _Search:
         return mask
 
     def explain(self, held: list[str], fresh: list[str], names: list[str]) -> list[str]:
-        """QuickXplain: the members of `names` that are needed, given that `held` holds; `fresh` was just
-        added to it.
-        """
+        """QuickXplain: the members of `names` needed on top of `held`, to which `fresh` was just added."""
         if fresh and not self.possible(held):
             return []
         if len(names) == 1:

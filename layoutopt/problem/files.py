@@ -49,9 +49,7 @@ MOST_CHOICES = 20_000_000
 
 
 def load(path: str | Path) -> Problem:
-    """Reads a problem in our own form or the contest's; raises `ProblemError` naming the path and what is
-    wrong.
-    """
+    """Reads a problem in our form or the contest's; raises `ProblemError` naming the path and fault."""
     try:
         data = _parse(_bytes(Path(path)))
         if isinstance(data, dict) and "format" in data:
@@ -199,9 +197,7 @@ def _intervals(item: Any) -> Intervals | None:
 
 
 def dump(problem: Problem, path: str | Path) -> None:
-    """Writes `problem` in our own form; gzipped if the path ends in .gz. `load` gives back an equal
-    problem.
-    """
+    """Writes `problem` in our form, gzipped if the path ends in .gz; `load` gives an equal problem."""
     text = json.dumps(to_json(problem), allow_nan=False)
     data = text.encode()
     Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)

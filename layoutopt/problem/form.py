@@ -70,9 +70,7 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
-    """A table that lists assignments (int64, shape (rows, variables)) and their values (float64, shape
-    (rows,)).
-    """
+    """A table that lists assignments (int64, (rows, variables)) and their values (float64, (rows,))."""
 
     assignments: Ints
     values: Floats
@@ -212,9 +210,7 @@ class Intervals:
 
     @cached_property
     def points(self) -> tuple[int, ...]:
-        """The times that can be a maximum: something starts there and the next event is an end (usages are
-        >= 0).
-        """
+        """The times that can be a maximum: something starts there and the next event is an end."""
         live = [usage for usage in self.usages if usage.end > usage.start]
         starts = {usage.start for usage in live}
         ends = {usage.end for usage in live}

@@ -61,9 +61,7 @@ class Search:
         self.constraints.append(self.program.resource(row))
 
     def run(self, hint: Choices | None) -> Status:
-        """Solves until proven, or until the clock runs out; `best`, `objective` and `bound` hold what was
-        found.
-        """
+        """Solves until proven or out of time; `best`, `objective`, `bound` hold what was found."""
         while not self.clock.over:
             options = Options(self.clock.left, self.options.workers, self.options.seed)
             start = self.best or hint
@@ -120,10 +118,13 @@ class Search:
         return found
 
     def _tighten(self, choices: Choices, found: Evaluation) -> None:
-        """Adds the most violated rows that are not in the program yet; excludes the answer if there are
-        none.
-        """
-        fresh = [violation for violation in found.violations if violation.row not in self.active]
+        """Adds the most violated rows that are not in the program yet; without any, excludes the answer."""
+        absent = {row.name for row in self.problem.rows} - self.active
+        fresh = [
+            violation
+            for violation in found.violations
+            if violation.row in absent or (violation.time is not None and violation.row not in self.active)
+        ]
         if not fresh:
             self.constraints.append(self.program.exclusion(choices))
             return

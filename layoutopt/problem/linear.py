@@ -68,9 +68,7 @@ class Constraint:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Plain data of the 0/1 program; `offsets[i]` is variable i's first column, `offsets[-1]` the first
-    joint column.
-    """
+    """Plain data; `offsets[i]` is variable i's first column, `offsets[-1]` the first joint column."""
 
     problem: Problem
     offsets: Ints

@@ -42,9 +42,7 @@ def top_k(
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the frontier: no choices have both a lower objective and a lower (maximal) use of the
-    rows.
-    """
+    """One point of the frontier: no choices are better in both objective and (largest) use of the rows."""
 
     use: float
     solution: Solution

@@ -16,6 +16,7 @@ from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver, ctr
 
 SOLVERS: dict[str, Solver] = {"cp-sat": cp_sat.solve, "highs": highs.solve}
 MANY_CELLS = 5000
+SPARE_FROM = 0.6
 NAMES = ("auto", "cp-sat", "highs", "exhaustive")
 
 
@@ -55,7 +56,8 @@ def solve(
         if reduced.problem is None:
             return Solution(Status.INFEASIBLE, None, math.inf, math.inf, clock.elapsed, name)
         options = Options(time_limit, workers, seed)
-        return _search(problem, reduced, name, clock, options, on_progress, hint, limit, banned)
+        spare = solver == "auto" and name == "highs"
+        return _search(problem, reduced, name, clock, options, on_progress, hint, limit, banned, spare)
 
 
 def _chosen(solver: str, reduced: Reduced) -> str:
@@ -77,6 +79,7 @@ def _search(
     hint: Sequence[int] | None,
     limit: float,
     banned: list[Choices],
+    spare: bool,
 ) -> Solution:
     assert reduced.problem is not None
     incumbent = _Incumbent(problem, on_progress, limit, banned)
@@ -93,7 +96,8 @@ def _search(
         [reduced.project(choices) for choices in banned],
         whole(problem),
     )
-    status = search.run(reduced.project(hint) if hint is not None else None)
+    start = reduced.project(hint) if hint is not None else None
+    status = search.run(start) if not spare else _with_spare(search, start, clock)
     if incumbent.choices is None:
         bound = math.inf if status is Status.INFEASIBLE else search.bound
         return Solution(status, None, math.inf, bound, clock.elapsed, name)
@@ -105,6 +109,18 @@ def _search(
     optimal = proven and relative_gap(incumbent.objective, bound) <= TOLERANCE
     status = Status.OPTIMAL if optimal else Status.FEASIBLE
     return Solution(status, incumbent.choices, incumbent.objective, bound, clock.elapsed, name)
+
+
+def _with_spare(search: Search, start: Choices | None, clock: Clock) -> Status:
+    """HiGHS says nothing before its relaxation's optimum is feasible: CP-SAT gets the last part of a time limit."""
+    limit = clock.limit
+    clock.limit = None if limit is None else SPARE_FROM * limit
+    status = search.run(start)
+    clock.limit = limit
+    if status is Status.LIMIT and not clock.over:
+        search.solver = cp_sat.solve
+        status = search.run(start)
+    return status
 
 
 class _Incumbent:

@@ -254,7 +254,7 @@ def test_ctrl_c_stops_cp_sat_and_keeps_the_best() -> None:
             if len(best) == 1:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    answer = solve(knapsacks(), "cp-sat", time_limit=100, on_progress=interrupt)
+    answer = solve(knapsacks(24, 6), "cp-sat", time_limit=100, on_progress=interrupt)
     assert answer.status is Status.FEASIBLE
     assert answer.objective == min(best)
     assert answer.bound < answer.objective
@@ -282,3 +282,14 @@ def test_errors_of_a_listener_reach_the_caller(solver: str) -> None:
 
     with pytest.raises(RuntimeError, match="the terminal is gone"):
         solve(chain(), solver, on_progress=fail)
+
+
+def test_rows_that_cannot_bind_go_and_equal_rows_become_one() -> None:
+    problem = chain(3)
+    entries = problem.rows[0].entries
+    rows = tuple(
+        Row(name, limit, entries) for name, limit in [("loose", 40.0), ("tight", 20.0), ("never", 1e9)]
+    )
+    reduced = reduce(Problem("rows", problem.variables, problem.terms, rows), keep_all=True)
+    assert reduced.problem is not None
+    assert [row.name for row in reduced.problem.rows] == ["tight"]

@@ -49,9 +49,7 @@ def _supported(state: State, wide: int, variable: int) -> Bools:
 
 
 def worst_extra(table: Floats) -> Floats:
-    """max over the neighbour's choices of table[a] - table[b], for every a, b; a cell where b is forbidden
-    is skipped.
-    """
+    """max over the neighbour's choices of table[a] - table[b] for all a, b, where b is not forbidden."""
     if not np.isinf(table).any():
         return (table[:, None, :] - table[None, :, :]).max(axis=2)
     with np.errstate(invalid="ignore"):
@@ -117,9 +115,7 @@ def _survivors(beats: Bools) -> tuple[Ints, Ints]:
 
 
 def conditional(state: State, variable: int) -> bool:
-    """Forbids cells (d_w, b) of pair tables where, given d_w, another choice of the variable replaces b
-    without loss.
-    """
+    """Forbids pair cells (d_w, b) where, given d_w, another choice replaces b without loss."""
     size = len(state.unary[variable])
     if size == 1 or variable in state.locked or too_large(state, variable):
         return False

@@ -28,6 +28,7 @@ from layoutopt.problem.form import (
     Usage,
     Variable,
 )
+from layoutopt.problem.reductions.rows import needed
 
 Key = tuple[int, int]
 Step = Callable[[dict[int, int]], None]
@@ -129,9 +130,7 @@ class State:
             self.dirty[variable] = None
 
     def keep(self, variable: int, kept: Ints, instead: Ints | None = None) -> None:
-        """Restricts the domain to `kept`; `instead[old]` is the new number of old (or of what replaces it,
-        or -1).
-        """
+        """Restricts the domain to `kept`; `instead[old]` is the new number of old or of its substitute, or -1."""
         self.unary[variable] = self.unary[variable][kept]
         for other, table in self.pairs[variable].items():
             smaller = np.ascontiguousarray(table[kept])
@@ -168,9 +167,7 @@ class State:
             self.wide_rows[number // 2] = (row, scope, _sliced(table, scope.index(variable), kept))
 
     def remove(self, variable: int, follows: Callable[[dict[int, int]], int]) -> None:
-        """Takes a variable out (its costs must have moved elsewhere); `follows` tells its choice from the
-        others'.
-        """
+        """Takes a variable out (its costs have moved); `follows` tells its choice from the others'."""
         for other in list(self.pairs[variable]):
             self.drop_pair(variable, other)
         self.use[variable] = {}
@@ -216,7 +213,7 @@ class State:
                 variables.append(Variable("(fixed)", 1))
                 usages += [Usage(len(left), *key, np.array([amount])) for key, amount in fixed]
             intervals = Intervals(original.intervals.limit, tuple(usages), original.intervals.name)
-        rows = tuple(self._row(position, number) for position in range(len(original.rows)))
+        rows = needed(self._row(position, number) for position in range(len(original.rows)))
         return (
             Problem(original.name, tuple(variables), tuple(terms), rows, intervals, self.constant),
             left,

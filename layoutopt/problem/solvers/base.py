@@ -54,9 +54,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Raw:
-    """What a solver says about one program: not yet believed. `bound` is proven for the program, -inf if
-    nothing is.
-    """
+    """What a solver says about one program, not yet believed; `bound` is -inf if nothing is proven."""
 
     status: Status
     choices: Choices | None

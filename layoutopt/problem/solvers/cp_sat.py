@@ -78,9 +78,7 @@ def _configure(parameters: Any, options: Options) -> None:
 
 
 def _fill(proto: Any, request: Request, scaled: Scaled) -> None:
-    """Writes the program's columns, (1)-(3) of `linear`, the objective and the constraints into CP-SAT's
-    message.
-    """
+    """Writes columns, (1)-(3) of `linear`, objective and constraints into CP-SAT's message."""
     program = request.program
     bound = np.ones(program.columns, dtype=np.int64)
     bound[program.forbidden] = 0

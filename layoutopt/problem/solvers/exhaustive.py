@@ -14,9 +14,7 @@ LARGEST = 2_000_000
 
 
 def solve(problem: Problem, upper_bound: float = math.inf, excluded: frozenset[Choices] = frozenset()) -> Raw:
-    """The best feasible choices (the first of equal ones) of at most `upper_bound` by looking at all of
-    them.
-    """
+    """The best feasible choices of at most `upper_bound` (the first of equal ones), by looking at all."""
     count = math.prod(problem.sizes)
     if count > LARGEST:
         raise ProblemError(
