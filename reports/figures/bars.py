@@ -1,0 +1,130 @@
+"""Horizontal bars with their names above them: names of any length fit, and so do bars on a telephone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from reports.figures.sheet import BODY, MARGIN, SMALL, WIDTH, Sheet, text_width
+from reports.units import shorten
+
+ROW = 42.0
+THICK = 13.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a bar: its length in the data's unit and its colour."""
+
+    size: float
+    token: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row.
+
+    Attributes:
+      value: in words, right above the bar's end of the row.
+      note: in words beside the name, in the colour `note_token`.
+      faint: drawn hatched, because the row is no possible choice.
+    """
+
+    name: str
+    value: str
+    parts: tuple[Part, ...] = ()
+    note: str = ""
+    note_token: str = "muted"
+    bold: bool = False
+    faint: bool = False
+
+    @property
+    def total(self) -> float:
+        return sum(p.size for p in self.parts)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """All rows on one scale, which ends at `high`: longer bars are cut and say so with an arrow.
+
+    Attributes:
+      limit: a value that all bars are held against, with its words.
+    """
+
+    rows: Sequence[Bar]
+    high: float
+    limit: tuple[float, str] | None = None
+    key: Sequence[tuple[str, str]] = field(default=())
+
+    def draw(self, title: str = "") -> Sheet:
+        """A sheet of its own with these bars."""
+        limit_room = 18.0 if self.limit else 0.0
+        keys = self._key_lines() * 17.0 + (6.0 if self.key else 0.0)
+        sheet = Sheet(keys + limit_room + ROW * len(self.rows) + 2, title)
+        y = 0.0
+        if self.key:
+            sheet.key(12, self.key)
+            y = keys
+        top = y + limit_room
+        for position, row in enumerate(self.rows):
+            self._row(sheet, top + ROW * position, row)
+        if self.limit:
+            self._limit(sheet, y, top)
+        return sheet
+
+    def _key_lines(self) -> int:
+        lines, x = 1 if self.key else 0, MARGIN
+        for _, words in self.key:
+            width = 16 + text_width(words, SMALL)
+            if x > MARGIN and x + width > WIDTH:
+                lines, x = lines + 1, MARGIN
+            x += width + 10
+        return lines
+
+    def _x(self, value: float) -> float:
+        return MARGIN + (WIDTH - 2 * MARGIN) * min(value / self.high if self.high > 0 else 0.0, 1.0)
+
+    def _row(self, sheet: Sheet, top: float, row: Bar) -> None:
+        room = WIDTH - 12 - text_width(row.value, BODY)
+        note = shorten(row.note, 24)
+        room -= text_width(note, SMALL) + 8 if note else 0
+        name = shorten(row.name, max(8, int(room / (0.61 * BODY))))
+        sheet.text(MARGIN, top + 12, name, bold=row.bold, token="muted" if row.faint else "ink")
+        if note:
+            end = WIDTH - MARGIN - text_width(row.value, BODY) - 8 if row.value else WIDTH - MARGIN
+            sheet.text(end, top + 12, note, row.note_token, SMALL, "right")
+        sheet.text(WIDTH - MARGIN, top + 12, row.value, align="right", bold=row.bold)
+        start, y = 0.0, top + 18
+        sheet.rect(MARGIN, y + THICK, WIDTH - 2 * MARGIN, 0.75, "grid")
+        for part in row.parts:
+            left, right = self._x(start), self._x(start + part.size)
+            if right > left:
+                sheet.rect(
+                    left, y, max(right - left - 0.75, 0.5), THICK, part.token, "////" if row.faint else ""
+                )
+            start += part.size
+        if start > self.high * 1.001:
+            tip = WIDTH - MARGIN
+            for shift in (14, 8):
+                sheet.line(
+                    [(tip - shift, y - 1), (tip - shift + 5, y + THICK / 2), (tip - shift, y + THICK + 1)],
+                    "page",
+                    2,
+                )
+
+    def _limit(self, sheet: Sheet, y: float, top: float) -> None:
+        value, words = self.limit or (0.0, "")
+        x = self._x(value)
+        for position in range(len(self.rows)):
+            bar = top + ROW * position + 18
+            sheet.line([(x, bar), (x, bar + THICK)], "page", 4.5)
+            sheet.line([(x, bar - 3), (x, bar + THICK + 3)], "bad", 1.75)
+        width = text_width(words, SMALL)
+        align, at = ("right", x) if x > width else ("left", x)
+        sheet.text(at, y + 11, words, "bad", SMALL, align)
+
+
+def cut_scale(values: Sequence[float], answer: float, most: float = 6.0) -> float:
+    """Where a common scale ends: at the largest value, but not so far out that the answer's bar is a dot."""
+    high = max([*values, answer], default=1.0) or 1.0
+    return min(high, answer * most) if answer > 0 else high

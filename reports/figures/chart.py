@@ -1,0 +1,50 @@
+"""A figure that a plan can be asked for: drawn, told in words, or missing with the command that adds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mesh_tf_core.errors import UserError
+from reports.figures.sheet import settings
+from reports.plan import Plan
+from reports.reader import plan_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PlanLike = Plan | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure. Call it with a plan (a dict of a plan file, or a read one) for a matplotlib Figure.
+
+    Attributes:
+      name: of its file.
+      title: what it shows.
+      draw: (plan, title above the drawing) → Figure.
+      find: what it says about this plan, in one sentence.
+      tell: everything it shows in words, for people who do not see it.
+      missing: what to run when the plan lacks the data, else ''.
+    """
+
+    name: str
+    title: str
+    draw: Callable[[Plan, str], Figure]
+    find: Callable[[Plan], str]
+    tell: Callable[[Plan], str]
+    missing: Callable[[Plan], str]
+
+    def __call__(self, plan: PlanLike, titled: bool = True) -> Figure:
+        """The figure, 400 points wide; `titled` writes its finding above it.
+
+        Raises:
+          UserError: the plan is not one, or lacks what this figure shows.
+        """
+        found = plan_of(plan)
+        if need := self.missing(found):
+            raise UserError(f"the plan of {found.model[:60]!r} has nothing for figure {self.name!r}: {need}")
+        with settings():
+            return self.draw(found, self.find(found) if titled else "")

@@ -1,0 +1,166 @@
+"""How far the numbers can be trusted: predicted against measured steps, residuals of a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reports.figures.scales import log_steps, padded
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
+from reports.plan import Calibration, Measured, Plan, Sample, Validation
+from reports.theme import LIGHT
+from reports.units import digits, layout_text, percent, plural, rounded, seconds, shorten, signed_percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SQUARE = 316.0
+BAND = 0.2
+PANEL = 128.0
+MOST_PANELS = 6
+
+
+def draw_predicted_measured(plan: Plan, title: str = "") -> Figure:
+    """One dot per layout on two equal logarithmic scales; on the line the prediction is exact."""
+    rows = (plan.details.validation or Validation(())).rows
+    sheet = Sheet(SQUARE + 74, title)
+    sheet.text(MARGIN, 11, "predicted step time", "muted", SMALL)
+    ax = sheet.axes(60, 24, SQUARE, SQUARE)
+    low, high = padded([v for r in rows for v in (r.predicted, r.measured)])
+    shown = log_steps(low, high)
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    names = [rounded(seconds(v)) for v in shown]
+    ticks(ax, "x", shown, names)
+    ticks(ax, "y", shown, names)
+    ends = [low, high]
+    ax.fill_between(
+        ends, [v * (1 - BAND) for v in ends], [v * (1 + BAND) for v in ends], color=LIGHT["grid"], linewidth=0
+    )
+    ax.plot(ends, ends, color=LIGHT["muted"], linewidth=1)
+    ax.plot(
+        [r.measured for r in rows],
+        [r.predicted for r in rows],
+        "o",
+        color=LIGHT["compute"],
+        markersize=5.5,
+        alpha=0.85,
+        clip_on=False,
+    )
+    _mark_chosen(ax, plan, rows)
+    sheet.rect(230, 2, 10, 10, "grid")
+    sheet.text(245, 11, f"within {percent(BAND)} of measured", "muted", SMALL)
+    sheet.text(60 + SQUARE, SQUARE + 64, "measured step time", "muted", SMALL, "right")
+    return sheet.figure
+
+
+def _mark_chosen(ax: Axes, plan: Plan, rows: Sequence[Measured]) -> None:
+    text = layout_text(plan.layout)
+    for row in rows:
+        if row.layout == text:
+            ax.plot([row.measured], [row.predicted], "o", color=LIGHT["ink"], markersize=9, clip_on=False)
+            label(ax, row.measured, row.predicted, "this plan", "ink", (9, -4), bold=True)
+            return
+
+
+def find_predicted_measured(plan: Plan) -> str:
+    """The error, and what choosing by prediction costs."""
+    found = plan.details.validation
+    if found is None or not found.rows:
+        return "Predicted against measured"
+    parts = [f"{plural(len(found.rows), 'layout')} measured"]
+    if found.mape is not None:
+        parts.append(f"predictions are off by {percent(found.mape)} on average")
+    if found.kendall is not None:
+        parts.append(f"rank correlation {digits(found.kendall, 2)} (Kendall's τ)")
+    if found.regret is not None:
+        parts.append(
+            "the layout predicted fastest is the fastest measured"
+            if found.regret <= 0
+            else f"the layout predicted fastest is {percent(found.regret)} slower than the fastest measured"
+        )
+    return "; ".join(parts)
+
+
+def tell_predicted_measured(plan: Plan) -> str:
+    """The summary and the first rows in words."""
+    rows = (plan.details.validation or Validation(())).rows
+    told = [
+        f"{r.layout or 'replicated'}: {seconds(r.predicted)} predicted, {seconds(r.measured)} measured"
+        for r in rows[:24]
+    ]
+    return f"{find_predicted_measured(plan)}. {'; '.join(told)}."
+
+
+def draw_calibration(plan: Plan, title: str = "") -> Figure:
+    """A panel per kind of measurement: the fit's error at every size."""
+    groups = _groups(plan)
+    sheet = Sheet((PANEL + 16) * len(groups), title)
+    for position, (what, samples) in enumerate(groups):
+        top = (PANEL + 16) * position
+        sheet.text(MARGIN, top + 13, shorten(what, 40), bold=True, size=SMALL)
+        sheet.text(
+            WIDTH - MARGIN, top + 13, f"typical error {percent(_typical(samples))}", "muted", SMALL, "right"
+        )
+        _residuals(sheet.axes(58, top + 24, WIDTH - 78, PANEL - 48), samples)
+    return sheet.figure
+
+
+def _groups(plan: Plan) -> list[tuple[str, list[Sample]]]:
+    """Measurements by what was run, those with the most samples first."""
+    found: dict[str, list[Sample]] = {}
+    for sample in (plan.details.calibration or Calibration(())).samples:
+        found.setdefault(sample.what, []).append(sample)
+    return sorted(found.items(), key=lambda g: -len(g[1]))[:MOST_PANELS]
+
+
+def _typical(samples: Sequence[Sample]) -> float:
+    """Median of the absolute residuals."""
+    ordered = sorted(abs(s.residual) for s in samples)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _residuals(ax: Axes, samples: Sequence[Sample]) -> None:
+    sizes = [max(s.size, 1.0) for s in samples]
+    reach = max(0.1, max(abs(s.residual) for s in samples)) * 1.15
+    ax.set_xscale("log")
+    ax.set_xlim(*padded(sizes, 0.04))
+    ax.set_ylim(-reach, reach)
+    marks = [-reach / 1.15, 0.0, reach / 1.15]
+    ticks(ax, "y", marks, [signed_percent(m) for m in marks])
+    shown = log_steps(min(sizes), max(sizes), 5)
+    ticks(ax, "x", shown, [_size(v) for v in shown], grid=False)
+    ax.plot(ax.get_xlim(), [0, 0], color=LIGHT["muted"], linewidth=1)
+    ax.plot(sizes, [s.residual for s in samples], "o", color=LIGHT["compute"], markersize=5, clip_on=False)
+
+
+def _size(value: float) -> str:
+    """A size without a unit: bytes of a message, FLOPs of a product."""
+    names = ("", "k", "M", "G", "T", "P")
+    power = 0
+    while value >= 999.5 and power < len(names) - 1:
+        value, power = value / 1000, power + 1
+    return f"{rounded(digits(value))}{names[power]}"
+
+
+def find_calibration(plan: Plan) -> str:
+    """How well the fit meets its measurements."""
+    found = plan.details.calibration
+    if found is None or not found.samples:
+        return "Calibration"
+    worst = max(found.samples, key=lambda s: abs(s.residual))
+    number, typical = plural(len(found.samples), "measurement"), percent(_typical(found.samples))
+    return (
+        f"{number}; the fit is typically {typical} off, "
+        f"at worst {signed_percent(worst.residual)} ({shorten(worst.what, 30)})"
+    )
+
+
+def tell_calibration(plan: Plan) -> str:
+    """Every panel in words."""
+    told = [
+        f"{what}: {plural(len(s), 'measurement')}, typical error {percent(_typical(s))}"
+        for what, s in _groups(plan)
+    ]
+    return f"{find_calibration(plan)}. {'; '.join(told)}."

@@ -1,0 +1,193 @@
+"""What a device holds: by layout against the limit, and instruction by instruction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reports.figures.bars import Bar, Bars, Part, cut_scale
+from reports.figures.scales import byte_steps
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, text_width, ticks
+from reports.plan import Memory, Plan
+from reports.theme import LIGHT
+from reports.units import memory, percent, rounded, shorten, some
+from reports.views.choices import Ranked, ranked
+from reports.views.timeline import phases, thinned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_LAYOUTS = 10
+MOST_HOLDINGS = 5
+PLOT = 190.0
+
+
+def draw_memory_by_layout(plan: Plan, title: str = "") -> Figure:
+    """One bar per layout, its peak memory on a device, against the limit."""
+    rows = ranked(plan)[:MOST_LAYOUTS]
+    limit = plan.memory_limit
+    peaks = [r.choice.predicted.peak for r in rows if r.choice.predicted]
+    high = cut_scale(peaks, plan.predicted.peak)
+    if limit and limit < 8 * high:
+        high = min(max(high, limit * 1.02), max(limit * 1.6, plan.predicted.peak))
+    shown = (limit, f"limit {memory(limit)}") if limit and limit <= high else None
+    return Bars([_memory_bar(r, limit) for r in rows], high or 1.0, shown).draw(title).figure
+
+
+def _memory_bar(row: Ranked, limit: float | None) -> Bar:
+    predicted = row.choice.predicted
+    name = "This plan" if row.is_answer else row.choice.name
+    if predicted is None:
+        return Bar(name, "", note="no price", faint=True)
+    over = limit is not None and predicted.peak > limit
+    return Bar(
+        name=name,
+        value=memory(predicted.peak),
+        parts=(Part(predicted.peak, "bad" if over else "memory"),),
+        note=f"{memory(predicted.peak - limit)} too much"
+        if over and limit
+        else "same layout"
+        if row.twin
+        else "",
+        note_token="bad" if over else "muted",
+        bold=row.is_answer,
+        faint=over and not row.is_answer,
+    )
+
+
+def find_memory_by_layout(plan: Plan) -> str:
+    """The finding in one sentence."""
+    limit, peak = plan.memory_limit, plan.predicted.peak
+    if limit is None:
+        return f"The plan's peak is {memory(peak)} on a device; the plan does not say how much there is"
+    state = "leaves" if peak <= limit else "lacks"
+    text = f"The plan {state} {memory(abs(limit - peak))} of {memory(limit)} on every device"
+    over = [
+        r.choice.name
+        for r in ranked(plan)
+        if r.choice.predicted and r.choice.predicted.peak > limit and not r.is_answer
+    ]
+    verb = "does" if len(over) == 1 else "do"
+    return f"{text}; {some(over, 3, 30)} {verb} not fit" if over else text
+
+
+def tell_memory_by_layout(plan: Plan) -> str:
+    """Every bar in words."""
+    told = [
+        f"{'this plan' if r.is_answer else r.choice.name}: {memory(r.choice.predicted.peak)}"
+        for r in ranked(plan)[:MOST_LAYOUTS]
+        if r.choice.predicted
+    ]
+    limit = f" Limit {memory(plan.memory_limit)}." if plan.memory_limit else ""
+    return f"Peak memory on one device by layout. {'; '.join(told)}.{limit}"
+
+
+def draw_memory_timeline(plan: Plan, title: str = "") -> Figure:
+    """Bytes held while the program runs, the variables at the bottom, and the tensors at the peak."""
+    found = plan.details.memory or Memory((), 0, ())
+    holdings = found.holdings[:MOST_HOLDINGS]
+    sheet = Sheet(PLOT + 62 + (26 + 31 * len(holdings) if holdings else 0), title)
+    _timeline(sheet, found, plan.memory_limit)
+    if holdings:
+        _holdings(sheet, found, PLOT + 78)
+    return sheet.figure
+
+
+def _timeline(sheet: Sheet, found: Memory, limit: float | None) -> None:
+    ax = sheet.axes(52, 30, WIDTH - 60, PLOT)
+    peak = found.points[found.at].bytes
+    shows_limit = limit is not None and limit <= 1.9 * peak
+    high = max(peak, limit if limit and shows_limit else 0.0) * 1.14 or 1.0
+    steps = [s for s in byte_steps(high, 4) if s <= high]
+    ax.set_ylim(0, high)
+    ax.set_xlim(0, max(len(found.points) - 1, 1))
+    ticks(ax, "y", steps, [rounded(memory(s)) if s else "0" for s in steps])
+    ticks(ax, "x", [], [], grid=False)
+    x, y = zip(*thinned(found), strict=True)
+    ax.fill_between(x, 0, y, step="mid", color=LIGHT["memory"], linewidth=0, clip_on=False)
+    if found.variables:
+        ax.fill_between(
+            [x[0], x[-1]], 0, found.variables, color=LIGHT["variables"], linewidth=0, clip_on=False
+        )
+    if shows_limit and limit:
+        ax.plot(ax.get_xlim(), [limit, limit], color=LIGHT["bad"], linewidth=1.75, clip_on=False)
+        label(ax, 0, limit, f"limit {memory(limit)}", "bad", (2, 4))
+    _phases(ax, found, high)
+    ax.plot([found.at] * 2, [0, peak], color=LIGHT["memory"], linewidth=1.25, zorder=0.9)
+    ax.plot([found.at], [peak], "o", color=LIGHT["ink"], markersize=6, clip_on=False)
+    right = found.at > 0.55 * len(found.points)
+    label(
+        ax,
+        found.at,
+        peak,
+        f"peak {memory(peak)}",
+        "ink",
+        (-9 if right else 9, 3),
+        "right" if right else "left",
+        True,
+    )
+    keys = [("memory", "activations, gradients, buffers")]
+    if found.variables:
+        keys.insert(0, ("variables", f"variables {memory(found.variables)}"))
+    sheet.key(13, keys)
+
+
+def _phases(ax: Axes, found: Memory, high: float) -> None:
+    """Names of the phases below the axis where there is room, a mark where one begins."""
+    scale = (WIDTH - 60) / max(len(found.points) - 1, 1)
+    free, shown = 0.0, phases(found)
+    for phase in shown:
+        if phase.start:
+            ax.plot([phase.start] * 2, [-high * 0.09, 0], color=LIGHT["rule"], linewidth=1.0, clip_on=False)
+        name = shorten(phase.name, 16)
+        start, width = phase.start * scale + 4, text_width(name, SMALL)
+        last = phase is shown[-1]
+        if start >= free and (last or start + width <= phase.end * scale):
+            start = min(start, len(found.points) * scale - width) if last else start
+            if start >= free:
+                label(ax, start / scale, 0, name, "muted", (0, -16))
+                free = start + width + 4
+
+
+def _holdings(sheet: Sheet, found: Memory, y: float) -> None:
+    """The largest tensors at the peak as bars of their share of it."""
+    where = found.points[found.at]
+    place = f"{where.scope}/{where.name}" if where.scope else where.name
+    sheet.text(MARGIN, y, f"Held at the peak, while {shorten(place, 36)} runs", bold=True, size=SMALL)
+    peak = where.bytes or 1.0
+    for position, holding in enumerate(found.holdings[:MOST_HOLDINGS]):
+        top = y + 8 + 31 * position
+        value = f"{memory(holding.bytes)} · {percent(holding.bytes / peak)}"
+        room = WIDTH - text_width(value, SMALL) - 12
+        sheet.text(MARGIN, top + 12, shorten(holding.what, int(room / (0.61 * SMALL))), size=SMALL)
+        sheet.text(WIDTH - MARGIN, top + 12, value, "muted", SMALL, "right")
+        token = "variables" if holding.what.startswith("variable ") else "memory"
+        sheet.rect(MARGIN, top + 17, (WIDTH - 2 * MARGIN) * min(holding.bytes / peak, 1.0), 6, token)
+
+
+def find_memory_timeline(plan: Plan) -> str:
+    """Where the peak is, and what it is made of."""
+    found = plan.details.memory
+    if found is None or not found.points:
+        return "Memory over the program"
+    point = found.points[found.at]
+    phase = f" of the {shorten(point.phase, 20)} phase" if point.phase else ""
+    text = f"The peak of {memory(point.bytes)} is at {shorten(point.name or point.scope, 40)}{phase}"
+    if found.variables and point.bytes:
+        text += f"; variables are {percent(found.variables / point.bytes)} of it"
+    return text
+
+
+def tell_memory_timeline(plan: Plan) -> str:
+    """The timeline's phases and the peak in words."""
+    found = plan.details.memory
+    if found is None or not found.points:
+        return "No memory timeline."
+    parts = [
+        f"{p.name} up to {memory(max(x.bytes for x in found.points[p.start : p.end]))}" for p in phases(found)
+    ]
+    held = "; ".join(f"{h.what} {memory(h.bytes)}" for h in found.holdings[:MOST_HOLDINGS])
+    return (
+        f"Memory on one device over {len(found.points):,} instructions: {', '.join(parts) or 'one phase'}. "
+        f"{find_memory_timeline(plan)}. Largest there: {held or 'not recorded'}."
+    )

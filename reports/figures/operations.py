@@ -1,0 +1,53 @@
+"""The most expensive operations, with the communication that each causes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reports.figures.bars import Bar, Bars, Part
+from reports.figures.time import KEY
+from reports.plan import Plan
+from reports.units import percent, seconds, shorten
+from reports.views.work import Work, work
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST = 12
+
+
+def draw_operations(plan: Plan, title: str = "") -> Figure:
+    """One bar per operation and phase: computation and the communication that the step waits for."""
+    rows = work(plan)[:MOST]
+    high = max((w.seconds for w in rows), default=1.0) or 1.0
+    return Bars([_bar(w) for w in rows], high, key=(KEY[0], KEY[2])).draw(title).figure
+
+
+def _bar(one: Work) -> Bar:
+    return Bar(
+        name=one.name,
+        value=seconds(one.seconds),
+        parts=(Part(one.compute, "compute"), Part(one.exposed, "exposed")),
+        note=shorten(one.phase, 10),
+    )
+
+
+def find_operations(plan: Plan) -> str:
+    """How concentrated the time is."""
+    rows = work(plan)
+    total = sum(w.seconds for w in rows)
+    if not total:
+        return "No operation takes time"
+    few = min(3, len(rows))
+    share = sum(w.seconds for w in rows[:few]) / total
+    first = shorten(rows[0].name, 48)
+    return f"{few} of {len(rows):,} operations take {percent(share)} of the step; first {first}"
+
+
+def tell_operations(plan: Plan) -> str:
+    """Every bar in words."""
+    told = [
+        f"{w.name} {w.phase}: {seconds(w.compute)} compute, {seconds(w.exposed)} exposed communication"
+        for w in work(plan)[:MOST]
+    ]
+    return f"Most expensive operations. {'; '.join(told)}."

@@ -1,0 +1,115 @@
+"""How dimensions and variables are cut: dimensions against axes, the piece of each variable on a device."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, text_width
+from reports.plan import Plan, Variable
+from reports.theme import axis_token
+from reports.units import memory, percent, plural, shorten
+from reports.views.dims import dimension_rows
+from reports.views.variables import grouped, shape_text, split_text, totals
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_DIMS = 24
+MOST_VARIABLES = 10
+
+
+def draw_matrix(plan: Plan, title: str = "") -> Figure:
+    """Rows are dimensions, columns mesh axes; a filled cell is a split; right is what is left on a device."""
+    rows = dimension_rows(plan)[:MOST_DIMS]
+    axes = list(plan.mesh)
+    left = 170.0
+    width = min(90.0, (WIDTH - left - 52) / max(len(axes), 1))
+    sheet = Sheet(30 + 24 * len(rows), title)
+    for c, axis in enumerate(axes):
+        words = shorten(f"{axis} {plan.mesh[axis]}", max(4, int(width / (0.61 * SMALL))))
+        sheet.text(left + c * width + width / 2, 16, words, axis_token(c), SMALL, "center", bold=True)
+    sheet.text(WIDTH - MARGIN, 16, "piece", "muted", SMALL, "right")
+    for r, row in enumerate(rows):
+        y = 26 + 24 * r
+        sheet.text(MARGIN, y + 15, shorten(row.name, 15), "ink" if row.axes else "muted", bold=bool(row.axes))
+        size = f"{row.size:,}" if row.size else ""
+        sheet.text(left - 10, y + 15, size, "muted", SMALL, "right")
+        for c, axis in enumerate(axes):
+            box = (left + c * width + 2, y + 1, width - 4, 20)
+            if axis in row.axes:
+                sheet.rect(*box, axis_token(c))
+            else:
+                sheet.frame(*box, "grid")
+        if row.piece:
+            sheet.text(
+                WIDTH - MARGIN, y + 15, f"{row.piece:,}", "ink" if row.axes else "muted", SMALL, "right"
+            )
+    return sheet.figure
+
+
+def find_matrix(plan: Plan) -> str:
+    """How many dimensions are split."""
+    rows = dimension_rows(plan)
+    split = [r for r in rows if r.axes]
+    whole = len(rows) - len(split)
+    axes = "1 axis" if len(plan.mesh) == 1 else f"{len(plan.mesh)} axes"
+    text = f"{plural(len(split), 'dimension')} split over {axes}"
+    return f"{text}, {whole:,} kept whole" if plan.details.dims else text
+
+
+def tell_matrix(plan: Plan) -> str:
+    """Every split in words."""
+    rows = dimension_rows(plan)
+    split = [f"{r.name} over {' and '.join(r.axes)}" for r in rows if r.axes][:40]
+    return f"Dimensions and the mesh axes they are split over: {'; '.join(split) or 'none is split'}."
+
+
+def draw_pieces(plan: Plan, title: str = "") -> Figure:
+    """A box for each variable; its dark corner is the part that one device holds."""
+    rows = grouped(plan)[:MOST_VARIABLES]
+    sheet = Sheet(46 * len(rows) + 2, title)
+    for position, variable in enumerate(rows):
+        y = 46 * position
+        _piece(sheet, variable, plan, MARGIN, y + 4)
+        times = f" × {variable.alike}" if variable.alike > 1 else ""
+        value = memory(variable.local_bytes * variable.alike)
+        room = WIDTH - 74 - text_width(value + times, SMALL) - 10
+        sheet.text(
+            74, y + 17, shorten(variable.name, int(room / (0.66 * SMALL))) + times, size=SMALL, bold=True
+        )
+        sheet.text(WIDTH - MARGIN, y + 17, value, size=SMALL, align="right")
+        sheet.text(74, y + 33, shorten(f"{shape_text(variable)}: {split_text(variable)}", 49), "muted", 10.5)
+    return sheet.figure
+
+
+def _piece(sheet: Sheet, variable: Variable, plan: Plan, x: float, y: float) -> None:
+    width, height = 60.0, 34.0
+    across, down = piece_shares(variable, plan)
+    sheet.rect(x, y, width, height, "grid")
+    sheet.rect(x, y, max(width * across, 2.5), max(height * down, 2.5), "variables")
+    sheet.frame(x, y, width, height, "rule")
+
+
+def piece_shares(variable: Variable, plan: Plan) -> tuple[float, float]:
+    """The piece's part of the box's width (the last dimension) and height (all dimensions before it)."""
+    parts = [math.prod(plan.mesh.get(a, 1) for a in axes) for axes in variable.splits]
+    return 1 / (parts[-1] if parts else 1), 1 / math.prod(parts[:-1])
+
+
+def find_pieces(plan: Plan) -> str:
+    """How much of all variables a device holds."""
+    whole, local = totals(plan)
+    if not whole:
+        return "The plan's variables hold no bytes"
+    return f"A device holds {memory(local)} of {memory(whole)} of variables: {percent(local / whole)}"
+
+
+def tell_pieces(plan: Plan) -> str:
+    """Every drawn variable in words."""
+    told = [
+        f"{v.name}{f' ({v.alike} alike)' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "
+        f"{memory(v.local_bytes)} of {memory(v.bytes)}"
+        for v in grouped(plan)[:MOST_VARIABLES]
+    ]
+    return f"The piece of each variable on one device. {'; '.join(told)}."

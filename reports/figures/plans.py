@@ -1,0 +1,85 @@
+"""Several plans on one scale: their step times, and their memory against the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reports.figures.bars import Bar, Bars, Part
+from reports.figures.chart import PlanLike
+from reports.figures.sheet import settings
+from reports.figures.time import KEY, UNFIT
+from reports.plan import Plan
+from reports.reader import plan_of
+from reports.units import letter, memory, mesh_text, seconds, signed_percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plans_time(plans: Sequence[PlanLike], title: str = "Step time of each plan") -> Figure:
+    """One bar per plan: compute, the compute that hides communication, exposed communication."""
+    found = [plan_of(p) for p in plans]
+    with settings():
+        rows = [_time(found[0], p, i) for i, p in enumerate(found)]
+        return Bars(rows, max(r.total for r in rows) or 1.0, key=KEY).draw(title).figure
+
+
+def _name(plan: Plan, position: int) -> str:
+    return f"{letter(position)}  {mesh_text(plan.mesh)}"
+
+
+def _time(first: Plan, plan: Plan, position: int) -> Bar:
+    p, base = plan.predicted, first.predicted.step
+    against = f" · {signed_percent(p.step / base - 1)}" if position and base > 0 else ""
+    return Bar(
+        name=_name(plan, position),
+        value=f"{seconds(p.step)}{against}",
+        parts=(Part(p.compute - p.hidden, "compute"), Part(p.hidden, "hidden"), Part(p.exposed, "exposed")),
+        note=UNFIT if plan.fits is False else "",
+        note_token="bad",
+        faint=plan.fits is False,
+    )
+
+
+def tell_plans_time(plans: Sequence[Plan]) -> str:
+    """Every bar in words."""
+    told = [
+        f"{_name(p, i)}: {seconds(p.predicted.step)}, "
+        f"{seconds(p.predicted.exposed)} of it exposed communication"
+        for i, p in enumerate(plans)
+    ]
+    return f"Step time of each plan. {'; '.join(told)}."
+
+
+def plans_memory(plans: Sequence[PlanLike], title: str = "Peak memory of each plan") -> Figure:
+    """One bar per plan; the limit is drawn where all plans have the same."""
+    found = [plan_of(p) for p in plans]
+    limits = {p.memory_limit for p in found}
+    limit = found[0].memory_limit if len(limits) == 1 else None
+    with settings():
+        rows = [_memory(p, i) for i, p in enumerate(found)]
+        high = max(r.total for r in rows) or 1.0
+        shown = (limit, f"limit {memory(limit)}") if limit and limit < 4 * high else None
+        return Bars(rows, max(high, limit * 1.02 if limit and shown else 0.0), shown).draw(title).figure
+
+
+def _memory(plan: Plan, position: int) -> Bar:
+    peak, limit = plan.predicted.peak, plan.memory_limit
+    over = plan.fits is False and limit is not None
+    return Bar(
+        name=_name(plan, position),
+        value=memory(peak),
+        parts=(Part(peak, "bad" if over else "memory"),),
+        note=f"{memory(peak - limit)} too much" if over and limit is not None else "",
+        note_token="bad",
+        faint=over,
+    )
+
+
+def tell_plans_memory(plans: Sequence[Plan]) -> str:
+    """Every bar in words."""
+    told = [f"{_name(p, i)}: {memory(p.predicted.peak)}" for i, p in enumerate(plans)]
+    limits = {p.memory_limit for p in plans if p.memory_limit}
+    limit = f" Limit {' or '.join(memory(x) for x in sorted(limits))}." if limits else ""
+    return f"Peak memory of each plan on one device. {'; '.join(told)}.{limit}"

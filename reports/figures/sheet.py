@@ -1,0 +1,204 @@
+"""A matplotlib figure that is drawn on in pixels from its top left corner, with real axes for data.
+
+One pixel is one point of the figure, so that 400 of them fill a telephone and fonts are the size they say.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from reports.theme import LIGHT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 400.0
+BODY = 12.0
+SMALL = 11.0
+MARGIN = 2.0
+"""Room at the edges, so that a stroke of the outermost mark is whole."""
+SETTINGS = {
+    "font.family": ["DejaVu Sans"],
+    "svg.fonttype": "none",
+    "svg.hashsalt": "layoutopt",
+    "pdf.fonttype": 42,
+    "hatch.linewidth": 1.4,
+    "axes.unicode_minus": True,
+    "path.simplify": False,
+    "text.usetex": False,
+    "axes.formatter.use_mathtext": False,
+}
+
+
+@contextmanager
+def settings() -> Iterator[None]:
+    """Our matplotlib settings while a figure is drawn or saved; letters that a font lacks are no news."""
+    import warnings
+
+    import matplotlib
+
+    with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
+def text_width(text: str, size: float = BODY) -> float:
+    """An upper estimate of a text's width in pixels, for the widest font that a page may choose."""
+    wide = sum(1 for c in text if ord(c) > 0x2E80)
+    return size * (0.61 * (len(text) - wide) + 1.05 * wide)
+
+
+class Sheet:
+    """A figure of `WIDTH` × `height` pixels; y grows downwards. A title adds room above y = 0."""
+
+    def __init__(self, height: float, title: str = "") -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        lines = textwrap.wrap(title, 47)
+        self.head = 17.0 * len(lines) + 12.0 if lines else 0.0
+        self.height = height
+        self.figure: Figure = Figure(figsize=(WIDTH / 72, (height + self.head) / 72), facecolor=LIGHT["page"])
+        FigureCanvasAgg(self.figure)
+        self.plane: Axes = self.figure.add_axes((0, 0, 1, 1))
+        self.plane.set_axis_off()
+        self.plane.set_xlim(0, WIDTH)
+        self.plane.set_ylim(height, -self.head)
+        for position, line in enumerate(lines):
+            self.text(MARGIN, 17.0 * (position + 1) - 3 - self.head, line, size=13, bold=True)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        token: str = "ink",
+        size: float = BODY,
+        align: str = "left",
+        bold: bool = False,
+    ) -> None:
+        """A text on its baseline; `align` says which end of it is at x."""
+        self.plane.text(
+            x,
+            y,
+            text,
+            color=LIGHT[token],
+            fontsize=size,
+            ha=align,
+            va="baseline",
+            fontweight="bold" if bold else "normal",
+            parse_math=False,
+            clip_on=False,
+        )
+
+    def rects(self, boxes: Iterable[tuple[float, float, float, float]], token: str, hatch: str = "") -> None:
+        """Filled boxes (left, top, width, height), one path for all of them."""
+        from matplotlib.patches import PathPatch
+        from matplotlib.path import Path
+
+        points: list[tuple[float, float]] = []
+        codes: list[Any] = []
+        for x, y, w, h in boxes:
+            points += [(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)]
+            codes += [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+        if points:
+            patch = PathPatch(Path(points, codes), facecolor=LIGHT[token], linewidth=0, clip_on=False)
+            if hatch:
+                patch.set(hatch=hatch, edgecolor=LIGHT["page"])
+            self.plane.add_patch(patch)
+
+    def rect(self, x: float, y: float, width: float, height: float, token: str, hatch: str = "") -> None:
+        """One filled box."""
+        self.rects([(x, y, width, height)], token, hatch)
+
+    def frame(
+        self, x: float, y: float, width: float, height: float, token: str, thickness: float = 1.0
+    ) -> None:
+        """The outline of a box."""
+        self.line(
+            [(x, y), (x + width, y), (x + width, y + height), (x, y + height), (x, y)], token, thickness
+        )
+
+    def line(
+        self, points: Sequence[tuple[float, float]], token: str, thickness: float = 1.0, dashed: bool = False
+    ) -> None:
+        """A line through points."""
+        self.plane.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            color=LIGHT[token],
+            linewidth=thickness,
+            linestyle=(0, (4, 3)) if dashed else "-",
+            solid_capstyle="butt",
+            clip_on=False,
+        )
+
+    def key(self, y: float, entries: Sequence[tuple[str, str]], x: float = MARGIN) -> float:
+        """A row of colour keys (token, words), wrapped; returns the y below it."""
+        start = x
+        for token, words in entries:
+            width = 16 + text_width(words, SMALL)
+            if x > start and x + width > WIDTH:
+                x, y = start, y + 17
+            self.rect(x, y - 9, 10, 10, token)
+            self.text(x + 15, y, words, "muted", SMALL)
+            x += width + 10
+        return y + 17
+
+    def axes(self, x: float, y: float, width: float, height: float) -> Axes:
+        """Axes for data at a place in pixels: no box, a light grid to be set with `ticks`."""
+        total = self.height + self.head
+        bottom = (total - self.head - y - height) / total
+        ax = self.figure.add_axes((x / WIDTH, bottom, width / WIDTH, height / total))
+        ax.patch.set_visible(False)
+        for side in ("top", "right", "left"):
+            ax.spines[side].set_visible(False)
+        ax.spines["bottom"].set(color=LIGHT["rule"], linewidth=1.0)
+        return ax
+
+
+def ticks(
+    ax: Axes, axis: Literal["x", "y"], values: Sequence[float], labels: Sequence[str], grid: bool = True
+) -> None:
+    """Exactly these ticks on axis 'x' or 'y', with a light line at each."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+    which = ax.xaxis if axis == "x" else ax.yaxis
+    which.set_major_locator(FixedLocator(list(values)))
+    which.set_major_formatter(FixedFormatter(list(labels)))
+    which.set_minor_locator(NullLocator())
+    ax.tick_params(axis=axis, length=0, pad=5, labelsize=SMALL, labelcolor=LIGHT["muted"])
+    if grid:
+        ax.grid(axis=axis, color=LIGHT["grid"], linewidth=1.0)
+        ax.set_axisbelow(True)
+
+
+def label(
+    ax: Axes,
+    x: float,
+    y: float,
+    text: str,
+    token: str = "ink",
+    offset: tuple[float, float] = (0, 0),
+    align: str = "left",
+    bold: bool = False,
+    size: float = SMALL,
+) -> None:
+    """A text beside a point of the data, `offset` pixels right and up of it."""
+    ax.annotate(
+        text,
+        (x, y),
+        xytext=offset,
+        textcoords="offset points",
+        color=LIGHT[token],
+        fontsize=size,
+        ha=align,
+        va="baseline",
+        fontweight="bold" if bold else "normal",
+        annotation_clip=False,
+        parse_math=False,
+    )

@@ -1,0 +1,180 @@
+"""Where the step's time goes: by layout, and by kind of work."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from reports.figures.bars import Bar, Bars, Part, cut_scale
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet
+from reports.plan import Plan, Shares
+from reports.units import percent, plural, seconds, shorten, times
+from reports.views.choices import Ranked, best_alternative, ranked
+from reports.views.work import collective_name, is_collective, shares
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_LAYOUTS = 10
+MOST_KINDS = 12
+MOST_COLUMNS = 4
+KEY = (
+    ("compute", "compute"),
+    ("hidden", "compute that hides communication"),
+    ("exposed", "exposed communication"),
+)
+TWIN = "same layout"
+UNFIT = "does not fit"
+
+
+def draw_step_time(plan: Plan, title: str = "") -> Figure:
+    """One bar per layout: compute, the compute that hides communication, and exposed communication add up."""
+    rows = ranked(plan)[:MOST_LAYOUTS]
+    possible = [r.choice.predicted.step for r in rows if r.choice.predicted and r.choice.feasible]
+    high = cut_scale(possible, plan.predicted.step)
+    return Bars([_time_bar(r) for r in rows], high, key=KEY).draw(title).figure
+
+
+def _time_bar(row: Ranked) -> Bar:
+    predicted = row.choice.predicted
+    name = "This plan" if row.is_answer else row.choice.name
+    if predicted is None:
+        return Bar(name, "", note="no price", faint=True)
+    value = seconds(predicted.step)
+    if row.ratio is not None and not (row.is_answer or row.twin):
+        value += f" · {times(row.ratio)}"
+    return Bar(
+        name=name,
+        value=value,
+        parts=(
+            Part(predicted.compute - predicted.hidden, "compute"),
+            Part(predicted.hidden, "hidden"),
+            Part(predicted.exposed, "exposed"),
+        ),
+        note="" if row.choice.feasible and not row.twin else TWIN if row.choice.feasible else UNFIT,
+        note_token="muted" if row.choice.feasible else "bad",
+        bold=row.is_answer,
+        faint=not row.choice.feasible,
+    )
+
+
+def find_step_time(plan: Plan) -> str:
+    """The finding in one sentence."""
+    p = plan.predicted
+    share = percent(p.exposed / p.step) if p.step else percent(0)
+    text = f"Exposed communication takes {share} of the step"
+    other = best_alternative(plan)
+    if other is None or other.ratio is None:
+        return text
+    name = shorten(other.choice.name, 40)
+    if other.ratio >= 1:
+        return f"{text}; the best alternative that fits, {name}, takes {times(other.ratio)} as long"
+    return f"{text}; {name} is priced lower, at {times(other.ratio)} the time"
+
+
+def tell_step_time(plan: Plan) -> str:
+    """Every bar in words."""
+    told = []
+    for row in ranked(plan)[:MOST_LAYOUTS]:
+        name = "this plan" if row.is_answer else row.choice.name
+        p = row.choice.predicted
+        if p is None:
+            told.append(f"{name}: no price")
+            continue
+        fit = "" if row.choice.feasible else ", does not fit"
+        told.append(
+            f"{name}: {seconds(p.step)} = {seconds(p.compute)} compute ({seconds(p.hidden)} of it hiding "
+            f"communication) + {seconds(p.exposed)} exposed communication{fit}"
+        )
+    return "Step time by layout. " + "; ".join(told) + "."
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """Kinds by the answer's time, then by the most time that any layout has."""
+    found = list(shares(plan).values())
+    names = {kind for s in found for kind in s.kinds}
+    first = found[0].kinds if found else {}
+    return sorted(names, key=lambda k: (-first.get(k, 0.0), -max(s.kinds.get(k, 0.0) for s in found), k))
+
+
+def draw_time_by_kind(plan: Plan, title: str = "") -> Figure:
+    """A table of bars: a row per kind of work, a column per layout, one scale."""
+    columns = _columns(plan)
+    kinds = _kinds(plan)[:MOST_KINDS]
+    high = (
+        max(
+            (s.kinds.get(k, 0.0) for name, s in columns if name not in unfit(plan) for k in kinds),
+            default=0.0,
+        )
+        or 1.0
+    )
+    left = 112.0
+    width = (WIDTH - left - MARGIN) / max(len(columns), 1)
+    row = 34.0
+    sheet = Sheet(38 + row * len(kinds), title)
+    for c, (name, _) in enumerate(columns):
+        _header(sheet, left + c * width, width, "this plan" if name == "answer" else name, bold=c == 0)
+    for k, kind in enumerate(kinds):
+        y = 38 + row * k
+        words = collective_name(kind) if is_collective(kind) else kind
+        sheet.text(MARGIN, y + 23, shorten(words, 16), size=SMALL)
+        for c, (name, share) in enumerate(columns):
+            value = share.kinds.get(kind, 0.0)
+            x = left + c * width
+            sheet.text(x + 3, y + 12, seconds(value) if value else "–", "muted", 10.5)
+            if value:
+                token = "exposed" if is_collective(kind) else "compute"
+                length = max((width - 12) * min(value / high, 1.0), 0.75)
+                sheet.rect(x, y + 16, length, 9, token, "////" if name in unfit(plan) else "")
+                if value > high:
+                    sheet.text(x + length + 1, y + 24, "›", "muted", SMALL, bold=True)
+    for c in range(len(columns)):
+        x = left + c * width - 0.5
+        sheet.line([(x, 40), (x, 36 + row * len(kinds))], "rule")
+    return sheet.figure
+
+
+def _columns(plan: Plan) -> list[tuple[str, Shares]]:
+    """The layouts to compare: the answer, those that fit, then the others."""
+    found = list(shares(plan).items())
+    return sorted(found, key=lambda x: (x[0] != "answer", x[0] in unfit(plan)))[:MOST_COLUMNS]
+
+
+def unfit(plan: Plan) -> frozenset[str]:
+    """Names of the alternatives that are no possible choice."""
+    return frozenset(a.name for a in plan.alternatives if not a.feasible)
+
+
+def _header(sheet: Sheet, x: float, width: float, name: str, bold: bool) -> None:
+    """A column's name on up to two lines."""
+    fit = max(4, int((width - 6) / (0.64 * SMALL)))
+    lines = textwrap.wrap(name, fit, max_lines=2, placeholder="…") or [""]
+    for position, line in enumerate(lines[::-1]):
+        sheet.text(x + 3, 28 - 14 * position, line, "ink" if bold else "muted", SMALL, bold=bold)
+
+
+def find_time_by_kind(plan: Plan) -> str:
+    """The largest kinds of the answer."""
+    found = shares(plan)
+    if "answer" not in found:
+        return "Time by kind of work"
+    kinds = found["answer"].kinds
+    total = sum(kinds.values())
+    if not total:
+        return "No kind of work takes time in this plan"
+    top = _kinds(plan)[0]
+    name = collective_name(top) if is_collective(top) else top
+    sent = sum(v for k, v in kinds.items() if is_collective(k))
+    return (
+        f"{shorten(name, 40)} is the largest kind of work with {percent(kinds[top] / total)} of all seconds; "
+        f"collectives, hidden and exposed, are {percent(sent / total)}"
+    )
+
+
+def tell_time_by_kind(plan: Plan) -> str:
+    """Every layout's kinds in words."""
+    told = []
+    for name, share in _columns(plan):
+        parts = [f"{k} {seconds(share.kinds[k])}" for k in _kinds(plan)[:MOST_KINDS] if share.kinds.get(k)]
+        told.append(f"{'this plan' if name == 'answer' else name}: {', '.join(parts) or 'nothing'}")
+    return f"Seconds by kind of work for {plural(len(told), 'layout')}. " + "; ".join(told) + "."

@@ -1,0 +1,253 @@
+"""What could be had instead: time against memory, and the best time as one factor changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from reports.figures.scales import byte_steps, log_steps, padded, round_steps
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
+from reports.plan import Plan, Sensitivity, Trial
+from reports.theme import LIGHT
+from reports.units import (
+    SPACE,
+    count,
+    digits,
+    memory,
+    plural,
+    rounded,
+    seconds,
+    shorten,
+    signed_percent,
+    times,
+)
+from reports.views.choices import OnFrontier, frontier
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PLOT = 210.0
+PANEL = 152.0
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def draw_frontier(plan: Plan, title: str = "") -> Figure:
+    """Step time against peak memory; the line joins the layouts that no other beats in both."""
+    points = frontier(plan)
+    sheet = Sheet(PLOT + 74, title)
+    sheet.text(MARGIN, 11, "step time", "muted", SMALL)
+    ax = sheet.axes(58, 24, WIDTH - 70, PLOT)
+    limit = plan.memory_limit
+    peaks, steps_ = [p.predicted.peak for p in points], [p.predicted.step for p in points]
+    right = max(peaks)
+    if limit and limit < 1.6 * right:
+        right = max(right, limit)
+    _range(ax, right * 1.08, max(steps_) * 1.12)
+    ax.plot(peaks, steps_, color=LIGHT["compute"], linewidth=1.75, drawstyle="steps-post", clip_on=False)
+    ax.plot(peaks, steps_, "o", color=LIGHT["compute"], markersize=5, clip_on=False)
+    for i, point in enumerate(points):
+        if point.knee and not point.is_answer:
+            ax.plot(
+                [point.predicted.peak],
+                [point.predicted.step],
+                "D",
+                color=LIGHT["exposed"],
+                markersize=8,
+                clip_on=False,
+            )
+        if point.is_answer:
+            ax.plot(
+                [point.predicted.peak],
+                [point.predicted.step],
+                "o",
+                color=LIGHT["ink"],
+                markersize=9,
+                clip_on=False,
+            )
+        _name(ax, point, i, points)
+    if limit and limit <= right:
+        ax.plot([limit, limit], ax.get_ylim(), color=LIGHT["bad"], linewidth=1.75, clip_on=False)
+        label(ax, limit, ax.get_ylim()[1], f"limit {memory(limit)}", "bad", (0, 4), "right")
+    sheet.text(WIDTH - MARGIN, PLOT + 62, "peak memory on a device", "muted", SMALL, "right")
+    return sheet.figure
+
+
+def _range(ax: Axes, right: float, top: float) -> None:
+    x, y = byte_steps(right, 4), round_steps(top, 4)
+    ax.set_xlim(0, right)
+    ax.set_ylim(0, top)
+    ticks(ax, "x", x, [rounded(memory(v)) if v else "0" for v in x], grid=False)
+    ticks(ax, "y", y, [rounded(seconds(v)) if v else "0" for v in y])
+
+
+def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontier]) -> None:
+    """The answer, the knees and the ends are named; the rest is in the table."""
+    words = {True: "this plan"}.get(point.is_answer, "knee" if point.knee else "")
+    if point.is_answer and point.knee:
+        words = "this plan, a knee"
+    if not words and position not in (0, len(points) - 1):
+        return
+    x, y = point.predicted.peak, point.predicted.step
+    end = ax.get_xlim()[1]
+    if not words and any(
+        p.is_answer
+        and abs(p.predicted.peak - x) < 0.3 * end
+        and abs(p.predicted.step - y) < 0.12 * ax.get_ylim()[1]
+        for p in points
+    ):
+        return
+    words = words or seconds(y)
+    align = "right" if x > 0.6 * end else "left"
+    below = align == "right" and y > 0.12 * ax.get_ylim()[1]
+    label(
+        ax,
+        x,
+        y,
+        words,
+        "ink",
+        (-8 if align == "right" else 8, -15 if below else 8),
+        align,
+        bool(point.is_answer),
+    )
+
+
+def find_frontier(plan: Plan) -> str:
+    """What the knees cost."""
+    points = frontier(plan)
+    if not points:
+        return "Time against memory"
+    knees = [p for p in points if p.knee]
+    text = f"{plural(len(points), 'layout')} that no other beats in time and memory both"
+    if not knees:
+        return text
+    told = [_against(p, plan) for p in knees[:2]]
+    return f"{text}; {'knees' if len(knees) > 1 else 'the knee'} at {' and '.join(told)}"
+
+
+def _against(point: OnFrontier, plan: Plan) -> str:
+    if point.is_answer:
+        return "this plan"
+    step = signed_percent(point.predicted.step / plan.predicted.step - 1) if plan.predicted.step else ""
+    peak = signed_percent(point.predicted.peak / plan.predicted.peak - 1) if plan.predicted.peak else ""
+    return f"{memory(point.predicted.peak)} ({peak} memory, {step} time against this plan)"
+
+
+def tell_frontier(plan: Plan) -> str:
+    """Every point in words."""
+    told = []
+    for p in frontier(plan)[:30]:
+        mark = " (this plan)" if p.is_answer else ""
+        told.append(
+            f"{memory(p.predicted.peak)} and {seconds(p.predicted.step)}{' (knee)' if p.knee else ''}{mark}"
+        )
+    return f"Peak memory and step time of layouts that no other beats in both: {'; '.join(told)}."
+
+
+def draw_sensitivity(plan: Plan, title: str = "") -> Figure:
+    """One panel per factor; a letter where the best layout changes."""
+    found = plan.details.sensitivity
+    sheet = Sheet((PANEL + 20) * len(found), title)
+    letters = layout_letters(plan)
+    for position, one in enumerate(found):
+        top = (PANEL + 20) * position
+        sheet.text(
+            MARGIN,
+            top + 13,
+            f"Step time by {FACTORS.get(one.factor, shorten(one.factor, 30))}",
+            bold=True,
+            size=SMALL,
+        )
+        ax = sheet.axes(58, top + 34, WIDTH - 78, PANEL - 56)
+        _panel(ax, one, letters)
+    return sheet.figure
+
+
+FACTORS = {
+    "bandwidth": "link bandwidth, as a multiple of this hardware's",
+    "memory": "memory of a device",
+    "devices": "number of devices",
+}
+
+
+def factor_value(factor: str, value: float) -> str:
+    """A factor's value in its unit."""
+    if factor == "memory" and value > 64:
+        return rounded(memory(value))
+    return count(value) if factor == "devices" else f"{rounded(digits(value))}×"
+
+
+def layout_letters(plan: Plan) -> dict[str, str]:
+    """A letter for every layout of the sensitivity curves, in order of appearance."""
+    names = dict.fromkeys(t.layout for s in plan.details.sensitivity for t in s.trials if t.layout)
+    return {name: LETTERS[i % 26] * (1 + i // 26) for i, name in enumerate(names)}
+
+
+def _panel(ax: Axes, one: Sensitivity, letters: dict[str, str]) -> None:
+    done = [(t.value, t.step, t) for t in one.trials if t.step is not None and t.value > 0]
+    values = [t.value for t in one.trials if t.value > 0] or [1.0]
+    ax.set_xscale("log")
+    ax.set_xlim(*padded(values, 0.03))
+    top = max((s for _, s, _ in done), default=1.0) * 1.22 or 1.0
+    if one.factor == "devices" and done:
+        ax.set_yscale("log")
+        ideal = [done[0][1] * done[0][0] / v for v, _, _ in done]
+        ax.set_ylim(*padded([*ideal, *(s for _, s, _ in done)], 0.22))
+        y = log_steps(*ax.get_ylim(), 3)
+    else:
+        ax.set_ylim(0, top)
+        y = round_steps(top, 3)
+    ticks(ax, "y", y, [rounded(seconds(v)) if v else "0" for v in y])
+    shown = values if len(values) <= 6 else log_steps(min(values), max(values), 6)
+    ticks(ax, "x", shown, [factor_value(one.factor, v) for v in shown], grid=False)
+    if one.factor == "devices" and len(done) > 1:
+        ax.plot([v for v, _, _ in done], ideal, color=LIGHT["other"], linewidth=1, linestyle=(0, (4, 3)))
+        label(ax, done[-1][0], ideal[-1], "ideal", "muted", (-16, -11), "right")
+    ax.plot(
+        [v for v, _, _ in done],
+        [s for _, s, _ in done],
+        "-o",
+        color=LIGHT["compute"],
+        linewidth=1.75,
+        markersize=5,
+        clip_on=False,
+    )
+    before = None
+    for value, step, trial in done:
+        if trial.layout and trial.layout != before:
+            label(ax, value, step, letters[trial.layout], "ink", (0, 8), "center", True)
+        before = trial.layout
+    for trial in one.trials:
+        if trial.step is None and trial.value > 0:
+            label(ax, trial.value, ax.get_ylim()[0], "nothing fits", "bad", (-6, 14))
+
+
+def find_sensitivity(plan: Plan) -> str:
+    """What the largest change of each factor does."""
+    parts = []
+    for one in plan.details.sensitivity:
+        done: list[tuple[Trial, float]] = [(t, t.step) for t in one.trials if t.step]
+        if len(done) < 2:
+            continue
+        (first, slow), (last, fast) = done[0], done[-1]
+        changes = sum(1 for (a, _), (b, _) in pairwise(done) if a.layout != b.layout)
+        layouts = f", {plural(changes, 'change')} of layout" if changes else ""
+        ratio = times(slow / fast) if fast <= slow else f"1/{times(fast / slow)}"
+        low, high = factor_value(one.factor, first.value), factor_value(one.factor, last.value)
+        parts.append(f"{one.factor} {low} to {high}: {ratio} the speed{layouts}")
+    return "; ".join(parts) or "How the best step time answers to the hardware"
+
+
+def tell_sensitivity(plan: Plan) -> str:
+    """Every point in words."""
+    letters = layout_letters(plan)
+    told = []
+    for one in plan.details.sensitivity:
+        points = []
+        for t in one.trials:
+            step = seconds(t.step) if t.step is not None else "nothing fits"
+            layout = f" (layout {letters[t.layout]})" if t.layout else ""
+            points.append(f"{factor_value(one.factor, t.value)} {step}{layout}")
+        told.append(f"{one.factor}: {', '.join(points)}")
+    return f"Step time of the best layout.{SPACE}{'; '.join(told)}."

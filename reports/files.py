@@ -1,0 +1,98 @@
+"""Figures and tables as files, named after the figure or table; several plans are lettered a, b, c."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mesh_tf_core.errors import UserError
+from reports import figures, tables
+from reports.figures.sheet import settings
+from reports.plan import Plan
+from reports.reader import plan_of
+from reports.units import letter
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = ("svg", "png", "pdf")
+METADATA: Mapping[str, dict[str, Any]] = {
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+    "png": {"Software": None},
+}
+"""No dates: the same plan gives the same file."""
+
+
+def write_figures(
+    plans: Mapping[str, Any] | Plan | Sequence[Mapping[str, Any] | Plan],
+    directory: str | Path,
+    formats: Sequence[str] = FORMATS,
+) -> list[Path]:
+    """Every figure that the plans have data for, titled, one file per format; returns the paths.
+
+    Raises:
+      UserError: an unknown format, or a directory that cannot be written.
+    """
+    unknown = [f for f in formats if f not in FORMATS]
+    if unknown:
+        raise UserError(f"unknown figure format {unknown[0]!r}; known: {', '.join(FORMATS)}")
+    found = _plans(plans)
+    at = _directory(directory)
+    written: list[Path] = []
+    for prefix, plan in _lettered(found):
+        for chart in figures.ALL:
+            if chart.missing(plan):
+                continue
+            written += _save(chart(plan), at / f"{prefix}{chart.name}", formats)
+    for several in (figures.plans_time, figures.plans_memory) if len(found) > 1 else ():
+        written += _save(several(found), at / several.__name__, formats)
+    return written
+
+
+def _save(figure: Figure, path: Path, formats: Sequence[str]) -> list[Path]:
+    paths = [path.with_suffix(f".{kind}") for kind in formats]
+    for kind, to in zip(formats, paths, strict=True):
+        with settings():
+            figure.savefig(to, format=kind, dpi=200, metadata=METADATA[kind])
+    return paths
+
+
+def write_tables(
+    plans: Mapping[str, Any] | Plan | Sequence[Mapping[str, Any] | Plan], directory: str | Path
+) -> list[Path]:
+    """Every table that has rows as a CSV file; returns the paths.
+
+    Raises:
+      UserError: a directory that cannot be written.
+    """
+    found = _plans(plans)
+    at = _directory(directory)
+    written = []
+    for prefix, plan in _lettered(found):
+        for build in tables.ALL:
+            frame = build(plan)
+            if len(frame):
+                path = at / f"{prefix}{build.__name__}.csv"
+                frame.to_csv(path, index=False)
+                written.append(path)
+    return written
+
+
+def _plans(plans: Mapping[str, Any] | Plan | Sequence[Mapping[str, Any] | Plan]) -> list[Plan]:
+    many = [plans] if isinstance(plans, Mapping | Plan) else list(plans)
+    return [plan_of(p, f"plan {i + 1}" if len(many) > 1 else "the plan") for i, p in enumerate(many)]
+
+
+def _lettered(plans: Sequence[Plan]) -> list[tuple[str, Plan]]:
+    return [(f"{letter(i).lower()}-" if len(plans) > 1 else "", plan) for i, plan in enumerate(plans)]
+
+
+def _directory(directory: str | Path) -> Path:
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot write to {str(path)!r}: {e.strerror}; give a directory") from e
+    return path

@@ -1,0 +1,159 @@
+"""The first screen: which layout, how fast, does it fit, how sure, proven or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reports.page.cells import Chip
+from reports.plan import Plan, Validation
+from reports.theme import axis_token
+from reports.units import count, memory, percent, plural, seconds, shorten, some, times
+from reports.views.choices import best_alternative
+
+GOOD_ERROR = 0.15
+"""Mean error of predictions that still tells most layouts apart."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question of the first screen.
+
+    Attributes:
+      state: 'good', 'warn', 'bad' or '' (neither).
+      share: filled part of a meter, above 1 when too much; None draws none.
+    """
+
+    question: str
+    value: str
+    note: str
+    state: str = ""
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class AxisUse:
+    """A mesh axis and the dimensions split over it."""
+
+    chip: Chip
+    size: int
+    dims: str
+
+
+def axis_uses(plan: Plan, most: int = 5) -> tuple[AxisUse, ...]:
+    """What lies on every axis, in words that fit one line or two."""
+    return tuple(
+        AxisUse(Chip(shorten(axis, 32), axis_token(i)), size, some(plan.dims_on(axis), most, 24))
+        for i, (axis, size) in enumerate(plan.mesh.items())
+    )
+
+
+def answers(plan: Plan) -> tuple[Answer, ...]:
+    """Everything but the layout itself, which is drawn."""
+    return (speed(plan), fit(plan), sureness(plan), proof(plan))
+
+
+def speed(plan: Plan) -> Answer:
+    """Step time, and how much better it is than what else would do."""
+    step = plan.predicted.step
+    other = best_alternative(plan)
+    note = "per step, predicted"
+    if other is not None and other.ratio is not None:
+        name = shorten(other.choice.name, 36)
+        note = (
+            f"per step, predicted; the next best, {name}, takes {times(other.ratio)} as long"
+            if other.ratio >= 1
+            else f"per step, predicted; {name} is priced at {times(other.ratio)} this time"
+        )
+    elif plan.alternatives and not any(a.feasible for a in plan.alternatives):
+        note = "per step, predicted; none of the alternatives fits"
+    state = "warn" if other is not None and other.ratio is not None and other.ratio < 0.999 else ""
+    return Answer("How fast", seconds(step), note, state)
+
+
+def fit(plan: Plan) -> Answer:
+    """Peak memory against the limit."""
+    peak, limit = plan.predicted.peak, plan.memory_limit
+    question = "Does it fit"
+    if limit is None:
+        return Answer(
+            question, memory(peak), "peak on a device; the plan does not say how much a device has", "warn"
+        )
+    share = peak / limit if limit else 2.0
+    if peak > limit:
+        return Answer(question, "No", f"needs {memory(peak)}, a device has {memory(limit)}", "bad", share)
+    return Answer(question, "Yes", f"{memory(peak)} of {memory(limit)} on the fullest device", "good", share)
+
+
+def sureness(plan: Plan) -> Answer:
+    """What stands behind the predictions: measurements of steps, a calibration, or published numbers."""
+    question = "How sure"
+    checked, calibration = plan.details.validation, plan.details.calibration
+    if checked is not None and checked.rows and checked.mape is not None:
+        return _validated(plan, checked, checked.mape)
+    if calibration is not None and calibration.samples:
+        errors = sorted(abs(s.residual) for s in calibration.samples)
+        typical = percent(errors[len(errors) // 2])
+        fitted = f"fitted to {plural(len(errors), 'measurement')}, typically {typical} off"
+        note = f"its parts are {fitted}; no whole step was timed"
+        return Answer(question, "Calibrated", note, "warn")
+    hardware = plan.details.hardware
+    if hardware is not None and hardware.numbers:
+        assumed = sum(n.assumed for n in hardware.numbers)
+        note = (
+            f"rests on {plural(len(hardware.numbers), 'number')} with sources, {assumed} of them assumptions"
+        )
+        return Answer(question, "Not measured", note, "warn")
+    return Answer(question, "Not measured", "this plan brings no measurements and no sources", "warn")
+
+
+def _validated(plan: Plan, checked: Validation, error: float) -> Answer:
+    parts = [f"mean error over {plural(len(checked.rows), 'measured layout')}"]
+    if checked.regret is not None:
+        parts.append(
+            "its first choice was the fastest"
+            if checked.regret <= 0
+            else f"its first choice was {percent(checked.regret)} from the fastest"
+        )
+    other = best_alternative(plan)
+    close = other is not None and other.ratio is not None and 1 <= other.ratio < 1 + error
+    if close:
+        parts.append("the next best is closer than that: measure both")
+    state = "good" if error <= GOOD_ERROR and not close else "warn"
+    return Answer("How sure", f"±{percent(error)}", "; ".join(parts), state)
+
+
+def proof(plan: Plan) -> Answer:
+    """What the solver proved, and never more."""
+    question, solver = "Proven or not", plan.solver
+    if solver is None:
+        return Answer(question, "Not proven", "the plan has no record of a search", "warn")
+    considered = considered_words(solver.considered)
+    spent = f" in {seconds(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
+    if solver.proven:
+        among = f"none of {considered} is better" if considered else "no layout is better"
+        return Answer(question, "Proven optimal", f"{among} under this cost model; shown{spent}", "good")
+    status = solver.status.replace("_", " ").lower()
+    if solver.gap is not None:
+        note = f"best found{spent}; a better one would gain at most {percent(abs(solver.gap))}"
+        return Answer(question, f"Not proven: {shorten(status, 24)}", note, "warn")
+    return Answer(
+        question, f"Not proven: {shorten(status, 24)}", f"the search ended{spent} without a bound", "warn"
+    )
+
+
+def considered_words(text: str) -> str:
+    """'1,234' is a number of layouts; anything else says what it is."""
+    plain = text.replace(",", "").replace("_", "").strip()
+    if plain.isdigit():
+        return f"{count(int(plain))} layouts" if int(plain) >= 10**6 else f"{int(plain):,} layouts"
+    return shorten(text, 60)
+
+
+def subject(plan: Plan) -> str:
+    """What was laid out on what."""
+    parts = [f"{count(plan.parameters)} parameters"] if plan.parameters is not None else []
+    hardware = shorten(plan.hardware, 48)
+    parts.append(
+        f"{plural(plan.devices, 'device')} of {hardware}" if hardware else plural(plan.devices, "device")
+    )
+    return " on ".join(parts)

@@ -1,0 +1,141 @@
+"""What a page is made of: tables of cells, panels with a figure, sections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from reports.theme import axis_token
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A short name on the colour of its mesh axis."""
+
+    text: str
+    token: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table.
+
+    Attributes:
+      sub: a second, quieter line.
+      bars: stretches (share of the column's width, colour) of a small bar under the text.
+      fill: a colour for the whole cell; the text is then for people who do not see it.
+      piece: parts of width and height of the box that is a whole tensor.
+      differs: it is not what the first plan has.
+      state: 'good', 'warn', 'bad' or ''.
+      span: columns that it fills.
+    """
+
+    text: str = ""
+    sub: str = ""
+    chips: tuple[Chip, ...] = ()
+    bars: tuple[tuple[float, str], ...] = ()
+    fill: str = ""
+    piece: tuple[float, float] | None = None
+    strong: bool = False
+    differs: bool = False
+    state: str = ""
+    span: int = 1
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Attributes:
+      number: holds numbers, set right.
+      lead: names the row.
+      short: never broken over lines.
+      named: its heading is a user's name, which may be long.
+    """
+
+    name: str
+    number: bool = False
+    lead: bool = False
+    short: bool = False
+    named: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table; rows after `shown` are folded away until they are asked for.
+
+    Attributes:
+      caption: what the table lists, for people who do not see it.
+      more: rows that were left out altogether, because no one reads that far.
+      wide: a comparison of plans, whose rows become blocks of one cell per plan on a telephone.
+      compact: narrow enough to stay a table on a telephone.
+      folded: the whole table is folded away under these words.
+    """
+
+    caption: str
+    columns: tuple[Column, ...]
+    rows: Sequence[Sequence[Cell]]
+    shown: int = 10
+    more: int = 0
+    more_in: str = ""
+    wide: bool = False
+    compact: bool = False
+    folded: str = ""
+
+    @property
+    def style(self) -> str:
+        return "wide" if self.wide else "compact" if self.compact else "rows"
+
+    @property
+    def first(self) -> Sequence[Sequence[Cell]]:
+        if self.folded:
+            return ()
+        return self.rows if len(self.rows) <= self.shown + 2 else self.rows[: self.shown]
+
+    @property
+    def rest(self) -> Sequence[Sequence[Cell]]:
+        return self.rows[len(self.first) :]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One figure or table (or both) of one plan.
+
+    Attributes:
+      finding: what it says, as a heading.
+      svg: safe markup made by `reports.svg`.
+      missing: the command that adds the data.
+      notes: short remarks below.
+    """
+
+    finding: str = ""
+    svg: str = ""
+    grid: Grid | None = None
+    missing: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plan's blocks in one section; `letter` is empty when there is one plan only."""
+
+    letter: str
+    name: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page; `lead` says how to read it."""
+
+    id: str
+    title: str
+    lead: str
+    panels: tuple[Panel, ...] = ()
+    shared: tuple[Block, ...] = field(default=())
+
+
+def chips(axes: Sequence[str], mesh: Sequence[str]) -> tuple[Chip, ...]:
+    """Axes in their colours; an axis that the mesh lacks (an alternative's own) is colourless."""
+    order = list(mesh)
+    return tuple(Chip(a, axis_token(order.index(a)) if a in order else "muted") for a in axes)

@@ -1,0 +1,157 @@
+"""Several plans side by side: one row per fact, what differs from the first plan marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
+from reports.page.answers import fit, proof, sureness
+from reports.page.cells import Block, Cell, Column, Grid, chips
+from reports.plan import Plan
+from reports.svg import figure_svg
+from reports.units import (
+    count,
+    flops,
+    layout_text,
+    letter,
+    memory,
+    mesh_text,
+    plural,
+    seconds,
+    shorten,
+    signed_percent,
+    traffic,
+)
+from reports.views.dims import dimension_rows
+
+LONGEST = 400
+
+
+def verdict(plans: Sequence[Plan]) -> str:
+    """Which plan is fastest, and by how much; plans of different models are not compared."""
+    if len({(p.model, p.fingerprint) for p in plans}) > 1:
+        return "These plans are for different models: their step times do not compare."
+    usable = [(p.predicted.step, i) for i, p in enumerate(plans) if p.fits is not False]
+    if not usable:
+        return "None of these plans fits in memory."
+    usable.sort()
+    (best, first), others = usable[0], usable[1:]
+    text = f"Plan {letter(first)} is the fastest that fits: {seconds(best)} per step"
+    if others and best > 0:
+        time, second = others[0]
+        if time / best < 1.0005:
+            return f"Plans {letter(first)} and {letter(second)} are equally fast: {seconds(best)} per step."
+        return f"{text}; plan {letter(second)} takes {signed_percent(time / best - 1).lstrip('+')} longer."
+    return f"{text}."
+
+
+def facts(plans: Sequence[Plan]) -> Grid:
+    """The table of the first screen."""
+    rows = [
+        _row("Step time", plans, lambda p: seconds(p.predicted.step), lambda p: p.predicted.step),
+        _row("Compute", plans, lambda p: seconds(p.predicted.compute), lambda p: p.predicted.compute),
+        _row(
+            "Exposed communication",
+            plans,
+            lambda p: seconds(p.predicted.exposed),
+            lambda p: p.predicted.exposed,
+        ),
+        _row(
+            "Hidden communication", plans, lambda p: seconds(p.predicted.hidden), lambda p: p.predicted.hidden
+        ),
+        _row("Peak memory", plans, lambda p: memory(p.predicted.peak), lambda p: p.predicted.peak),
+        _judged("Fits", plans, lambda p: (fit(p).value if p.memory_limit else "limit unknown", fit(p).state)),
+        _judged("How sure", plans, lambda p: (sureness(p).value, sureness(p).state)),
+        _judged("Proven", plans, lambda p: (proof(p).value, proof(p).state)),
+        _row("Mesh", plans, lambda p: mesh_text(p.mesh)),
+        _row("Layout", plans, lambda p: layout_text(p.layout).replace(";", "; ") or "replicated"),
+        _row("Hardware", plans, lambda p: p.hardware),
+        _row("Devices", plans, lambda p: count(p.devices)),
+        _row("Sent per device", plans, lambda p: traffic(_sent(p)), _sent),
+        _row("FLOPs per device", plans, lambda p: flops(p.predicted.flops), lambda p: p.predicted.flops),
+        _row("Microbatches", plans, lambda p: str(p.microbatches)),
+        _row("Recomputed", plans, lambda p: ", ".join(p.recompute) or "nothing"),
+        _row(
+            "Storage", plans, lambda p: "; ".join(f"{k}: {v}" for k, v in p.storage.items()) or "as computed"
+        ),
+        _row("Model", plans, lambda p: p.model),
+    ]
+    head = (Column("What", lead=True), *(Column(letter(i)) for i in range(len(plans))))
+    return Grid("The plans side by side; what differs from plan A is marked", head, rows, shown=99, wide=True)
+
+
+def pictures(plans: Sequence[Plan]) -> tuple[Block, ...]:
+    """Step time and memory of the plans on one scale."""
+    return (
+        Block(
+            "Step time",
+            figure_svg(plans_time(plans, ""), "plans-time", "Step time of each plan", tell_plans_time(plans)),
+        ),
+        Block(
+            "Peak memory on a device",
+            figure_svg(
+                plans_memory(plans, ""), "plans-memory", "Peak memory of each plan", tell_plans_memory(plans)
+            ),
+        ),
+    )
+
+
+def _sent(plan: Plan) -> float:
+    return sum(plan.predicted.sent.values())
+
+
+def _row(
+    name: str, plans: Sequence[Plan], say: Callable[[Plan], str], value: Callable[[Plan], float] | None = None
+) -> list[Cell]:
+    """A fact of every plan; numbers say how far they are from the first plan's."""
+    cells = [Cell(name, strong=True)]
+    first = plans[0]
+    for plan in plans:
+        sub = ""
+        differs = say(plan) != say(first)
+        if value is not None and plan is not first:
+            base = value(first)
+            differs = abs(value(plan) - base) > 5e-4 * max(abs(base), 1e-30)
+            sub = signed_percent(value(plan) / base - 1) if differs and base > 0 else ""
+        cells.append(Cell(shorten(say(plan), LONGEST), sub, differs=differs))
+    return _merged(cells)
+
+
+def _merged(cells: list[Cell]) -> list[Cell]:
+    """What is the same in all plans is said once."""
+    if any(c.differs for c in cells) or len(cells) < 3:
+        return cells
+    return [cells[0], replace(cells[1], span=len(cells) - 1)]
+
+
+def _judged(name: str, plans: Sequence[Plan], say: Callable[[Plan], tuple[str, str]]) -> list[Cell]:
+    first = say(plans[0])
+    told = [say(p) for p in plans]
+    return _merged([Cell(name, strong=True), *(Cell(t, state=s, differs=(t, s) != first) for t, s in told)])
+
+
+def splits(plans: Sequence[Plan]) -> Grid:
+    """Dimensions against plans: the axes of each split; the split dimensions of any plan come first."""
+    tables = [{r.name: r for r in dimension_rows(p)} for p in plans]
+    names = list(dict.fromkeys(name for t in tables for name in t))
+    names.sort(key=lambda n: not any(t[n].axes for t in tables if n in t))
+    rows = []
+    for name in names[:300]:
+        cells = [Cell(name, strong=True)]
+        first = tables[0].get(name)
+        for plan, table in zip(plans, tables, strict=True):
+            one = table.get(name)
+            axes = one.axes if one else ()
+            cells.append(
+                Cell(
+                    text="" if axes else "whole" if one else "not a dimension",
+                    sub=f"{one.piece:,} of {one.size:,}" if one and one.size and axes else "",
+                    chips=chips(axes, list(plan.mesh)),
+                    differs=one is None or first is None or axes != first.axes or one.piece != first.piece,
+                )
+            )
+        rows.append(_merged(cells))
+    head = (Column("Dimension", lead=True), *(Column(letter(i)) for i in range(len(plans))))
+    caption = f"The axes that each of {plural(len(names), 'dimension')} is split over, by plan"
+    return Grid(caption, head, rows, shown=24, more=len(names) - len(rows), wide=True)

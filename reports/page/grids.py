@@ -1,0 +1,333 @@
+"""The tables beside the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reports.figures.pieces import piece_shares
+from reports.figures.tradeoffs import factor_value, layout_letters
+from reports.page.cells import Cell, Chip, Column, Grid, chips
+from reports.plan import Plan
+from reports.theme import axis_token
+from reports.units import (
+    count,
+    flops,
+    layout_text,
+    memory,
+    mesh_text,
+    percent,
+    seconds,
+    shorten,
+    signed_percent,
+    times,
+    traffic,
+)
+from reports.views.choices import Ranked, frontier, ranked
+from reports.views.dims import dimension_rows
+from reports.views.variables import grouped, shape_text, split_text
+from reports.views.work import Work, collective_name, work
+
+MOST = 300
+"""Rows of a table on the page; the CSV files have them all."""
+LONGEST = 400
+"""Characters of a layout beside others; the plan's own is written in full at the end."""
+
+
+def axes(plan: Plan) -> Grid:
+    """The mesh's axes with what lies on them."""
+    rows = []
+    for i, (axis, size) in enumerate(plan.mesh.items()):
+        alone = plan.predicted.sent.get(axis, 0.0)
+        rows.append(
+            [
+                Cell(chips=(Chip(axis, axis_token(i)),)),
+                Cell(f"{size:,}"),
+                Cell(", ".join(plan.dims_on(axis)) or "nothing"),
+                Cell(traffic(alone) if alone else "–"),
+            ]
+        )
+    for key, sent in plan.predicted.sent.items():
+        if key not in plan.mesh and sent:
+            parts = key.split("+")
+            rows.append(
+                [Cell(chips=chips(parts, list(plan.mesh))), Cell("–"), Cell("together"), Cell(traffic(sent))]
+            )
+    head = (
+        Column("Axis", lead=True),
+        Column("Size", True),
+        Column("Dimensions split over it"),
+        Column("A device sends per step", True),
+    )
+    return Grid("Axes of the mesh", head, rows, shown=12)
+
+
+def matrix(plan: Plan) -> Grid:
+    """Dimensions against axes, as the figure `matrix` draws it."""
+    names = list(plan.mesh)
+    found = dimension_rows(plan)
+    rows = []
+    for r in found[:MOST]:
+        marks = [Cell("split", fill=axis_token(i)) if a in r.axes else Cell() for i, a in enumerate(names)]
+        size = f"{r.size:,}" if r.size else "–"
+        rows.append(
+            [Cell(r.name, strong=bool(r.axes)), Cell(size), *marks, Cell(f"{r.piece:,}" if r.piece else "–")]
+        )
+    head = (
+        Column("Dimension", lead=True),
+        Column("Size", True),
+        *(Column(f"{n} {plan.mesh[n]}", named=True) for n in names),
+        Column("On a device", True),
+    )
+    longest = max([len(f"{n} {plan.mesh[n]}") for n in names] + [len(r.name) // 2 for r in found] + [0])
+    return Grid(
+        "Dimensions against mesh axes",
+        head,
+        rows,
+        shown=24,
+        more=len(found) - len(rows),
+        more_in="dims.csv",
+        compact=len(names) <= 3 and longest <= 10,
+    )
+
+
+def variables(plan: Plan) -> Grid:
+    """Variables with the piece of each that a device holds; equal ones are one row."""
+    found = grouped(plan)
+    rows = []
+    for v in found[:MOST]:
+        alike = f"{v.alike} alike, " if v.alike > 1 else ""
+        local = " × ".join(f"{n:,}" for n in v.local_shape(plan.mesh)) or "scalar"
+        rows.append(
+            [
+                Cell(piece=piece_shares(v, plan)),
+                Cell(v.name, f"{alike}{v.kind}, {v.dtype}", strong=True),
+                Cell(shape_text(v), split_text(v)),
+                Cell(local),
+                Cell(memory(v.local_bytes * v.alike), f"of {memory(v.bytes * v.alike)}"),
+            ]
+        )
+    head = (
+        Column("Piece"),
+        Column("Variable", lead=True),
+        Column("Shape and split"),
+        Column("Piece's shape"),
+        Column("Bytes on a device", True),
+    )
+    return Grid(
+        "Variables and the piece on a device",
+        head,
+        rows,
+        shown=8,
+        more=len(found) - len(rows),
+        more_in="variables.csv",
+    )
+
+
+def layouts(plan: Plan) -> Grid:
+    """The answer and its alternatives."""
+    rows = [_layout(plan, r) for r in ranked(plan)[:MOST]]
+    head = (
+        Column("Layout", lead=True),
+        Column("Step", True),
+        Column("Exposed", True),
+        Column("Peak", True),
+        Column("Fits"),
+    )
+    return Grid(
+        "Layouts and their prices",
+        head,
+        rows,
+        shown=8,
+        more=len(ranked(plan)) - len(rows),
+        more_in="layouts.csv",
+    )
+
+
+def _layout(plan: Plan, r: Ranked) -> list[Cell]:
+    c, p = r.choice, r.choice.predicted
+    text = layout_text(c.layout).replace(";", "; ") or "replicated"
+    where = f"{shorten(text, LONGEST)} on {shorten(mesh_text(c.mesh), LONGEST)}"
+    name = Cell("This plan" if r.is_answer else c.name, where, strong=r.is_answer)
+    over = p is not None and plan.memory_limit is not None and p.peak > plan.memory_limit
+    verdict = "yes" if c.feasible else "no"
+    fits = Cell(verdict, c.reason, state="" if c.feasible else "bad")
+    if p is None:
+        return [name, Cell("–"), Cell("–"), Cell("–"), Cell("no price", c.reason, state="bad")]
+    ratio = times(r.ratio) if r.ratio is not None and not (r.is_answer or r.twin) else ""
+    return [
+        name,
+        Cell(seconds(p.step), ratio),
+        Cell(seconds(p.exposed)),
+        Cell(memory(p.peak), state="bad" if over else ""),
+        fits,
+    ]
+
+
+def holdings(plan: Plan) -> Grid:
+    """Tensors at the peak, beyond the few that the figure names."""
+    found = plan.details.memory
+    held = found.holdings if found else ()
+    peak = found.points[found.at].bytes if found and found.points else 0.0
+    rows = [
+        [Cell(h.what, h.scope), Cell(memory(h.bytes)), Cell(percent(h.bytes / peak) if peak else "–")]
+        for h in held[:MOST]
+    ]
+    head = (Column("Held at the peak", lead=True), Column("Bytes", True), Column("Share", True))
+    return Grid(
+        "Tensors held at the peak of memory",
+        head,
+        rows,
+        more=len(held) - len(rows),
+        more_in="peak.csv",
+        folded=f"All {len(rows):,} tensors held at the peak",
+    )
+
+
+def frontier_points(plan: Plan) -> Grid:
+    """The frontier's points, knees marked."""
+    rows = []
+    for f in frontier(plan)[:MOST]:
+        marks = ", ".join(w for w, on in (("this plan", f.is_answer), ("knee", f.knee)) if on)
+        text = layout_text(f.choice.layout).replace(";", "; ") or "replicated"
+        against = signed_percent(f.predicted.step / plan.predicted.step - 1) if plan.predicted.step else ""
+        rows.append(
+            [
+                Cell(shorten(text, LONGEST), f"on {mesh_text(f.choice.mesh)}"),
+                Cell(memory(f.predicted.peak)),
+                Cell(seconds(f.predicted.step), "" if f.is_answer else against),
+                Cell(marks, strong=True),
+            ]
+        )
+    head = (
+        Column("Layout", lead=True),
+        Column("Peak memory", True),
+        Column("Step time", True),
+        Column("Mark", short=True),
+    )
+    return Grid("Points of the frontier", head, rows, shown=8)
+
+
+def curve_layouts(plan: Plan) -> Grid:
+    """What the letters of the sensitivity curves stand for, and where each layout is best."""
+    rows = []
+    for text, mark in list(layout_letters(plan).items())[:MOST]:
+        where = []
+        for s in plan.details.sensitivity:
+            values = [
+                factor_value(s.factor, t.value) for t in s.trials if t.layout == text and t.step is not None
+            ]
+            if values:
+                where.append(f"{s.factor} {values[0]}" + (f" to {values[-1]}" if len(values) > 1 else ""))
+        rows.append(
+            [Cell(mark, strong=True), Cell(shorten(text.replace(";", "; "), LONGEST)), Cell("; ".join(where))]
+        )
+    return Grid(
+        "Layouts of the curves",
+        (Column("Mark", lead=True), Column("Layout"), Column("Best at")),
+        rows,
+        shown=8,
+    )
+
+
+def operations(plan: Plan) -> Grid:
+    """Operations by what they add to the step, with the collectives that each causes."""
+    found = [w for w in work(plan) if w.seconds > 0]
+    longest = found[0].seconds if found else 1.0
+    total = plan.predicted.step or sum(w.seconds for w in found) or 1.0
+    rows = [_operation(w, longest, total) for w in found[:60]]
+    head = (
+        Column("Operation", lead=True),
+        Column("Adds to the step", True),
+        Column("Work"),
+        Column("Collectives"),
+    )
+    return Grid(
+        "Most expensive operations",
+        head,
+        rows,
+        shown=12,
+        more=len(found) - len(rows),
+        more_in="operations.csv",
+    )
+
+
+def _operation(w: Work, longest: float, total: float) -> list[Cell]:
+    said = [
+        f"{collective_name(c.kind)} over {'+'.join(c.axes) or 'no axis'}: {traffic(c.sent)}, "
+        f"{seconds(c.exposed)} exposed of {seconds(c.seconds)}"
+        for c in w.collectives.values()
+    ]
+    runs = f"{count(w.runs)} runs" if w.runs > 1 else ""
+    busy = ", ".join(x for x in (runs, flops(w.flops) if w.flops else "") if x)
+    bars = ((w.compute / longest, "compute"), (w.exposed / longest, "exposed"))
+    return [
+        Cell(w.name, w.phase, strong=True),
+        Cell(seconds(w.seconds), percent(w.seconds / total), bars=bars),
+        Cell(busy or "–"),
+        Cell("; ".join(said) or "none"),
+    ]
+
+
+def measured(plan: Plan) -> Grid:
+    """Layouts by measured time."""
+    found = sorted(plan.details.validation.rows, key=lambda r: r.measured) if plan.details.validation else []
+    rows = [
+        [
+            Cell(r.layout.replace(";", "; ") or "replicated"),
+            Cell(seconds(r.predicted)),
+            Cell(seconds(r.measured)),
+            Cell(signed_percent(r.predicted / r.measured - 1)),
+        ]
+        for r in found[:MOST]
+    ]
+    head = (
+        Column("Layout", lead=True),
+        Column("Predicted", True),
+        Column("Measured", True),
+        Column("Error", True),
+    )
+    return Grid(
+        "Predicted and measured step times",
+        head,
+        rows,
+        shown=8,
+        more=len(found) - len(rows),
+        more_in="validation.csv",
+    )
+
+
+def fit(plan: Plan) -> Grid:
+    """The fitted numbers."""
+    found = plan.details.calibration.fit if plan.details.calibration else ()
+    rows = [[Cell(name), Cell(value)] for name, value in found[:MOST]]
+    return Grid("Fitted numbers", (Column("Fitted number", lead=True), Column("Value", True)), rows, shown=10)
+
+
+def numbers(plan: Plan) -> Grid:
+    """Hardware numbers; assumptions first, because they are what to doubt."""
+    found = (
+        sorted(plan.details.hardware.numbers, key=lambda n: not n.assumed) if plan.details.hardware else []
+    )
+    rows = [
+        [
+            Cell(n.path),
+            Cell(n.words),
+            Cell(n.source, n.date, state="warn" if n.assumed else ""),
+        ]
+        for n in found[:MOST]
+    ]
+    head = (Column("Number", lead=True), Column("Value", True), Column("Source"))
+    return Grid(
+        "Hardware numbers and their sources",
+        head,
+        rows,
+        shown=10,
+        more=len(found) - len(rows),
+        more_in="assumptions.csv",
+    )
+
+
+def record(pairs: Sequence[tuple[str, str]], caption: str) -> Grid:
+    """Names and values."""
+    rows = [[Cell(name, strong=True), Cell(value)] for name, value in pairs if value]
+    return Grid(caption, (Column("What", lead=True), Column("Value")), rows, shown=99)

@@ -1,0 +1,147 @@
+"""Plans to one page of HTML that needs nothing but itself: no network, no script, no file beside it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mesh_tf_core.errors import UserError
+from reports import theme
+from reports.fields import Fields
+from reports.page import compare
+from reports.page.answers import answers, axis_uses, subject
+from reports.page.sections import sections
+from reports.plan import Plan
+from reports.reader import plan_of, validation
+from reports.units import letter, mesh_text, plural, shorten
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+MOST = 12
+"""Plans that can be told apart side by side."""
+
+
+def report_html(
+    plans: Sequence[Mapping[str, Any] | Plan],
+    validation: Mapping[str, Any] | None = None,
+    written: str | None = None,
+) -> str:
+    """The report of one plan, or of several side by side.
+
+    Args:
+      plans: dicts of plan files (`layoutopt-plan/1`, with an optional `details`), or read plans.
+      validation: what `layoutopt validate --json` prints, for the plans that bring none.
+      written: the date at the end; None is today, '' none.
+    Raises:
+      UserError: no plans, too many, or one that cannot be read; one line.
+    """
+    found = _read(plans, validation)
+    date = datetime.date.today().isoformat() if written is None else written
+    return _environment().get_template("report.html.j2").render(_context(found, date))
+
+
+def write_report(
+    plans: Sequence[Mapping[str, Any] | Plan], path: str | Path, validation: Mapping[str, Any] | None = None
+) -> None:
+    """Writes `report_html` to a file.
+
+    Raises:
+      UserError: as `report_html`, or the file cannot be written.
+    """
+    text = report_html(plans, validation)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"cannot write the report to {str(path)!r}: {e.strerror}; give another file") from e
+
+
+def _read(plans: Sequence[Mapping[str, Any] | Plan], checked: Mapping[str, Any] | None) -> list[Plan]:
+    if isinstance(plans, Mapping | Plan):
+        plans = [plans]
+    if not plans:
+        raise UserError(
+            "a report needs at least one plan, found none: write one with `layoutopt search MODEL --out FILE`"
+        )
+    if len(plans) > MOST:
+        raise UserError(
+            f"a report shows at most {MOST} plans side by side, found {len(plans)}: make several reports"
+        )
+    found = [plan_of(p, f"plan {letter(i)}" if len(plans) > 1 else "the plan") for i, p in enumerate(plans)]
+    if checked is None:
+        return found
+    measured = validation(
+        Fields(checked, "the validation", "write it again with `layoutopt validate MODEL --json`")
+    )
+    return [
+        p if p.details.validation else replace(p, details=replace(p.details, validation=measured))
+        for p in found
+    ]
+
+
+def _context(plans: list[Plan], written: str) -> dict[str, Any]:
+    first, one = plans[0], len(plans) == 1
+    names = {p.model for p in plans}
+    heading = shorten(first.model, 160) if len(names) == 1 else plural(len(plans), "plan")
+    return {
+        "one": one,
+        "title": f"{shorten(heading, 80)} · layoutopt report",
+        "heading": heading,
+        "subject": subject(first) if one else f"{plural(len(plans), 'plan')} side by side",
+        "uses": axis_uses(first),
+        "answers": answers(first),
+        "verdict": compare.verdict(plans),
+        "plans": []
+        if len(names) == 1
+        else [
+            {"letter": letter(i), "name": shorten(p.model, 60), "mesh": shorten(mesh_text(p.mesh), 80)}
+            for i, p in enumerate(plans)
+        ],
+        "pictures": () if one else compare.pictures(plans),
+        "facts": None if one else compare.facts(plans),
+        "sections": sections(plans),
+        "style": _style(),
+        "written": written,
+    }
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    made = Environment(
+        loader=PackageLoader("reports", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters["code"] = _code
+    return made
+
+
+@cache
+def _style() -> Markup:
+    """The style sheet with the theme's colours; paper is always light."""
+    from markupsafe import Markup
+
+    sheet = resources.files("reports").joinpath("templates/report.css").read_text(encoding="utf-8")
+    light = f":root{{color-scheme:light;{theme.css(theme.LIGHT)}}}"
+    dark = f":root{{color-scheme:dark;{theme.css(theme.DARK)}}}"
+    return Markup(f"{light}@media screen and (prefers-color-scheme:dark){{{dark}}}{sheet}")
+
+
+def _code(text: str) -> Markup:
+    """What stands between backquotes as code."""
+    from markupsafe import Markup, escape
+
+    parts = text.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts)
+    )

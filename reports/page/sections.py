@@ -1,0 +1,165 @@
+"""The sections of the page, in reading order: how it is cut, what that costs, how far to trust it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from reports import figures
+from reports.figures import Chart
+from reports.page import compare, grids
+from reports.page.answers import considered_words
+from reports.page.cells import Block, Grid, Panel, Section
+from reports.page.leads import LEADS
+from reports.plan import Plan
+from reports.svg import figure_svg
+from reports.units import digits, layout_text, letter, percent, seconds, shorten, words_of
+
+Build = Callable[[Plan, str], tuple[Block, ...]]
+
+
+def sections(plans: Sequence[Plan]) -> tuple[Section, ...]:
+    """All sections; with several plans each has a panel per plan."""
+    several = len(plans) > 1
+    split = (
+        Section("split", "What is split", LEADS["split"], shared=(Block(grid=compare.splits(plans)),))
+        if several
+        else _section("split", "What is split", plans, _split)
+    )
+    return (
+        _section("mesh", "The mesh", plans, _mesh),
+        split,
+        _section("pieces", "What a device holds", plans, _pieces),
+        _section("time", "Where the time goes", plans, _time),
+        _section("memory", "Memory", plans, _memory),
+        _section("frontier", "Time against memory", plans, _frontier),
+        _section("sensitivity", "If the hardware were different", plans, _sensitivity),
+        _section("operations", "Most expensive operations", plans, _operations),
+        _section("evidence", "Predicted and measured", plans, _evidence),
+        _section("calibration", "Calibration", plans, _calibration),
+        _section("assumptions", "Assumptions and sources", plans, _assumptions),
+        _section("record", "The plan in full", plans, _record),
+    )
+
+
+def _section(id: str, title: str, plans: Sequence[Plan], build: Build) -> Section:
+    panels = []
+    for i, plan in enumerate(plans):
+        name = letter(i) if len(plans) > 1 else ""
+        panels.append(Panel(name, shorten(plan.model, 60), build(plan, f"{id}-{letter(i).lower()}")))
+    return Section(id, title, LEADS[id], tuple(panels))
+
+
+def _chart(chart: Chart, plan: Plan, name: str, grid: Grid | None = None) -> Block:
+    """A figure with its finding, or the command that adds its data."""
+    if missing := chart.missing(plan):
+        return Block(finding=f"{chart.title}: not in this plan", missing=missing)
+    svg = figure_svg(chart(plan, titled=False), f"{name}-{chart.name}", chart.title, chart.tell(plan))
+    return Block(chart.find(plan), svg, grid if grid is not None and grid.rows else None)
+
+
+def _table(chart: Chart, plan: Plan, grid: Callable[[Plan], Grid]) -> Block:
+    """The same data as a table, where a table reads better on a page than the figure."""
+    if missing := chart.missing(plan):
+        return Block(finding=f"{chart.title}: not in this plan", missing=missing)
+    return Block(chart.find(plan), grid=grid(plan))
+
+
+def _mesh(plan: Plan, name: str) -> tuple[Block, ...]:
+    block = _chart(figures.mesh, plan, name, grids.axes(plan))
+    hardware = plan.details.hardware
+    said = (
+        (hardware.placement, hardware.summary, hardware.device and f"A device is {hardware.device}.")
+        if hardware
+        else ()
+    )
+    return (Block(block.finding, block.svg, block.grid, notes=tuple(s for s in said if s)),)
+
+
+def _split(plan: Plan, name: str) -> tuple[Block, ...]:
+    return (_table(figures.matrix, plan, grids.matrix),)
+
+
+def _pieces(plan: Plan, name: str) -> tuple[Block, ...]:
+    return (_table(figures.pieces, plan, grids.variables),)
+
+
+def _time(plan: Plan, name: str) -> tuple[Block, ...]:
+    return (
+        _chart(figures.step_time, plan, name),
+        _chart(figures.time_by_kind, plan, name),
+        Block(grid=grids.layouts(plan)),
+    )
+
+
+def _memory(plan: Plan, name: str) -> tuple[Block, ...]:
+    return (
+        _chart(figures.memory_by_layout, plan, name),
+        _chart(figures.memory_timeline, plan, name),
+        *([Block(grid=grids.holdings(plan))] if plan.details.memory and plan.details.memory.holdings else []),
+    )
+
+
+def _frontier(plan: Plan, name: str) -> tuple[Block, ...]:
+    return (_chart(figures.frontier, plan, name, grids.frontier_points(plan)),)
+
+
+def _sensitivity(plan: Plan, name: str) -> tuple[Block, ...]:
+    return (_chart(figures.sensitivity, plan, name, grids.curve_layouts(plan)),)
+
+
+def _operations(plan: Plan, name: str) -> tuple[Block, ...]:
+    return (_table(figures.operations, plan, grids.operations),)
+
+
+def _evidence(plan: Plan, name: str) -> tuple[Block, ...]:
+    return (_chart(figures.predicted_measured, plan, name, grids.measured(plan)),)
+
+
+def _calibration(plan: Plan, name: str) -> tuple[Block, ...]:
+    return (_chart(figures.calibration, plan, name, grids.fit(plan)),)
+
+
+def _assumptions(plan: Plan, name: str) -> tuple[Block, ...]:
+    hardware = plan.details.hardware
+    if hardware is None or not (hardware.numbers or hardware.assumptions):
+        return (
+            Block(
+                "Sources: not in this plan", missing="`layoutopt hardware NAME` shows each number's source"
+            ),
+        )
+    assumed = sum(n.assumed for n in hardware.numbers)
+    finding = (
+        f"{len(hardware.numbers)} numbers of {shorten(hardware.name, 40)}, {assumed} of them assumptions"
+    )
+    grid = grids.numbers(plan)
+    return (Block(finding, grid=grid if grid.rows else None, notes=hardware.assumptions),)
+
+
+def _record(plan: Plan, name: str) -> tuple[Block, ...]:
+    s = plan.solver
+    solver = (
+        [
+            ("Solver status", s.status),
+            ("Objective", digits(s.objective, 6) if s.objective is not None else ""),
+            ("Lower bound", digits(s.bound, 6) if s.bound is not None else ""),
+            ("Gap", percent(abs(s.gap)) if s.gap is not None else ""),
+            ("Search time", seconds(s.wall_seconds) if s.wall_seconds is not None else ""),
+            ("Considered", considered_words(s.considered)),
+        ]
+        if s
+        else []
+    )
+    pairs = [
+        ("Model", plan.model),
+        ("Fingerprint", plan.fingerprint),
+        ("Parameters", f"{plan.parameters:,}" if plan.parameters is not None else ""),
+        ("Hyperparameters", words_of(plan.hparams)),
+        ("Hardware", plan.hardware),
+        ("Mesh", ";".join(f"{axis}:{size}" for axis, size in plan.mesh.items())),
+        ("Layout", layout_text(plan.layout) or "replicated"),
+        ("Storage", words_of(plan.storage)),
+        ("Recomputed", ", ".join(plan.recompute)),
+        ("Microbatches", str(plan.microbatches)),
+        *solver,
+    ]
+    return (Block(grid=grids.record(pairs, "The plan"), notes=plan.notes),)

@@ -1,0 +1,312 @@
+"""What a report reads: a plan and its details as frozen values, all times in seconds and sizes in bytes.
+
+`reports.reader` builds these from the plain objects of a plan file and refuses what cannot be one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from reports.units import quantity
+
+Layout = Mapping[str, tuple[str, ...]]
+"""Dimension to the mesh axes it is split over, the outermost first."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the cost model says of one step; everything per device.
+
+    Attributes:
+      sent: bytes sent, by mesh axis (several axes joined with '+').
+    """
+
+    step: float
+    compute: float
+    communication: float
+    exposed: float
+    peak: float
+    flops: float = 0.0
+    sent: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication that run behind computation: at most all of the computation."""
+        return min(max(self.communication - self.exposed, 0.0), self.compute)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with its price: the answer, an alternative or a point of the frontier."""
+
+    name: str
+    mesh: Mapping[str, int]
+    layout: Layout
+    predicted: Predicted | None
+    feasible: bool = True
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Solver:
+    """What the search proved. `objective` and `bound` are in the objective's own unit."""
+
+    status: str
+    objective: float | None = None
+    bound: float | None = None
+    gap: float | None = None
+    wall_seconds: float | None = None
+    considered: str = ""
+
+    @property
+    def proven(self) -> bool:
+        """The solver said OPTIMAL and its own gap agrees."""
+        return self.status.upper() == "OPTIMAL" and (self.gap is None or abs(self.gap) <= 1e-6)
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number of a hardware description with its source."""
+
+    path: str
+    value: float | str
+    unit: str
+    source: str
+    date: str
+
+    @property
+    def words(self) -> str:
+        """The value with its unit, as short as it can be said."""
+        return self.value if isinstance(self.value, str) else quantity(self.value, self.unit)
+
+    @property
+    def assumed(self) -> bool:
+        """No measurement and no document stands behind it."""
+        return self.source.strip().lower().startswith("assum")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware that the plan is priced on."""
+
+    name: str
+    summary: str = ""
+    device: str = ""
+    memory: float | None = None
+    assumptions: tuple[str, ...] = ()
+    placement: str = ""
+    numbers: tuple[Number, ...] = ()
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A trained variable or a piece of optimizer state; `splits` has one tuple of axes per dimension.
+
+    Attributes:
+      alike: how many variables of this shape and split it stands for.
+    """
+
+    name: str
+    shape: tuple[tuple[str, int], ...]
+    dtype: str
+    splits: tuple[tuple[str, ...], ...]
+    bytes: float
+    local_bytes: float
+    kind: str = "parameter"
+    alike: int = 1
+
+    def local_shape(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
+        """Sizes of the piece that one device holds."""
+        parts = (math.prod(mesh.get(a, 1) for a in axes) for axes in self.splits)
+        return tuple(-(-size // part) for (_, size), part in zip(self.shape, parts, strict=True))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One instruction's share of the price; every number is of one of its `times` runs, on one device."""
+
+    op: str
+    scope: str
+    phase: str
+    kind: str
+    times: float
+    seconds: float
+    exposed: float
+    flops: float = 0.0
+    bytes: float = 0.0
+    axes: tuple[str, ...] = ()
+    sent: float = 0.0
+    communication: bool = False
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Seconds of one layout's step by kind of work; communication counts hidden and exposed together."""
+
+    compute: float
+    hidden: float
+    exposed: float
+    kinds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Memory held while one instruction runs."""
+
+    name: str
+    scope: str
+    phase: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A tensor alive at the peak, and its bytes on one device."""
+
+    what: str
+    bytes: float
+    scope: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The program's memory, instruction by instruction; `at` is the index of the peak."""
+
+    points: tuple[Point, ...]
+    at: int
+    holdings: tuple[Holding, ...]
+    variables: float = 0.0
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The best layout found when one factor has this value; no time means that nothing fits."""
+
+    value: float
+    step: float | None
+    layout: str
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The best step time as one factor changes: 'bandwidth' (a multiple), 'memory' (bytes) or 'devices'."""
+
+    factor: str
+    trials: tuple[Trial, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layout, predicted and measured."""
+
+    layout: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Predictions beside measurements; the summary numbers are absent when too few layouts were measured."""
+
+    rows: tuple[Measured, ...]
+    mape: float | None = None
+    kendall: float | None = None
+    spearman: float | None = None
+    regret: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement of a calibration: what was run, how big it was, the seconds measured and fitted."""
+
+    what: str
+    size: float
+    measured: float
+    fitted: float
+
+    @property
+    def residual(self) -> float:
+        """Fitted over measured, minus one: positive when the fit is too slow."""
+        return self.fitted / self.measured - 1.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a hardware profile was fitted to, and the fitted numbers as (name, value in words)."""
+
+    samples: tuple[Sample, ...]
+    fit: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a plan may bring beyond the contract; everything is optional."""
+
+    hardware: Hardware | None = None
+    dims: Mapping[str, int] = field(default_factory=dict)
+    variables: tuple[Variable, ...] = ()
+    lines: tuple[Line, ...] = ()
+    by_kind: Mapping[str, Shares] = field(default_factory=dict)
+    memory: Memory | None = None
+    sensitivity: tuple[Sensitivity, ...] = ()
+    validation: Validation | None = None
+    calibration: Calibration | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with everything that was found out about it."""
+
+    model: str
+    mesh: Mapping[str, int]
+    layout: Layout
+    predicted: Predicted
+    hardware: str = ""
+    fingerprint: str = ""
+    parameters: int | None = None
+    hparams: Mapping[str, str] = field(default_factory=dict)
+    storage: Mapping[str, str] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
+    microbatches: int = 1
+    solver: Solver | None = None
+    alternatives: tuple[Choice, ...] = ()
+    frontier: tuple[Choice, ...] = ()
+    notes: tuple[str, ...] = ()
+    details: Details = field(default_factory=Details)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes that a device may hold, from the details."""
+        if self.details.memory and self.details.memory.limit:
+            return self.details.memory.limit
+        return self.details.hardware.memory if self.details.hardware else None
+
+    @property
+    def fits(self) -> bool | None:
+        """None when the plan does not say what the limit is."""
+        limit = self.memory_limit
+        return None if limit is None else self.predicted.peak <= limit
+
+    @property
+    def answer(self) -> Choice:
+        """The chosen layout in the form of the alternatives."""
+        return Choice("answer", self.mesh, self.layout, self.predicted, self.fits is not False)
+
+    def dims_on(self, axis: str) -> tuple[str, ...]:
+        """The dimensions that are split over a mesh axis."""
+        return tuple(dim for dim, axes in self.layout.items() if axis in axes)
+
+    def same_layout(self, choice: Choice) -> bool:
+        """Whether a choice is the answer's layout on the answer's mesh."""
+        return choice.mesh == self.mesh and _split(choice.layout) == _split(self.layout)
+
+
+def _split(layout: Layout) -> dict[str, tuple[str, ...]]:
+    return {dim: axes for dim, axes in layout.items() if axes}

@@ -1,0 +1,221 @@
+"""The rows of every table as plain tuples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from reports.plan import Plan
+from reports.units import layout_text
+from reports.views import choices, work
+from reports.views.dims import dimension_rows
+
+Value = str | float | int | bool | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Column names and rows of as many values."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[Value, ...]]
+
+
+def summary(plan: Plan) -> Table:
+    """(fact, value) pairs; numbers keep their type."""
+    p, s = plan.predicted, plan.solver
+    facts: list[tuple[str, Value]] = [
+        ("model", plan.model),
+        ("fingerprint", plan.fingerprint),
+        ("parameters", plan.parameters),
+        ("devices", plan.devices),
+        ("mesh", _mesh(plan.mesh)),
+        ("layout", layout_text(plan.layout)),
+        ("hardware", plan.hardware),
+        ("microbatches", plan.microbatches),
+        ("recompute", ", ".join(plan.recompute)),
+        ("storage", "; ".join(f"{k}: {v}" for k, v in plan.storage.items())),
+        ("step_seconds", p.step),
+        ("compute_seconds", p.compute),
+        ("communication_seconds", p.communication),
+        ("exposed_communication_seconds", p.exposed),
+        ("peak_memory_bytes", p.peak),
+        ("memory_limit_bytes", plan.memory_limit),
+        ("flops_per_device", p.flops),
+        *((f"communication_bytes_per_device.{axis}", sent) for axis, sent in p.sent.items()),
+    ]
+    if s is not None:
+        facts += [
+            ("solver_status", s.status),
+            ("objective", s.objective),
+            ("bound", s.bound),
+            ("gap", s.gap),
+            ("solver_wall_seconds", s.wall_seconds),
+            ("layouts_considered", s.considered),
+        ]
+    return Table(("fact", "value"), facts)
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
+    return ";".join(f"{axis}:{size}" for axis, size in mesh.items())
+
+
+def layouts(plan: Plan) -> Table:
+    """The answer first."""
+    out: list[tuple[Value, ...]] = []
+    for r in choices.ranked(plan):
+        p = r.choice.predicted
+        prices = (p.step, p.compute, p.communication, p.exposed, p.peak) if p else (None,) * 5
+        out.append(
+            (
+                r.choice.name,
+                _mesh(r.choice.mesh),
+                layout_text(r.choice.layout),
+                r.choice.feasible,
+                r.choice.reason,
+                r.ratio,
+                *prices,
+            )
+        )
+    return Table(
+        (
+            "name",
+            "mesh",
+            "layout",
+            "feasible",
+            "reason",
+            "step_over_answer",
+            "step_seconds",
+            "compute_seconds",
+            "communication_seconds",
+            "exposed_communication_seconds",
+            "peak_memory_bytes",
+        ),
+        out,
+    )
+
+
+def dims(plan: Plan) -> Table:
+    """Split dimensions first; a size that the plan does not have is none."""
+    out = [(r.name, r.size or None, "+".join(r.axes), r.piece or None) for r in dimension_rows(plan)]
+    return Table(("dim", "size", "axes", "piece"), out)
+
+
+def variables(plan: Plan) -> Table:
+    """One row for every variable, ungrouped."""
+    out = [
+        (
+            v.name,
+            v.kind,
+            v.dtype,
+            " ".join(f"{dim}={size}" for dim, size in v.shape),
+            " ".join("+".join(axes) or "-" for axes in v.splits),
+            "×".join(str(n) for n in v.local_shape(plan.mesh)),
+            v.bytes,
+            v.local_bytes,
+        )
+        for v in plan.details.variables
+    ]
+    return Table(("name", "kind", "dtype", "shape", "splits", "piece", "bytes", "local_bytes"), out)
+
+
+def operations(plan: Plan) -> Table:
+    """Totals of a step on one device."""
+    out = [
+        (w.scope, w.op, w.phase, w.runs, w.compute, w.hidden, w.exposed, w.seconds, w.flops, w.bytes)
+        for w in work.work(plan)
+    ]
+    return Table(
+        (
+            "scope",
+            "op",
+            "phase",
+            "runs",
+            "compute_seconds",
+            "hidden_seconds",
+            "exposed_seconds",
+            "step_seconds",
+            "flops",
+            "bytes",
+        ),
+        out,
+    )
+
+
+def collectives(plan: Plan) -> Table:
+    """The longest exposed first."""
+    found = [(w, c) for w in work.work(plan) for c in w.collectives.values()]
+    found.sort(key=lambda x: -x[1].exposed)
+    out = [
+        (w.scope, w.op, w.phase, c.kind, "+".join(c.axes), c.runs, c.seconds, c.exposed, c.sent)
+        for w, c in found
+    ]
+    return Table(
+        ("scope", "op", "phase", "collective", "axes", "runs", "seconds", "exposed_seconds", "sent_bytes"),
+        out,
+    )
+
+
+def time_by_kind(plan: Plan) -> Table:
+    """The answer first."""
+    out = [(name, kind, value) for name, s in work.shares(plan).items() for kind, value in s.kinds.items()]
+    return Table(("layout", "kind", "seconds"), out)
+
+
+def memory_timeline(plan: Plan) -> Table:
+    """In program order."""
+    points = plan.details.memory.points if plan.details.memory else ()
+    return Table(
+        ("position", "scope", "op", "phase", "bytes"),
+        [(i, p.scope, p.name, p.phase, p.bytes) for i, p in enumerate(points)],
+    )
+
+
+def peak(plan: Plan) -> Table:
+    """As the plan lists them."""
+    held = plan.details.memory.holdings if plan.details.memory else ()
+    return Table(("what", "scope", "bytes"), [(h.what, h.scope, h.bytes) for h in held])
+
+
+def frontier(plan: Plan) -> Table:
+    """By memory."""
+    out = [
+        (
+            f.choice.name,
+            _mesh(f.choice.mesh),
+            layout_text(f.choice.layout),
+            f.predicted.peak,
+            f.predicted.step,
+            f.knee,
+            f.is_answer,
+        )
+        for f in choices.frontier(plan)
+    ]
+    return Table(("name", "mesh", "layout", "peak_memory_bytes", "step_seconds", "knee", "this_plan"), out)
+
+
+def sensitivity(plan: Plan) -> Table:
+    """No step time: nothing fits."""
+    out = [(s.factor, t.value, t.step, t.layout) for s in plan.details.sensitivity for t in s.trials]
+    return Table(("factor", "value", "step_seconds", "layout"), out)
+
+
+def validation(plan: Plan) -> Table:
+    """Relative error: predicted over measured, minus one."""
+    found = plan.details.validation.rows if plan.details.validation else ()
+    out = [(r.layout, r.predicted, r.measured, r.predicted / r.measured - 1) for r in found]
+    return Table(("layout", "predicted_seconds", "measured_seconds", "relative_error"), out)
+
+
+def calibration(plan: Plan) -> Table:
+    """Residual: fitted over measured, minus one."""
+    found = plan.details.calibration.samples if plan.details.calibration else ()
+    out = [(s.what, s.size, s.measured, s.fitted, s.residual) for s in found]
+    return Table(("what", "size", "measured_seconds", "fitted_seconds", "residual"), out)
+
+
+def assumptions(plan: Plan) -> Table:
+    """Numbers whose source is an assumption are marked."""
+    found = plan.details.hardware.numbers if plan.details.hardware else ()
+    out = [(n.path, n.value, n.unit, n.source, n.date, n.assumed) for n in found]
+    return Table(("number", "value", "unit", "source", "date", "assumed"), out)

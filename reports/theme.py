@@ -1,0 +1,90 @@
+"""The colours of pages and figures, light and dark; figures are drawn in the light ones and follow the page.
+
+A token is a role, not a hue: what is compute on one figure is compute on all. The mesh's axes have hues of
+their own, which always stand beside the axis's name, because not everyone can tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+LIGHT: Mapping[str, str] = {
+    "page": "#fcfbf8",
+    "raised": "#f4f2ec",
+    "ink": "#1b1d20",
+    "muted": "#5a5f66",
+    "rule": "#cfcbc0",
+    "grid": "#e6e3da",
+    "link": "#1d5a93",
+    "good": "#1d6f42",
+    "warn": "#8a5300",
+    "bad": "#b0271f",
+    "compute": "#35618c",
+    "hidden": "#7391b5",
+    "exposed": "#cc4f1c",
+    "other": "#85878b",
+    "memory": "#3d8378",
+    "variables": "#1f5d54",
+    "device": "#a9a69c",
+    "mark": "#fbefc9",
+    "axis0": "#6a4ba6",
+    "axis1": "#10744e",
+    "axis2": "#a35a00",
+    "axis3": "#b02e72",
+    "axis4": "#0b6f8f",
+    "axis5": "#5f6b17",
+}
+DARK: Mapping[str, str] = {
+    "page": "#15171a",
+    "raised": "#1d2024",
+    "ink": "#eceae4",
+    "muted": "#a9adb3",
+    "rule": "#43474e",
+    "grid": "#2a2d32",
+    "link": "#8cbdf0",
+    "good": "#6fcf97",
+    "warn": "#e6b35c",
+    "bad": "#ff8a7d",
+    "compute": "#7fb0e0",
+    "hidden": "#557aa3",
+    "exposed": "#f28a52",
+    "other": "#8d9096",
+    "memory": "#66bdac",
+    "variables": "#3f8478",
+    "device": "#5d6168",
+    "mark": "#3d3516",
+    "axis0": "#b79df0",
+    "axis1": "#5fc99a",
+    "axis2": "#e9a550",
+    "axis3": "#f08fbd",
+    "axis4": "#62bfdf",
+    "axis5": "#bcc765",
+}
+TEXT = ("ink", "muted", "link", "good", "warn", "bad", "axis0", "axis1", "axis2", "axis3", "axis4", "axis5")
+"""Tokens that text is written in: 4.5 to 1 against the page, raised areas and marks (WCAG 2.1, 1.4.3)."""
+GRAPHIC = ("compute", "hidden", "exposed", "other", "memory", "variables", "link", "bad")
+"""Tokens that carry a meaning as areas and lines: 3 to 1 against the page (WCAG 2.1, 1.4.11)."""
+AXES = 6
+
+
+def axis_token(position: int) -> str:
+    """The colour of a mesh axis by its position; more axes than hues start again."""
+    return f"axis{position % AXES}"
+
+
+def css(tokens: Mapping[str, str]) -> str:
+    """The tokens as custom properties."""
+    return "".join(f"--{name}:{value};" for name, value in tokens.items())
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of '#rrggbb' (WCAG 2.1)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours, 1 to 21 (WCAG 2.1)."""
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)

@@ -1,0 +1,154 @@
+"""Numbers and names as people read them: three digits, SI time, binary memory, decimal traffic."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+SPACE = "\u00a0"
+"""Between a number and its unit: the two never part at a line's end."""
+_TIMES = ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+TRAILING = re.compile(r"(\.\d*?)0+(?=\D|$)")
+_COUNT = ("", "k", "M", "B", "T")
+
+
+def digits(value: float, significant: int = 3) -> str:
+    """`value` with that many significant digits, never with an exponent: 0.0123, 4.56, 78.9, 1230."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else "–"
+    places = max(0, significant - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{min(places, 12)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text and places > significant else text
+
+
+def _scaled(value: float, base: float, names: Sequence[str]) -> str:
+    power = 0
+    while abs(value) >= base * 0.9995 and power < len(names) - 1:
+        value /= base
+        power += 1
+    text = digits(value) if power or value != int(value) else str(int(value))
+    return f"{text}{SPACE}{names[power]}".rstrip()
+
+
+def seconds(value: float) -> str:
+    """A duration: 38.1 µs, 412 ms, 1.24 s, 3.2 h."""
+    if value == 0:
+        return f"0{SPACE}s"
+    if abs(value) >= 5400:
+        return f"{digits(value / 3600)}{SPACE}h"
+    if abs(value) >= 120:
+        return f"{digits(value / 60)}{SPACE}min"
+    scale, unit = next((t for t in reversed(_TIMES) if abs(value) >= t[0] * 0.9995), _TIMES[0])
+    return f"{digits(value / scale)}{SPACE}{unit}"
+
+
+def memory(value: float) -> str:
+    """Bytes held, in powers of 1024: 11.2 GiB."""
+    return _scaled(value, 1024.0, _BINARY)
+
+
+def traffic(value: float) -> str:
+    """Bytes sent, in powers of 1000 as link rates are: 1.3 GB."""
+    return _scaled(value, 1000.0, _DECIMAL)
+
+
+def count(value: float) -> str:
+    """A number of things: 512, 4.9 B."""
+    return _scaled(value, 1000.0, _COUNT) if abs(value) >= 1e4 else f"{value:,.0f}"
+
+
+def flops(value: float) -> str:
+    """Floating-point operations: 4.56 TFLOP."""
+    return _scaled(value, 1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def quantity(value: float, unit: str) -> str:
+    """A number with the unit of a data file: 4.5e13 FLOP/s is '45 TFLOP/s', 1e-6 s is '1 µs'."""
+    if unit in ("1", "count", ""):
+        return rounded(digits(value, 4)) if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.4g}"
+    if unit in ("B", "byte", "bytes"):
+        return rounded(memory(value))
+    if unit == "s":
+        return rounded(seconds(value))
+    if abs(value) < 1e3:
+        return f"{rounded(digits(value, 4))}{SPACE}{unit}"
+    short = {"bytes/s": "B/s", "byte/s": "B/s"}.get(unit, unit)
+    return rounded(
+        _scaled(value, 1000.0, tuple(prefix + short for prefix in ("", "k", "M", "G", "T", "P", "E")))
+    )
+
+
+def percent(share: float) -> str:
+    """A share of one: 0.083 is '8.3 %'; below a tenth of a percent '<0.1 %'."""
+    value = 100 * share
+    if 0 < abs(value) < 0.1:
+        return f"<0.1{SPACE}%"
+    text = f"{value:.0f}" if abs(value) >= 9.95 or value == 0 else f"{value:.1f}"
+    return f"{text}{SPACE}%"
+
+
+def signed_percent(share: float) -> str:
+    """A difference: '+8.3 %', '−4.0 %'; nothing to see is '±0 %'."""
+    if abs(share) < 5e-4:
+        return f"±0{SPACE}%"
+    return ("+" if share > 0 else "−") + percent(abs(share))
+
+
+def times(ratio: float) -> str:
+    """How many times as long: '3.1×'."""
+    return f"{digits(ratio, 3 if ratio < 1.2 else 2)}×"
+
+
+def rounded(text: str) -> str:
+    """A round number on an axis without its trailing zeros: '2.00 GiB' is '2 GiB'."""
+    return TRAILING.sub(lambda m: m.group(1) if len(m.group(1)) > 1 else "", text)
+
+
+def plural(number: int, word: str) -> str:
+    """'1 device', '512 devices'."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
+def clean(text: str) -> str:
+    """Text that every page, XML file and terminal can show: no controls, no marks that turn writing round."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
+
+
+def shorten(text: str, limit: int) -> str:
+    """At most `limit` characters; what is cut is the middle, since names differ at their ends."""
+    if len(text) <= limit:
+        return text
+    head = (limit - 1) * 3 // 5
+    return f"{text[:head]}…{text[len(text) - (limit - 1 - head) :]}"
+
+
+def some(names: Sequence[str], limit: int, each: int = 40) -> str:
+    """The first names, and how many more there are: 'vocab, heads, d_ff and 3 more'."""
+    shown = [shorten(n, each) for n in names[:limit]]
+    if len(names) > limit:
+        return f"{', '.join(shown)} and {len(names) - limit:,} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def words_of(pairs: Mapping[str, str]) -> str:
+    """'layers: 8, batch: 512'."""
+    return ", ".join(f"{name}: {value}" for name, value in pairs.items())
+
+
+def letter(position: int) -> str:
+    """A, B, …, Z, AA, AB: the names of plans side by side."""
+    head, tail = divmod(position, 26)
+    return (letter(head - 1) if head else "") + chr(65 + tail)
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """'data 8 × model 4'; a mesh of one device has no axes."""
+    return " × ".join(f"{name}{SPACE}{size}" for name, size in mesh.items()) or "one device"
+
+
+def layout_text(layout: Mapping[str, Sequence[str]]) -> str:
+    """The layout as the command line takes it: 'batch:data+pod;heads:model'."""
+    return ";".join(f"{dim}:{'+'.join(axes)}" for dim, axes in layout.items() if axes)

@@ -1,0 +1,1 @@
+"""What figures, tables and pages share: ranked layouts, grouped variables, costly work, thinned timelines."""

@@ -1,0 +1,107 @@
+"""The answer beside its alternatives, and the frontier with its knees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reports.plan import Choice, Plan, Predicted
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A layout to compare with the answer.
+
+    Attributes:
+      ratio: its step time over the answer's; None when it has no price.
+      twin: it is the answer's own layout.
+    """
+
+    choice: Choice
+    ratio: float | None
+    is_answer: bool = False
+    twin: bool = False
+
+
+def ranked(plan: Plan) -> tuple[Ranked, ...]:
+    """The answer, then the alternatives: those that fit by time, those that do not, those without a price."""
+
+    def order(choice: Choice) -> tuple[int, float]:
+        if choice.predicted is None:
+            return 2, 0.0
+        return (0 if choice.feasible else 1), choice.predicted.step
+
+    rows = [Ranked(plan.answer, 1.0, is_answer=True)]
+    for choice in sorted(plan.alternatives, key=order):
+        rows.append(Ranked(choice, _ratio(choice.predicted, plan.predicted), twin=plan.same_layout(choice)))
+    return tuple(rows)
+
+
+def _ratio(one: Predicted | None, other: Predicted) -> float | None:
+    return one.step / other.step if one is not None and other.step > 0 else None
+
+
+def best_alternative(plan: Plan) -> Ranked | None:
+    """The fastest alternative that fits and is not the answer itself."""
+    usable = [
+        r for r in ranked(plan) if not (r.is_answer or r.twin) and r.choice.feasible and r.ratio is not None
+    ]
+    return usable[0] if usable else None
+
+
+@dataclass(frozen=True)
+class OnFrontier:
+    """A point of the frontier; `knee` where giving more of one buys little of the other."""
+
+    choice: Choice
+    predicted: Predicted
+    is_answer: bool = False
+    knee: bool = False
+
+
+def frontier(plan: Plan) -> tuple[OnFrontier, ...]:
+    """Priced points that no other point beats in time and memory both, by memory, the answer among them.
+
+    A knee is a local maximum of the distance below the straight line between the two ends, both scales made 0
+    to 1 (Satopää et al., Finding a "Kneedle" in a Haystack, 2011);
+    one less than half as deep as the deepest is none.
+    """
+    if not plan.frontier:
+        return ()
+    points = [c for c in plan.frontier if c.predicted is not None]
+    if not any(plan.same_layout(c) for c in points):
+        points.append(plan.answer)
+    kept = _undominated(points, plan)
+    depths = _depths([(p.peak, p.step) for _, p in kept])
+    deepest = max(depths, default=0.0)
+    out = []
+    for i, (choice, predicted) in enumerate(kept):
+        around = depths[max(0, i - 1) : i + 2]
+        knee = depths[i] > 0.02 and depths[i] == max(around) and depths[i] >= deepest / 2
+        out.append(OnFrontier(choice, predicted, plan.same_layout(choice), knee))
+    return tuple(out)
+
+
+def _undominated(choices: Sequence[Choice], plan: Plan) -> list[tuple[Choice, Predicted]]:
+    """Sorted by memory; the answer stays even where another point beats it, because it is the answer."""
+    priced = [(c, c.predicted) for c in choices if c.predicted is not None]
+    priced.sort(key=lambda x: (x[1].peak, x[1].step))
+    kept: list[tuple[Choice, Predicted]] = []
+    best = float("inf")
+    for choice, predicted in priced:
+        if predicted.step < best:
+            best = predicted.step
+            kept.append((choice, predicted))
+        elif plan.same_layout(choice):
+            kept.append((choice, predicted))
+    return kept
+
+
+def _depths(points: Sequence[tuple[float, float]]) -> list[float]:
+    """How far each point lies below the line between the ends, in the unit square; 0 at the ends."""
+    if len(points) < 3:
+        return [0.0] * len(points)
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    if x1 <= x0 or y0 <= y1:
+        return [0.0] * len(points)
+    return [max(0.0, 1.0 - (x - x0) / (x1 - x0) - (y - y1) / (y0 - y1)) for x, y in points]

@@ -1,0 +1,51 @@
+"""The memory timeline, thinned so that no peak is lost, and its phases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reports.plan import Memory
+
+MOST = 240
+"""Steps that a figure 400 pixels wide can still show."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Consecutive instructions of one phase, as positions [start, end) in the program."""
+
+    name: str
+    start: int
+    end: int
+
+
+def thinned(memory: Memory, most: int = MOST) -> tuple[tuple[int, float], ...]:
+    """(position, bytes): of every stretch of the program, its highest and its lowest point in their order."""
+    points = memory.points
+    if len(points) <= most:
+        return tuple((i, p.bytes) for i, p in enumerate(points))
+    stretches = most // 2
+    kept: set[int] = {memory.at, 0, len(points) - 1}
+    for s in range(stretches):
+        span = range(s * len(points) // stretches, (s + 1) * len(points) // stretches)
+        kept.add(max(span, key=lambda i: points[i].bytes))
+        kept.add(min(span, key=lambda i: points[i].bytes))
+    return tuple((i, points[i].bytes) for i in sorted(kept))
+
+
+def phases(memory: Memory) -> tuple[Phase, ...]:
+    """The program's phases in order; short ones between long ones of the same name are part of them."""
+    runs: list[Phase] = []
+    for i, point in enumerate(memory.points):
+        if runs and runs[-1].name == point.phase:
+            runs[-1] = Phase(point.phase, runs[-1].start, i + 1)
+        else:
+            runs.append(Phase(point.phase, i, i + 1))
+    shortest = len(memory.points) * 0.02
+    merged: list[Phase] = []
+    for run in runs:
+        if merged and (run.end - run.start < shortest or merged[-1].name == run.name):
+            merged[-1] = Phase(merged[-1].name, merged[-1].start, run.end)
+        else:
+            merged.append(run)
+    return tuple(p for p in merged if p.name)

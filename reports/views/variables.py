@@ -1,0 +1,58 @@
+"""Variables with equal ones drawn together: the same weight of 48 layers is one row with a count."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from reports.plan import Plan, Variable
+
+NUMBERS = re.compile(r"\d+")
+
+
+def grouped(plan: Plan) -> tuple[Variable, ...]:
+    """One variable for all whose names differ only in numbers; the most bytes per device first.
+
+    A group's bytes are of one member; `alike` counts them. Its name has '*' where the numbers differ.
+    """
+    groups: dict[tuple[object, ...], list[Variable]] = {}
+    for v in plan.details.variables:
+        key = (NUMBERS.sub("*", v.name), v.shape, v.dtype, v.splits, v.kind, v.local_bytes)
+        groups.setdefault(key, []).append(v)
+    rows = [replace(g[0], name=_shared(g), alike=len(g)) for g in groups.values()]
+    return tuple(sorted(rows, key=lambda v: -v.local_bytes * v.alike))
+
+
+def _shared(group: list[Variable]) -> str:
+    """The common name; a number that all members share stays."""
+    if len(group) == 1:
+        return group[0].name
+    numbers = [NUMBERS.findall(v.name) for v in group]
+    shared = [len(set(column)) == 1 for column in zip(*numbers, strict=True)]
+    position = iter(range(len(shared)))
+
+    def put(match: re.Match[str]) -> str:
+        return match.group() if shared[next(position)] else "*"
+
+    return NUMBERS.sub(put, group[0].name)
+
+
+def totals(plan: Plan) -> tuple[float, float]:
+    """Bytes of all variables, and what one device holds of them."""
+    found = plan.details.variables
+    return sum(v.bytes for v in found), sum(v.local_bytes for v in found)
+
+
+def shape_text(variable: Variable) -> str:
+    """'vocab 32768 × d_model 1024'; a scalar has no dimensions."""
+    return " × ".join(f"{dim} {size:,}" for dim, size in variable.shape) or "scalar"
+
+
+def split_text(variable: Variable) -> str:
+    """'vocab over model'; nothing split is 'whole on every device'."""
+    parts = [
+        f"{dim} over {'+'.join(axes)}"
+        for (dim, _), axes in zip(variable.shape, variable.splits, strict=True)
+        if axes
+    ]
+    return ", ".join(parts) or "whole on every device"

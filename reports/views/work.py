@@ -1,0 +1,110 @@
+"""Where a step's time goes: by operation with its collectives, and by kind of work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from reports.plan import Line, Plan, Shares
+
+COLLECTIVES = {
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "permute": "permute",
+    "slice": "slice",
+}
+
+
+@dataclass
+class Collective:
+    """Collectives of one kind over the same axes, that one operation caused."""
+
+    kind: str
+    axes: tuple[str, ...]
+    runs: float = 0.0
+    seconds: float = 0.0
+    exposed: float = 0.0
+    sent: float = 0.0
+
+
+@dataclass
+class Work:
+    """An operation in one phase, totals of a step on one device."""
+
+    op: str
+    scope: str
+    phase: str
+    runs: float = 0.0
+    compute: float = 0.0
+    hidden: float = 0.0
+    exposed: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    collectives: dict[tuple[str, tuple[str, ...]], Collective] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """What it adds to the step: hidden communication adds nothing."""
+        return self.compute + self.exposed
+
+    @property
+    def name(self) -> str:
+        return f"{self.scope}/{self.op}" if self.scope and self.scope != self.op else self.op
+
+
+def work(plan: Plan) -> tuple[Work, ...]:
+    """Operations by what they add to the step, the most expensive first."""
+    found: dict[tuple[str, str, str], Work] = {}
+    for line in plan.details.lines:
+        key = (line.op, line.scope, line.phase)
+        _add(found.setdefault(key, Work(*key)), line)
+    return tuple(sorted(found.values(), key=lambda w: -w.seconds))
+
+
+def _add(to: Work, line: Line) -> None:
+    seconds, exposed = line.times * line.seconds, line.times * line.exposed
+    if not line.communication:
+        to.runs += line.times
+        to.compute += seconds
+        to.flops += line.times * line.flops
+        to.bytes += line.times * line.bytes
+        return
+    to.exposed += exposed
+    to.hidden += max(seconds - exposed, 0.0)
+    key = (line.kind, line.axes)
+    one = to.collectives.setdefault(key, Collective(line.kind, line.axes))
+    one.runs += line.times
+    one.seconds += seconds
+    one.exposed += exposed
+    one.sent += line.times * line.sent
+
+
+def collective_name(kind: str) -> str:
+    """The field's name of a kind of collective."""
+    return COLLECTIVES.get(kind, kind.replace("_", "-"))
+
+
+def is_collective(kind: str) -> bool:
+    """Whether a kind of work is communication."""
+    return kind in COLLECTIVES
+
+
+def shares(plan: Plan) -> Mapping[str, Shares]:
+    """Time by kind for the answer and every alternative that the plan has it for, the answer first.
+
+    Without `by_kind` the answer's is summed from its lines.
+    """
+    found = dict(plan.details.by_kind)
+    answer = found.pop("answer", None) or _from_lines(plan)
+    return ({"answer": answer} if answer else {}) | found
+
+
+def _from_lines(plan: Plan) -> Shares | None:
+    if not plan.details.lines:
+        return None
+    kinds: dict[str, float] = {}
+    for line in plan.details.lines:
+        kinds[line.kind] = kinds.get(line.kind, 0.0) + line.times * line.seconds
+    return Shares(plan.predicted.compute, plan.predicted.hidden, plan.predicted.exposed, kinds)
