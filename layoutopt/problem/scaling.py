@@ -23,7 +23,7 @@ WHOLE_BITS = 60
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """`whole` is about values * scale; a solution's cost and its scaled cost / scale differ by at most `error`."""
+    """`whole` is about values * scale; a true cost and its whole one / scale differ by at most `error`."""
 
     whole: Ints
     scale: float

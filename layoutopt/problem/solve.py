@@ -16,7 +16,7 @@ from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver, ctr
 
 SOLVERS: dict[str, Solver] = {"cp-sat": cp_sat.solve, "highs": highs.solve}
 MANY_CELLS = 5000
-SPARE_FROM = 0.6
+SPARE_FROM = 0.75
 NAMES = ("auto", "cp-sat", "highs", "exhaustive")
 
 
@@ -97,7 +97,10 @@ def _search(
         whole(problem),
     )
     start = reduced.project(hint) if hint is not None else None
-    status = search.run(start) if not spare else _with_spare(search, start, clock)
+    if spare:
+        status, name = _with_spare(search, start, clock)
+    else:
+        status = search.run(start)
     if incumbent.choices is None:
         bound = math.inf if status is Status.INFEASIBLE else search.bound
         return Solution(status, None, math.inf, bound, clock.elapsed, name)
@@ -111,16 +114,16 @@ def _search(
     return Solution(status, incumbent.choices, incumbent.objective, bound, clock.elapsed, name)
 
 
-def _with_spare(search: Search, start: Choices | None, clock: Clock) -> Status:
-    """HiGHS says nothing before its relaxation's optimum is feasible: CP-SAT gets the last part of a time limit."""
+def _with_spare(search: Search, start: Choices | None, clock: Clock) -> tuple[Status, str]:
+    """HiGHS can end with nothing usable: CP-SAT gets the last quarter of a time limit."""
     limit = clock.limit
     clock.limit = None if limit is None else SPARE_FROM * limit
     status = search.run(start)
     clock.limit = limit
-    if status is Status.LIMIT and not clock.over:
+    if status in (Status.LIMIT, Status.FEASIBLE) and not clock.over:
         search.solver = cp_sat.solve
-        status = search.run(start)
-    return status
+        return search.run(search.best or start), "highs+cp-sat"
+    return status, "highs"
 
 
 class _Incumbent:

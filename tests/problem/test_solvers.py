@@ -28,6 +28,8 @@ from layoutopt.problem import (
 from layoutopt.problem.linear import linearise
 from layoutopt.problem.reductions import reduce
 from layoutopt.problem.scaling import scale_costs, scale_row
+from layoutopt.problem.solve import SOLVERS
+from layoutopt.problem.solvers.base import Raw, Request
 from tests.problem.strategies import problems
 
 MANY = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -293,3 +295,18 @@ def test_rows_that_cannot_bind_go_and_equal_rows_become_one() -> None:
     reduced = reduce(Problem("rows", problem.variables, problem.terms, rows), keep_all=True)
     assert reduced.problem is not None
     assert [row.name for row in reduced.problem.rows] == ["tight"]
+
+
+def test_cp_sat_answers_where_the_limit_stops_highs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` on many cells of pairs: HiGHS stopped without an answer is followed by CP-SAT, which has one."""
+
+    def gives_up(request: Request) -> Raw:
+        return Raw(Status.LIMIT, None, 7.0)
+
+    monkeypatch.setitem(SOLVERS, "highs", gives_up)
+    pairs = chain(30, 16)
+    entries = tuple(Entry((i,), np.arange(16.0)) for i in range(30))
+    problem = Problem("long", pairs.variables, pairs.terms, (Row("memory", 200.0, entries),))
+    assert solve(problem, "highs").status is Status.LIMIT
+    answer = solve(problem, time_limit=500)
+    assert (answer.status, answer.solver) == (Status.OPTIMAL, "highs+cp-sat")

@@ -130,7 +130,7 @@ class State:
             self.dirty[variable] = None
 
     def keep(self, variable: int, kept: Ints, instead: Ints | None = None) -> None:
-        """Restricts the domain to `kept`; `instead[old]` is the new number of old or of its substitute, or -1."""
+        """Restricts the domain to `kept`; `instead[old]` is the new number of old or of its stand-in."""
         self.unary[variable] = self.unary[variable][kept]
         for other, table in self.pairs[variable].items():
             smaller = np.ascontiguousarray(table[kept])
