@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from layoutopt.cli import cost, export, hardware, init, lower, measure, report, search, solve_problem, train
+from layoutopt.cli import (
+    cost,
+    explain,
+    export,
+    hardware,
+    init,
+    lower,
+    measure,
+    report,
+    search,
+    solve_problem,
+    train,
+    validate,
+)
 from layoutopt.cli.group import Group
 
 FIND, RUN, SHARE, MORE = "Find a layout", "Run it", "Show it", "More"
@@ -36,8 +49,10 @@ def root(
 
 
 app.command(epilog=search.EXAMPLES, rich_help_panel=FIND)(search.search)
+app.command(epilog=explain.EXAMPLES, rich_help_panel=FIND)(explain.explain)
 app.command(epilog=cost.EXAMPLES, rich_help_panel=FIND)(cost.cost)
 app.command(epilog=train.EXAMPLES, rich_help_panel=RUN)(train.train)
+app.command(epilog=validate.EXAMPLES, rich_help_panel=RUN)(validate.validate)
 app.command(epilog=measure.EXAMPLES, rich_help_panel=RUN)(measure.measure)
 app.command(epilog=lower.EXAMPLES, rich_help_panel=SHARE)(lower.lower)
 app.command(epilog=report.EXAMPLES, rich_help_panel=SHARE)(report.report)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +22,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_json, layout_text
-from layoutopt.cli.running import batches, items_of, open_trainer
+from layoutopt.cli.running import batches, items_of, open_trainer, timed_steps
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.units import bytes_text, seconds_text
 
@@ -69,23 +67,19 @@ def measure(
 def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, steps: int) -> dict[str, Any]:
     """Times steps from the initial values on; the data is ready before the clock starts."""
     fed = list(itertools.islice(batches(terminal, loaded), steps))
-    seconds, losses = [], []
     with Steps(terminal, "measuring", warm_up + steps) as bar:
-        for n in range(warm_up):
-            trainer.step(fed[n % steps])
-            bar.update(n + 1, "warming up")
-        trainer.engine.initialize()
-        for n, batch in enumerate(fed):
-            began = time.perf_counter()
-            losses.append(trainer.step(batch)["loss"])
-            seconds.append(time.perf_counter() - began)
-            bar.update(warm_up + n + 1, f"{seconds_text(seconds[-1])} a step")
+        timed = timed_steps(
+            trainer,
+            fed,
+            warm_up,
+            lambda done, took: bar.update(done, f"{seconds_text(took)} a step" if took else "warming up"),
+        )
     engine = trainer.engine
     return {
-        "step_seconds": statistics.median(seconds),
-        "step_seconds_all": seconds,
+        "step_seconds": timed.median,
+        "step_seconds_all": timed.seconds,
         "compile_seconds": engine.compile_seconds,
-        "loss": losses,
+        "loss": timed.losses,
         "communication_bytes_per_device": engine.communication_bytes,
         "peak_memory_bytes": engine.peak_memory_bytes,
     }

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.terminal import Terminal
@@ -19,9 +22,10 @@ if TYPE_CHECKING:
     from mesh_tf_core.trainer import Trainer
 
 
-def open_trainer(terminal: Terminal, loaded: Loaded, given: Given) -> Trainer:
+def open_trainer(terminal: Terminal, loaded: Loaded, given: Given, tell: bool = True) -> Trainer:
     """The model on this machine's mesh, its variables at their initial values."""
-    terminal.say(f"starting {given.mesh.devices} devices")
+    if tell:
+        terminal.say(f"starting {given.mesh.devices} devices")
     with _hushed():
         from mesh_tf_core.engines import prepare
 
@@ -48,6 +52,44 @@ def _hushed() -> Iterator[None]:
         finally:
             os.dup2(saved, 2)
             os.close(saved)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Steps from the initial values on, and the seconds of each."""
+
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median of the seconds."""
+        return statistics.median(self.seconds)
+
+
+def timed_steps(
+    trainer: Trainer,
+    fed: Sequence[Mapping[str, Any]],
+    warm_up: int,
+    on_step: Callable[[int, float | None], None] = lambda done, seconds: None,
+) -> Timed:
+    """Times one step per batch; the data is ready before the clock starts.
+
+    Args:
+      warm_up: steps before, not timed and forgotten: the first one compiles.
+      on_step: hears the number of steps done and the seconds of a timed one.
+    """
+    seconds, losses = [], []
+    for n in range(warm_up):
+        trainer.step(fed[n % len(fed)])
+        on_step(n + 1, None)
+    trainer.engine.initialize()
+    for n, batch in enumerate(fed):
+        began = time.perf_counter()
+        losses.append(float(trainer.step(batch)["loss"]))
+        seconds.append(time.perf_counter() - began)
+        on_step(warm_up + n + 1, seconds[-1])
+    return Timed(tuple(seconds), tuple(losses))
 
 
 def held_out_results(loaded: Loaded, trainer: Trainer, count: int) -> dict[str, float]:

@@ -1,0 +1,101 @@
+"""Why a plan's layout and not another: where two layouts differ, what every split is worth, what binds.
+
+    worth of a split    best time of a search in which this dimension stays whole - the plan's time
+    price of a limit    the plan's time - best time of a search without the memory limit
+    price of a rule     best time of a search that must obey the rule - the plan's time
+All of them are proven where the searches are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from costmodels.hardware import Hardware
+from costmodels.pricing import Cost
+from layoutopt.evaluate import Evaluation
+from layoutopt.plan import Plan
+from mesh_tf_core.errors import InfeasibleError
+from mesh_tf_core.model import Model
+
+AGREE = 1e-9
+"""Relative difference up to which two predictions are the same."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Seconds of one kind of operation under two layouts; `where` is the mesh axes of a collective."""
+
+    scope: str
+    name: str
+    phase: str
+    where: str
+    ours: float
+    theirs: float
+
+    @property
+    def saved(self) -> float:
+        """Seconds that ours saves (negative: costs)."""
+        return self.theirs - self.ours
+
+
+def differences(ours: Cost, theirs: Cost) -> list[Difference]:
+    """The operations whose exposed time differs, the largest difference first."""
+    keys: dict[tuple[str, str, str, str], list[float]] = {}
+    for side, cost in enumerate((ours, theirs)):
+        for x in cost.lines:
+            key = (x.origin.scope, x.name, x.origin.phase, "+".join(x.axes))
+            keys.setdefault(key, [0.0, 0.0])[side] += x.exposed * x.times
+    found = [Difference(*key, *seconds) for key, seconds in keys.items()]
+    return sorted((d for d in found if d.saved), key=lambda d: -abs(d.saved))
+
+
+def disagreements(plan: Plan, judged: Evaluation) -> list[str]:
+    """Where the plan's prediction is not what lowering and pricing its layout gives now."""
+    said, found = plan.predicted.model_dump(), judged.predicted.model_dump()
+    wrong = []
+    for name, old in said.items():
+        new = found[name]
+        pairs = (
+            [(old, new)]
+            if not isinstance(old, dict)
+            else [(old.get(a, 0), new.get(a, 0)) for a in {**old, **new}]
+        )
+        if any(abs(a - b) > AGREE * max(abs(a), abs(b)) for a, b in pairs):
+            wrong.append(f"{name} is {new}, the plan says {old}")
+    return wrong
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search under another condition found; `seconds` is None if nothing fits, `reason` says why."""
+
+    condition: str
+    seconds: float | None
+    layout: str
+    proven: bool
+    reason: str = ""
+
+
+Find = Callable[[str, float | None, str | None], Answer]
+"""find(condition in words, bytes of memory, pins)"""
+
+
+def finder(model: Model, plan: Plan, hardware: Hardware) -> Find:
+    """Searches on the plan's mesh under other conditions."""
+    from layoutopt import search
+
+    def find(condition: str, memory: float | None, pins: str | None) -> Answer:
+        try:
+            found = search(model, mesh=plan.mesh, hardware=hardware, memory=memory, pins=pins)
+        except InfeasibleError as error:
+            return Answer(condition, None, "", True, str(error))
+        proven = found.solver.status == "OPTIMAL"
+        return Answer(condition, found.predicted.step_seconds, str(found.layout), proven)
+
+    return find
+
+
+def split_rules(plan: Plan) -> list[tuple[str, str]]:
+    """For every split of the plan, the rule as it is and the rule that undoes it."""
+    return [(f"{name}:{'+'.join(axes)}", f"{name}:none") for name, axes in plan.layout.items()]

@@ -1,0 +1,91 @@
+"""`explain`: what splits and pins are worth, what binds, where two layouts differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from layoutopt.cli import app
+
+# Large enough that splitting pays.
+MLP = ("examples/mlp.py", "--set", "hidden=2048", "--set", "batch=256", "--mesh", "data:2;model:2")
+
+
+def searched(path: Path, *more: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["search", *MLP, "--out", str(path), "--json", *more])
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    searched(path)
+    return path
+
+
+def test_what_is_said_is_what_searches_find(result: Callable[..., dict[str, Any]], plan_file: Path) -> None:
+    plan = json.loads(plan_file.read_text(encoding="utf-8"))
+    found = result("explain", str(plan_file), "--pin", "batch:none")
+    assert found["agrees"] and found["disagreements"] == []
+    assert found["step_seconds"] == pytest.approx(plan["predicted"]["step_seconds"], rel=1e-9)
+    assert found["memory"]["binds"] is False
+    assert [worth["rule"] for worth in found["splits"]] == [
+        f"{name}:{'+'.join(axes)}" for name, axes in plan["layout"].items()
+    ]
+    assert all(worth["costs_seconds"] >= 0 and worth["proven"] for worth in found["splits"])
+    (pin,) = found["pins"]
+    again = result("search", *MLP, "--pin", "batch:none")
+    assert pin["step_seconds"] == pytest.approx(again["predicted"]["step_seconds"], rel=1e-6)
+
+
+def test_a_tight_memory_binds(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    least = searched(tmp_path / "least.json", "--objective", "memory")["predicted"]["peak_memory_bytes"]
+    fastest = searched(tmp_path / "fast.json")["predicted"]
+    tight = searched(tmp_path / "tight.json", "--memory", str(least))
+    found = result("explain", str(tmp_path / "tight.json"))["memory"]
+    assert found["limit_bytes"] == least
+    assert found["binds"] == (tight["predicted"]["step_seconds"] > fastest["step_seconds"] * (1 + 1e-9))
+    assert found["step_seconds_without_limit"] == pytest.approx(fastest["step_seconds"], rel=1e-6)
+
+
+def test_differences_add_up(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], plan_file: Path
+) -> None:
+    args = ("explain", str(plan_file), "--against", "batch:data+model")
+    other = result(*args)["against"]
+    own = json.loads(plan_file.read_text(encoding="utf-8"))["predicted"]["step_seconds"]
+    saved = sum(d["other_seconds"] - d["plan_seconds"] for d in other["differences"])
+    assert saved == pytest.approx(other["step_seconds"] - own, rel=1e-9, abs=1e-15)
+    shown = run(*args).stdout
+    assert "What each split is worth" in shown and "Where the two differ" in shown
+    assert "checked" in shown and "the same" in shown
+
+
+def test_a_plan_that_is_no_longer_true_is_told(
+    result: Callable[..., dict[str, Any]], plan_file: Path, tmp_path: Path
+) -> None:
+    plan = json.loads(plan_file.read_text(encoding="utf-8"))
+    plan["predicted"]["step_seconds"] *= 2
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(plan), encoding="utf-8")
+    found = result("explain", str(file))
+    assert found["agrees"] is False
+    assert found["disagreements"][0].startswith("step_seconds is ")
+
+
+def test_wrong_input(refused: Callable[..., str], plan_file: Path) -> None:
+    plan = str(plan_file)
+    assert "mesh data:2;model:2 has no axis 'dta'; did you mean 'data'?" in refused(
+        "explain", plan, "--against", "batch:dta"
+    )
+    assert "--pin btch: no operation has this dimension" in refused(
+        "explain", plan, "--pin", "btch:data", "-q"
+    )
+    assert "cannot be read" in refused("explain", "none.json")

@@ -1,0 +1,75 @@
+"""`validate`: summary numbers against known answers, layouts that are legal, real runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from layoutopt.loading import load_model
+from layoutopt.validation import Row, sample_layouts, summary
+
+
+def rows(*pairs: tuple[float, float]) -> list[Row]:
+    return [Row(f"layout {n}", predicted, measured) for n, (predicted, measured) in enumerate(pairs)]
+
+
+def test_a_perfect_model() -> None:
+    found = summary(rows((1, 1), (2, 2), (3, 3)))
+    assert (found["mape"], found["kendall_tau"], found["spearman"], found["regret"]) == (0, 1, 1, 0)
+
+
+def test_known_answers() -> None:
+    found = summary(rows((1, 2), (2, 1), (4, 4)))
+    assert found["mape"] == pytest.approx((0.5 + 1 + 0) / 3)
+    assert found["kendall_tau"] == pytest.approx(1 / 3)
+    assert found["spearman"] == pytest.approx(0.5)
+    assert found["regret"] == pytest.approx(1.0)
+    assert found["rows"][0] == {"layout": "layout 0", "predicted_seconds": 1, "measured_seconds": 2}
+
+
+def test_no_order_has_no_correlation() -> None:
+    found = summary(rows((1, 2), (1, 3)))
+    assert math.isnan(found["kendall_tau"]) and math.isnan(found["spearman"])
+
+
+def test_sampled_layouts_are_legal_different_and_repeatable() -> None:
+    model, mesh = load_model("examples/mlp.py").model, mtf.Mesh("data:2;model:2")
+    found = sample_layouts(model, mesh, 15)
+    assert len(set(found)) == 15
+    assert found == sample_layouts(model, mesh, 15)
+    assert found != sample_layouts(model, mesh, 15, seed=1)
+    assert mtf.Layout() in found and mtf.Layout("batch:data+model") in found
+    for layout in found:
+        model.lower(mesh, layout)
+
+
+def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    out = tmp_path / "validation.json"
+    found = result(
+        "validate",
+        "examples/mlp.py",
+        "--mesh",
+        "data:2",
+        "--layouts",
+        "3",
+        "--steps",
+        "2",
+        "--out",
+        str(out),
+    )
+    assert list(found) == ["rows", "mape", "kendall_tau", "spearman", "regret"]
+    assert [list(row) for row in found["rows"]] == [["layout", "predicted_seconds", "measured_seconds"]] * 3
+    assert all(row["measured_seconds"] > 0 for row in found["rows"])
+    assert found["regret"] >= 0
+    assert json.loads(out.read_text(encoding="utf-8")) == found
+
+
+def test_wrong_input(refused: Callable[..., str]) -> None:
+    assert "--mesh is missing" in refused("validate", "examples/mlp.py")
+    assert "--layouts" in refused("validate", "examples/mlp.py", "--mesh", "data:2", "--layouts", "1")
