@@ -113,6 +113,19 @@ class NumpyKernel:
             return np.einsum(spec, *(x.astype(np.float32) for x in xs), optimize=True).astype(dtype)
         return np.asarray(np.einsum(spec, *xs, optimize=True))
 
+    def conv(self, x: A, w: A, strides: Sequence[int], dilations: Sequence[int]) -> A:
+        rank, dtype = len(strides), x.dtype
+        if dtype.itemsize == 2:
+            return self.conv(x.astype(np.float32), w.astype(np.float32), strides, dilations).astype(dtype)
+        reach = [(k - 1) * d + 1 for k, d in zip(w.shape, dilations, strict=False)]
+        sizes = [(n - r) // s + 1 for n, r, s in zip(x.shape[1:], reach, strides, strict=False)]
+        out = np.zeros((x.shape[0], *sizes, w.shape[-1]), dtype)
+        for tap in np.ndindex(*w.shape[:rank]):
+            begin = [t * d for t, d in zip(tap, dilations, strict=True)]
+            cut = [slice(b, b + (n - 1) * s + 1, s) for b, n, s in zip(begin, sizes, strides, strict=True)]
+            out += x[(slice(None), *cut)] @ w[tap]
+        return out
+
     def softmax(self, x: A, axis: int) -> A:
         e = np.exp(x - x.max(axis, keepdims=True))
         return e / e.sum(axis, keepdims=True)

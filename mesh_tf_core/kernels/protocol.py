@@ -38,6 +38,10 @@ class Kernel(Protocol):
         possible."""
         ...
 
+    def conv(self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int]) -> T:
+        """Correlation without padding of x [n, 1 to 3 spatial axes, in] with w [spatial axes, in, out]."""
+        ...
+
     def softmax(self, x: T, axis: int) -> T: ...
 
     def logsumexp(self, x: T, axis: int) -> T: ...
@@ -119,3 +123,11 @@ class At:
     def offset(self, name: str) -> Any:
         """Index of the first element of `name` on this device (0 when it is not split)."""
         return self.offset_of(name) if name in self.split else 0
+
+    def shard(self, name: str) -> Any:
+        """Which of the pieces of `name` lies on this device (0 for the first, and when it is not split)."""
+        if name not in self.split:
+            return 0
+        # Engines multiply the piece's number by its size, in the last operand that has the dimension.
+        size = [d.size for t in (*self.inputs, *self.outputs) for d in t.shape if d.name == name][-1]
+        return self.offset_of(name) // size

@@ -139,6 +139,13 @@ class TfKernel:
         out = self.einsum(spec, *(tf.cast(x, tf.int64) for x in xs))
         return out > 0 if xs[0].dtype == tf.bool else tf.cast(out, xs[0].dtype)
 
+    def conv(self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int]) -> T:
+        apart = max(strides) > 1 and max(dilations) > 1
+        # TensorFlow has no convolution with both: every output is computed, then those wanted are taken.
+        steps = [1] * len(strides) if apart else list(strides)
+        y = tf.nn.convolution(x, w, strides=steps, padding="VALID", dilations=list(dilations))
+        return y[(slice(None), *(slice(None, None, s) for s in strides))] if apart else y
+
     def softmax(self, x: T, axis: int) -> T:
         if axis in (-1, len(x.shape) - 1):
             return tf.nn.softmax(x)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from mesh_tf_core.tensor import Tensor
 
 
-def _need_ints(op: str, ids: TensorType) -> None:
+def need_ints(op: str, ids: TensorType) -> None:
+    """UserError unless `ids` can be indices."""
     if ids.dtype not in ("int32", "int64"):
         raise UserError(f"{op}: indices need int32 or int64, found {ids}")
 
@@ -93,7 +94,7 @@ class OneHot(Op):
         return Roles(parallel=(*inputs[0].shape.names, self.dim.name))
 
     def infer(self, *inputs: TensorType) -> TensorType:
-        _need_ints("one_hot", inputs[0])
+        need_ints("one_hot", inputs[0])
         return TensorType(Shape([*inputs[0].shape, self.dim]), check_dtype(self.dtype))
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -120,7 +121,7 @@ class Gather(Op):
 
     def infer(self, *inputs: TensorType) -> TensorType:
         table, ids = inputs
-        _need_ints("gather", ids)
+        need_ints("gather", ids)
         if table.shape.index(self.dim):
             raise UserError(
                 f"gather of {listing(inputs)}: dimension {self.dim!r} must come first in the table"
@@ -158,7 +159,7 @@ class ScatterAdd(Op):
 
     def infer(self, *inputs: TensorType) -> TensorType:
         x, ids = inputs
-        _need_ints("scatter_add", ids)
+        need_ints("scatter_add", ids)
         if x.shape.dims[: len(ids.shape)] != ids.shape.dims:
             raise UserError(f"scatter_add of {listing(inputs)}: the rows must begin with the ids' dimensions")
         _no_shared("scatter_add", ids.shape, Shape([self.dim]), inputs)
@@ -189,7 +190,7 @@ class Pick(Op):
 
     def infer(self, *inputs: TensorType) -> TensorType:
         x, ids = inputs
-        _need_ints("pick", ids)
+        need_ints("pick", ids)
         if set(ids.shape.dims) != set(x.shape.without(self.dim).dims):
             raise UserError(f"pick of {listing(inputs)}: ids need the dimensions of x except {self.dim!r}")
         return TensorType(ids.shape, x.dtype)

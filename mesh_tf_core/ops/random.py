@@ -6,6 +6,7 @@ which a device evaluates for its own elements only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from mesh_tf_core.tensor import Tensor
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B
+_SECOND = 0x632BE5AB
+"""Turns a key into that of a second, independent stream."""
 
 
 def mix(k: Kernel, x: Any) -> Any:
@@ -145,6 +148,42 @@ class RandomUniform(Op):
         return (None,)
 
 
+@dataclass(frozen=True)
+class RandomNormal(Op):
+    """Normal numbers of a mean and a standard deviation, from a key (Box & Muller 1958)."""
+
+    shape: Shape
+    mean: float
+    stddev: float
+    dtype: str
+    kind: ClassVar[str] = "random"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=self.shape.names)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(self.shape, check_dtype(self.dtype))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        def number(value: float) -> Any:
+            return k.scalar(value, "float32")
+
+        key = k.cast(slices[0], "uint32")
+        second = k.binary("bit_xor", key, k.scalar(_SECOND, "uint32"))
+        # 1 - u is in (0, 1], where the logarithm is finite.
+        log = k.unary("log", k.binary("sub", number(1.0), _uniform(k, at, key)))
+        radius = k.unary("sqrt", k.binary("mul", log, number(-2.0)))
+        angle = k.binary("mul", _uniform(k, at, second), number(2 * math.pi))
+        x = k.binary("mul", k.binary("mul", radius, k.unary("cos", angle)), number(self.stddev))
+        return k.cast(k.binary("add", x, number(self.mean)), self.dtype)
+
+    def flops(self, *local: TensorType) -> float:
+        return 60.0 * self.shape.size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (None,)
+
+
 def dropout(x: Tensor, rate: float, key: Tensor | None = None) -> Tensor:
     """Dropout with the same mask under every layout; `key` defaults to a new one of the graph, per step and
     layer."""
@@ -158,3 +197,14 @@ def random_uniform(
 ) -> Tensor:
     """Uniform numbers in [low, high)."""
     return key.graph.apply(RandomUniform(Shape(shape), low, high, dtype), key)
+
+
+def random_normal(
+    key: Tensor,
+    shape: Shape | Sequence[Dim],
+    mean: float = 0.0,
+    stddev: float = 1.0,
+    dtype: str = "float32",
+) -> Tensor:
+    """Normal numbers."""
+    return key.graph.apply(RandomNormal(Shape(shape), mean, stddev, dtype), key)

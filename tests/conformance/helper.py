@@ -27,7 +27,7 @@ MESHES = ("x:2", "x:2;y:2", "x:2;y:4")
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5}
 REASONS = r"both .* split over mesh axis|do not divide|not divisible|counts the iterations"
 ILLEGAL_TRIED = 60
-"""At most so many illegal layouts are tried per sample and mesh (spread evenly over all of them)."""
+"""At most so many illegal layouts are tried per sample and mesh."""
 
 
 def dims(text: str) -> list[mtf.Dim]:
@@ -176,10 +176,11 @@ def choices(mesh: mtf.Mesh) -> list[tuple[str, ...]]:
 
 
 def is_legal(built: Built, mesh: mtf.Mesh, table: Mapping[str, Sequence[str]]) -> bool:
+    """What may be lowered; a name that `table` lacks is not split."""
     if any(table.get(name) for name in built.sample.loops):
         return False
-    for name, sizes in built.sizes.items():
-        if any(size % mesh.group_size(table.get(name, ())) for size in sizes):
+    for name, axes in table.items():
+        if any(size % mesh.group_size(axes) for size in built.sizes.get(name, ())):
             return False
     for group in built.sets:
         used = [axis for name in group for axis in table.get(name, ())]
@@ -188,12 +189,39 @@ def is_legal(built: Built, mesh: mtf.Mesh, table: Mapping[str, Sequence[str]]) -
     return True
 
 
-def layouts(built: Built, mesh: mtf.Mesh) -> Iterator[tuple[dict[str, tuple[str, ...]], bool]]:
-    """Every assignment of axes to the dimensions that occur, and whether it is legal."""
-    names = sorted({*built.sizes, *built.sample.loops})
-    for combination in itertools.product(choices(mesh), repeat=len(names)):
-        table = dict(zip(names, combination, strict=True))
-        yield table, is_legal(built, mesh, table)
+Table = dict[str, tuple[str, ...]]
+
+
+def names_of(built: Built) -> list[str]:
+    return sorted({*built.sizes, *built.sample.loops})
+
+
+def legal_layouts(built: Built, mesh: mtf.Mesh) -> Iterator[Table]:
+    """Every legal assignment of axes to the dimensions that occur."""
+
+    def extend(table: Table, rest: list[str]) -> Iterator[Table]:
+        if not rest:
+            yield table
+            return
+        for axes in choices(mesh):
+            more = {**table, rest[0]: axes}
+            if is_legal(built, mesh, more):
+                yield from extend(more, rest[1:])
+
+    return extend({}, names_of(built))
+
+
+def illegal_layouts(built: Built, mesh: mtf.Mesh) -> list[Table]:
+    """All illegal assignments, or if there are many, some of them drawn at random, evenly thinned out."""
+    names, options = names_of(built), choices(mesh)
+    if len(options) ** len(names) <= 1000:
+        tables = [dict(zip(names, c, strict=True)) for c in itertools.product(options, repeat=len(names))]
+    else:
+        rng = np.random.default_rng(0)
+        picks = rng.integers(0, len(options), (300, len(names)))
+        tables = [{n: options[i] for n, i in zip(names, row, strict=True)} for row in picks]
+    illegal = [t for t in tables if not is_legal(built, mesh, t)]
+    return illegal[:: max(1, -(-len(illegal) // ILLEGAL_TRIED))]
 
 
 # -- comparing --
@@ -228,11 +256,7 @@ def conform(sample: Sample, mesh_text: str, number: str) -> Counts:
 
     mesh, built, counts = mtf.Mesh(mesh_text), Built(sample, number), Counts()
     want = built.dense()
-    illegal = []
-    for table, legal in layouts(built, mesh):
-        if not legal:
-            illegal.append(table)
-            continue
+    for table in legal_layouts(built, mesh):
         layout = mtf.Layout(table)
         where = f"{sample.name} {number} on [{mesh}] under [{layout}]"
         try:
@@ -244,7 +268,7 @@ def conform(sample: Sample, mesh_text: str, number: str) -> Counts:
         counts.legal += 1
         counts.comparisons += len(got)
         counts.layouts.append(str(layout))
-    for table in illegal[:: max(1, -(-len(illegal) // ILLEGAL_TRIED))]:
+    for table in illegal_layouts(built, mesh):
         with pytest.raises(mtf.LayoutError, match=REASONS):
             built.program(mesh, mtf.Layout(table))
         counts.illegal += 1

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from tests.conformance import samples_contract, samples_elementwise, samples_move
+from tests.conformance import (
+    samples_contract,
+    samples_elementwise,
+    samples_move,
+    samples_order,
+    samples_spatial,
+)
 from tests.conformance.helper import Sample
 
 SAMPLES: tuple[Sample, ...] = (
     *samples_elementwise.SAMPLES,
     *samples_contract.SAMPLES,
     *samples_move.SAMPLES,
+    *samples_order.SAMPLES,
+    *samples_spatial.SAMPLES,
 )

@@ -106,7 +106,7 @@ SAMPLES = (
         lambda x, y, z: x + y.T + z,
     ),
     Sample("scale", "elementwise", lambda g, x: mtf.scale(x, -2.5), (AB,), lambda x: -2.5 * x),
-    Sample("shift", "elementwise", lambda g, x: mtf.shift(x, 0.5), (AB,), lambda x: x + 0.5),
+    Sample("add a number", "elementwise", lambda g, x: x + 0.5, (AB,), lambda x: x + 0.5),
     Sample("cast", "elementwise", lambda g, x: mtf.cast(x, "int32"), (AB,), lambda x: x.astype(np.int32)),
     Sample("cast bool", "elementwise", lambda g, x: x.cast("float32"), (Arg("a:8 b:4", "bool"),)),
     Sample(

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+import mesh_tf_core as mtf
 import mesh_tf_core.ops as ops_package
 from mesh_tf_core.op import Op
-from tests.conformance.helper import MESHES, Built, Sample, check_dense, conform
+from mesh_tf_core.program import Local
+from tests.conformance.helper import MESHES, Built, Sample, check_dense, conform, legal_layouts
 from tests.conformance.samples import SAMPLES
 
 Record = Callable[[str, Any], None]
@@ -53,7 +55,13 @@ def _operations(base: type[Op] = Op) -> set[type[Op]]:
 
 
 def test_every_operation_has_a_sample() -> None:
-    used = {type(node.op) for s in SAMPLES for node, _ in Built(s, "float64").graph.walk()}
+    used: set[type[Op]] = set()
+    for sample in SAMPLES:
+        built = Built(sample, "float64")
+        used |= {type(node.op) for node, _ in built.graph.walk()}
+        for table in legal_layouts(built, mtf.Mesh("x:2")):
+            program = built.program(mtf.Mesh("x:2"), mtf.Layout(table))
+            used |= {type(instr.op) for instr, _ in program.walk() if isinstance(instr, Local)}
     # A new key comes from the graph's own counters; tests/core/test_random.py has it.
     missing = {cls.__name__ for cls in _operations() - used} - {"FoldIn"}
     assert not missing

@@ -16,7 +16,21 @@ from mesh_tf_core.kernels.protocol import At
 from mesh_tf_core.lower import base, pipeline
 from mesh_tf_core.lower.redistribute import plan_moves
 from mesh_tf_core.op import Op, Roles, TensorType
-from mesh_tf_core.ops import basic, einsum, index, norm, reduce, shape, softmax
+from mesh_tf_core.ops import (
+    along,
+    basic,
+    conv,
+    cumulative,
+    einsum,
+    index,
+    norm,
+    order,
+    pieces,
+    pool,
+    reduce,
+    shape,
+    softmax,
+)
 from mesh_tf_core.ops import random as random_ops
 from mesh_tf_core.program import AllReduce, Local, Loop, Program
 from tests.conformance.helper import Sample, check_dense, conform
@@ -54,6 +68,11 @@ def caught(*names: str, match: str = "", mesh: str = "x:2;y:2") -> None:
         (shape.Concat, "concat"),
         (shape.SliceDim, "slice"),
         (shape.Pad, "pad"),
+        (order.ArgMax, "argmax"),
+        (order.Sort, "sort"),
+        (along.TakeAlong, "take_along"),
+        (along.PutAlong, "put_along"),
+        (conv.Conv, "conv 1d"),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
@@ -167,6 +186,42 @@ def test_group_in_the_wrong_order(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     caught("rename swaps" if kind == "AllToAll" else "concat")
 
 
+def test_candidates_without_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = order.Candidates.kernel
+
+    def broken(self: Any, k: Any, at: At, *slices: Any) -> Any:
+        return kernel(self, k, replace(at, offset_of=lambda name: 0), *slices)
+
+    monkeypatch.setattr(order.Candidates, "kernel", broken)
+    caught("top_k", "top_k ties", match="of out1 differ")
+
+
+def test_running_sums_without_the_pieces_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(At, "shard", lambda self, name: 0)
+    caught("cumsum", "cumsum exclusive", "max_pool overlaps", match="off the dense|disagrees")
+
+
+def test_halo_from_the_wrong_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = pieces._moved
+
+    def broken(low: Any, id: int, axes: Any, shift: int, wrap: bool) -> int:
+        return moved(low, id, axes, -shift, wrap)
+
+    monkeypatch.setattr(pieces, "_moved", broken)
+    caught("conv 1d", "conv 1d causal", "conv_transpose 1d wide", "sum_pool", "shift 1", "shift 7 around")
+
+
+def test_halo_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the nearest neighbour is asked, though the window reaches further."""
+    moved = pieces._moved
+
+    def broken(low: Any, id: int, axes: Any, shift: int, wrap: bool) -> int:
+        return moved(low, id, axes, max(-1, min(1, shift)), wrap)
+
+    monkeypatch.setattr(pieces, "_moved", broken)
+    caught("conv 1d wide", "max_pool wide", "shift 3", mesh="x:2;y:4")
+
+
 def test_uncounted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         lockstep, "wire_bytes", lambda kind, payload, n: program_module.wire_bytes(kind, payload, n + 1)
@@ -199,13 +254,17 @@ def _half(inner: Callable[..., Any]) -> Callable[..., Any]:
     ("operation", "name"),
     [
         (einsum.Einsum, "matmul"),
-        (basic.Shift, "shift"),
+        (basic.Shift, "add a number"),
         (reduce.Reduce, "max"),
         (softmax.Softmax, "softmax"),
         (norm.Normalize, "layer_norm"),
         (index.Gather, "gather"),
         (shape.Rename, "rename"),
         (random_ops.Dropout, "dropout"),
+        (order.TopK, "top_k"),
+        (cumulative.CumSum, "cumsum"),
+        (conv.Conv, "conv 1d"),
+        (pool.Pool, "max_pool"),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )

@@ -1,0 +1,78 @@
+"""Clipping and the piecewise activation functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.basic import constant_like
+from mesh_tf_core.ops.binary import binary, where
+from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.unary import unary
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tensor import Tensor
+
+SELU_SCALE, SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
+"""Fixed point of mean 0 and variance 1 (Klambauer et al. 2017, equation 14)."""
+
+
+@dataclass(frozen=True)
+class Clip(Op):
+    """The nearest number in [low, high]; outside, the gradient is zero."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:
+            raise UserError(f"clip: low must not be above high, found {self.low} and {self.high}")
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, dtype = slices[0], at.outputs[0].dtype
+        if math.isfinite(self.low):
+            x = k.binary("max", x, k.scalar(self.low, dtype))
+        return k.binary("min", x, k.scalar(self.high, dtype)) if math.isfinite(self.high) else x
+
+    def flops(self, *local: TensorType) -> float:
+        return 2.0 * local[0].shape.size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (where(inputs[0].equal(output), dy, constant_like(dy, 0.0)),)
+
+
+def clip(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
+    """The nearest number in [low, high]."""
+    return x.graph.apply(Clip(low, high), x)
+
+
+def leaky_relu(x: Tensor, alpha: float = 0.2) -> Tensor:
+    """x where it is positive, else alpha * x (Maas et al. 2013)."""
+    return where(x > 0.0, x, x * alpha)
+
+
+def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    """x where it is positive, else alpha * (exp(x) - 1) (Clevert et al. 2016)."""
+    # The exponential of what is chosen away would overflow, and its gradient would be 0 * inf.
+    return where(x > 0.0, x, unary("expm1", clip(x, high=0.0)) * alpha)
+
+
+def selu(x: Tensor) -> Tensor:
+    """Self-normalising exponential linear unit (Klambauer et al. 2017)."""
+    return elu(x, SELU_ALPHA) * SELU_SCALE
+
+
+def logical_xor(x: Tensor, y: Tensor) -> Tensor:
+    """Whether just one of two holds."""
+    return binary("ne", x.cast("int32"), y.cast("int32"))

@@ -1,0 +1,311 @@
+"""Convolution along one to three dimensions, with stride, dilation and padding, also transposed.
+
+A split spatial dimension stays split where its input and output are cut at the same places (the input has
+stride times as many elements): devices send each other the borders that windows reach over, however many
+pieces away (spatial partitioning: Kumar et al. 2021, "Exploring the limits of concurrency in ML training on
+Google TPUs", section 3.1). Elsewhere the dimension is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.common import listing, same_dtype
+from mesh_tf_core.ops.convgrid import Grid, finish, ordered
+from mesh_tf_core.ops.pieces import window
+from mesh_tf_core.ops.windows import Pads, Window, fitted, spread, windows
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+    from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Conv(Op):
+    """x [others, windows' dims, channel] correlated with w [taps, channel, out]: [others, windows' dims,
+    out].
+
+    Attributes:
+      taps: w's dimensions that the windows slide over, one per window.
+      channel: summed out.
+      base: per window, the input at which this device's piece of x begins, relative to its piece of the
+        whole.
+    """
+
+    windows: tuple[Window, ...]
+    taps: tuple[str, ...]
+    channel: str
+    base: tuple[int, ...] | None = None
+    kind: ClassVar[str] = "matmul"
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.windows, self.taps, self.channel)
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return self.grid.roles(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        x, w = inputs
+        self.grid.check("conv", x, w)
+        sizes = {v.dim: v.outputs(x.shape.dim(v.dim).size) for v in self.windows}
+        return TensorType(self.grid.output(x.shape, w.shape, sizes), same_dtype("conv", inputs))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        (x, w), (xs, ws), grid = slices, (t.shape for t in at.inputs), self.grid
+        out = at.outputs[0].shape
+        x = grid.images(k, x, xs)
+        for i, v in enumerate(self.windows):
+            before = v.before if self.base is None else v.before + self.base[i]
+            length = (out.dim(v.dim).size - 1) * v.stride + v.reach
+            x = fitted(k, x, 1 + i, before, length)
+        y = k.conv(
+            x, grid.filters(k, w, ws), [v.stride for v in self.windows], [v.dilation for v in self.windows]
+        )
+        return k.reshape(y, out.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        x, w = local
+        sizes = {v.dim: max(1, x.shape.dim(v.dim).size // v.stride) for v in self.windows}
+        return 2.0 * self.grid.output(x.shape, w.shape, sizes).size * self.grid.weights_per_output(w.shape)
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        x, w = inputs[0], low.without(inputs[1], self.taps)
+        base = []
+        for v in self.windows:
+            here = low.values[x]
+            count = low.mesh.group_size(here.split_of(v.dim))
+            inside, outside = here.shape.dim(v.dim).size, types[0].shape.dim(v.dim).size
+            begin, end = v.inputs_of(0, outside // count)
+            if count > 1 and v.split_alike(inside, outside, count):
+                x = window(low, x, v.dim, begin, end)
+            else:
+                x = low.without(x, [v.dim])
+                begin = 0
+            base.append(begin)
+        return [finish(low, replace(self, base=tuple(base)), [x, w], types[0], x)]
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        x, w = inputs
+        sizes = tuple(x.shape.dim(v.dim).size for v in self.windows)
+        back = ConvInputGrad(self.windows, self.taps, self.channel, sizes)
+        weight = ConvFilterGrad(self.windows, self.taps, self.channel, w.shape)
+        return dy.graph.apply(back, dy, w), dy.graph.apply(weight, x, dy)
+
+
+@dataclass(frozen=True)
+class ConvInputGrad(Op):
+    """dy [others, windows' dims, out] spread back over the inputs that it came from: [others, windows' dims,
+    channel].
+
+    Attributes:
+      sizes: of the inputs, per window.
+      base: per window, the output at which this device's piece of dy begins, relative to its piece of the
+        whole.
+    """
+
+    windows: tuple[Window, ...]
+    taps: tuple[str, ...]
+    channel: str
+    sizes: tuple[int, ...]
+    base: tuple[int, ...] | None = None
+    kind: ClassVar[str] = "matmul"
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.windows, self.taps, self.channel)
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        dy, w = inputs
+        grid = self.grid
+        outs = grid.outs(w.shape)
+        kept = tuple(n for n in dy.shape.names if n not in outs)
+        return Roles(parallel=(*kept, self.channel), reduced=outs, whole=grid.whole_taps())
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        dy, w = inputs
+        outs = self.grid.outs(w.shape)
+        for name in (*outs, *(v.dim for v in self.windows)):
+            dy.shape.index(name)
+        for v, size in zip(self.windows, self.sizes, strict=True):
+            if v.outputs(size) != dy.shape.dim(v.dim).size:
+                raise UserError(
+                    f"transposed conv of {listing(inputs)}: {size} elements of {v.dim!r} have "
+                    f"{v.outputs(size)} windows, found {dy.shape.dim(v.dim).size}"
+                )
+        others = [d for d in dy.shape if d.name not in outs and d.name not in self.grid.names]
+        spatial = [Dim(v.dim, s) for v, s in zip(self.windows, self.sizes, strict=True)]
+        return TensorType(Shape([*others, *spatial, w.shape.dim(self.channel)]), same_dtype("conv", inputs))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        (dy, w), (ds, ws), grid = slices, (t.shape for t in at.inputs), self.grid
+        out, outs = at.outputs[0].shape, self.grid.outs(at.inputs[1].shape)
+        others = [n for n in ds.names if n not in outs and n not in grid.names]
+        dy = ordered(k, dy, ds, [*others, *grid.names, *outs])
+        dy = k.reshape(dy, [grid.count(ds, others), *grid.sizes(ds), grid.count(ds, outs)])
+        for i, v in enumerate(self.windows):
+            base = 0 if self.base is None else self.base[i]
+            before = v.reach - 1 - v.before + base * v.stride
+            dy = fitted(k, spread(k, dy, 1 + i, v.stride), 1 + i, before, out.dim(v.dim).size + v.reach - 1)
+        w = ordered(k, w, ws, [*self.taps, *outs, self.channel])
+        shape = [*(ws.dim(t).size for t in self.taps), grid.count(ws, outs), ws.dim(self.channel).size]
+        w = k.reshape(w, shape)
+        for i in range(len(self.windows)):
+            w = k.flip(w, i)
+        dx = k.conv(dy, w, [1] * len(self.windows), [v.dilation for v in self.windows])
+        return k.reshape(dx, out.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        dy, w = local
+        return 2.0 * dy.shape.size * math.prod(w.shape.dim(n).size for n in (*self.taps, self.channel))
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        dy, w = inputs[0], low.without(inputs[1], self.taps)
+        base, split = [], {}
+        for v, inside in zip(self.windows, self.sizes, strict=True):
+            here = low.values[dy]
+            axes = here.split_of(v.dim)
+            count, outside = low.mesh.group_size(axes), here.shape.dim(v.dim).size
+            begin, end = v.outputs_of(0, inside // count)
+            if count > 1 and v.split_alike(inside, outside, count):
+                dy = window(low, dy, v.dim, begin, end)
+                split[v.dim] = axes
+            else:
+                dy = low.without(dy, [v.dim])
+                begin = 0
+            base.append(begin)
+        return [finish(low, replace(self, base=tuple(base)), [dy, w], types[0], dy)]
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        y, w = inputs
+        forward = Conv(self.windows, self.taps, self.channel)
+        weight = ConvFilterGrad(self.windows, self.taps, self.channel, w.shape)
+        return dy.graph.apply(forward, dy, w), dy.graph.apply(weight, dy, y)
+
+
+@dataclass(frozen=True)
+class ConvFilterGrad(Op):
+    """The gradient of the weights [filters] from (x, dy): every tap's inputs times the outputs that they met.
+
+    Attributes:
+      base: as of `Conv`.
+    """
+
+    windows: tuple[Window, ...]
+    taps: tuple[str, ...]
+    channel: str
+    filters: Shape
+    base: tuple[int, ...] | None = None
+    kind: ClassVar[str] = "matmul"
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.windows, self.taps, self.channel)
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        summed = tuple(n for n in inputs[0].shape.names if n != self.channel)
+        return Roles(
+            parallel=(self.channel, *self.grid.outs(self.filters)),
+            reduced=summed,
+            whole=self.grid.whole_taps(),
+        )
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(self.filters, same_dtype("conv", inputs))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        (x, dy), (xs, ds), grid = slices, (t.shape for t in at.inputs), self.grid
+        out = at.outputs[0].shape
+        outs = self.grid.outs(self.filters)
+        x = grid.images(k, x, xs)
+        for i, v in enumerate(self.windows):
+            before = v.before if self.base is None else v.before + self.base[i]
+            x = fitted(k, x, 1 + i, before, (ds.dim(v.dim).size - 1) * v.stride + v.reach)
+        rank = len(self.windows)
+        # Channels take the place of images and images that of channels; windows step over taps.
+        x = k.transpose(x, [rank + 1, *range(1, rank + 1), 0])
+        others = [n for n in ds.names if n not in outs and n not in grid.names]
+        dy = ordered(k, dy, ds, [*grid.names, *(n for n in xs.names if n in others), *outs])
+        dy = k.reshape(dy, [*grid.sizes(ds), grid.count(ds, others), grid.count(ds, outs)])
+        dw = k.conv(x, dy, [v.dilation for v in self.windows], [v.stride for v in self.windows])
+        dw = k.transpose(dw, [*range(1, rank + 1), 0, rank + 1])
+        made = Shape(out.dim(n) for n in (*self.taps, self.channel, *outs))
+        return ordered(k, k.reshape(dw, made.sizes), made, out.names)
+
+    def flops(self, *local: TensorType) -> float:
+        x, dy = local
+        taps = math.prod(self.filters.dim(t).size for t in self.taps)
+        return 2.0 * dy.shape.size * taps * x.shape.dim(self.channel).size
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        x, dy = inputs
+        base = []
+        for v in self.windows:
+            here = low.values[x]
+            count = low.mesh.group_size(here.split_of(v.dim))
+            inside, outside = here.shape.dim(v.dim).size, low.values[dy].shape.dim(v.dim).size
+            begin, end = v.inputs_of(0, outside // count)
+            if count > 1 and v.split_alike(inside, outside, count):
+                x = window(low, x, v.dim, begin, end)
+            else:
+                x, dy = low.without(x, [v.dim]), low.without(dy, [v.dim])
+                begin = 0
+            base.append(begin)
+        return [finish(low, replace(self, base=tuple(base)), [x, dy], types[0], x)]
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("the second derivative of conv with respect to its weights is not defined")
+
+
+def conv(
+    x: Tensor,
+    w: Tensor,
+    dims: Sequence[Dim],
+    taps: Sequence[Dim],
+    channel: Dim,
+    strides: int | Sequence[int] = 1,
+    dilations: int | Sequence[int] = 1,
+    pads: Pads = "same",
+) -> Tensor:
+    """Correlation of x [others, dims, channel] with w [taps, channel, out]: [others, dims, out].
+
+    Args:
+      dims: one to three dimensions of x that windows slide along; they keep their names.
+      taps: the dimensions of w that belong to them, in the same order.
+      pads: `same`, `valid`, or (before, after) per dimension.
+    """
+    rank = len(dims)
+    steps = [strides] * rank if isinstance(strides, int) else list(strides)
+    gaps = [dilations] * rank if isinstance(dilations, int) else list(dilations)
+    found = windows([x.shape.dim(d.name) for d in dims], [t.size for t in taps], steps, gaps, pads)
+    return x.graph.apply(Conv(found, tuple(t.name for t in taps), channel.name), x, w)
+
+
+def conv_transpose(
+    y: Tensor,
+    w: Tensor,
+    dims: Sequence[Dim],
+    taps: Sequence[Dim],
+    channel: Dim,
+    strides: int | Sequence[int] = 1,
+    dilations: int | Sequence[int] = 1,
+    pads: Pads = "same",
+) -> Tensor:
+    """The transpose of `conv`: y [others, dims, out] to [others, dims, channel], `strides` times as large.
+
+    Args:
+      dims: the dimensions with their sizes after it; y has them with the sizes that `conv` would give.
+    """
+    rank = len(dims)
+    steps = [strides] * rank if isinstance(strides, int) else list(strides)
+    gaps = [dilations] * rank if isinstance(dilations, int) else list(dilations)
+    found = windows(dims, [t.size for t in taps], steps, gaps, pads)
+    op = ConvInputGrad(found, tuple(t.name for t in taps), channel.name, tuple(d.size for d in dims))
+    return y.graph.apply(op, y, w)

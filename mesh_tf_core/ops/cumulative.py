@@ -1,0 +1,131 @@
+"""Running sums along one dimension, also where it is split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+    from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class CumSum(Op):
+    """Sums of all elements up to each one along a dimension (`exclusive`: before it; `reverse`: from the
+    end)."""
+
+    dim: str
+    exclusive: bool
+    reverse: bool
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=inputs[0].shape.names)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        (x,) = inputs
+        x.shape.index(self.dim)
+        if x.dtype == "bool":
+            raise UserError(f"cumsum of {x}: needs numbers; cast it first")
+        return x
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.cumsum(slices[0], at.inputs[0].shape.index(self.dim), self.exclusive, self.reverse)
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        """Running sums of each piece, plus the totals of the pieces before it."""
+        x = low.values[inputs[0]]
+        axes = x.split_of(self.dim)
+        ways = low.mesh.group_size(axes)
+        if ways == 1:
+            return low.local(self, inputs, types, [x.splits])
+        pieces = Dim(f"{self.dim}_pieces", ways)
+        at = x.shape.index(self.dim)
+        shape = Shape(pieces if i == at else d for i, d in enumerate(x.shape))
+        totals = low.local(PieceTotals(self.dim, pieces), inputs, [TensorType(shape, x.dtype)], [x.splits])
+        whole = low.placed(totals[0], tuple(() if i == at else s for i, s in enumerate(x.splits)))
+        running = CumSumAfter(self.dim, pieces.name, self.exclusive, self.reverse)
+        return low.local(running, [inputs[0], whole], types, [x.splits])
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (dy.graph.apply(CumSum(self.dim, self.exclusive, not self.reverse), dy),)
+
+
+@dataclass(frozen=True)
+class PieceTotals(Op):
+    """The sum of a device's piece of `dim`, as its one element of the dimension `pieces`."""
+
+    dim: str
+    pieces: Dim
+    kind: ClassVar[str] = "reduce"
+    regroups: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=inputs[0].shape.names)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        (x,) = inputs
+        return TensorType(Shape(self.pieces if d.name == self.dim else d for d in x.shape), x.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        total = k.reduce("sum", slices[0], [at.inputs[0].shape.index(self.dim)])
+        return k.reshape(total, at.outputs[0].shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError(
+            "totals of pieces are made by the lowering of cumsum and have no gradient of their own"
+        )
+
+
+@dataclass(frozen=True)
+class CumSumAfter(Op):
+    """Running sums of a piece plus the totals of the pieces before it (`reverse`: after it)."""
+
+    dim: str
+    pieces: str
+    exclusive: bool
+    reverse: bool
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=inputs[0].shape.names, whole={self.pieces: "all earlier totals are added"})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, totals = slices
+        axis, n = at.inputs[0].shape.index(self.dim), at.inputs[1].shape.dim(self.pieces).size
+        running = k.cumsum(x, axis, self.exclusive, self.reverse)
+        place = k.scalar(at.shard(self.dim), "int32")
+        before = k.binary("gt" if self.reverse else "lt", k.iota(n, "int32"), place)
+        sizes = [n if i == axis else 1 for i in range(len(at.inputs[0].shape))]
+        wanted = k.where(k.reshape(before, sizes), totals, k.scalar(0, at.inputs[0].dtype))
+        offset = k.reduce("sum", wanted, [axis])
+        kept = [1 if i == axis else s for i, s in enumerate(at.inputs[0].shape.sizes)]
+        return k.binary("add", running, k.reshape(offset, kept))
+
+    def flops(self, *local: TensorType) -> float:
+        return 2.0 * local[0].shape.size
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("running sums after totals are made by the lowering of cumsum and have no gradient")
+
+
+def cumsum(x: Tensor, dim: Dim | str, exclusive: bool = False, reverse: bool = False) -> Tensor:
+    """Sum of the elements up to each one along `dim`; `exclusive` leaves it out, `reverse` starts at the
+    end."""
+    return x.graph.apply(CumSum(dim.name if isinstance(dim, Dim) else dim, exclusive, reverse), x)

@@ -1,0 +1,81 @@
+"""Moving elements along a dimension; where it is split, only what crosses a border is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.basic import constant_like
+from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.pieces import window
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+    from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class ShiftAlong(Op):
+    """Element i goes to place i + offset of `dim`; what leaves one end enters the other (`wrap`) or is
+    lost."""
+
+    dim: str
+    offset: int
+    wrap: bool
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        inputs[0].shape.index(self.dim)
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        (x,), shape = slices, at.inputs[0].shape
+        axis, size = shape.index(self.dim), shape.dim(self.dim).size
+        cut = -self.offset % size if self.wrap else max(-self.offset, 0)
+        kept = [
+            size - abs(self.offset) if i == axis and not self.wrap else s for i, s in enumerate(shape.sizes)
+        ]
+        start = [cut if i == axis else 0 for i in range(len(shape))]
+        if not self.wrap:
+            ends = (max(self.offset, 0), max(-self.offset, 0))
+            return k.pad(k.slice(x, start, kept), [ends if i == axis else (0, 0) for i in range(len(shape))])
+        if not cut:
+            return x
+        tail = [size - cut if i == axis else s for i, s in enumerate(shape.sizes)]
+        head = [cut if i == axis else s for i, s in enumerate(shape.sizes)]
+        return k.concat([k.slice(x, start, tail), k.slice(x, [0] * len(shape), head)], axis)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        """A split dimension: the window of every piece, moved against the offset."""
+        x = low.values[inputs[0]]
+        count = low.mesh.group_size(x.split_of(self.dim))
+        if count == 1:
+            return low.local(self, inputs, types, [x.splits])
+        size = x.shape.dim(self.dim).size // count
+        return [window(low, inputs[0], self.dim, -self.offset, size - self.offset, self.wrap)]
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (shift(dy, -self.offset, self.dim, self.wrap),)
+
+
+def shift(x: Tensor, offset: int, dim: Dim | str, wrap: bool = False) -> Tensor:
+    """Element i of `dim` at place i + offset; zeros enter, or with `wrap` what leaves the other end."""
+    name = dim.name if isinstance(dim, Dim) else dim
+    size = x.shape.dim(name).size
+    offset = offset % size if wrap else offset
+    if not offset:
+        return x
+    if abs(offset) >= size:
+        return broadcast(constant_like(x, 0.0), x.shape)
+    return x.graph.apply(ShiftAlong(name, offset, wrap), x)

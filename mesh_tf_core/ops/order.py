@@ -1,0 +1,287 @@
+"""Order along one dimension: the largest elements and where they are, sorting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.layout import check_disjoint
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.along import PutAlong, row_starts
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.index import Range
+from mesh_tf_core.ops.reduce import reduce_max, reduce_min
+from mesh_tf_core.ops.shape import rename, reshape, slice_dim
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+    from mesh_tf_core.tensor import Tensor
+
+
+def _last(k: Kernel, x: Any, shape: Shape, dim: str) -> Any:
+    axis = shape.index(dim)
+    order = [*(i for i in range(len(shape)) if i != axis), axis]
+    return k.transpose(x, order) if axis != len(shape) - 1 else x
+
+
+def _largest(k: Kernel, x: Any, n: int) -> tuple[Any, Any]:
+    return k.top_k(x, n)
+
+
+@dataclass(frozen=True)
+class ArgMax(Op):
+    """int32 position of the first largest element along one dimension, which disappears."""
+
+    dim: str
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        kept = inputs[0].shape.without(self.dim).names
+        return Roles(parallel=kept, whole={self.dim: "the largest element may be anywhere in it"})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        inputs[0].shape.index(self.dim)
+        return TensorType(inputs[0].shape.without(self.dim), "int32")
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.argmax(slices[0], at.inputs[0].shape.index(self.dim))
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size
+
+    def expand(self, *inputs: Tensor) -> Tensor:
+        """The smallest position whose element is the maximum: two small messages instead of all elements."""
+        (x,) = inputs
+        dim = x.shape.dim(self.dim)
+        places = x.graph.apply(Range(dim, "int32"))
+        return reduce_min(where(x.equal(reduce_max(x, self.dim)), places, dim.size), self.dim)
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (None,)
+
+
+@dataclass(frozen=True)
+class TopK(Op):
+    """The `best.size` largest elements along `dim`, largest first, and their int32 positions, along `best`.
+
+    Elements that are equal come in the order of their positions. Where `dim` is split, every device finds its
+    own largest, and the largest of those are taken.
+    """
+
+    dim: str
+    best: Dim
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        kept = inputs[0].shape.without(self.dim).names
+        return Roles(
+            parallel=kept,
+            whole={self.dim: "the largest may be anywhere", self.best.name: "they come in order"},
+        )
+
+    def infer(self, *inputs: TensorType) -> tuple[TensorType, TensorType]:
+        (x,) = inputs
+        size = x.shape.dim(self.dim).size
+        if self.best.size > size:
+            raise UserError(f"top_k of {x}: {self.best} is more than the {size} elements of {self.dim!r}")
+        if x.dtype == "bool":
+            raise UserError(f"top_k of {x}: needs numbers")
+        out = Shape([*x.shape.without(self.dim), self.best])
+        return TensorType(out, x.dtype), TensorType(out, "int32")
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return _largest(k, _last(k, slices[0], at.inputs[0].shape, self.dim), self.best.size)
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size * max(1, self.best.size.bit_length())
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        """Local candidates, gathered and compared; all elements are gathered only if all are candidates."""
+        x = low.values[inputs[0]]
+        splits = {n: low.layout.axes(n) for n in (*x.shape.names, self.best.name)}
+        check_disjoint(splits, "top_k")
+        ways = low.mesh.group_size(splits[self.dim])
+        kept = tuple(splits[n] for n in x.shape.without(self.dim).names)
+        if ways == 1 or x.shape.dim(self.dim).size // ways <= self.best.size:
+            whole = low.without(inputs[0], [self.dim])
+            return low.local(self, [whole], types, [(*kept, ())] * 2)
+        few = Dim(f"{self.best.name}_candidates", self.best.size * ways)
+        shape = Shape([*x.shape.without(self.dim), few])
+        found = low.local(
+            Candidates(self.dim, self.best.size, few),
+            inputs,
+            [TensorType(shape, x.dtype), TensorType(shape, "int32")],
+            [(*kept, splits[self.dim])] * 2,
+        )
+        gathered = [low.placed(i, (*kept, ())) for i in found]
+        return low.local(BestOf(few.name, self.best), gathered, types, [(*kept, ())] * 2)
+
+    def gradient(self, dy: Any, inputs: Sequence[Tensor], output: Any) -> Sequence[Tensor | None]:
+        if dy[0] is None:
+            return (None,)
+        (x,) = inputs
+        put = PutAlong(x.shape.dim(self.dim), x.shape.without(self.dim).names)
+        return (x.graph.apply(put, dy[0], output[1]),)
+
+
+@dataclass(frozen=True)
+class Candidates(Op):
+    """A device's own `count` largest along its piece of `dim`, with their positions in the whole, along
+    `few`."""
+
+    dim: str
+    count: int
+    few: Dim
+    kind: ClassVar[str] = "reduce"
+    regroups: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=inputs[0].shape.names)
+
+    def infer(self, *inputs: TensorType) -> tuple[TensorType, TensorType]:
+        out = Shape([*inputs[0].shape.without(self.dim), self.few])
+        return TensorType(out, inputs[0].dtype), TensorType(out, "int32")
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        values, places = _largest(k, _last(k, slices[0], at.inputs[0].shape, self.dim), self.count)
+        return values, k.binary("add", places, k.scalar(at.offset(self.dim), "int32"))
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size * max(1, self.count.bit_length())
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("candidates are made by the lowering of top_k and have no gradient of their own")
+
+
+@dataclass(frozen=True)
+class BestOf(Op):
+    """The `best.size` largest of candidates (values, positions) along their last dimension."""
+
+    dim: str
+    best: Dim
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(
+            parallel=inputs[0].shape.without(self.dim).names,
+            whole={self.dim: "all candidates are compared", self.best.name: "they come in order"},
+        )
+
+    def infer(self, *inputs: TensorType) -> tuple[TensorType, TensorType]:
+        out = Shape([*inputs[0].shape.without(self.dim), self.best])
+        return TensorType(out, inputs[0].dtype), TensorType(out, "int32")
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        values, which = _largest(k, slices[0], self.best.size)
+        shape = at.inputs[0].shape
+        n, rows = shape.sizes[-1], shape.size // shape.sizes[-1]
+        flat = k.binary("add", k.reshape(which, (rows, self.best.size)), row_starts(k, rows, n))
+        places = k.take(k.reshape(slices[1], (shape.size,)), flat)
+        return values, k.reshape(places, at.outputs[1].shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size * max(1, self.best.size.bit_length())
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("the comparison of candidates is made by the lowering of top_k and has no gradient")
+
+
+@dataclass(frozen=True)
+class Sort(Op):
+    """The elements in order along one dimension, and the int32 positions that they had; equal ones keep
+    theirs."""
+
+    dim: str
+    descending: bool
+    kind: ClassVar[str] = "reduce"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        kept = inputs[0].shape.without(self.dim).names
+        return Roles(parallel=kept, whole={self.dim: "an element may move to any device"})
+
+    def infer(self, *inputs: TensorType) -> tuple[TensorType, TensorType]:
+        (x,) = inputs
+        x.shape.index(self.dim)
+        if x.dtype == "bool":
+            raise UserError(f"sort of {x}: needs numbers")
+        return x, TensorType(x.shape, "int32")
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        shape = at.inputs[0].shape
+        axis, last, n = shape.index(self.dim), len(shape) - 1, shape.dim(self.dim).size
+        x = _last(k, slices[0], shape, self.dim)
+        if self.descending:
+            values, places = _largest(k, x, n)
+        else:
+            # Reversed before and after, so that equal elements keep their order.
+            values, places = (k.flip(t, last) for t in _largest(k, k.flip(x, last), n))
+            places = k.binary("sub", k.scalar(n - 1, "int32"), places)
+        back = [last if i == axis else i - (i > axis) for i in range(len(shape))]
+        return tuple(k.transpose(t, back) if axis != last else t for t in (values, places))
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size * max(1, local[0].shape.dim(self.dim).size.bit_length())
+
+    def gradient(self, dy: Any, inputs: Sequence[Tensor], output: Any) -> Sequence[Tensor | None]:
+        if dy[0] is None:
+            return (None,)
+        (x,) = inputs
+        put = PutAlong(x.shape.dim(self.dim), x.shape.without(self.dim).names)
+        moved = {self.dim: f"{self.dim}_sorted"}
+        return (x.graph.apply(put, rename(dy[0], **moved), rename(output[1], **moved)),)
+
+
+def _name(dim: Dim | str) -> str:
+    return dim.name if isinstance(dim, Dim) else dim
+
+
+def argmax(x: Tensor, dim: Dim | str) -> Tensor:
+    """int32 position of the first largest element along `dim`."""
+    return x.graph.apply(ArgMax(_name(dim)), x)
+
+
+def argmin(x: Tensor, dim: Dim | str) -> Tensor:
+    """int32 position of the first smallest element along `dim`."""
+    return argmax(-x, dim)
+
+
+def top_k(x: Tensor, dim: Dim | str, best: Dim) -> tuple[Tensor, Tensor]:
+    """The `best.size` largest elements along `dim`, largest first, and their positions: both [others,
+    best]."""
+    values, places = x.graph.apply(TopK(_name(dim), best), x)
+    return values, places
+
+
+def top_1(x: Tensor, dim: Dim | str) -> tuple[Tensor, Tensor]:
+    """The largest element along `dim` and its position."""
+    return reduce_max(x, dim), argmax(x, dim)
+
+
+def sort(x: Tensor, dim: Dim | str, descending: bool = False) -> Tensor:
+    """The elements in order along `dim`."""
+    values, _ = x.graph.apply(Sort(_name(dim), descending), x)
+    out: Tensor = values
+    return out
+
+
+def argsort(x: Tensor, dim: Dim | str, descending: bool = False) -> Tensor:
+    """int32 positions of the elements in order along `dim`."""
+    _, places = x.graph.apply(Sort(_name(dim), descending), x)
+    out: Tensor = places
+    return out
+
+
+def nth_largest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
+    """The element of which n others along `dim` are at least as large (n = 0: the largest)."""
+    best = Dim(f"{_name(dim)}_best", n + 1)
+    values = top_k(x, dim, best)[0]
+    return reshape(slice_dim(values, best, n, 1), values.shape.without(best.name))
+
+
+def nth_smallest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
+    """The element of which n others along `dim` are at most as large (n = 0: the smallest)."""
+    return -nth_largest(-x, n, dim)

@@ -1,0 +1,131 @@
+"""What a device holds of its neighbours' pieces: windows over a split dimension that reach over a piece's
+ends.
+
+These operations are made by lowering only. Their dimension keeps its name and its split; its size is that of
+all the devices' windows laid end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.program import Permute
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+    from mesh_tf_core.tensor import Tensor
+
+
+def resized(x: TensorType, dim: str, size: int) -> TensorType:
+    """The type with another size for one dimension."""
+    return TensorType(Shape(Dim(dim, size) if d.name == dim else d for d in x.shape), x.dtype)
+
+
+@dataclass(frozen=True)
+class PieceSlice(Op):
+    """Elements begin .. begin+size-1 of a device's piece of `dim`."""
+
+    dim: str
+    begin: int
+    size: int
+    pieces: int
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return resized(inputs[0], self.dim, self.size * self.pieces)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        begin = [self.begin if n == self.dim else 0 for n in at.inputs[0].shape.names]
+        return k.slice(slices[0], begin, at.outputs[0].shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("slices of pieces are made by lowering and have no gradient of their own")
+
+
+@dataclass(frozen=True)
+class PieceJoin(Op):
+    """A device's pieces end to end along `dim`, with zeros before and after."""
+
+    dim: str
+    before: int
+    after: int
+    pieces: int
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        total = sum(t.shape.dim(self.dim).size for t in inputs)
+        return resized(inputs[0], self.dim, total + (self.before + self.after) * self.pieces)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        axis = at.inputs[0].shape.index(self.dim)
+        x = k.concat(slices, axis) if len(slices) > 1 else slices[0]
+        if not self.before and not self.after:
+            return x
+        return k.pad(x, [(self.before, self.after) if i == axis else (0, 0) for i in range(len(x.shape))])
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("joined pieces are made by lowering and have no gradient of their own")
+
+
+def window(low: Lowering, id: int, dim: str, begin: int, end: int, wrap: bool = False) -> int:
+    """Every device's elements begin .. end-1 of `dim`, counted from the start of its own piece.
+
+    What lies in other pieces comes from their devices, however far; beyond the ends of the dimension are
+    zeros, or with `wrap` its other end. At least one device must have an element of the dimension in its
+    window.
+    """
+    v = low.values[id]
+    axes = v.split_of(dim)
+    count = low.mesh.group_size(axes)
+    size = v.shape.dim(dim).size // count
+    parts: list[int] = []
+    before = after = 0
+    for far in range(begin // size, -(-end // size)):
+        first, last = max(begin - far * size, 0), min(end - far * size, size)
+        if not wrap and abs(far) >= count:
+            before, after = (before + last - first, after) if far < 0 else (before, after + last - first)
+            continue
+        part = id if last - first == size else _cut(low, id, dim, first, last - first, count)
+        parts.append(_moved(low, part, axes, -far, wrap))
+    if len(parts) == 1 and not before and not after:
+        return parts[0]
+    op = PieceJoin(dim, before, after, count)
+    return low.local(op, parts, [op.infer(*(_type(low, p) for p in parts))], [v.splits])[0]
+
+
+def _type(low: Lowering, id: int) -> TensorType:
+    return TensorType(low.values[id].shape, low.values[id].dtype)
+
+
+def _cut(low: Lowering, id: int, dim: str, begin: int, size: int, count: int) -> int:
+    op = PieceSlice(dim, begin, size, count)
+    return low.local(op, [id], [op.infer(_type(low, id))], [low.values[id].splits])[0]
+
+
+def _moved(low: Lowering, id: int, axes: tuple[str, ...], shift: int, wrap: bool) -> int:
+    count = low.mesh.group_size(axes)
+    shift = (shift + count // 2) % count - count // 2 if wrap else shift
+    if not shift:
+        return id
+    out = low.new(_type(low, id), low.values[id].splits)
+    low.emit(Permute((id,), (out,), low.origin, axes, shift, wrap))
+    return out

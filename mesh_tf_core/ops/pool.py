@@ -1,0 +1,264 @@
+"""Pooling: the maximum, sum or mean of windows, also where their dimensions are split (as in `conv`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.dtypes import is_float
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.basic import constant_like
+from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.pieces import window
+from mesh_tf_core.ops.windows import Pads, Window, fitted, spread, strided, windows
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+    from mesh_tf_core.tensor import Tensor
+
+LOWEST = float("-inf")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Along one window's dimension, what a device works on, relative to its piece.
+
+    Attributes:
+      inputs: where its inputs begin.
+      outputs: where its outputs begin.
+      size, total: inputs in its piece, and in all pieces.
+    """
+
+    inputs: int
+    outputs: int
+    size: int
+    total: int
+
+
+Parts = tuple[Part, ...] | None
+
+
+def _taps(geometry: Sequence[Window]) -> list[tuple[int, ...]]:
+    return list(product(*(range(v.size) for v in geometry)))
+
+
+def _prepared(k: Kernel, at: At, x: Any, shape: Shape, op: Pool | PoolGrad, outputs: Sequence[int]) -> Any:
+    """The inputs of `outputs` windows per dimension; for the maximum, padding is the lowest number."""
+    fill = LOWEST if op.fn == "max" else 0.0
+    for i, v in enumerate(op.windows):
+        axis = shape.index(v.dim)
+        part = op.parts[i] if op.parts else Part(0, 0, shape.sizes[axis], shape.sizes[axis])
+        if op.fn == "max" and v.dim in at.split:
+            place = k.scalar(at.shard(v.dim) * part.size + part.inputs, "int32")
+            positions = k.binary("add", k.iota(shape.sizes[axis], "int32"), place)
+            inside = k.binary(
+                "and",
+                k.binary("ge", positions, k.scalar(0, "int32")),
+                k.binary("lt", positions, k.scalar(part.total, "int32")),
+            )
+            inside = k.reshape(inside, [shape.sizes[axis] if j == axis else 1 for j in range(len(shape))])
+            x = k.where(inside, x, k.scalar(fill, at.inputs[0].dtype))
+        first = part.outputs * v.stride - v.before
+        x = fitted(k, x, axis, part.inputs - first, (outputs[i] - 1) * v.stride + v.reach, fill)
+    return x
+
+
+def _tap(
+    k: Kernel, x: Any, shape: Shape, op: Pool | PoolGrad, tap: Sequence[int], counts: Sequence[int]
+) -> Any:
+    for v, t, count in zip(op.windows, tap, counts, strict=True):
+        x = strided(k, x, shape.index(v.dim), t * v.dilation, count, v.stride)
+    return x
+
+
+@dataclass(frozen=True)
+class Pool(Op):
+    """The maximum or sum of every window; padding counts as nothing.
+
+    Attributes:
+      parts: per window, what this device works on (set by lowering).
+    """
+
+    fn: str
+    windows: tuple[Window, ...]
+    parts: Parts = None
+    kind: ClassVar[str] = "reduce"
+
+    def __post_init__(self) -> None:
+        if self.fn not in ("max", "sum"):
+            raise UserError(f"pool: fn must be max or sum, found {self.fn!r}")
+
+    @property
+    def name(self) -> str:
+        return f"{self.fn}_pool"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        (x,) = inputs
+        if not is_float(x.dtype):
+            raise UserError(f"{self.name} of {x}: needs a floating-point tensor")
+        sizes = {v.dim: v.outputs(x.shape.dim(v.dim).size) for v in self.windows}
+        return TensorType(Shape(Dim(d.name, sizes.get(d.name, d.size)) for d in x.shape), x.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        counts = [at.outputs[0].shape.dim(v.dim).size for v in self.windows]
+        x = _prepared(k, at, slices[0], at.inputs[0].shape, self, counts)
+        out = None
+        for tap in _taps(self.windows):
+            part = _tap(k, x, at.inputs[0].shape, self, tap, counts)
+            out = part if out is None else k.binary("max" if self.fn == "max" else "add", out, part)
+        return out
+
+    def flops(self, *local: TensorType) -> float:
+        steps = math.prod(v.stride for v in self.windows)
+        return local[0].shape.size / steps * math.prod(v.size for v in self.windows)
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        x, parts = inputs[0], []
+        for v in self.windows:
+            here = low.values[x]
+            count, inside = low.mesh.group_size(here.split_of(v.dim)), here.shape.dim(v.dim).size
+            outside = types[0].shape.dim(v.dim).size
+            if count > 1 and v.split_alike(inside, outside, count):
+                begin, end = v.inputs_of(0, outside // count)
+                x = window(low, x, v.dim, begin, end)
+                parts.append(Part(begin, 0, inside // count, inside))
+            else:
+                x = low.without(x, [v.dim])
+                parts.append(Part(0, 0, inside, inside))
+        return low.local(replace(self, parts=tuple(parts)), [x], types, [_splits(low, x, types[0])])
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (dy.graph.apply(PoolGrad(self.fn, self.windows), inputs[0], dy),)
+
+
+@dataclass(frozen=True)
+class PoolGrad(Op):
+    """From (x, dy): dy to the first largest input of each window, or (sum) to all of them."""
+
+    fn: str
+    windows: tuple[Window, ...]
+    parts: Parts = None
+    kind: ClassVar[str] = "reduce"
+
+    @property
+    def name(self) -> str:
+        return f"{self.fn}_pool_grad"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        shape, dtype = at.inputs[0].shape, at.inputs[0].dtype
+        counts = [at.inputs[1].shape.dim(v.dim).size for v in self.windows]
+        x = _prepared(k, at, slices[0], shape, self, counts)
+        dy, lengths = slices[1], list(x.shape)
+        taps = _taps(self.windows)
+        best, left, total = None, None, k.full(lengths, 0.0, dtype)
+        if self.fn == "max":
+            for tap in taps:
+                part = _tap(k, x, shape, self, tap, counts)
+                best = part if best is None else k.binary("max", best, part)
+        for tap in taps:
+            share = dy
+            if self.fn == "max":
+                hit = k.binary("eq", _tap(k, x, shape, self, tap, counts), best)
+                hit = hit if left is None else k.binary("and", hit, left)
+                missed = k.unary("not", hit)
+                left = missed if left is None else k.binary("and", left, missed)
+                share = k.where(hit, dy, k.scalar(0.0, dtype))
+            for v, t in zip(self.windows, tap, strict=True):
+                axis = shape.index(v.dim)
+                share = fitted(k, spread(k, share, axis, v.stride), axis, t * v.dilation, lengths[axis])
+            total = k.binary("add", total, share)
+        for i, v in enumerate(self.windows):
+            first = (self.parts[i].outputs if self.parts else 0) * v.stride - v.before
+            axis = shape.index(v.dim)
+            total = fitted(k, total, axis, first, at.outputs[0].shape.sizes[axis])
+        return total
+
+    def flops(self, *local: TensorType) -> float:
+        return 3.0 * local[1].shape.size * math.prod(v.size for v in self.windows)
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        (x, dy), parts = inputs, []
+        for v in self.windows:
+            here = low.values[x]
+            count, inside = low.mesh.group_size(here.split_of(v.dim)), here.shape.dim(v.dim).size
+            outside = low.values[dy].shape.dim(v.dim).size
+            if count > 1 and v.split_alike(inside, outside, count):
+                first, last = v.outputs_of(0, inside // count)
+                begin, end = v.inputs_of(first, last)
+                dy = window(low, dy, v.dim, first, last)
+                x = window(low, x, v.dim, begin, end)
+                parts.append(Part(begin, first, inside // count, inside))
+            else:
+                x, dy = low.without(x, [v.dim]), low.without(dy, [v.dim])
+                parts.append(Part(0, 0, inside, inside))
+        return low.local(replace(self, parts=tuple(parts)), [x, dy], types, [_splits(low, x, types[0])])
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError(
+            f"the second derivative of {self.fn}_pool is not defined; use stop_gradient on the first"
+        )
+
+
+def _splits(low: Lowering, x: int, out: TensorType) -> tuple[tuple[str, ...], ...]:
+    return tuple(low.values[x].split_of(n) for n in out.shape.names)
+
+
+def _pool(fn: str, x: Tensor, dims: Sequence[Dim], sizes: Sequence[int], strides: Any, pads: Pads) -> Tensor:
+    steps = list(sizes) if strides is None else [strides] * len(dims) if isinstance(strides, int) else strides
+    found = windows([x.shape.dim(d.name) for d in dims], sizes, steps, [1] * len(dims), pads)
+    return x.graph.apply(Pool(fn, found), x)
+
+
+def max_pool(
+    x: Tensor,
+    dims: Sequence[Dim],
+    sizes: Sequence[int],
+    strides: int | Sequence[int] | None = None,
+    pads: Pads = "valid",
+) -> Tensor:
+    """The largest element of every window along `dims`, which keep their names.
+
+    Args:
+      sizes: of the windows; strides: by default the sizes, so that windows do not overlap.
+      pads: `valid`, `same`, or (before, after) per dimension.
+    """
+    return _pool("max", x, dims, sizes, strides, pads)
+
+
+def sum_pool(
+    x: Tensor,
+    dims: Sequence[Dim],
+    sizes: Sequence[int],
+    strides: int | Sequence[int] | None = None,
+    pads: Pads = "valid",
+) -> Tensor:
+    """The sum of every window; arguments as of `max_pool`."""
+    return _pool("sum", x, dims, sizes, strides, pads)
+
+
+def avg_pool(
+    x: Tensor,
+    dims: Sequence[Dim],
+    sizes: Sequence[int],
+    strides: int | Sequence[int] | None = None,
+    pads: Pads = "valid",
+) -> Tensor:
+    """The mean of every window over its elements that are not padding; arguments as of `max_pool`."""
+    ones = broadcast(constant_like(x, 1.0), [x.shape.dim(d.name) for d in dims])
+    return sum_pool(x, dims, sizes, strides, pads) / sum_pool(ones, dims, sizes, strides, pads)

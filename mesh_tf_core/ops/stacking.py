@@ -1,0 +1,63 @@
+"""Stacking tensors along a new dimension, and taking a dimension apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ops.shape import concat, rename, reshape, slice_dim, transpose
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tensor import Tensor
+
+
+def stack(xs: Sequence[Tensor], dim: str, axis: int = 0) -> Tensor:
+    """Tensors of one shape as slices of a new dimension called `dim`, put at position `axis`."""
+    if not xs:
+        raise UserError("stack: needs at least one tensor")
+    shape = xs[0].shape
+    # Under a name of its own while it has one element: a layout that splits `dim` could not cut it.
+    row = Dim(f"{dim}_stacked", 1)
+    rows = [reshape(x, [row, *shape]) for x in (transpose(x, shape) for x in xs)]
+    whole = rename(concat(rows, row), **{row.name: dim})
+    order = [*shape.dims[:axis], whole.dim(dim), *shape.dims[axis:]]
+    return transpose(whole, order)
+
+
+def unstack(x: Tensor, dim: Dim | str) -> list[Tensor]:
+    """One tensor per element of `dim`, which they lack."""
+    name = dim.name if isinstance(dim, Dim) else dim
+    rest, apart = x.shape.without(name), f"{name}_unstacked"
+    parts = split(rename(x, **{name: apart}), apart, x.shape.dim(name).size)
+    return [reshape(part, rest) for part in parts]
+
+
+def split(x: Tensor, dim: Dim | str, parts: int | Sequence[int]) -> list[Tensor]:
+    """Parts of `dim`, of the sizes given or of one size.
+
+    Args:
+      parts: number of equal parts, or the size of each.
+    """
+    name = dim.name if isinstance(dim, Dim) else dim
+    total = x.shape.dim(name).size
+    if isinstance(parts, int):
+        if parts < 1 or total % parts:
+            raise UserError(f"split of [{x.shape}]: {name!r} cannot be cut into {parts} equal parts")
+        parts = [total // parts] * parts
+    if sum(parts) != total:
+        raise UserError(f"split of [{x.shape}]: parts of {name!r} {list(parts)} add up to {sum(parts)}")
+    out, begin = [], 0
+    for size in parts:
+        out.append(slice_dim(x, name, begin, size))
+        begin += size
+    return out
+
+
+def squeeze(x: Tensor, dim: Dim | str) -> Tensor:
+    """x without a dimension of size 1."""
+    name = dim.name if isinstance(dim, Dim) else dim
+    if x.shape.dim(name).size != 1:
+        raise UserError(f"squeeze of [{x.shape}]: {name!r} has more than one element")
+    return reshape(x, Shape(d for d in x.shape if d.name != name))

@@ -1,0 +1,36 @@
+"""Every operation with TensorFlow's kernel gives what it gives with NumPy's, whole and split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.kernels.tf_kernel import TfKernel
+from tests.conformance.helper import Built, Sample, check_close, legal_layouts
+from tests.conformance.samples import SAMPLES
+
+
+class EagerKernel(TfKernel):
+    """Takes the engine's NumPy pieces of the batch in."""
+
+    def slice(self, x: Any, begin: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return super().slice(tf.convert_to_tensor(x), begin, sizes)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+def test_operation(sample: Sample) -> None:
+    built, mesh = Built(sample, "float32"), mtf.Mesh("x:2;y:2")
+    tables = list(legal_layouts(built, mesh))
+    # The first layout splits nothing; the others lie all over the rest.
+    for table in islice(tables, 0, None, max(1, len(tables) // 3)):
+        program = built.program(mesh, mtf.Layout(table))
+        want = built.run(program)
+        got = LockstepEngine(program, EagerKernel()).step(built.batch)
+        for name, value in want.items():
+            check_close(name, got[name], value, 3e-5, f"{sample.name} in TensorFlow under [{program.layout}]")
