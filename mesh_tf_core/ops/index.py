@@ -14,6 +14,7 @@ from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.shape import transpose
 
 if TYPE_CHECKING:
     from mesh_tf_core.tensor import Tensor
@@ -227,8 +228,12 @@ def one_hot(ids: Tensor, dim: Dim, dtype: str = "float32") -> Tensor:
 
 
 def gather(table: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
-    """Rows of `table` (whose first dimension is `dim`) by id: [ids' dims, the table's other dims]."""
-    return table.graph.apply(Gather(dim.name if isinstance(dim, Dim) else dim), table, ids)
+    """Slices of `table` along `dim` by id: [ids' dims, the table's other dims]; zeros for ids that it
+    lacks."""
+    name = dim.name if isinstance(dim, Dim) else dim
+    if table.shape.index(name):
+        table = transpose(table, [table.shape.dim(name), *table.shape.without(name)])
+    return table.graph.apply(Gather(name), table, ids)
 
 
 def pick(x: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:

@@ -69,3 +69,148 @@ def maximum(x: Tensor | float, y: Tensor | float) -> Tensor:
 def minimum(x: Tensor | float, y: Tensor | float) -> Tensor:
     """The smaller of two, element by element."""
     return binary("min", x, y)
+
+
+def abs(x: Tensor) -> Tensor:
+    """Absolute value."""
+    return unary("abs", x)
+
+
+def sign(x: Tensor) -> Tensor:
+    """-1, 0 or 1."""
+    return unary("sign", x)
+
+
+def sin(x: Tensor) -> Tensor:
+    """Sine."""
+    return unary("sin", x)
+
+
+def cos(x: Tensor) -> Tensor:
+    """Cosine."""
+    return unary("cos", x)
+
+
+def log1p(x: Tensor) -> Tensor:
+    """log(1 + x), exact for small x."""
+    return unary("log1p", x)
+
+
+def expm1(x: Tensor) -> Tensor:
+    """exp(x) - 1, exact for small x."""
+    return unary("expm1", x)
+
+
+def erf(x: Tensor) -> Tensor:
+    """Error function."""
+    return unary("erf", x)
+
+
+def floor(x: Tensor) -> Tensor:
+    """Largest whole number that is not above x."""
+    return unary("floor", x)
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """1 / x."""
+    return unary("reciprocal", x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x))."""
+    return unary("softplus", x)
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """Whether x is neither infinite nor not a number."""
+    return unary("is_finite", x)
+
+
+def logical_not(x: Tensor) -> Tensor:
+    """Whether x does not hold."""
+    return unary("not", x)
+
+
+def negative(x: Tensor) -> Tensor:
+    """-x."""
+    return -x
+
+
+def swish(x: Tensor) -> Tensor:
+    """x * sigmoid(x), under the name of Ramachandran et al. 2017."""
+    return silu(x)
+
+
+def add(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x + y, broadcast by name."""
+    return binary("add", x, y)
+
+
+def subtract(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x - y, broadcast by name."""
+    return binary("sub", x, y)
+
+
+def multiply(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x * y, broadcast by name."""
+    return binary("mul", x, y)
+
+
+def divide(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x / y, broadcast by name."""
+    return binary("div", x, y)
+
+
+def pow(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x to the power y."""
+    return binary("pow", x, y)
+
+
+def mod(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x - floor(x / y) * y, with the sign of y."""
+    return binary("mod", x, y)
+
+
+def floordiv(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """floor(x / y)."""
+    return binary("floordiv", x, y)
+
+
+def equal(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """Whether x and y are equal."""
+    return binary("eq", x, y)
+
+
+def not_equal(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """Whether x and y differ."""
+    return binary("ne", x, y)
+
+
+def less(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """Whether x < y."""
+    return binary("lt", x, y)
+
+
+def less_equal(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """Whether x <= y."""
+    return binary("le", x, y)
+
+
+def greater(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """Whether x > y."""
+    return binary("gt", x, y)
+
+
+def greater_equal(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """Whether x >= y."""
+    return binary("ge", x, y)
+
+
+def logical_and(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """Whether both hold."""
+    return binary("and", x, y)
+
+
+def logical_or(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """Whether at least one of two holds."""
+    return binary("or", x, y)

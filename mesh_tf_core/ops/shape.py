@@ -272,6 +272,17 @@ def rename(x: Tensor, **names: str) -> Tensor:
     return x.graph.apply(Rename(pairs), x) if pairs else x
 
 
+def rename_dimension(x: Tensor, old: Dim | str, new: str) -> Tensor:
+    """x with one dimension renamed."""
+    return rename(x, **{_name(old): new})
+
+
+def anonymize(x: Tensor, *dims: Dim | str) -> Tensor:
+    """x with the dimensions (none named: all) under names that no layout splits, one per position."""
+    chosen = [_name(d) for d in dims] or list(x.shape.names)
+    return rename(x, **{name: f"_anonymous_{x.shape.index(name)}" for name in chosen})
+
+
 def reshape(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
     """The elements of x in row-major order as `output`; the sizes' product must agree."""
     shape = Shape(output)

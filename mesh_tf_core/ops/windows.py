@@ -78,6 +78,7 @@ def padding(kind: str, size: int, stride: int, dilation: int, inputs: int) -> tu
         return 0, 0
     if kind.lower() != "same":
         raise UserError(f"padding {kind!r}: use 'same', 'valid', or pairs of (before, after)")
+    stride = max(1, stride)  # a stride that is not positive is refused by `Window`
     total = max(0, (-(-inputs // stride) - 1) * stride + (size - 1) * dilation + 1 - inputs)
     return total // 2, total - total // 2
 

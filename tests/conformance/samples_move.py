@@ -127,6 +127,14 @@ INDEX = (
         together=("v d a b",),
     ),
     Sample(
+        "gather from the middle",
+        "index",
+        lambda g, t, i: mtf.gather(t, i, "v"),
+        (Arg("c:2 v:8 d:4"), Arg("a:8", "int:8")),
+        lambda t, i: t[:, i].transpose(1, 0, 2),
+        together=("c v d a",),
+    ),
+    Sample(
         "scatter_add",
         "index",
         lambda g, x, i: mtf.scatter_add(x, i, mtf.Dim("v", 8)),
@@ -193,6 +201,47 @@ def _np_nested(x: np.ndarray, v: np.ndarray, w: np.ndarray) -> np.ndarray:
     return h
 
 
+def _cubed(g: mtf.Graph, x: mtf.Tensor, y: mtf.Tensor) -> Any:
+    """x^3 y and x - y with gradients of their own, which are the true ones."""
+
+    def backward(dys: Any, xs: Any, outputs: Any) -> Any:
+        (a, b), (da, db) = xs, dys
+        return 3.0 * a * a * b * da + db, a * a * a * da - db
+
+    return mtf.custom_gradient(lambda a, b: (a * a * a * b, a - b), backward, [x, y])
+
+
+def _loop_until(g: mtf.Graph, x: mtf.Tensor, w: mtf.Tensor) -> Any:
+    return mtf.while_loop(
+        lambda n, h: n < 3, lambda n, h: (n + 1, h * w + 0.5), [mtf.reduce_sum(x).cast("int32") * 0, x], 5
+    )
+
+
+def _np_loop_until(x: np.ndarray, w: np.ndarray) -> Any:
+    h = x
+    for _ in range(3):
+        h = h * w + 0.5
+    return np.int32(3), h
+
+
+CONTROL = (
+    Sample(
+        "custom_gradient",
+        "control",
+        _cubed,
+        (Arg("a:8 b:4"), Arg("b:4 a:8")),
+        lambda x, y: (x**3 * y.T, x - y.T),
+    ),
+    Sample(
+        "cond",
+        "control",
+        lambda g, x, y: mtf.cond(mtf.reduce_sum(y) > 0.0, lambda: x * 2.0, lambda: x * y),
+        (Arg("a:8 b:4"), Arg("b:4", "positive")),
+        lambda x, y: 2 * x,
+    ),
+    Sample("while_loop", "control", _loop_until, (Arg("a:4 b:4"), Arg("b:4")), _np_loop_until),
+)
+
 LOOPS = (
     Sample(
         "scan",
@@ -214,4 +263,4 @@ LOOPS = (
     ),
 )
 
-SAMPLES = (*SHAPE, *INDEX, *RANDOM, *LOOPS)
+SAMPLES = (*SHAPE, *INDEX, *RANDOM, *CONTROL, *LOOPS)

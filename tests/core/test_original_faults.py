@@ -56,13 +56,39 @@ def test_gradient_of_a_loop() -> None:
 
 
 def test_concat_and_slice_on_a_split_dimension() -> None:
-    """It refuses both."""
+    """It refuses."""
     g = mtf.Graph()
     x = g.input("x", [A, B], "float32")
     y = mtf.slice_dim(mtf.concat([x, x * 2.0], "a"), "a", 2, 4)
     values = np.arange(16, dtype=np.float32).reshape(4, 4)
     got = run(g, "m:2;n:2", "a:m;b:n", {"x": values}, y=y)
     np.testing.assert_array_equal(got["y"], np.concatenate([values, 2 * values])[2:6])
+
+
+def test_top_k_of_minus_infinity() -> None:
+    """It gives a wrong value and the same index twice."""
+    g = mtf.Graph()
+    x = g.input("x", [A, B], "float32")
+    values, places = mtf.top_k(x, "a", mtf.Dim("k", 2))
+    low = np.full((4, 4), -np.inf, np.float32)
+    low[3, 1] = 2.0
+    for layout in ("", "a:m", "b:m"):
+        got = run(g, "m:2", layout, {"x": low}, values=values, places=places)
+        np.testing.assert_array_equal(got["places"], [[0, 1], [3, 0], [0, 1], [0, 1]])
+        np.testing.assert_array_equal(got["values"][1], [2.0, -np.inf])
+
+
+def test_convolution_on_a_split_dimension() -> None:
+    """It refuses gradients of it; here only the borders are sent."""
+    g = mtf.Graph()
+    length = mtf.Dim("length", 64)
+    channel, tap, out = mtf.Dim("in", 2), mtf.Dim("tap", 3), mtf.Dim("out", 2)
+    x, w = g.input("x", [length, channel], "float32"), g.input("w", [tap, channel, out], "float32")
+    dx, _ = mtf.gradients(mtf.reduce_sum(mtf.square(mtf.conv(x, w, [length], [tap], channel))), [x, w])
+    assert dx is not None
+    program = verify(mtf.lower(g, mtf.Mesh("m:4"), mtf.Layout("length:m"), {"dx": dx}))
+    # Forward a column to each side (2 channels), backward one of the two outputs' to each side: 8 bytes each.
+    assert program.communication_bytes() == {"m": 4 * 8.0}
 
 
 RANDOM = """

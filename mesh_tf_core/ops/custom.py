@@ -1,0 +1,80 @@
+"""Gradients that the model writes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.basic import stop_gradient
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+    from mesh_tf_core.tensor import Tensor
+
+GradientOf = Callable[[list["Tensor | None"], list["Tensor"], list["Tensor"]], "Sequence[Tensor | None]"]
+
+
+@dataclass(frozen=True)
+class CustomGradient(Op):
+    """The first `count` inputs as they are; the gradient goes to the others, by a function of the model."""
+
+    count: int
+    function: GradientOf = field(compare=False)
+    kind: ClassVar[str] = "data"
+    free: ClassVar[bool] = True
+    regroups: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=tuple(dict.fromkeys(n for t in inputs[: self.count] for n in t.shape.names)))
+
+    def infer(self, *inputs: TensorType) -> TensorType | tuple[TensorType, ...]:
+        return inputs[0] if self.count == 1 else inputs[: self.count]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return slices[0] if self.count == 1 else slices[: self.count]
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        """No instruction: the values themselves."""
+        return list(inputs[: self.count])
+
+    def gradient(self, dy: Any, inputs: Sequence[Tensor], output: Any) -> Sequence[Tensor | None]:
+        dys = [dy] if self.count == 1 else list(dy)
+        ys = [output] if self.count == 1 else list(output)
+        xs = list(inputs[self.count :])
+        found = list(self.function(dys, xs, ys))
+        for x, dx in zip(xs, found, strict=False):
+            if (dx is not None and dx.type.dtype != x.type.dtype) or (
+                dx is not None and set(dx.shape) != set(x.shape)
+            ):
+                raise UserError(f"custom_gradient: the gradient of {x!r} must have its type, found {dx!r}")
+        if len(found) != len(xs):
+            raise UserError(f"custom_gradient: {len(xs)} inputs need as many gradients, found {len(found)}")
+        return [*[None] * self.count, *found]
+
+    def describe(self) -> str:
+        return f"custom_gradient({self.count})"
+
+
+def custom_gradient(
+    forward: Callable[..., Any], backward: GradientOf, inputs: Sequence[Tensor]
+) -> Tensor | tuple[Tensor, ...]:
+    """forward(*inputs), differentiated by `backward` instead of by its operations.
+
+    Args:
+      forward: gives a tensor or a tuple of tensors.
+      backward: backward(gradients of the outputs, inputs, outputs) -> one gradient per input (None: none). A
+        gradient that nothing needs is None. What `forward` reads besides its inputs gets no gradient.
+    """
+    if not inputs:
+        raise UserError("custom_gradient: needs at least one input")
+    made = forward(*(stop_gradient(x) for x in inputs))
+    ys = list(made) if isinstance(made, tuple) else [made]
+    out: Any = inputs[0].graph.apply(CustomGradient(len(ys), backward), *ys, *inputs)
+    return out if isinstance(made, tuple) and len(ys) > 1 else (out,) if isinstance(made, tuple) else out

@@ -1,0 +1,99 @@
+"""Random numbers: their distributions, and that keys differ by call, step and loop iteration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines.lockstep import LockstepEngine
+
+N, M = mtf.Dim("n", 400), mtf.Dim("m", 250)
+KEY = {"key": np.array(7, np.int32)}
+
+
+def draw(make: Any, layout: str = "n:x") -> np.ndarray:
+    g = mtf.Graph()
+    y = make(g, g.input("key", [], "int32"))
+    return np.asarray(
+        LockstepEngine(mtf.lower(g, mtf.Mesh("x:2"), mtf.Layout(layout), {"y": y})).step(KEY)["y"]
+    )
+
+
+def moments(x: np.ndarray) -> list[float]:
+    z = (x - x.mean()) / x.std()
+    return [float(x.mean()), float(x.std()), float((z**3).mean()), float((z**4).mean())]
+
+
+def test_uniform() -> None:
+    x = draw(lambda g, key: mtf.random_uniform(key, [N, M], 1.0, 3.0))
+    assert x.min() >= 1 and x.max() < 3
+    assert moments(x) == pytest.approx([2, 2 / 12**0.5, 0, 1.8], abs=0.02)
+    counts = np.histogram(x, 50, (1, 3))[0]
+    assert np.abs(counts - 2000).max() < 6 * 2000**0.5
+
+
+def test_normal() -> None:
+    x = draw(lambda g, key: mtf.random_normal(key, [N, M], 1.0, 2.0))
+    assert np.isfinite(x).all()
+    assert moments(x) == pytest.approx([1, 2, 0, 3], abs=0.06)
+    assert (np.abs(x - 1) > 4).mean() == pytest.approx(0.0455, abs=0.003)
+
+
+def test_neighbours_are_independent() -> None:
+    x = draw(lambda g, key: mtf.random_normal(key, [N, M]))
+    for a, b in ((x[:-1], x[1:]), (x[:, :-1], x[:, 1:]), (x[:-1, :-1], x[1:, 1:])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.015
+
+
+def test_dropout_keeps_its_share_and_the_mean() -> None:
+    x = draw(lambda g, key: mtf.dropout(mtf.random_uniform(key, [N, M]) * 0.0 + 1.0, 0.3, key))
+    assert set(np.unique(x)) == {np.float32(0), np.float32(1 / 0.7)}
+    assert (x > 0).mean() == pytest.approx(0.7, abs=0.006)
+
+
+def test_categorical_follows_the_softmax() -> None:
+    kinds = mtf.Dim("kinds", 4)
+
+    def make(g: mtf.Graph, key: mtf.Tensor) -> mtf.Tensor:
+        logits = mtf.log(mtf.mtf_range(g, kinds, "float32") + 1.0)
+        return mtf.random_categorical(mtf.broadcast(logits, [N, M, kinds]), kinds, key)
+
+    for layout in ("n:x", "kinds:x"):
+        share = np.bincount(draw(make, layout).ravel(), minlength=4) / 100_000
+        np.testing.assert_allclose(share, np.arange(1, 5) / 10, atol=0.006)
+
+
+def test_temperature() -> None:
+    kinds = mtf.Dim("kinds", 4)
+
+    def at(temperature: float) -> np.ndarray:
+        def make(g: mtf.Graph, key: mtf.Tensor) -> mtf.Tensor:
+            logits = mtf.broadcast(mtf.mtf_range(g, kinds, "float32"), [N, M, kinds])
+            return mtf.sample_with_temperature(logits, kinds, temperature, key)
+
+        return draw(make)
+
+    assert (at(0.0) == 3).all()
+    assert (at(0.2) == 3).mean() > 0.99 > (at(1.0) == 3).mean() > (at(5.0) == 3).mean()
+    with pytest.raises(mtf.UserError, match="temperature must be >= 0, found -1"):
+        at(-1.0)
+
+
+def test_keys_differ_by_call_step_and_iteration() -> None:
+    g = mtf.Graph()
+    w = g.variable("w", [mtf.Dim("a", 64)], mtf.ONES)
+    first, second = mtf.dropout(w, 0.5), mtf.dropout(w, 0.5)
+    _, (layers,) = mtf.scan(lambda h: (h, [mtf.dropout(w, 0.5)]), w, mtf.Dim("layers", 3))
+    model = mtf.Model(mtf.reduce_sum(first))
+    results = {"first": first, "second": second, "layers": layers}
+    engine = LockstepEngine(mtf.lower(model.step_graph, mtf.Mesh("x:2"), mtf.Layout("a:x"), results))
+    masks = []
+    for _ in range(2):
+        out = engine.step({})
+        masks += [m > 0 for m in (out["first"], out["second"], *out["layers"])]
+    for i, a in enumerate(masks):
+        for b in masks[:i]:
+            assert 0.2 < (a != b).mean() < 0.8
