@@ -16,8 +16,9 @@ def open_engine(program: Program, kind: str = "auto", devices: tuple[str, ...] |
     """An engine for the program.
 
     Args:
-      kind: `local` runs on this process's devices (its GPUs if there are enough of them, else virtual CPU devices),
-        `lockstep` device by device in NumPy (slow; the oracle of tests), `auto` the fastest there is.
+      kind: `local` runs on this process's devices (its GPUs if there are enough of them, else virtual CPU
+        devices), `lockstep` device by device in NumPy (slow; the oracle of tests), `auto` the fastest there
+        is.
       devices: TensorFlow's names of the devices by rank; by default the first ones.
 
     Raises:

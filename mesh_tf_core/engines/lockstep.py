@@ -1,6 +1,7 @@
 """Runs a program device by device in one process, with any kernel: the oracle of tests.
 
-Values are lists with one piece per device; a collective computes from the lists. Exact, eager, slow and simple.
+Values are lists with one piece per device; a collective computes from the lists. Exact, eager, slow and
+simple.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class LockstepEngine:
         self.communication_bytes: dict[str, float] = {}
         self.compile_seconds = 0.0
 
-    # -- pieces --------------------------------------------------------------------------------------------------
+    # -- pieces ----------------------------------------------------------------------------------------------
 
     def begin(self, rank: int, v: Value) -> list[int]:
         """Index of the first element of a device's piece, per dimension."""
@@ -67,12 +68,14 @@ class LockstepEngine:
             out[where] = np.asarray(pieces[rank])
         for rank in self.devices:
             where = tuple(slice(b, b + n) for b, n in zip(self.begin(rank, v), sizes, strict=True))
-            same = np.array_equal(out[where], np.asarray(pieces[rank]).astype(out.dtype), equal_nan=v.dtype != "bool")
+            same = np.array_equal(
+                out[where], np.asarray(pieces[rank]).astype(out.dtype), equal_nan=v.dtype != "bool"
+            )
             if not same:
                 raise ValueError(f"device {rank} disagrees with others about its part of {v}")
         return out
 
-    # -- state ---------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
 
     def _stored(self, name: str) -> Value:
         stored = self.program.variables[name]
@@ -83,7 +86,10 @@ class LockstepEngine:
             v = self._stored(name)
             sizes = v.local(self.mesh).shape.sizes
             self.state[name] = [
-                self.k.cast(stored.variable.initializer.piece(name, v.shape.sizes, self.begin(rank, v), sizes), v.dtype)
+                self.k.cast(
+                    stored.variable.initializer.piece(name, v.shape.sizes, self.begin(rank, v), sizes),
+                    v.dtype,
+                )
                 for rank in self.devices
             ]
 
@@ -94,7 +100,20 @@ class LockstepEngine:
         v = self._stored(name)
         self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(np.asarray(array), v)]
 
-    # -- running -------------------------------------------------------------------------------------------------
+    @property
+    def variable_bytes(self) -> int:
+        if not self.state:
+            self.initialize()
+        return sum(int(np.asarray(pieces[0]).nbytes) for pieces in self.state.values())
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        self.state.clear()
+
+    # -- running ---------------------------------------------------------------------------------------------
 
     def steps(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [self.step(b) for b in batches]
@@ -109,7 +128,9 @@ class LockstepEngine:
         self.state.update(new)
         return {n: self.join(env[i], self.program.values[i]) for n, i in self.program.results.items()}
 
-    def run(self, code: Sequence[Instr], env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]) -> None:
+    def run(
+        self, code: Sequence[Instr], env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]
+    ) -> None:
         for instr in code:
             if isinstance(instr, Loop):
                 self.loop(instr, env, batch, new)
@@ -149,7 +170,9 @@ class LockstepEngine:
         for j, o in enumerate(instr.outputs):
             env[o] = [r[j] for r in results]
 
-    def loop(self, loop: Loop, env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]) -> None:
+    def loop(
+        self, loop: Loop, env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]
+    ) -> None:
         state = [env[init] for init, _, _, _ in loop.carried]
         stacks: dict[int, dict[int, Pieces]] = {o: {} for _, o in loop.stacked}
         sums: dict[int, Pieces] = {}
@@ -167,7 +190,11 @@ class LockstepEngine:
                 stacks[o][step] = inner[i]
             for i, o in loop.summed:
                 old = sums.get(o)
-                sums[o] = [self.k.binary("add", a, b) for a, b in zip(old, inner[i], strict=True)] if old else inner[i]
+                sums[o] = (
+                    [self.k.binary("add", a, b) for a, b in zip(old, inner[i], strict=True)]
+                    if old
+                    else inner[i]
+                )
         for (_, _, _, final), x in zip(loop.carried, state, strict=True):
             env[final] = x
         for o, parts in stacks.items():
@@ -177,7 +204,7 @@ class LockstepEngine:
     def k_stack(self, parts: Sequence[Any]) -> Any:
         return self.k.concat([self.k.reshape(p, (1, *p.shape)) for p in parts], 0)
 
-    # -- collectives ---------------------------------------------------------------------------------------------
+    # -- collectives -----------------------------------------------------------------------------------------
 
     def own_part(self, pieces: Pieces, v: Value, dim: str, axes: Axes) -> Pieces:
         """Every device's part of `dim` among its group over `axes`."""

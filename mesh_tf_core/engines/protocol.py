@@ -1,4 +1,5 @@
-"""What every engine can do: run a program's steps on real devices, hold its variables, count what it moves."""
+"""What every engine can do: run a program's steps on real devices, hold its variables, count what it
+moves."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ class Engine(Protocol):
         ...
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs one step on a batch (feed name -> global array); returns the program's results as global arrays.
+        """Runs one step on a batch (feed name -> global array); returns the program's results as global
+        arrays.
 
-        Every read of a variable sees the state before the step; after an error, the state is that before the step.
+        Every read of a variable sees the state before the step; after an error, the state is that before the
+        step.
         """
         ...
 
@@ -38,7 +41,8 @@ class Engine(Protocol):
 
     @property
     def communication_bytes(self) -> dict[str, float]:
-        """Bytes that a device sent in the last step, per mesh axis (axes that act together are joined by '+').
+        """Bytes that a device sent in the last step, per mesh axis (axes that act together are joined by
+        '+').
 
         Counted from the tensors handed to collectives, by `program.wire_bytes`.
         """
@@ -50,8 +54,11 @@ class Engine(Protocol):
         ...
 
     @property
-    def peak_memory_bytes(self) -> int:
-        """Most bytes that variables and values occupy on one device at any moment of a step."""
+    def peak_memory_bytes(self) -> int | None:
+        """Most bytes that were in use on one device at any moment, as its own counter says.
+
+        None where there is no such counter: virtual CPU devices share one allocator, NumPy has none.
+        """
         ...
 
     @property

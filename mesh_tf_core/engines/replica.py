@@ -1,4 +1,5 @@
-"""One device's share of a program: runs instructions on its pieces, with any kernel. No communication happens here."""
+"""One device's share of a program: runs instructions on its pieces, with any kernel. No communication happens
+here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Values stacked over a loop's iterations, kept as their parts: the loop that reads them again takes a part, no copy."""
+"""Values stacked over a loop's iterations, kept as their parts: the loop that reads them again takes a part,
+no copy."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ Pieces = list[Any]
 
 
 class Stack:
-    """One list of pieces (a piece per device) per iteration; stacked into one tensor per device when first needed.
+    """One list of pieces (a piece per device) per iteration; stacked into one tensor per device when first
+    needed.
 
     Args:
       join: stacks the parts of one device: (parts, rank) -> tensor.

@@ -1,11 +1,12 @@
 """Devices of this process for TensorFlow: its GPUs, or virtual CPU devices.
 
-TensorFlow fixes its devices and threads when it first runs anything, so `prepare` comes before that and happens once.
+TensorFlow fixes its devices and threads when it first runs anything, so `prepare` comes before that and
+happens once.
 
-Threads: all virtual CPU devices share one pool of intra-op threads. With at least as many devices as cores, every
-operation runs on one thread (the devices give the parallelism: measured 3-20 % faster per step than the default, and a
-virtual device then behaves like one core, which is what calibration assumes). With fewer devices than cores,
-TensorFlow's default (all cores) stays.
+Threads: all virtual CPU devices share one pool of intra-op threads. With at least as many devices as cores,
+every operation runs on one thread (the devices give the parallelism: measured 3-20 % faster per step than the
+default, and a virtual device then behaves like one core, which is what calibration assumes). With fewer
+devices than cores, TensorFlow's default (all cores) stays.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def prepare(devices: int) -> tuple[str, ...]:
     found = tf.config.list_logical_devices("CPU")
     if len(found) < devices:
         raise UserError(
-            f"the mesh needs {devices} devices, but TensorFlow already runs in this process with {len(found)} "
-            f"CPU devices; call mesh_tf_core.engines.prepare({devices}) before TensorFlow is used, or start a "
-            "new process"
+            f"the mesh needs {devices} devices, but TensorFlow already runs in this process with "
+            f"{len(found)} CPU devices; call mesh_tf_core.engines.prepare({devices}) before TensorFlow is "
+            "used, or start a new process"
         )
     return tuple(d.name for d in found[:devices])
 

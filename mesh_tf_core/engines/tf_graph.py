@@ -1,5 +1,5 @@
-"""Writes a TensorFlow graph as plain data: one node costs microseconds instead of the tenth of a millisecond that it
-takes to build it through TensorFlow's functions, so tracing hardly grows with the number of devices.
+"""Writes a TensorFlow graph as plain data: one node costs microseconds instead of the tenth of a millisecond
+that it takes to build it through TensorFlow's functions, so tracing hardly grows with the number of devices.
 """
 
 from __future__ import annotations
@@ -68,8 +68,11 @@ class GraphWriter:
             node.attr[key].i = number
         return [Wire(f"{name}:{i}", dtype, shape) for i, (dtype, shape) in enumerate(outputs)]
 
-    def call(self, function: Any, device: str, inputs: Sequence[Wire], after: Sequence[str] = ()) -> list[Wire]:
-        """A call of a traced function without captures. It is inlined where it runs, after devices are assigned."""
+    def call(
+        self, function: Any, device: str, inputs: Sequence[Wire], after: Sequence[str] = ()
+    ) -> list[Wire]:
+        """A call of a traced function without captures. It is inlined where it runs, after devices are
+        assigned."""
         outputs = [(t.dtype, tuple(t.shape)) for t in function.outputs]
         return self.node(_name(function), device, inputs, outputs, after=after)
 
@@ -80,7 +83,7 @@ class GraphWriter:
         self.functions.append(traced)
         return traced
 
-    # -- operations ----------------------------------------------------------------------------------------------
+    # -- operations ------------------------------------------------------------------------------------------
 
     def constant(self, value: int, device: str) -> Wire:
         """An int32 scalar."""
@@ -143,13 +146,13 @@ class GraphWriter:
         self.node("NoOp", device, [], [], after=after)
         return str(self.graph.node[-1].name)
 
-    # -- running -------------------------------------------------------------------------------------------------
+    # -- running ---------------------------------------------------------------------------------------------
 
     def compiled(self, outputs: Sequence[Wire]) -> Callable[..., Sequence[Any]]:
         """The graph as a function of its inputs.
 
-        It runs without TensorFlow's graph rewriting: parts are rewritten where they are inlined anyway, and over the
-        copies of all devices it only costs start-up time (a third of it, for no change per step).
+        It runs without TensorFlow's graph rewriting: parts are rewritten where they are inlined anyway, and
+        over the copies of all devices it only costs start-up time (a third of it, for no change per step).
         """
 
         def build(*args: Any) -> list[Any]:
@@ -160,7 +163,10 @@ class GraphWriter:
             used = {name for node in self.graph.node for name in node.input}
             names = [w.name for w in outputs]
             found = tf.compat.v1.import_graph_def(
-                self.graph, {k: v for k, v in given.items() if k in used}, [n for n in names if n not in given], name=""
+                self.graph,
+                {k: v for k, v in given.items() if k in used},
+                [n for n in names if n not in given],
+                name="",
             )
             made = iter(found)
             return [given[n] if n in given else next(made) for n in names]
@@ -171,7 +177,9 @@ class GraphWriter:
         def run(*args: Any) -> Sequence[Any]:
             # `traced` owns the function that `name` speaks of.
             assert traced is not None
-            found = tf.raw_ops.StatefulPartitionedCall(args=list(args), Tout=types, f=name, config_proto=config)
+            found = tf.raw_ops.StatefulPartitionedCall(
+                args=list(args), Tout=types, f=name, config_proto=config
+            )
             return found if isinstance(found, list | tuple) else []
 
         return run

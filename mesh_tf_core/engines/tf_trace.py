@@ -1,8 +1,8 @@
 """Turns a program into one TensorFlow graph for all devices of this process.
 
-Every part of the program between two collectives is traced once, as a function of a device's rank and pieces, and called
-for every device; collectives join the pieces of all devices in the graph around the calls. The body of a loop is traced
-once too and called per iteration.
+Every part of the program between two collectives is traced once, as a function of a device's rank and pieces,
+and called for every device; collectives join the pieces of all devices in the graph around the calls. The
+body of a loop is traced once too and called per iteration.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Trace:
             else:
                 self._loop(part, env)
 
-    # -- local work ----------------------------------------------------------------------------------------------
+    # -- local work ------------------------------------------------------------------------------------------
 
     def _segment(self, part: Segment, env: Env) -> None:
         if not part.outputs:
@@ -87,7 +87,8 @@ class Trace:
             self.traced[id(part)] = part, self._function(part, names, [x[0] for x in inputs])
         function = self.traced[id(part)][1]
         made = [
-            self.writer.call(function, device, [x[rank] for x in inputs]) for rank, device in enumerate(self.devices)
+            self.writer.call(function, device, [x[rank] for x in inputs])
+            for rank, device in enumerate(self.devices)
         ]
         env.update((o, [m[k] for m in made]) for k, o in enumerate(part.outputs))
 
@@ -103,7 +104,7 @@ class Trace:
 
         return self.writer.function(body, [(x.dtype, x.shape) for x in examples])
 
-    # -- communication -------------------------------------------------------------------------------------------
+    # -- communication ---------------------------------------------------------------------------------------
 
     def _exchanged(self, instr: Collective, env: Env) -> None:
         payload = 0
@@ -116,7 +117,7 @@ class Trace:
                 env[o] = self.exchange.run(instr, i, whole(pieces))
         self.count(instr, payload)
 
-    # -- loops ---------------------------------------------------------------------------------------------------
+    # -- loops -----------------------------------------------------------------------------------------------
 
     def _loop(self, part: Repeat, env: Env) -> None:
         loop = part.loop
@@ -155,7 +156,7 @@ class Trace:
         cut = [self.writer.unstack(x, device) for x, device in zip(pieces, self.devices, strict=True)]
         return Stack([list(parts) for parts in zip(*cut, strict=True)], self._join)
 
-    # -- the end of a step ---------------------------------------------------------------------------------------
+    # -- the end of a step -----------------------------------------------------------------------------------
 
     def _committed(self, results: Sequence[Wire], writes: Mapping[str, Sequence[Wire]]) -> list[Wire]:
         """Stores the written values once all of them exist everywhere; returns the results after that."""

@@ -1,7 +1,7 @@
 """Variables as one shard per device, found by name from inside traced functions.
 
-A shard is a resource of its device under a shared name, so a function traced once reads "its" shard on whatever device
-it runs: no handle is passed, and the graph does not grow with the number of devices.
+A shard is a resource of its device under a shared name, so a function traced once reads "its" shard on
+whatever device it runs: no handle is passed, and the graph does not grow with the number of devices.
 """
 
 from __future__ import annotations

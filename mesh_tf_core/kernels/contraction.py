@@ -1,8 +1,9 @@
 """Einsum as one matrix product: which axes play which part, and the cheapest order to bring them in.
 
-A contraction of two operands is a batch of matrix products: batch letters B (in x, y and the output), rows M (x
-and the output), columns N (y and the output), summed letters K (x and y). A library multiplies [B M K] by [B K N]
-and reads each factor transposed for free, so an operand is only copied when its letters are in neither order.
+A contraction of two operands is a batch of matrix products: batch letters B (in x, y and the output), rows M
+(x and the output), columns N (y and the output), summed letters K (x and y). A library multiplies [B M K] by
+[B K N] and reads each factor transposed for free, so an operand is only copied when its letters are in
+neither order.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def every_collective(mesh, axes):
 
 
 def language_model(mesh, layout, **hparams):
-    sizes = dict(layers=2, d_model=16, d_kv=4, heads=4, d_ff=32, vocab=24, batch=8, length=6, gated=True)
-    return transformer(**{**sizes, **hparams}).lower(Mesh(mesh), Layout(layout))
+    sizes = {"layers": 2, "d_model": 16, "d_kv": 4, "heads": 4, "d_ff": 32, "vocab": 24, "batch": 8}
+    return transformer(**{**sizes, "length": 6, "gated": True, **hparams}).lower(Mesh(mesh), Layout(layout))
 
 
 def tokens(program, seed=0):

@@ -1,0 +1,47 @@
+"""The model of examples/transformer_lm.py on the local engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mesh_tf_core as mtf
+from benchmarks.engine_peers.sizes import RATE, RULES, Sizes, batch, parameters
+from examples.transformer_lm import model
+from mesh_tf_core.engines import open_engine
+
+NAMES = {
+    "embedding/tokens": "tokens",
+    "embedding/positions": "positions",
+    "output/projection": "projection",
+    "attention/norm": "norm1",
+    "feed_forward/norm": "norm2",
+}
+
+
+def make(s: Sizes, mesh: dict[str, int]) -> Callable[[], float]:
+    """One training step per call."""
+    built = model(
+        layers=s.layers,
+        d_model=s.d_model,
+        d_kv=s.d_kv,
+        heads=s.heads,
+        d_ff=s.d_ff,
+        vocab=s.vocab,
+        batch=s.batch,
+        length=s.length,
+        optimizer="sgd",
+        learning_rate=RATE,
+    )
+    layout = ";".join(f"{dim}:{axis}" for dim, axis in RULES.items() if mesh[axis] > 1)
+    program = built.lower(
+        mtf.Mesh({a: n for a, n in mesh.items() if n > 1} or {"data": 1}), mtf.Layout(layout)
+    )
+    engine = open_engine(program, "local")
+    engine.initialize()
+    values = parameters(s)
+    for name in program.variables:
+        key = NAMES.get(name, name.rpartition("/")[2])
+        if key in values:
+            engine.write(name, values[key])
+    tokens, targets = batch(s)
+    return lambda: float(engine.step({"tokens": tokens, "targets": targets})["loss"])
