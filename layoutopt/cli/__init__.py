@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from layoutopt.cli import (
+    calibrate,
     cost,
     explain,
     export,
@@ -52,6 +53,7 @@ app.command(epilog=search.EXAMPLES, rich_help_panel=FIND)(search.search)
 app.command(epilog=explain.EXAMPLES, rich_help_panel=FIND)(explain.explain)
 app.command(epilog=cost.EXAMPLES, rich_help_panel=FIND)(cost.cost)
 app.command(epilog=train.EXAMPLES, rich_help_panel=RUN)(train.train)
+app.command(epilog=calibrate.EXAMPLES, rich_help_panel=RUN)(calibrate.calibrate)
 app.command(epilog=validate.EXAMPLES, rich_help_panel=RUN)(validate.validate)
 app.command(epilog=measure.EXAMPLES, rich_help_panel=RUN)(measure.measure)
 app.command(epilog=lower.EXAMPLES, rich_help_panel=SHARE)(lower.lower)

@@ -83,6 +83,7 @@ def _itemsize(dtype: str) -> int:
 def _line(x: Line) -> dict[str, Any]:
     return {
         "op": x.name,
+        "node": x.origin.node,
         "scope": x.origin.scope,
         "phase": x.origin.phase,
         "kind": x.kind,

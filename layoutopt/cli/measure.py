@@ -81,7 +81,8 @@ def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, s
         "compile_seconds": engine.compile_seconds,
         "loss": timed.losses,
         "communication_bytes_per_device": engine.communication_bytes,
-        "peak_memory_bytes": engine.peak_memory_bytes,
+        # Not every home of programs can tell: TensorFlow counts no memory of CPU devices.
+        "peak_memory_bytes": getattr(engine, "peak_memory_bytes", None),
     }
 
 
@@ -111,11 +112,7 @@ def _show(
                 ("rate", f"{items / step:,.0f} {name}/s"),
                 ("compiling", seconds_text(found["compile_seconds"])),
                 ("sent", f"per device: {_sent(found['communication_bytes_per_device'])} ({equal})"),
-                (
-                    "memory",
-                    f"{bytes_text(found['peak_memory_bytes'])} per device "
-                    f"(predicted: {bytes_text(predicted.memory.peak)})",
-                ),
+                ("memory", f"{_memory(found)} (predicted: {bytes_text(predicted.memory.peak)})"),
                 (
                     "loss",
                     f"{found['loss'][0]:.4f} at first, {found['loss'][-1]:.4f} after {len(seconds)} steps",
@@ -123,6 +120,11 @@ def _show(
             ]
         )
     )
+
+
+def _memory(found: dict[str, Any]) -> str:
+    counted = found["peak_memory_bytes"]
+    return "not counted by this engine" if counted is None else f"{bytes_text(counted)} per device"
 
 
 def _sent(sent: dict[str, float]) -> str:

@@ -73,10 +73,10 @@ class Steps(Display):
         )
         self.task = self.progress.add_task(what, total=total, facts="")
 
-    def update(self, done: int, facts: str = "") -> None:
-        """`facts`: what else is known after that step."""
+    def update(self, done: int, facts: str = "", total: int | None = None) -> None:
+        """`facts`: what else is known after that step; `total`: a better number of steps."""
         assert self.task is not None
-        self.progress.update(self.task, completed=done, facts=facts)
+        self.progress.update(self.task, completed=done, facts=facts, total=total)
 
 
 class _Count(TextColumn):

@@ -22,21 +22,25 @@ if TYPE_CHECKING:
     from mesh_tf_core.trainer import Trainer
 
 
-def open_trainer(terminal: Terminal, loaded: Loaded, given: Given, tell: bool = True) -> Trainer:
+def open_trainer(terminal: Terminal, loaded: Loaded, given: Given) -> Trainer:
     """The model on this machine's mesh, its variables at their initial values."""
-    if tell:
-        terminal.say(f"starting {given.mesh.devices} devices")
-    with _hushed():
-        from mesh_tf_core.engines import prepare
-
-        prepare(given.mesh.devices)
+    start_devices(terminal, given.mesh.devices)
     from mesh_tf_core.trainer import Trainer
 
     return Trainer(loaded.model, given.mesh, given.layout, given.options)
 
 
+def start_devices(terminal: Terminal, count: int) -> None:
+    """Makes this process's devices, before TensorFlow is used for anything else."""
+    terminal.say(f"starting {count} devices")
+    with hushed():
+        from mesh_tf_core.engines import prepare
+
+        prepare(count)
+
+
 @contextlib.contextmanager
-def _hushed() -> Iterator[None]:
+def hushed() -> Iterator[None]:
     """Keeps what TensorFlow's libraries write to stderr while they start; shows it if starting fails."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     sys.stderr.flush()

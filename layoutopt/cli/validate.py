@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from layoutopt.cli.options import (
     THIS_MACHINE,
-    Given,
     HardwareOption,
     JsonOption,
     MeshOption,
@@ -24,15 +23,9 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.running import batches, open_trainer, timed_steps
-from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.running import batches, start_devices
+from layoutopt.cli.terminal import Terminal, facts, plain, table
 from layoutopt.cli.units import seconds_text
-
-if TYPE_CHECKING:
-    from costmodels.hardware import Hardware
-    from layoutopt.loading import Loaded
-    from layoutopt.validation import Row
-    from mesh_tf_core import Layout, Mesh
 
 EXAMPLES = examples(
     'layoutopt validate examples/mlp.py --mesh "data:2;model:2" --layouts 6',
@@ -44,7 +37,7 @@ def validate(
     model: ModelArgument,
     mesh: MeshOption = None,
     layouts: Annotated[int, typer.Option(min=2, metavar="N", help="How many layouts to run.")] = 12,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Samples of each.")] = 7,
     seed: Annotated[int, typer.Option(help="Which random layouts.")] = 0,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
@@ -56,53 +49,31 @@ def validate(
     quiet: QuietOption = False,
 ) -> None:
     """Run many layouts on this machine and hold the predicted times against the measured ones."""
-    import json
-
-    from layoutopt import search
-    from layoutopt.cli.terminal import plain
     from layoutopt.loading import load_model
-    from layoutopt.validation import sample_layouts, summary
+    from layoutopt.validate import validate as run
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
     machine = read_hardware(hardware)
     where = read_mesh(mesh)
     loaded = load_model(model, settings or ())
-    with terminal.waiting("searching the best layout"):
-        best = search(loaded.model, mesh=where, hardware=machine).layout
-    others = [x for x in sample_layouts(loaded.model, where, layouts, seed) if x != best]
-    rows = _measured(terminal, loaded, machine, where, [best, *others][:layouts], steps)
-    found = summary(rows)
+    start_devices(terminal, where.devices)
+    with Steps(terminal, "validating", 1) as bar:
+        found = run(
+            loaded.model,
+            where,
+            machine,
+            count=layouts,
+            steps=steps,
+            batch=next(batches(terminal, loaded)),
+            seed=seed,
+            on_progress=lambda what, done, total: bar.update(done, what, total),
+        )
     if out is not None:
         out.write_text(json.dumps(plain(found), indent=1) + "\n", encoding="utf-8")
         terminal.say(f"wrote {out}")
     terminal.result(found)
     _show(terminal, found, machine.name)
-
-
-def _measured(
-    terminal: Terminal, loaded: Loaded, machine: Hardware, mesh: Mesh, layouts: list[Layout], steps: int
-) -> list[Row]:
-    from layoutopt.evaluate import evaluate
-    from layoutopt.validation import Row
-    from mesh_tf_core import Options
-
-    fed = list(itertools.islice(batches(terminal, loaded), steps))
-    rows = []
-    with Steps(terminal, "measuring layouts", len(layouts)) as bar:
-        for n, layout in enumerate(layouts):
-            bar.update(n, str(layout) or "replicated")
-            predicted = evaluate(loaded.model, mesh, layout, machine).cost.step_seconds
-            trainer = open_trainer(terminal, loaded, Given(mesh, layout, Options()), tell=n == 0)
-            timed = timed_steps(trainer, fed, warm_up=2)
-            trainer.engine.close()
-            rows.append(Row(str(layout), predicted, timed.median))
-            if not terminal.live:
-                terminal.say(
-                    f"{n + 1}/{len(layouts)} {layout or 'replicated'}: "
-                    f"{seconds_text(timed.median)} measured, {seconds_text(predicted)} predicted"
-                )
-    return rows
 
 
 def _show(terminal: Terminal, found: dict[str, Any], hardware: str) -> None:
@@ -113,6 +84,7 @@ def _show(terminal: Terminal, found: dict[str, Any], hardware: str) -> None:
         (
             str(n + 1),
             str(order.index(row["measured_seconds"]) + 1),
+            row["name"],
             row["layout"].replace(";", "; ") or "nothing is split",
             seconds_text(row["predicted_seconds"]),
             seconds_text(row["measured_seconds"]),
@@ -121,13 +93,14 @@ def _show(terminal: Terminal, found: dict[str, Any], hardware: str) -> None:
         )
         for n, row in enumerate(ranked)
     ]
-    columns = ("rank", "measured", "layout", "predicted", "measured", "ratio", "of the best")
+    columns = ("rank", "measured", "name", "layout", "predicted", "measured", "ratio", "of the best")
     terminal.show(
-        table("Layouts, by predicted rank", columns, rows, (0, 1, 3, 4, 5, 6)),
+        table("Layouts, by predicted rank", columns, rows, (0, 1, 4, 5, 6, 7)),
         "",
         facts(
             [
                 ("hardware", hardware),
+                ("machine", found["noise"]["words"]),
                 ("MAPE", f"{100 * found['mape']:.1f}%: the mean error of a predicted time"),
                 ("Kendall tau", f"{_number(found['kendall_tau'])}: 1 is the measured order"),
                 ("Spearman", f"{_number(found['spearman'])}: rank correlation"),

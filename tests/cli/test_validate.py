@@ -63,8 +63,10 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]], tmp_pa
         "--out",
         str(out),
     )
-    assert list(found) == ["rows", "mape", "kendall_tau", "spearman", "regret"]
-    assert [list(row) for row in found["rows"]] == [["layout", "predicted_seconds", "measured_seconds"]] * 3
+    assert {"rows", "mape", "kendall_tau", "spearman", "regret"} <= set(found)
+    assert len(found["rows"]) == 3
+    for row in found["rows"]:
+        assert {"layout", "predicted_seconds", "measured_seconds"} <= set(row)
     assert all(row["measured_seconds"] > 0 for row in found["rows"])
     assert found["regret"] >= 0
     assert json.loads(out.read_text(encoding="utf-8")) == found

@@ -1,0 +1,116 @@
+"""`layoutopt calibrate`: measures this machine's mesh and writes the profile to predict from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layoutopt.cli.options import (
+    THIS_MACHINE,
+    JsonOption,
+    MeshOption,
+    QuietOption,
+    check_out,
+    examples,
+    read_mesh,
+)
+from layoutopt.cli.progress import Steps
+from layoutopt.cli.running import start_devices
+from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.units import bytes_text, rate_text, seconds_text
+
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from mesh_tf_core import Mesh
+
+EXAMPLES = examples(
+    "layoutopt calibrate",
+    'layoutopt calibrate --mesh "data:2;model:2" --thorough --out build/mine.json',
+)
+DEFAULT_MESH = "data:2;model:4"
+
+
+def calibrate(
+    mesh: MeshOption = DEFAULT_MESH,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="More sizes and repeats: some minutes.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROFILE.json",
+            help="The profile.",
+            show_default="where cpu-local is looked for, in the cache",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure this machine's mesh, and fit the profile that predictions for it are made from."""
+    from costmodels.hardware import write_profile
+    from costmodels.hardware.profiles import profiles_directory
+
+    terminal = Terminal(as_json, quiet)
+    where = read_mesh(mesh)
+    target = out or profiles_directory() / f"{THIS_MACHINE}.json"
+    check_out(target)
+    partial = target.with_name(f"{target.stem}.partial.json")
+    if partial.is_file():
+        terminal.say(f"going on from the measurements in {partial}")
+    content = _measured(terminal, where, thorough, partial)
+    machine = write_profile(content, target)
+    terminal.say(f"wrote {target}")
+    terminal.result({"profile": target, **_summary(content)})
+    if not as_json:
+        _show(terminal, machine, content, out)
+
+
+def _measured(terminal: Terminal, mesh: Mesh, thorough: bool, partial: Path) -> dict[str, Any]:
+    start_devices(terminal, mesh.devices)
+    from costmodels.calibration import calibrate as measure
+
+    with Steps(terminal, "calibrating", 1) as bar:
+        return measure(
+            mesh,
+            lambda what, done, total: bar.update(done, what, total),
+            quick=not thorough,
+            resume=partial,
+        )
+
+
+def _summary(content: dict[str, Any]) -> dict[str, Any]:
+    found = content["calibration"]
+    return {
+        "hardware": content["name"],
+        "machine": found["machine"],
+        "versions": found["versions"],
+        "held_out_error": found["fit"]["held_out_error"],
+        "measurements": len(found["measurements"]),
+    }
+
+
+def _show(terminal: Terminal, machine: Hardware, content: dict[str, Any], out: Path | None) -> None:
+    found = _summary(content)
+    where = found["machine"]
+    terminal.show(
+        facts(
+            [
+                ("machine", f"{where['processor']}, {where['cores']} cores"),
+                ("mesh", f"{where['mesh']}; {where['noise']}"),
+                ("products", f"{rate_text(machine.peak_flops('float32'), 'FLOP/s')} per core, float32"),
+                ("memory", f"{rate_text(machine.memory_bandwidth, 'B/s')} per core"),
+                ("", f"{bytes_text(machine.usable_memory_bytes)} usable by a device"),
+                ("launch", seconds_text(machine.chip.launch_overhead.value)),
+                ("collectives", f"{len(machine.collective_curves)} measured"),
+                (
+                    "fit",
+                    f"{found['measurements']} measurements; held-out error "
+                    f"{100 * found['held_out_error']:.1f}%",
+                ),
+            ]
+        )
+    )
+    used = f"--hardware {out}" if out is not None else f"--hardware {THIS_MACHINE}, the default,"
+    terminal.say(f"{used} now means this profile")
