@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reports.units import quantity
@@ -125,7 +125,11 @@ class Variable:
 
 @dataclass(frozen=True)
 class Line:
-    """One instruction's share of the price; every number is of one of its `times` runs, on one device."""
+    """One instruction's share of the price; every number is of one of its `times` runs, on one device.
+
+    Attributes:
+      node: the operation of the graph that it comes from; a collective belongs to its node's computation.
+    """
 
     op: str
     scope: str
@@ -139,6 +143,7 @@ class Line:
     axes: tuple[str, ...] = ()
     sent: float = 0.0
     communication: bool = False
+    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -163,11 +168,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Holding:
-    """A tensor alive at the peak, and its bytes on one device."""
+    """Tensors alive at the peak that look the same, and the bytes of them all on one device."""
 
     what: str
     bytes: float
     scope: str = ""
+    alike: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.what} × {self.alike}" if self.alike > 1 else self.what
 
 
 @dataclass(frozen=True)
@@ -243,7 +253,11 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Details:
-    """What a plan may bring beyond the contract; everything is optional."""
+    """What a plan may bring beside its layout and price; everything is optional.
+
+    Attributes:
+      source: the model as it was named on the command line.
+    """
 
     hardware: Hardware | None = None
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -254,6 +268,7 @@ class Details:
     sensitivity: tuple[Sensitivity, ...] = ()
     validation: Validation | None = None
     calibration: Calibration | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -306,6 +321,11 @@ class Plan:
     def same_layout(self, choice: Choice) -> bool:
         """Whether a choice is the answer's layout on the answer's mesh."""
         return choice.mesh == self.mesh and _split(choice.layout) == _split(self.layout)
+
+
+def one_model(plans: Sequence[Plan]) -> bool:
+    """Whether the plans are for the same model with the same sizes, so that their times compare."""
+    return len({(p.model, p.fingerprint) for p in plans}) == 1
 
 
 def _split(layout: Layout) -> dict[str, tuple[str, ...]]:

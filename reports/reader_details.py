@@ -23,6 +23,7 @@ def details(at: Fields) -> p.Details:
         memory=_memory(at.object("memory")) if at.has("memory") else None,
         sensitivity=tuple(_sensitivity(f) for f in at.objects("sensitivity")),
         validation=validation(at.object("validation")) if at.has("validation") else None,
+        source=at.text("source", ""),
         calibration=_calibration(at.object("calibration")) if at.has("calibration") else None,
     )
 
@@ -99,6 +100,7 @@ def _line(at: Fields) -> p.Line:
         axes=at.names("axes"),
         sent=at.number("sent_bytes", 0.0),
         communication=at.flag("communication", False),
+        node=at.whole("node", None) if at.number("node", -1.0, signed=True) >= 0 else None,
     )
 
 
@@ -121,12 +123,20 @@ def _memory(at: Fields) -> p.Memory:
     return p.Memory(
         points=points,
         at=highest if where is None or where >= len(points) else where,
-        holdings=tuple(
-            p.Holding(f.text("what"), f.number("bytes"), f.text("scope", "")) for f in at.objects("holdings")
-        ),
+        holdings=_holdings(at),
         variables=at.number("variables", 0.0),
         limit=at.number("limit", None),
     )
+
+
+def _holdings(at: Fields) -> tuple[p.Holding, ...]:
+    """Tensors that look the same are one holding; the largest first."""
+    found: dict[tuple[str, str, float], int] = {}
+    for f in at.objects("holdings"):
+        key = (f.text("what"), f.text("scope", ""), f.number("bytes"))
+        found[key] = found.get(key, 0) + 1
+    rows = [p.Holding(what, size * n, scope, n) for (what, scope, size), n in found.items()]
+    return tuple(sorted(rows, key=lambda h: -h.bytes))
 
 
 def _sensitivity(at: Fields) -> p.Sensitivity:

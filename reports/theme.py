@@ -6,7 +6,7 @@ their own, which always stand beside the axis's name, because not everyone can t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 LIGHT: Mapping[str, str] = {
     "page": "#fcfbf8",
@@ -67,9 +67,9 @@ GRAPHIC = ("compute", "hidden", "exposed", "other", "memory", "variables", "link
 AXES = 6
 
 
-def axis_token(position: int) -> str:
-    """The colour of a mesh axis by its position; more axes than hues start again."""
-    return f"axis{position % AXES}"
+def axis_token(axis: str, mesh: Iterable[str]) -> str:
+    """The colour of a mesh axis: by name, so that plans side by side agree; more axes than hues start again."""
+    return f"axis{sorted(mesh).index(axis) % AXES}"
 
 
 def css(tokens: Mapping[str, str]) -> str:

@@ -97,6 +97,14 @@ def signed_percent(share: float) -> str:
     return ("+" if share > 0 else "−") + percent(abs(share))
 
 
+def against(value: float, base: float) -> str:
+    """A value beside another: '+8.3 %', from twice on '2.1×'; nothing where there is no base."""
+    if base <= 0:
+        return ""
+    ratio = value / base
+    return signed_percent(ratio - 1) if 0.5 < ratio < 2 else times(ratio)
+
+
 def times(ratio: float) -> str:
     """How many times as long: '3.1×'."""
     return f"{digits(ratio, 3 if ratio < 1.2 else 2)}×"

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mesh_tf_core.errors import LayoutError
-
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from costmodels.memory import Memory
@@ -112,7 +110,7 @@ def _shares(cost: Cost) -> dict[str, Any]:
 
 def _alternatives(plan: Plan, model: Model, hardware: Hardware) -> dict[str, Any]:
     from layoutopt.evaluate import evaluate
-    from mesh_tf_core import Layout, Mesh
+    from mesh_tf_core import Layout, LayoutError, Mesh
 
     found = {}
     for each in plan.alternatives:

@@ -50,7 +50,18 @@ from reports.plan import Plan
 from reports.views.choices import frontier as _frontier
 from reports.views.work import shares as _shares
 
+COMPARE = (
+    "`layoutopt report A.json B.json` compares searches for other hardware, memory or numbers of devices"
+)
 SEARCH = "`layoutopt search MODEL --report FILE.html` adds it"
+
+
+def _no_frontier(plan: Plan) -> str:
+    if len(_frontier(plan)) > 1:
+        return ""
+    if plan.frontier:
+        return "no layout trades time for memory: the fastest one also needs the least"
+    return "`layoutopt search MODEL --objective pareto --out PLAN.json` adds it"
 
 
 def _always(plan: Plan) -> str:
@@ -105,7 +116,7 @@ frontier = Chart(
     draw_frontier,
     find_frontier,
     tell_frontier,
-    lambda p: "" if _frontier(p) else "`layoutopt search MODEL --objective pareto --out PLAN.json` adds it",
+    _no_frontier,
 )
 sensitivity = Chart(
     "sensitivity",
@@ -113,7 +124,7 @@ sensitivity = Chart(
     draw_sensitivity,
     find_sensitivity,
     tell_sensitivity,
-    lambda p: "" if any(s.trials for s in p.details.sensitivity) else SEARCH,
+    lambda p: "" if any(s.trials for s in p.details.sensitivity) else COMPARE,
 )
 operations = Chart(
     "operations",

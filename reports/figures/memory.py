@@ -86,10 +86,10 @@ def draw_memory_timeline(plan: Plan, title: str = "") -> Figure:
     """Bytes held while the program runs, the variables at the bottom, and the tensors at the peak."""
     found = plan.details.memory or Memory((), 0, ())
     holdings = found.holdings[:MOST_HOLDINGS]
-    sheet = Sheet(PLOT + 62 + (26 + 31 * len(holdings) if holdings else 0), title)
+    sheet = Sheet(PLOT + 66 + (26 + 31 * len(holdings) if holdings else 0), title)
     _timeline(sheet, found, plan.memory_limit)
     if holdings:
-        _holdings(sheet, found, PLOT + 78)
+        _holdings(sheet, found, PLOT + 82)
     return sheet.figure
 
 
@@ -135,18 +135,18 @@ def _timeline(sheet: Sheet, found: Memory, limit: float | None) -> None:
 def _phases(ax: Axes, found: Memory, high: float) -> None:
     """Names of the phases below the axis where there is room, a mark where one begins."""
     scale = (WIDTH - 60) / max(len(found.points) - 1, 1)
-    free, shown = 0.0, phases(found)
+    free, shown = [0.0, 0.0], phases(found)
     for phase in shown:
         if phase.start:
             ax.plot([phase.start] * 2, [-high * 0.09, 0], color=LIGHT["rule"], linewidth=1.0, clip_on=False)
         name = shorten(phase.name, 16)
-        start, width = phase.start * scale + 4, text_width(name, SMALL)
-        last = phase is shown[-1]
-        if start >= free and (last or start + width <= phase.end * scale):
-            start = min(start, len(found.points) * scale - width) if last else start
-            if start >= free:
-                label(ax, start / scale, 0, name, "muted", (0, -16))
-                free = start + width + 4
+        width = text_width(name, SMALL)
+        start = min(phase.start * scale + 4, len(found.points) * scale - width)
+        row = 0 if start >= free[0] and (phase is shown[-1] or start + width <= phase.end * scale) else 1
+        start = max(start, free[row]) if row else start
+        if start >= free[row] and start < phase.end * scale:
+            label(ax, start / scale, 0, name, "muted", (0, -16 - 14 * row))
+            free[row] = start + width + 4
 
 
 def _holdings(sheet: Sheet, found: Memory, y: float) -> None:
@@ -159,7 +159,7 @@ def _holdings(sheet: Sheet, found: Memory, y: float) -> None:
         top = y + 8 + 31 * position
         value = f"{memory(holding.bytes)} · {percent(holding.bytes / peak)}"
         room = WIDTH - text_width(value, SMALL) - 12
-        sheet.text(MARGIN, top + 12, shorten(holding.what, int(room / (0.61 * SMALL))), size=SMALL)
+        sheet.text(MARGIN, top + 12, shorten(holding.name, int(room / (0.61 * SMALL))), size=SMALL)
         sheet.text(WIDTH - MARGIN, top + 12, value, "muted", SMALL, "right")
         token = "variables" if holding.what.startswith("variable ") else "memory"
         sheet.rect(MARGIN, top + 17, (WIDTH - 2 * MARGIN) * min(holding.bytes / peak, 1.0), 6, token)
@@ -186,7 +186,7 @@ def tell_memory_timeline(plan: Plan) -> str:
     parts = [
         f"{p.name} up to {memory(max(x.bytes for x in found.points[p.start : p.end]))}" for p in phases(found)
     ]
-    held = "; ".join(f"{h.what} {memory(h.bytes)}" for h in found.holdings[:MOST_HOLDINGS])
+    held = "; ".join(f"{h.name} {memory(h.bytes)}" for h in found.holdings[:MOST_HOLDINGS])
     return (
         f"Memory on one device over {len(found.points):,} instructions: {', '.join(parts) or 'one phase'}. "
         f"{find_memory_timeline(plan)}. Largest there: {held or 'not recorded'}."

@@ -34,24 +34,35 @@ class _Axis:
 
 
 def _arrange(plan: Plan) -> list[_Axis]:
-    """Axes in turn across and down, the last (fastest) across and innermost: dimensional stacking."""
-    sizes = list(plan.mesh.items())
+    """Axes in turn across and down, the last (fastest) innermost: dimensional stacking, wider than high."""
+    sizes = list(plan.mesh.items())[::-1]
+    turns = [i % 2 == 1 for i in range(len(sizes))]
+    across, down = (
+        math.prod(n for (_, n), d in zip(sizes, turns, strict=True) if d == way) for way in (False, True)
+    )
+    if down > across:
+        turns = [not d for d in turns]
+    shown = _shown(sizes, turns)
+    steps = {False: 1.0, True: 1.0}
+    found = []
+    for (name, size), is_down in zip(sizes, turns, strict=True):
+        token = axis_token(name, plan.mesh)
+        found.append(_Axis(name, size, shown[name], token, is_down, steps[is_down]))
+        steps[is_down] = steps[is_down] * shown[name] + GAP
+    return found
+
+
+def _shown(sizes: Sequence[tuple[str, int]], turns: Sequence[bool]) -> dict[str, int]:
+    """How many devices of each axis there is room for."""
     shown = dict(sizes)
-    for down, most in ((False, ACROSS), (True, DOWN)):
-        names = [n for i, (n, _) in enumerate(reversed(sizes)) if (i % 2 == 1) == down]
+    for way, most in ((False, ACROSS), (True, DOWN)):
+        names = [name for (name, _), d in zip(sizes, turns, strict=True) if d == way]
         while math.prod(shown[n] for n in names) > most:
             longest = max(names, key=lambda n: shown[n])
             if shown[longest] <= 2:
                 break
             shown[longest] = max(2, shown[longest] * 2 // 3)
-    steps = {False: 1.0, True: 1.0}
-    found = []
-    for i, (name, size) in enumerate(reversed(sizes)):
-        down = i % 2 == 1
-        token = axis_token(len(sizes) - 1 - i)
-        found.append(_Axis(name, size, shown[name], token, down, steps[down]))
-        steps[down] = steps[down] * shown[name] + GAP
-    return found
+    return shown
 
 
 def draw_mesh(plan: Plan, title: str = "") -> Figure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reports.figures.bars import Bar, Bars, Part
-from reports.figures.time import KEY
+from reports.figures.time import key_of
 from reports.plan import Plan
 from reports.units import percent, seconds, shorten
 from reports.views.work import Work, work
@@ -20,7 +20,8 @@ def draw_operations(plan: Plan, title: str = "") -> Figure:
     """One bar per operation and phase: computation and the communication that the step waits for."""
     rows = work(plan)[:MOST]
     high = max((w.seconds for w in rows), default=1.0) or 1.0
-    return Bars([_bar(w) for w in rows], high, key=(KEY[0], KEY[2])).draw(title).figure
+    bars = [_bar(w) for w in rows]
+    return Bars(bars, high, key=key_of(bars)).draw(title).figure
 
 
 def _bar(one: Work) -> Bar:

@@ -28,7 +28,9 @@ def draw_matrix(plan: Plan, title: str = "") -> Figure:
     sheet = Sheet(30 + 24 * len(rows), title)
     for c, axis in enumerate(axes):
         words = shorten(f"{axis} {plan.mesh[axis]}", max(4, int(width / (0.61 * SMALL))))
-        sheet.text(left + c * width + width / 2, 16, words, axis_token(c), SMALL, "center", bold=True)
+        sheet.text(
+            left + c * width + width / 2, 16, words, axis_token(axis, axes), SMALL, "center", bold=True
+        )
     sheet.text(WIDTH - MARGIN, 16, "piece", "muted", SMALL, "right")
     for r, row in enumerate(rows):
         y = 26 + 24 * r
@@ -38,7 +40,7 @@ def draw_matrix(plan: Plan, title: str = "") -> Figure:
         for c, axis in enumerate(axes):
             box = (left + c * width + 2, y + 1, width - 4, 20)
             if axis in row.axes:
-                sheet.rect(*box, axis_token(c))
+                sheet.rect(*box, axis_token(axis, axes))
             else:
                 sheet.frame(*box, "grid")
         if row.piece:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from reports.figures.bars import Bar, Bars, Part
 from reports.figures.chart import PlanLike
 from reports.figures.sheet import settings
-from reports.figures.time import KEY, UNFIT
-from reports.plan import Plan
+from reports.figures.time import UNFIT, key_of
+from reports.plan import Plan, one_model
 from reports.reader import plan_of
-from reports.units import letter, memory, mesh_text, seconds, signed_percent
+from reports.units import against, letter, memory, mesh_text, seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +22,7 @@ def plans_time(plans: Sequence[PlanLike], title: str = "Step time of each plan")
     found = [plan_of(p) for p in plans]
     with settings():
         rows = [_time(found[0], p, i) for i, p in enumerate(found)]
-        return Bars(rows, max(r.total for r in rows) or 1.0, key=KEY).draw(title).figure
+        return Bars(rows, max(r.total for r in rows) or 1.0, key=key_of(rows)).draw(title).figure
 
 
 def _name(plan: Plan, position: int) -> str:
@@ -30,11 +30,12 @@ def _name(plan: Plan, position: int) -> str:
 
 
 def _time(first: Plan, plan: Plan, position: int) -> Bar:
-    p, base = plan.predicted, first.predicted.step
-    against = f" · {signed_percent(p.step / base - 1)}" if position and base > 0 else ""
+    p, said = plan.predicted, seconds(plan.predicted.step)
+    if position and one_model((first, plan)):
+        said += f" · {against(p.step, first.predicted.step)}"
     return Bar(
         name=_name(plan, position),
-        value=f"{seconds(p.step)}{against}",
+        value=said,
         parts=(Part(p.compute - p.hidden, "compute"), Part(p.hidden, "hidden"), Part(p.exposed, "exposed")),
         note=UNFIT if plan.fits is False else "",
         note_token="bad",

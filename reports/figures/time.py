@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from reports.figures.bars import Bar, Bars, Part, cut_scale
@@ -32,7 +33,14 @@ def draw_step_time(plan: Plan, title: str = "") -> Figure:
     rows = ranked(plan)[:MOST_LAYOUTS]
     possible = [r.choice.predicted.step for r in rows if r.choice.predicted and r.choice.feasible]
     high = cut_scale(possible, plan.predicted.step)
-    return Bars([_time_bar(r) for r in rows], high, key=KEY).draw(title).figure
+    bars = [_time_bar(r) for r in rows]
+    return Bars(bars, high, key=key_of(bars)).draw(title).figure
+
+
+def key_of(bars: Sequence[Bar]) -> list[tuple[str, str]]:
+    """The key without what no bar shows."""
+    shown = {part.token for bar in bars for part in bar.parts if part.size > 0}
+    return [(token, words) for token, words in KEY if token in shown]
 
 
 def _time_bar(row: Ranked) -> Bar:

@@ -42,8 +42,10 @@ class AxisUse:
 def axis_uses(plan: Plan, most: int = 5) -> tuple[AxisUse, ...]:
     """What lies on every axis, in words that fit one line or two."""
     return tuple(
-        AxisUse(Chip(shorten(axis, 32), axis_token(i)), size, some(plan.dims_on(axis), most, 24))
-        for i, (axis, size) in enumerate(plan.mesh.items())
+        AxisUse(
+            Chip(shorten(axis, 32), axis_token(axis, plan.mesh)), size, some(plan.dims_on(axis), most, 24)
+        )
+        for axis, size in plan.mesh.items()
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from reports.theme import axis_token
 
@@ -50,6 +50,7 @@ class Column:
       number: holds numbers, set right.
       lead: names the row.
       short: never broken over lines.
+      share: its part of the table's width, as '30%'; '' leaves it to the contents.
       named: its heading is a user's name, which may be long.
     """
 
@@ -58,6 +59,7 @@ class Column:
     lead: bool = False
     short: bool = False
     named: bool = False
+    share: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,16 +128,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the page; `lead` says how to read it."""
+    """One part of the page; `lead` says how to read it, `missing` what would add it where it is not there."""
 
     id: str
     title: str
     lead: str
     panels: tuple[Panel, ...] = ()
-    shared: tuple[Block, ...] = field(default=())
+    shared: tuple[Block, ...] = ()
+    missing: str = ""
 
 
 def chips(axes: Sequence[str], mesh: Sequence[str]) -> tuple[Chip, ...]:
     """Axes in their colours; an axis that the mesh lacks (an alternative's own) is colourless."""
-    order = list(mesh)
-    return tuple(Chip(a, axis_token(order.index(a)) if a in order else "muted") for a in axes)
+    return tuple(Chip(a, axis_token(a, mesh) if a in mesh else "muted") for a in axes)

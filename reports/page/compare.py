@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from reports.figures.pieces import piece_shares
 from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
 from reports.page.answers import fit, proof, sureness
 from reports.page.cells import Block, Cell, Column, Grid, chips
-from reports.plan import Plan
+from reports.plan import Plan, one_model
 from reports.svg import figure_svg
 from reports.units import (
+    against,
     count,
     flops,
     layout_text,
@@ -23,15 +25,16 @@ from reports.units import (
     signed_percent,
     traffic,
 )
-from reports.views.dims import dimension_rows
+from reports.views.dims import DimensionRow, dimension_rows
+from reports.views.variables import grouped, shape_text, split_text
 
 LONGEST = 400
 
 
 def verdict(plans: Sequence[Plan]) -> str:
     """Which plan is fastest, and by how much; plans of different models are not compared."""
-    if len({(p.model, p.fingerprint) for p in plans}) > 1:
-        return "These plans are for different models: their step times do not compare."
+    if not one_model(plans):
+        return "These plans are for different models, or sizes of one: their step times do not compare."
     usable = [(p.predicted.step, i) for i, p in enumerate(plans) if p.fits is not False]
     if not usable:
         return "None of these plans fits in memory."
@@ -113,7 +116,7 @@ def _row(
         if value is not None and plan is not first:
             base = value(first)
             differs = abs(value(plan) - base) > 5e-4 * max(abs(base), 1e-30)
-            sub = signed_percent(value(plan) / base - 1) if differs and base > 0 else ""
+            sub = against(value(plan), base) if differs else ""
         cells.append(Cell(shorten(say(plan), LONGEST), sub, differs=differs))
     return _merged(cells)
 
@@ -131,6 +134,37 @@ def _judged(name: str, plans: Sequence[Plan], say: Callable[[Plan], tuple[str, s
     return _merged([Cell(name, strong=True), *(Cell(t, state=s, differs=(t, s) != first) for t, s in told)])
 
 
+def pieces(plans: Sequence[Plan]) -> Grid:
+    """Variables against plans: what a device holds of each."""
+    tables = [{v.name: v for v in grouped(p)} for p in plans]
+    names = list(dict.fromkeys(name for t in tables for name in t))
+    rows = []
+    for name in names[:300]:
+        first = tables[0].get(name)
+        cells = [Cell(name, shape_text(first) if first else "", strong=True)]
+        for plan, table in zip(plans, tables, strict=True):
+            one = table.get(name)
+            if one is None:
+                cells.append(Cell("not in this plan", differs=first is not None))
+                continue
+            differs = first is None or (one.splits, one.local_bytes) != (first.splits, first.local_bytes)
+            held, share = memory(one.local_bytes * one.alike), piece_shares(one, plan)
+            cells.append(Cell(held, split_text(one), piece=share, differs=differs))
+        rows.append(_merged(cells))
+    head = (Column("Variable", lead=True), *(Column(letter(i)) for i in range(len(plans))))
+    caption = f"What a device holds of each of {plural(len(names), 'variable')}, by plan"
+    return Grid(
+        caption, head, rows, shown=12, more=len(names) - len(rows), more_in="variables.csv", wide=True
+    )
+
+
+def _size(row: DimensionRow | None) -> str:
+    """How much of a dimension a device has."""
+    if row is None or not row.size:
+        return ""
+    return f"{row.piece:,} of {row.size:,}" if row.axes else f"{row.size:,}"
+
+
 def splits(plans: Sequence[Plan]) -> Grid:
     """Dimensions against plans: the axes of each split; the split dimensions of any plan come first."""
     tables = [{r.name: r for r in dimension_rows(p)} for p in plans]
@@ -146,7 +180,7 @@ def splits(plans: Sequence[Plan]) -> Grid:
             cells.append(
                 Cell(
                     text="" if axes else "whole" if one else "not a dimension",
-                    sub=f"{one.piece:,} of {one.size:,}" if one and one.size and axes else "",
+                    sub=_size(one),
                     chips=chips(axes, list(plan.mesh)),
                     differs=one is None or first is None or axes != first.axes or one.piece != first.piece,
                 )

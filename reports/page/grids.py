@@ -36,11 +36,11 @@ LONGEST = 400
 def axes(plan: Plan) -> Grid:
     """The mesh's axes with what lies on them."""
     rows = []
-    for i, (axis, size) in enumerate(plan.mesh.items()):
+    for axis, size in plan.mesh.items():
         alone = plan.predicted.sent.get(axis, 0.0)
         rows.append(
             [
-                Cell(chips=(Chip(axis, axis_token(i)),)),
+                Cell(chips=(Chip(axis, axis_token(axis, plan.mesh)),)),
                 Cell(f"{size:,}"),
                 Cell(", ".join(plan.dims_on(axis)) or "nothing"),
                 Cell(traffic(alone) if alone else "–"),
@@ -67,7 +67,7 @@ def matrix(plan: Plan) -> Grid:
     found = dimension_rows(plan)
     rows = []
     for r in found[:MOST]:
-        marks = [Cell("split", fill=axis_token(i)) if a in r.axes else Cell() for i, a in enumerate(names)]
+        marks = [Cell("split", fill=axis_token(a, names)) if a in r.axes else Cell() for a in names]
         size = f"{r.size:,}" if r.size else "–"
         rows.append(
             [Cell(r.name, strong=bool(r.axes)), Cell(size), *marks, Cell(f"{r.piece:,}" if r.piece else "–")]
@@ -108,7 +108,7 @@ def variables(plan: Plan) -> Grid:
         )
     head = (
         Column("Piece"),
-        Column("Variable", lead=True),
+        Column("Variable", lead=True, share="24%"),
         Column("Shape and split"),
         Column("Piece's shape"),
         Column("Bytes on a device", True),
@@ -127,7 +127,7 @@ def layouts(plan: Plan) -> Grid:
     """The answer and its alternatives."""
     rows = [_layout(plan, r) for r in ranked(plan)[:MOST]]
     head = (
-        Column("Layout", lead=True),
+        Column("Layout", lead=True, share="36%"),
         Column("Step", True),
         Column("Exposed", True),
         Column("Peak", True),
@@ -169,7 +169,7 @@ def holdings(plan: Plan) -> Grid:
     held = found.holdings if found else ()
     peak = found.points[found.at].bytes if found and found.points else 0.0
     rows = [
-        [Cell(h.what, h.scope), Cell(memory(h.bytes)), Cell(percent(h.bytes / peak) if peak else "–")]
+        [Cell(h.name, h.scope), Cell(memory(h.bytes)), Cell(percent(h.bytes / peak) if peak else "–")]
         for h in held[:MOST]
     ]
     head = (Column("Held at the peak", lead=True), Column("Bytes", True), Column("Share", True))
@@ -179,7 +179,7 @@ def holdings(plan: Plan) -> Grid:
         rows,
         more=len(held) - len(rows),
         more_in="peak.csv",
-        folded=f"All {len(rows):,} tensors held at the peak",
+        folded=f"All {sum(h.alike for h in held):,} tensors held at the peak",
     )
 
 
@@ -236,7 +236,7 @@ def operations(plan: Plan) -> Grid:
     total = plan.predicted.step or sum(w.seconds for w in found) or 1.0
     rows = [_operation(w, longest, total) for w in found[:60]]
     head = (
-        Column("Operation", lead=True),
+        Column("Operation", lead=True, share="28%"),
         Column("Adds to the step", True),
         Column("Work"),
         Column("Collectives"),
@@ -264,7 +264,7 @@ def _operation(w: Work, longest: float, total: float) -> list[Cell]:
         Cell(w.name, w.phase, strong=True),
         Cell(seconds(w.seconds), percent(w.seconds / total), bars=bars),
         Cell(busy or "–"),
-        Cell("; ".join(said) or "none"),
+        Cell("; ".join(said) or "–"),
     ]
 
 
@@ -316,7 +316,7 @@ def numbers(plan: Plan) -> Grid:
         ]
         for n in found[:MOST]
     ]
-    head = (Column("Number", lead=True), Column("Value", True), Column("Source"))
+    head = (Column("Number", lead=True, share="26%"), Column("Value", True), Column("Source"))
     return Grid(
         "Hardware numbers and their sources",
         head,
@@ -330,4 +330,4 @@ def numbers(plan: Plan) -> Grid:
 def record(pairs: Sequence[tuple[str, str]], caption: str) -> Grid:
     """Names and values."""
     rows = [[Cell(name, strong=True), Cell(value)] for name, value in pairs if value]
-    return Grid(caption, (Column("What", lead=True), Column("Value")), rows, shown=99)
+    return Grid(caption, (Column("What", lead=True, share="13em"), Column("Value")), rows, shown=99)

@@ -20,39 +20,55 @@ Build = Callable[[Plan, str], tuple[Block, ...]]
 def sections(plans: Sequence[Plan]) -> tuple[Section, ...]:
     """All sections; with several plans each has a panel per plan."""
     several = len(plans) > 1
-    split = (
-        Section("split", "What is split", LEADS["split"], shared=(Block(grid=compare.splits(plans)),))
-        if several
-        else _section("split", "What is split", plans, _split)
-    )
+    with_variables = several and any(p.details.variables for p in plans)
     return (
         _section("mesh", "The mesh", plans, _mesh),
-        split,
-        _section("pieces", "What a device holds", plans, _pieces),
+        _joint("split", "What is split", compare.splits(plans))
+        if several
+        else _section("split", "What is split", plans, _split),
+        _joint("pieces", "What a device holds", compare.pieces(plans))
+        if with_variables
+        else _section("pieces", "What a device holds", plans, _pieces),
         _section("time", "Where the time goes", plans, _time),
         _section("memory", "Memory", plans, _memory),
         _section("frontier", "Time against memory", plans, _frontier),
         _section("sensitivity", "If the hardware were different", plans, _sensitivity),
         _section("operations", "Most expensive operations", plans, _operations),
-        _section("evidence", "Predicted and measured", plans, _evidence),
-        _section("calibration", "Calibration", plans, _calibration),
-        _section("assumptions", "Assumptions and sources", plans, _assumptions),
+        _section("evidence", "Predicted and measured", plans, _evidence, lambda p: p.details.validation),
+        _section("calibration", "Calibration", plans, _calibration, lambda p: p.details.calibration),
+        _section("assumptions", "Assumptions and sources", plans, _assumptions, lambda p: p.details.hardware),
         _section("record", "The plan in full", plans, _record),
     )
 
 
-def _section(id: str, title: str, plans: Sequence[Plan], build: Build) -> Section:
+def _joint(id: str, title: str, grid: Grid) -> Section:
+    """One table of all plans."""
+    return Section(id, title, LEADS[id], shared=(Block(grid=grid),))
+
+
+def _section(
+    id: str,
+    title: str,
+    plans: Sequence[Plan],
+    build: Build,
+    same: Callable[[Plan], object] | None = None,
+) -> Section:
+    """A panel per plan; one for all where what `same` looks at is the same in all plans."""
+    if same is not None and all(same(p) == same(plans[0]) for p in plans):
+        plans = plans[:1]
     panels = []
     for i, plan in enumerate(plans):
         name = letter(i) if len(plans) > 1 else ""
         panels.append(Panel(name, shorten(plan.model, 60), build(plan, f"{id}-{letter(i).lower()}")))
+    if all(b.missing for p in panels for b in p.blocks):
+        return Section(id, title, "", missing=panels[0].blocks[0].missing)
     return Section(id, title, LEADS[id], tuple(panels))
 
 
 def _chart(chart: Chart, plan: Plan, name: str, grid: Grid | None = None) -> Block:
     """A figure with its finding, or the command that adds its data."""
     if missing := chart.missing(plan):
-        return Block(finding=f"{chart.title}: not in this plan", missing=missing)
+        return Block(missing=missing)
     svg = figure_svg(chart(plan, titled=False), f"{name}-{chart.name}", chart.title, chart.tell(plan))
     return Block(chart.find(plan), svg, grid if grid is not None and grid.rows else None)
 
@@ -60,7 +76,7 @@ def _chart(chart: Chart, plan: Plan, name: str, grid: Grid | None = None) -> Blo
 def _table(chart: Chart, plan: Plan, grid: Callable[[Plan], Grid]) -> Block:
     """The same data as a table, where a table reads better on a page than the figure."""
     if missing := chart.missing(plan):
-        return Block(finding=f"{chart.title}: not in this plan", missing=missing)
+        return Block(missing=missing)
     return Block(chart.find(plan), grid=grid(plan))
 
 
@@ -154,6 +170,7 @@ def _record(plan: Plan, name: str) -> tuple[Block, ...]:
         ("Fingerprint", plan.fingerprint),
         ("Parameters", f"{plan.parameters:,}" if plan.parameters is not None else ""),
         ("Hyperparameters", words_of(plan.hparams)),
+        ("Made from", plan.details.source),
         ("Hardware", plan.hardware),
         ("Mesh", ";".join(f"{axis}:{size}" for axis, size in plan.mesh.items())),
         ("Layout", layout_text(plan.layout) or "replicated"),

@@ -57,8 +57,10 @@ class Work:
 def work(plan: Plan) -> tuple[Work, ...]:
     """Operations by what they add to the step, the most expensive first."""
     found: dict[tuple[str, str, str], Work] = {}
+    names = {x.node: x.op for x in plan.details.lines if x.node is not None and not x.communication}
     for line in plan.details.lines:
-        key = (line.op, line.scope, line.phase)
+        op = line.op if line.node is None or not line.communication else names.get(line.node, line.op)
+        key = (op, line.scope, line.phase)
         _add(found.setdefault(key, Work(*key)), line)
     return tuple(sorted(found.values(), key=lambda w: -w.seconds))
 
