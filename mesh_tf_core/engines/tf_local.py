@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.tf_group_trace import GroupTrace
 from mesh_tf_core.engines.tf_trace import Trace
 from mesh_tf_core.engines.tf_variables import Variables
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
@@ -25,9 +26,12 @@ class TfLocalEngine:
 
     Args:
       devices: device names by rank (`tf_devices.prepare` makes them).
+      exchange: how pieces travel: `direct` as operations of the graph around the devices, `group` by
+        TensorFlow's collectives; by default `direct` on CPU and `group` on GPU.
     """
 
-    def __init__(self, program: Program, devices: Sequence[str]) -> None:
+    def __init__(self, program: Program, devices: Sequence[str], exchange: str | None = None) -> None:
+        self.exchange = exchange or ("direct" if len(devices) == 1 or "CPU" in devices[0] else "group")
         self.program, self.devices = program, tuple(devices)
         self.variables = Variables(program, self.devices)
         self.compile_seconds = 0.0
@@ -130,7 +134,8 @@ class TfLocalEngine:
 
     def _trace(self) -> Callable[..., Sequence[Any]]:
         returned = [self._holders(self.program.values[id]) for id in self.program.results.values()]
-        return Trace(self.program, self.devices, self.variables, self._count, returned).step()
+        kind = Trace if self.exchange == "direct" else GroupTrace
+        return kind(self.program, self.devices, self.variables, self._count, returned).step()
 
     def _count(self, instr: Collective, payload: int) -> None:
         """Adds what one collective sends, from the bytes of the pieces that it is given."""

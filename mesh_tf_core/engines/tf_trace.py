@@ -53,15 +53,19 @@ class Trace:
         program = self.program
         self.feeds = {name: self._inputs(id) for name, id in program.feeds.items()}
         self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices)]
+        writes = {i.variable: i.inputs[0] for i in program.code if isinstance(i, WriteVariable)}
+        wanted = [*program.results.values(), *writes.values()]
+        made = self._computed(wanted)
+        pairs = zip(made, self.returned, strict=False)
+        results = [pieces[rank] for pieces, ranks in pairs for rank in ranks]
+        written = dict(zip(writes, made[len(program.results) :], strict=True))
+        return self.writer.compiled(self._committed(results, written))
+
+    def _computed(self, wanted: Sequence[int]) -> list[list[Wire]]:
+        """For every wanted value, one wire per device."""
         env: Env = {}
-        self._parts(cut(program.code, program.results.values()), env)
-        results = [
-            whole(env[id])[rank]
-            for id, ranks in zip(program.results.values(), self.returned, strict=True)
-            for rank in ranks
-        ]
-        writes = {i.variable: whole(env[i.inputs[0]]) for i in program.code if isinstance(i, WriteVariable)}
-        return self.writer.compiled(self._committed(results, writes))
+        self._parts(cut(self.program.code, self.program.results.values()), env)
+        return [whole(env[id]) for id in wanted]
 
     def _inputs(self, id: int) -> list[Wire]:
         type = self.program.local(id)

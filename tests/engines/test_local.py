@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines import open_engine
+from mesh_tf_core.engines.tf_local import TfLocalEngine
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.op import Op, Roles
 from tests.engines.programs import every_collective, language_model, numbers, tokens
@@ -38,6 +39,53 @@ def test_every_collective_equals_lockstep(mesh, axes):
     batch = numbers(program)
     same(local.step(batch), lockstep.step(batch))
     assert local.communication_bytes == program.communication_bytes()
+
+
+@pytest.mark.parametrize(("mesh", "axes"), AXES)
+def test_group_collectives_equal_lockstep(mesh, axes, devices):
+    program = every_collective(mesh, axes)
+    grouped = TfLocalEngine(program, devices[: program.mesh.devices], "group")
+    batch = numbers(program)
+    same(grouped.step(batch), open_engine(program, "lockstep").step(batch))
+    assert grouped.communication_bytes == program.communication_bytes()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [("a:2", "batch:a"), ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b")]
+)
+def test_training_by_group_collectives(mesh, layout, devices):
+    """Collectives inside the loop over layers, forward and backward."""
+    program = language_model(mesh, layout, optimizer="sgd", layers=3)
+    grouped = TfLocalEngine(program, devices[: program.mesh.devices], "group")
+    batches = [tokens(program, seed) for seed in range(3)]
+    for found, expected in zip(grouped.steps(batches), open_engine(program).steps(batches), strict=True):
+        same(found, expected, 2e-5)
+    assert grouped.communication_bytes == program.communication_bytes()
+
+
+def nested(mesh, layout):
+    """A loop in a loop, with a sum over devices in the inner one, and a variable of both loops."""
+    g = mtf.Graph()
+    b, d = mtf.Dim("b", 8), mtf.Dim("d", 4)
+    x = g.input("x", [b, d], dtype="float32")
+
+    def inner(c):
+        return c * 0.5 + mtf.broadcast(
+            mtf.reduce_mean(mtf.tanh(c * g.variable("w", [d], mtf.Normal(1.0))), b), [b, d]
+        )
+
+    outer = mtf.scan(lambda c: mtf.scan(inner, c, mtf.Dim("i", 3)), x, mtf.Dim("j", 2))
+    return mtf.lower(g, mtf.Mesh(mesh), mtf.Layout(layout), {"y": outer})
+
+
+@pytest.mark.parametrize("exchange", ["direct", "group"])
+def test_loops_in_loops(exchange, devices):
+    program = nested("a:4", "b:a")
+    engine = TfLocalEngine(program, devices[:4], exchange)
+    batch = numbers(program)
+    same(engine.step(batch), open_engine(program, "lockstep").step(batch), 1e-6)
+    assert engine.communication_bytes == program.communication_bytes()
+    assert engine.communication_bytes["a"] > 0
 
 
 def test_large_sums_are_shared_between_cores():

@@ -1,0 +1,111 @@
+"""The step's graph with group collectives: the whole program is traced once, as one function of a device's
+rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
+from mesh_tf_core.engines.replica import Replica
+from mesh_tf_core.engines.tf_graph import Wire
+from mesh_tf_core.engines.tf_group import STRIDE, GroupExchange, Groups, keys_for
+from mesh_tf_core.engines.tf_trace import Trace
+from mesh_tf_core.kernels.tf_kernel import TfKernel
+from mesh_tf_core.program import Collective
+
+Env = dict[int, Any]
+"""Value id -> this device's tensor."""
+
+
+class GroupTrace(Trace):
+    """See `tf_trace.Trace`; collectives are TensorFlow's group operations."""
+
+    def _computed(self, wanted: Sequence[int]) -> list[list[Wire]]:
+        """For every wanted value, one wire per device."""
+        groups, parts = Groups(self.program.mesh), cut(self.program.code, self.program.results.values())
+        names = list(self.feeds)
+
+        def body(rank: Any, *feeds: Any) -> list[Any]:
+            fed = dict(zip(names, feeds, strict=True))
+            env: Env = {}
+            _Block(self, groups, rank, tf.constant(0), 1, fed).run(parts, env)
+            return [tf.convert_to_tensor(env[id]) for id in wanted]
+
+        inputs = [self.ranks, *self.feeds.values()]
+        function = self.writer.function(body, [(x[0].dtype, x[0].shape) for x in inputs])
+        made = [
+            self.writer.call(function, device, [x[rank] for x in inputs])
+            for rank, device in enumerate(self.devices)
+        ]
+        return [list(pieces) for pieces in zip(*made, strict=True)]
+
+
+class _Block:
+    """Runs parts on one device, in a function that is being traced.
+
+    Args:
+      turn: int32 scalar, which run of this block it is in the step.
+      times: how often the block runs in a step.
+    """
+
+    def __init__(
+        self, trace: Trace, groups: Groups, rank: Any, turn: Any, times: int, feeds: dict[str, Any]
+    ) -> None:
+        self.trace, self.groups, self.rank, self.feeds = trace, groups, rank, feeds
+        self.turn, self.times = turn, times
+        first_key = tf.constant(keys_for(times)) + turn * STRIDE
+        token = f"{trace.variables.prefix}/order"
+        self.exchange = GroupExchange(trace.program, groups, rank, first_key, token)
+        self.replica = Replica(trace.program, TfKernel(), rank, trace.variables.value, feeds.__getitem__)
+
+    def run(self, parts: Sequence[Part], env: Env) -> None:
+        for part in parts:
+            if isinstance(part, Segment):
+                self.replica.run(part.code, env)
+            elif isinstance(part, Exchange):
+                self._exchanged(part.instr, env)
+            else:
+                self._loop(part, env)
+
+    def _exchanged(self, instr: Collective, env: Env) -> None:
+        pieces = [env[i] for i in instr.inputs]
+        payload = sum(x.dtype.size * x.shape.num_elements() for x in pieces)
+        for _ in range(self.times):
+            self.trace.count(instr, payload)
+        env.update(zip(instr.outputs, self.exchange.run(instr, pieces), strict=True))
+
+    def _loop(self, part: Repeat, env: Env) -> None:
+        """The body as a nested function, called once per iteration with instance keys of its own."""
+        loop = part.loop
+        order = range(loop.dim.size)
+        outside = list(dict.fromkeys(loop.inputs[len(loop.carried) + len(loop.sliced) :]))
+        inner = [loop.index, *(i for _, i, _, _ in loop.carried), *(i for _, i in loop.sliced), *outside]
+        leaving = [out for _, _, out, _ in loop.carried] + [i for i, _ in (*loop.stacked, *loop.summed)]
+
+        def body(rank: Any, turn: Any, *args: Any) -> list[Any]:
+            values: Env = dict(zip(inner, args, strict=True))
+            times = self.times * loop.dim.size
+            _Block(self.trace, self.groups, rank, turn, times, self.feeds).run(part.body, values)
+            return [tf.convert_to_tensor(values[i]) for i in leaving]
+
+        state = [env[start] for start, _, _, _ in loop.carried]
+        sources = [tf.unstack(env[outer]) for outer, _ in loop.sliced]
+        made: dict[int, list[Any]] = {}
+        function: Any = None
+        for step in reversed(order) if loop.reverse else order:
+            turn = self.turn * loop.dim.size + step
+            args = [tf.constant(step), *state, *(s[step] for s in sources), *(env[i] for i in outside)]
+            if function is None:
+                specs = [tf.TensorSpec(x.shape, x.dtype) for x in (self.rank, turn, *args)]
+                function = tf.function(body, autograph=False, input_signature=specs).get_concrete_function()
+            made[step] = list(function(self.rank, turn, *args))
+            state = made[step][: len(loop.carried)]
+        env.update(zip((final for _, _, _, final in loop.carried), state, strict=True))
+        at = len(loop.carried)
+        for k, (_, o) in enumerate(loop.stacked, at):
+            env[o] = tf.stack([made[s][k] for s in order])
+        for k, (_, o) in enumerate(loop.summed, at + len(loop.stacked)):
+            env[o] = tf.add_n([made[s][k] for s in order])
