@@ -6,6 +6,10 @@
 (4) step seconds           = compute + exposed communication
 
 Quantities add up over instructions; seconds come last.
+
+Hardware whose file has curves of classes `kernel.…` (a calibrated machine that runs the local engine) is priced call by
+call (`costmodels.kernels`), as that engine works: values that a loop stacks stay in parts, which travel one by one;
+values that travel together are summed one by one; and a step has a fixed part for its start and its stored variables.
 """
 
 from __future__ import annotations
@@ -16,10 +20,14 @@ from functools import cached_property
 
 from costmodels.collectives import collective_seconds, full_bytes
 from costmodels.compute import Quantity, compute_seconds
-from costmodels.hardware import Hardware
+from costmodels.hardware import ComputeCurve, Hardware
+from costmodels.kernels import call_seconds, calls
 from costmodels.topology import Placement, place
 from mesh_tf_core.layout import Axes
-from mesh_tf_core.program import Collective, Local, Loop, Origin, Program
+from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.program import AllReduce, Collective, Local, Loop, Origin, Program, WriteVariable
+
+KernelKey = tuple[Op, tuple[TensorType, ...], tuple[TensorType, ...], frozenset[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,33 +113,62 @@ class Pricer:
     placement: Placement
     _compute: dict[Quantity, float] = field(default_factory=dict)
     _collective: dict[tuple[str, Axes, int], float] = field(default_factory=dict)
+    _kernel: dict[KernelKey, float | None] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
         return self.placement.mesh.devices
 
+    @cached_property
+    def by_call(self) -> bool:
+        """Whether this hardware is priced call by call, as the local engine works."""
+        return "kernel" in self._curves
+
+    @cached_property
+    def _curves(self) -> dict[str, ComputeCurve]:
+        return {c.op_class: c for c in self.hardware.compute_curves if c.op_class.split(".")[0] == "kernel"}
+
     def lines(self, program: Program) -> Iterable[Line]:
         """One line per instruction that takes time."""
+        stacks = _stacks(program) if self.by_call else {}
         for instr, times in program.walk():
             if isinstance(instr, Local) and not instr.op.free:
                 yield self.local(program, instr, times)
+            elif isinstance(instr, AllReduce) and self.by_call:
+                yield self._sums(program, instr, times, stacks)
             elif isinstance(instr, Collective):
                 yield self.collective(program, instr, times)
             elif isinstance(instr, Loop) and instr.stacked:
-                yield self.stacking(program, instr, times)
+                yield from self.stacking(program, instr, times)
 
     def cost(self, program: Program) -> Cost:
-        return Cost(tuple(self.lines(program)))
+        fixed = self.fixed_seconds(program)
+        start = (Line("step", "", Origin(-1, "step", "update"), "step", 1, fixed, fixed),) if fixed else ()
+        return Cost((*self.lines(program), *start))
 
     def seconds(self, program: Program) -> float:
-        """Step seconds alone."""
+        """Seconds of the instructions alone: the price of a step without its fixed part."""
         return sum(line.exposed * line.times for line in self.lines(program))
+
+    def fixed_seconds(self, program: Program) -> float:
+        """What a step takes under every layout: its start, and storing its variables."""
+        if not self.by_call:
+            return 0.0
+        written = sum(isinstance(instr, WriteVariable) for instr in program.code)
+        return sum(self._constant(name) * n for name, n in (("kernel.step", 1), ("kernel.store", written)))
+
+    def _constant(self, name: str) -> float:
+        found = self._curves.get(name)
+        return found.seconds(0.0) * self._contended(found) if found else 0.0
+
+    def _contended(self, curve: ComputeCurve) -> float:
+        return self.hardware.contention(self.devices) / self.hardware.contention(curve.devices)
 
     def local(self, program: Program, instr: Local, times: int) -> Line:
         quantity = quantity_of(program, instr)
-        seconds = self._compute.get(quantity)
+        seconds = self._called(program, instr) if self.by_call else None
         if seconds is None:
-            seconds = self._compute[quantity] = compute_seconds(self.hardware, quantity, self.devices)
+            seconds = self._priced(quantity)
         return Line(
             instr.name,
             "",
@@ -144,22 +181,70 @@ class Pricer:
             quantity.bytes,
         )
 
-    def stacking(self, program: Program, loop: Loop, times: int) -> Line:
-        """A loop writes what it stacks; reading a part back is a view."""
+    def _priced(self, quantity: Quantity) -> float:
+        seconds = self._compute.get(quantity)
+        if seconds is None:
+            seconds = self._compute[quantity] = compute_seconds(self.hardware, quantity, self.devices)
+        return seconds
+
+    def _called(self, program: Program, instr: Local) -> float | None:
+        """Seconds of an instruction's array functions; None if one of them is not known."""
+        split = frozenset(
+            name
+            for i in (*instr.inputs, *instr.outputs)
+            for name, axes in zip(program.values[i].shape.names, program.values[i].splits, strict=True)
+            if axes
+        )
+        types = (tuple(map(program.local, instr.inputs)), tuple(map(program.local, instr.outputs)))
+        stays = instr.origin.phase == "forward"
+        key = (instr.op, *types, split, stays)
+        if key not in self._kernel:
+            try:
+                found = calls(instr.op, *types, split)
+            except NotImplementedError:
+                self._kernel[key] = None
+            else:
+                self._kernel[key] = sum(call_seconds(c, self._kernel_curve, stays) for c in found)
+        return self._kernel[key]
+
+    def _kernel_curve(self, op_class: str) -> Callable[[float], float] | None:
+        found = self._curves.get(op_class)
+        if found is None:
+            return None
+        share = self._contended(found)
+        return lambda amount: found.seconds(amount) * share
+
+    def stacking(self, program: Program, loop: Loop, times: int) -> Iterable[Line]:
+        """A loop writes what it stacks; reading a part back is a view.
+
+        The local engine keeps parts, and joins them only for readers other than loops: the update, of gradients.
+        """
         size = float(sum(program.values[o].local_bytes(program.mesh) for _, o in loop.stacked))
+        if self.by_call:
+            if loop.origin.phase == "forward":
+                return
+            size *= 2
         quantity = Quantity(0.0, size, "data", program.values[loop.stacked[0][1]].dtype)
-        seconds = compute_seconds(self.hardware, quantity, self.devices)
-        return Line("stack", loop.text(), loop.origin, "data", times, seconds, seconds, 0.0, size)
+        seconds = self._priced(quantity)
+        yield Line("stack", loop.text(), loop.origin, "data", times, seconds, seconds, 0.0, size)
+
+    def _sums(self, program: Program, instr: AllReduce, times: int, stacks: dict[int, int]) -> Line:
+        """An all-reduce whose values, and the parts of stacked ones, are summed one by one."""
+        seconds = 0.0
+        for i in instr.inputs:
+            parts = stacks.get(i, 1)
+            payload = program.values[i].local_bytes(program.mesh)
+            seconds += parts * self._message(instr.name, instr.axes, max(1, payload // parts))
+        exposed = seconds * (1.0 - self.hardware.hidden_fraction(instr.name))
+        sent, text = program.wire_bytes(instr), instr.text()
+        return Line(
+            instr.name, text, instr.origin, instr.name, times, seconds, exposed, axes=instr.axes, sent=sent
+        )
 
     def collective(self, program: Program, instr: Collective, times: int) -> Line:
         payload = sum(program.values[i].local_bytes(program.mesh) for i in instr.inputs)
         kind = instr.name
-        key = (kind, instr.axes, payload)
-        seconds = self._collective.get(key)
-        if seconds is None:
-            size = full_bytes(kind, payload, program.mesh.group_size(instr.axes))
-            seconds = collective_seconds(self.hardware, self.placement, kind, instr.axes, size)
-            self._collective[key] = seconds
+        seconds = self._message(kind, instr.axes, payload)
         exposed = seconds * (1.0 - self.hardware.hidden_fraction(kind))
         sent = program.wire_bytes(instr)
         return Line(
@@ -168,9 +253,21 @@ class Pricer:
 
     def message_seconds(self, kind: str, axes: Axes, payload: int) -> float:
         """Exposed seconds of one collective whose input on a device has `payload` bytes."""
-        size = full_bytes(kind, payload, self.placement.mesh.group_size(axes))
-        seconds = collective_seconds(self.hardware, self.placement, kind, axes, size)
-        return seconds * (1.0 - self.hardware.hidden_fraction(kind))
+        return self._message(kind, axes, payload) * (1.0 - self.hardware.hidden_fraction(kind))
+
+    def _message(self, kind: str, axes: Axes, payload: int) -> float:
+        key = (kind, axes, payload)
+        seconds = self._collective.get(key)
+        if seconds is None:
+            size = full_bytes(kind, payload, self.placement.mesh.group_size(axes))
+            seconds = collective_seconds(self.hardware, self.placement, kind, axes, size)
+            self._collective[key] = seconds
+        return seconds
+
+
+def _stacks(program: Program) -> dict[int, int]:
+    """Values that loops stack -> the number of their parts."""
+    return {o: instr.dim.size for instr, _ in program.walk() if isinstance(instr, Loop) for _, o in instr.stacked}
 
 
 def quantity_of(program: Program, instr: Local) -> Quantity:

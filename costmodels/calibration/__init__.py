@@ -1,0 +1,9 @@
+"""Calibration: measures this machine's mesh with little programs, and fits the profile that its programs are priced by.
+
+The only part of the cost models that opens an engine.
+"""
+
+from costmodels.calibration.clock import Noise, Sample, noise, sample, spread, steps_for, typical
+from costmodels.calibration.live import calibrate
+
+__all__ = ["Noise", "Sample", "calibrate", "noise", "sample", "spread", "steps_for", "typical"]

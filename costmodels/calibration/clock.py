@@ -1,0 +1,122 @@
+r"""Times of a step on a machine that others may be using as well.
+
+A sample has the wall time of a few steps, the CPU time of this process, and the CPU time of everyone else. On an idle
+machine the wall time is the answer. On a shared one, waiting for others is no property of the program:
+
+(1) seconds = max(wall - foreign / cores, own / cores)
+
+which is exact when the program keeps all cores busy (steps of virtual devices nearly do) and at least a lower bound
+otherwise. `Noise` says how much of the machine others had, and how far repeats lie apart.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+from mesh_tf_core.engines.tf_devices import cores
+
+_STAT = Path("/proc/stat")
+FOREIGN = 0.10
+"""Share of the machine's cores that others may have before it counts as noisy."""
+SPREAD = 0.10
+"""Interquartile range of repeats, relative to their median, above which a machine counts as noisy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of `steps` steps: seconds of wall time, of this process's CPU time, of everyone else's."""
+
+    wall: float
+    own: float
+    foreign: float
+    cores: int
+    steps: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step on an idle machine, equation (1)."""
+        return max(self.wall - self.foreign / self.cores, self.own / self.cores) / self.steps
+
+    @property
+    def foreign_share(self) -> float:
+        """Share of the cores that others used."""
+        return min(1.0, self.foreign / (self.wall * self.cores)) if self.wall > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How far a measurement can be trusted.
+
+    Attributes:
+      foreign: median share of the cores that other processes used.
+      spread: typical interquartile range of repeats, relative to their median.
+    """
+
+    foreign: float
+    spread: float
+
+    @property
+    def noisy(self) -> bool:
+        return self.foreign > FOREIGN or self.spread > SPREAD
+
+    @property
+    def words(self) -> str:
+        state = "noisy" if self.noisy else "quiet"
+        text = f"{state} machine: others used {self.foreign:.0%} of the cores, repeats differ by {self.spread:.1%}"
+        return text + ("; close other programs and measure again for numbers to rely on" if self.noisy else "")
+
+
+def sample(run: Callable[[], object], steps: int = 1) -> Sample:
+    """Runs `steps` steps."""
+    busy, own, wall = _busy(), time.process_time(), time.perf_counter()
+    for _ in range(steps):
+        run()
+    wall, own = time.perf_counter() - wall, time.process_time() - own
+    now = _busy()
+    foreign = 0.0 if busy is None or now is None else max(0.0, now - busy - own)
+    return Sample(wall, own, foreign, cores(), steps)
+
+
+def steps_for(run: Callable[[], object], seconds: float) -> int:
+    """How many steps take about `seconds`, from one step."""
+    start = time.perf_counter()
+    run()
+    return max(1, min(200, round(seconds / max(time.perf_counter() - start, 1e-6))))
+
+
+def typical(samples: Sequence[Sample]) -> float:
+    """Median seconds of a step."""
+    return median(s.seconds for s in samples)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Interquartile range relative to the median; 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle if middle > 0 else 0.0
+
+
+def noise(groups: Sequence[Sequence[Sample]]) -> Noise:
+    """Of repeats of several things, one sequence for each."""
+    everything = [s for group in groups for s in group]
+    if not everything:
+        return Noise(0.0, 0.0)
+    spreads = [spread([s.seconds for s in group]) for group in groups if len(group) > 1]
+    return Noise(median(s.foreign_share for s in everything), median(spreads) if spreads else 0.0)
+
+
+def _busy() -> float | None:
+    """CPU seconds that all processes of this machine have used; None where the system does not tell."""
+    try:
+        words = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:
+        return None
+    ticks = [int(w) for w in words[1:9]]
+    # Guests are counted in user time already; idle and waiting for disks are no work.
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")

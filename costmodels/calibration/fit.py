@@ -1,0 +1,175 @@
+r"""Curves from measurements.
+
+A probe's step holds r repeats of one operation, whose calls (`costmodels.kernels`) are known; each repeat also reads
+and stores variables, which probes without work measure:
+
+(1) seconds of one repeat y = (step - empty step) / r - seconds of its reads and stores
+(2) seconds of the class that the probe is about: y - sum of the other calls, by the classes fitted before it
+(3) a class's curve: the non-decreasing one nearest to its points (least squares, pooling adjacent violators)
+(4) matrix products: y = launch + a FLOPs + b bytes, all coefficients >= 0, least relative squares
+(5) fresh memory: the probes of `kernel.unary` again with every result stored, less the curve without
+(6) uncertainty of a curve: the larger of the typical spread of its points' repeats and of the error at each inner point
+    when the curve is fitted without it
+
+Nothing here knows an operation, and nothing is negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from costmodels.calibration.probes import COLLECTIVES, Probe
+from costmodels.hardware import Curve, monotone
+from costmodels.kernels import Call, call_seconds
+
+Measurement = Mapping[str, Any]
+SMALLEST = 0.05
+"""Part of a measured repeat that its target takes at least: what is subtracted is uncertain too."""
+PRODUCTS = ("matmul", "batch")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """One curve: seconds over bytes or FLOPs, with all devices at work, and its relative uncertainty."""
+
+    op_class: str
+    against: str
+    curve: Curve
+    uncertainty: float
+
+
+@dataclass
+class Fit:
+    """Everything fitted, in order.
+
+    Attributes:
+      step: seconds of an empty step.
+      store: seconds per variable that a step reads and stores.
+      curves: of array functions, by class.
+      collectives: (kind, group size, curve).
+      held_out: relative errors, predicted / measured - 1, of the checks.
+    """
+
+    step: float = 0.0
+    store: float = 0.0
+    curves: dict[str, Fitted] = field(default_factory=dict)
+    collectives: list[tuple[int, Fitted]] = field(default_factory=list)
+    held_out: dict[str, float] = field(default_factory=dict)
+
+    def seconds(self, calls: Sequence[Call]) -> float:
+        """Predicted seconds of calls on all devices at once."""
+        table = {name: f.curve for name, f in self.curves.items()}
+        return sum(call_seconds(c, table.get) for c in calls)
+
+
+def fit(probes: Sequence[Probe], measured: Mapping[str, Measurement], group_size: Mapping[str, int]) -> Fit:
+    """Fits all curves.
+
+    Args:
+      measured: by the probes' names; `seconds` is of a whole step.
+      group_size: '+'.join(axes) -> devices of a group.
+    """
+    out = Fit()
+    found = [(p, measured[p.name]) for p in probes if p.name in measured]
+    out.step, out.store = stores([(p.repeats, m["seconds"]) for p, m in found if p.target == "stores"])
+    for target in dict.fromkeys(p.target for p, _ in found if p.op is not None and p.target != "check"):
+        chosen = [(p, m) for p, m in found if p.target == target and p.op is not None]
+        if target in PRODUCTS:
+            _products(out, target, chosen)
+        elif target == "fresh":
+            _fresh(out, chosen)
+        else:
+            _elements(out, target, chosen)
+    for kind in COLLECTIVES:
+        for axes in dict.fromkeys(p.axes for p, _ in found if p.target == kind):
+            samples = [(p.bytes, repeat(out, p, m), m["spread"]) for p, m in found if p.target == kind and p.axes == axes]
+            out.collectives.append((group_size["+".join(axes)], curve_of(kind, samples)))
+    for p, m in found:
+        if p.target == "check":
+            out.held_out[p.name] = out.seconds(p.calls) / repeat(out, p, m) - 1
+    return out
+
+
+def stores(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds of an empty step and of one more read and store, from (repeats, seconds) of two or more programs."""
+    if len(samples) < 2:
+        return 0.0, 0.0
+    (n0, t0), (n1, t1) = min(samples), max(samples)
+    each = max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
+    each = min(each, t0 / n0)
+    return max(0.0, t0 - n0 * each), each
+
+
+def repeat(out: Fit, probe: Probe, m: Measurement) -> float:
+    """Equation (1), at least a small part of what was measured."""
+    stored = probe.repeats if probe.op is None or probe.stored else 1
+    seconds = m["seconds"] - out.step - stored * out.store
+    return max(seconds, SMALLEST * m["seconds"]) / probe.repeats
+
+
+def target_seconds(out: Fit, probe: Probe, m: Measurement) -> float:
+    """Equation (2)."""
+    whole = repeat(out, probe, m)
+    own = next(c for c in reversed(probe.calls) if f"{c.op_class}.".startswith(f"kernel.{probe.target}."))
+    others = [c for c in probe.calls if c is not own]
+    seconds = whole - out.seconds(others)
+    if own.final and (fresh := out.curves.get("kernel.fresh")) is not None:
+        seconds -= fresh.curve(own.made)
+    return max(seconds, SMALLEST * whole)
+
+
+def curve_of(op_class: str, samples: Sequence[tuple[float, float, float]]) -> Fitted:
+    """Equations (3) and (6) from (bytes, seconds, spread of the repeats)."""
+    points = [(x, y) for x, y, _ in samples]
+    curve = monotone(points)
+    noise = median(s for *_, s in samples)
+    errors = []
+    for i in range(1, len(points) - 1):
+        rest = monotone([p for j, p in enumerate(sorted(points)) if j != i])
+        x, y = sorted(points)[i]
+        errors.append(abs(rest(x) - y) / max(y, curve(x), 1e-12))
+    return Fitted(op_class, "bytes", curve, max([noise, *([median(errors)] if errors else [])]))
+
+
+def _elements(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
+    samples = [(p.bytes, target_seconds(out, p, m), m["spread"]) for p, m in chosen]
+    name = f"kernel.{target}"
+    out.curves[name] = curve_of(name, samples)
+
+
+def _fresh(out: Fit, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
+    """Equation (5)."""
+    samples = []
+    for p, m in chosen:
+        samples.append((p.calls[-1].made, max(0.0, repeat(out, p, m) - out.seconds(p.calls)), m["spread"]))
+    out.curves["kernel.fresh"] = curve_of("kernel.fresh", [(0.0, 0.0, 0.0), *samples])
+
+
+def _products(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
+    """Equation (4), as two curves: launch and FLOPs in one, bytes in the other."""
+    rows, seconds = [], []
+    for p, m in chosen:
+        own = p.calls[-1]
+        rows.append((1.0, own.flops, own.bytes))
+        seconds.append(target_seconds(out, p, m))
+    launch, per_flop, per_byte = products(rows, seconds)
+    top_flops, top_bytes = max(r[1] for r in rows), max(r[2] for r in rows)
+    errors = [abs((launch + per_flop * f + per_byte * b) / y - 1) for (_, f, b), y in zip(rows, seconds, strict=True)]
+    name, sure = f"kernel.{target}", max(median(errors), median(m["spread"] for _, m in chosen))
+    out.curves[name] = Fitted(name, "flops", Curve(((0.0, launch), (top_flops, launch + per_flop * top_flops))), sure)
+    moved = Curve(((0.0, 0.0), (top_bytes, per_byte * top_bytes)))
+    out.curves[f"{name}.bytes"] = Fitted(f"{name}.bytes", "bytes", moved, sure)
+
+
+def products(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Non-negative coefficients of the least relative squares: rows · coefficients ≈ seconds."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    a, y = np.asarray(rows, float), np.asarray(seconds, float)
+    scale = np.maximum(np.abs(a).max(axis=0), 1e-300)
+    found, _ = nnls(a / scale / y[:, None], np.ones(len(y)))
+    return tuple(float(v) for v in found / scale)

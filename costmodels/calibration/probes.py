@@ -1,0 +1,240 @@
+"""What a calibration measures: array functions over several sizes, matrix products, collectives over every group.
+
+Sizes and shapes are those of Transformer and other steps in general; no example model is used, so that a validation on
+a model is a validation on something that the fit has not seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from costmodels.calibration.programs import collective_program, local_program, stores_program, warmed
+from costmodels.kernels import Call, calls
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.layout import Axes
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.ops.binary import Binary, Where
+from mesh_tf_core.ops.einsum import Broadcast, Einsum
+from mesh_tf_core.ops.index import Gather, OneHot, Pick, ScatterAdd
+from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
+from mesh_tf_core.ops.random import Dropout
+from mesh_tf_core.ops.reduce import Reduce
+from mesh_tf_core.ops.shape import Concat, Transpose
+from mesh_tf_core.ops.softmax import Softmax, SoftmaxGrad
+from mesh_tf_core.ops.unary import Unary, UnaryGrad
+from mesh_tf_core.program import Program
+
+KB, MB = 1024, 1 << 20
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One program to measure.
+
+    Attributes:
+      name: unique in a calibration.
+      target: the class of calls (or the collective) that it is about; 'stores' and 'check' are special.
+      bytes: of the target's call; for a collective, of the full array of a group.
+      repeats: how often the program does it.
+      op, inputs: of a local operation.
+      axes: of a collective.
+      kept: whether every result of a chain is stored (see `local_program`).
+    """
+
+    name: str
+    target: str
+    bytes: float
+    repeats: int
+    op: Op | None = None
+    inputs: tuple[TensorType, ...] = ()
+    axes: Axes = ()
+    kept: bool = False
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The array functions of one repeat, that which makes the operand included; `final` if the result stays."""
+        if self.op is None:
+            return ()
+        found = _calls(self.op, *self.inputs)
+        if not self.stored:
+            found = tuple(replace(c, final=False) for c in found)
+        if warmed(self.op, self.inputs):
+            found = (*(replace(c, final=False) for c in _calls(Binary("mul"), self.inputs[0], self.inputs[0])), *found)
+        return found
+
+    @property
+    def stored(self) -> bool:
+        """Whether every repeat stores its result: always, if results cannot form a chain."""
+        return self.kept or (self.op is not None and self.op.infer(*self.inputs) != self.inputs[0])
+
+    def program(self, mesh: Mesh) -> Program:
+        if self.op is not None:
+            return local_program(mesh, self.op, self.inputs, self.repeats, self.kept, self.target == "check")
+        if self.axes:
+            return collective_program(mesh, self.target, self.axes, int(self.bytes), self.repeats)
+        return stores_program(mesh, 256, self.repeats)
+
+
+def _calls(op: Op, *inputs: TensorType) -> tuple[Call, ...]:
+    out = op.infer(*inputs)
+    return tuple(calls(op, inputs, (out,) if isinstance(out, TensorType) else out, frozenset()))
+
+
+def probes(mesh: Mesh, quick: bool) -> list[Probe]:
+    """Everything that one calibration of a mesh measures, classes in the order in which they are fitted."""
+    return [*stores(), *elements(quick), *products(quick), *collectives(mesh, quick), *checks(quick)]
+
+
+def stores() -> Iterator[Probe]:
+    """What every program does besides its work."""
+    yield Probe("stores", "stores", 0.0, 16)
+    yield Probe("stores more", "stores", 0.0, 64)
+
+
+def tensor(*sizes: int, dtype: str = "float32", names: str = "abcdefgh") -> TensorType:
+    """A type with dimensions of these names; size 0 leaves a dimension out."""
+    return TensorType(Shape([Dim(n, s) for n, s in zip(names, sizes, strict=False) if s]), dtype)
+
+
+def _local(target: str, label: str, op: Op, *inputs: TensorType) -> Probe:
+    made = Probe("", target, 0.0, 1, op, inputs)
+    own = [c for c in made.calls if f"{c.op_class}.".startswith(f"kernel.{target}.")]
+    size = own[0].bytes if own else 0.0
+    total = sum(c.bytes for c in made.calls)
+    repeats = 24 if total < 16 * KB else 12 if total < 256 * KB else 6 if total < 4 * MB else 3
+    return Probe(f"{target} {label}", target, size, repeats, op, inputs)
+
+
+def elements(quick: bool) -> Iterator[Probe]:
+    """Everything but products: [rows, columns] arrays from 2 KB to 8 MB."""
+    base = [(8, 64), (64, 256), (256, 256), (1024, 256), (1024, 512), (2048, 1024)]
+    few = [(8, 64), (256, 256), (1024, 512)] if quick else base
+    two = [(8, 64), (512, 512)] if quick else few
+    for r, c in base:
+        x = tensor(r, c)
+        yield _local("unary", f"{r}x{c}", Unary("relu"), x)
+        yield replace(_local("unary", f"{r}x{c} kept", Unary("relu"), x), target="fresh", kept=True)
+        yield _local("binary.same", f"{r}x{c}", Binary("mul"), x, x)
+    for r, c in few:
+        x, label = tensor(r, c), f"{r}x{c}"
+        yield _local("binary.row", label, Binary("mul"), x, tensor(0, c))
+        yield _local("binary.column", label, Binary("mul"), x, tensor(r))
+        yield _local("reduce.inner", label, Reduce("sum", ("b",)), x)
+        yield _local("reduce.outer", label, Reduce("sum", ("a",)), x)
+        yield _local("softmax", label, Softmax("b"), x)
+        yield _local("transpose.elements", label, Transpose(Shape([x.shape.dims[1], x.shape.dims[0]])), x)
+        yield _local("where.row", label, Where(), tensor(0, c, dtype="bool"), x, tensor())
+    for r, c in two:
+        x, label = tensor(r, c), f"{r}x{c}"
+        cube = tensor(r // 8, 8, c) if r > 8 else tensor(2, 4, c)
+        for fn in ("exp", "tanh", "sqrt", "rsqrt", "gelu", "log", "sigmoid", "erf"):
+            yield _local(f"unary.{fn}", label, Unary(fn), x)
+        yield _local("binary.same.div", label, Binary("div"), x, x)
+        yield _local("binary.general", label, Binary("mul"), cube, tensor(0, cube.shape.sizes[1], 0))
+        yield _local("where.same", label, Where(), tensor(r, c, dtype="bool"), x, x)
+        yield _local("where.scalar", label, Where(), tensor(r, c, dtype="bool"), x, tensor())
+        yield _local("where.column", label, Where(), tensor(r, dtype="bool"), x, tensor())
+        yield _local("where.general", label, Where(), tensor(0, cube.shape.sizes[1], dtype="bool"), cube, tensor())
+        yield _local("cast", label, Cast("bfloat16"), x)
+        yield _local("reduce.mixed", label, Reduce("sum", ("a", "c")), cube)
+        swapped = Shape([cube.shape.dims[1], cube.shape.dims[0], cube.shape.dims[2]])
+        yield _local("transpose.rows", label, Transpose(swapped), cube)
+        yield _local("copy", label, Concat("b"), tensor(r, c // 2), tensor(r, c // 2))
+        yield _local("broadcast", label, Broadcast(x.shape), tensor(r))
+        ids = tensor(r, dtype="int32")
+        yield _local("take.rows", label, Gather("v"), tensor(256, c, names="vb"), ids)
+        yield _local("segment_sum", label, ScatterAdd(Dim("v", 256)), x, ids)
+        wide = tensor(r * c // 16, 16)
+        yield _local("take.elements", label, Pick("b"), wide, tensor(r * c // 16, dtype="int32"))
+
+
+def products(quick: bool) -> Iterator[Probe]:
+    """Matrix products as in attention and feed-forward layers, forward and backward: (batch, m, k, n)."""
+    shapes = [
+        (1, 16, 16, 16),
+        (1, 128, 64, 128),
+        (1, 256, 256, 256),
+        (1, 1024, 128, 512),
+        (1, 1024, 512, 128),
+        (1, 2048, 256, 256),
+        (1, 256, 2048, 256),
+        (1, 512, 512, 512),
+        (1, 64, 512, 2048),
+        (16, 128, 32, 128),
+        (64, 64, 16, 64),
+        (16, 128, 128, 32),
+        (8, 32, 64, 32),
+        (128, 32, 16, 32),
+    ]
+    more = [
+        (1, 2048, 1024, 256),
+        (1, 256, 1024, 2048),
+        (1, 32, 1024, 1024),
+        (1, 4096, 64, 64),
+        (64, 128, 64, 128),
+        (32, 128, 128, 64),
+        (4, 256, 256, 256),
+        (1, 1024, 1024, 1024),
+    ]
+    for batch, m, k, n in shapes if quick else [*shapes, *more]:
+        d = {"z": Dim("z", batch), "m": Dim("m", m), "k": Dim("k", k), "n": Dim("n", n)}
+        many = [d["z"]] if batch > 1 else []
+        x = TensorType(Shape([*many, d["m"], d["k"]]), "float32")
+        y = TensorType(Shape([*many, d["k"], d["n"]]), "float32")
+        op = Einsum(Shape([*many, d["m"], d["n"]]))
+        yield _local("batch" if batch > 1 else "matmul", f"{batch}x{m}x{k}x{n}", op, x, y)
+
+
+def groups(mesh: Mesh) -> list[Axes]:
+    """One tuple of axes for every size of group that the mesh has."""
+    real = [a for a in mesh.names if mesh.size(a) > 1]
+    found: dict[int, Axes] = {}
+    for count in range(1, len(real) + 1):
+        for axes in itertools.combinations(real, count):
+            found.setdefault(mesh.group_size(axes), axes)
+    return [found[n] for n in sorted(found)]
+
+
+def collectives(mesh: Mesh, quick: bool) -> Iterator[Probe]:
+    sizes: Sequence[int] = (8 * KB, 256 * KB, 2 * MB) if quick else (8 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 8 * MB)
+    for axes in groups(mesh):
+        for kind in COLLECTIVES:
+            for size in sizes:
+                n = mesh.group_size(axes)
+                rounded = collective_bytes(size, n)
+                repeats = 8 if size <= 64 * KB else 4 if size <= 512 * KB else 2
+                yield Probe(f"{kind} {'+'.join(axes)} {rounded}", kind, float(rounded), repeats, axes=axes)
+
+
+def collective_bytes(size: int, group: int) -> int:
+    """The nearest size that `collective_program` can have."""
+    wide = 8 * group
+    return max(1, round(size / 4 / (wide * wide))) * group * wide * 8 * 4
+
+
+def checks(quick: bool) -> Iterator[Probe]:
+    """Operations of several calls, which the fit does not see: its held-out test."""
+    for r, c in [(64, 128), (1024, 512)] if quick else [(64, 128), (512, 256), (1024, 512), (2048, 1024)]:
+        x, label = tensor(r, c), f"{r}x{c}"
+        yield _check("normalize", label, Normalize("b", 1e-6, True), x)
+        yield _check("normalize_grad", label, NormalizeGrad("b", 1e-6, True), x, x)
+        yield _check("softmax_grad", label, SoftmaxGrad("b"), x, x)
+        yield _check("gelu_grad", label, UnaryGrad("gelu"), x, x)
+        yield _check("dropout", label, Dropout(0.1), x, tensor(dtype="int32"))
+        yield _check("one_hot", label, OneHot(Dim("b", c), "float32"), tensor(r, dtype="int32"))
+    d = [Dim(n, s) for n, s in zip("blhk", (8, 64, 4, 32), strict=True)]
+    q, m = TensorType(Shape(d), "float32"), Dim("m", 64)
+    keys = TensorType(Shape([d[0], m, *d[2:]]), "float32")
+    yield _check("attention logits", "8x64x4x32", Einsum(Shape([d[0], d[2], d[1], m])), q, keys)
+
+
+def _check(name: str, label: str, op: Op, *inputs: TensorType) -> Probe:
+    made = _local("check", label, op, *inputs)
+    size = sum(c.bytes for c in made.calls)
+    return Probe(f"check {name} {label}", "check", size, made.repeats, op, inputs, kept=True)

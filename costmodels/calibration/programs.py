@@ -1,0 +1,169 @@
+"""Little programs to measure: the same operation or collective several times, on pieces of given sizes.
+
+They are plain programs that an engine runs as it runs a model's. Every repeat has operands of its own, read from
+variables, so that nothing can be removed or merged; every result is stored, so that it takes memory of its own, as the
+activations of a step do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.initializers import Constant
+from mesh_tf_core.layout import Axes, Layout
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.ops.basic import Shift, StopGradient
+from mesh_tf_core.ops.binary import Binary
+from mesh_tf_core.program import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    Instr,
+    Local,
+    Origin,
+    Permute,
+    Program,
+    ReadVariable,
+    ReduceScatter,
+    Stored,
+    Value,
+    WriteVariable,
+)
+from mesh_tf_core.structure import Variable
+
+_ORIGIN = Origin(-1, "calibration", "forward")
+Splits = tuple[Axes, ...]
+
+
+class _Builder:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.values: list[Value] = []
+        self.code: list[Instr] = []
+        self.variables: dict[str, Stored] = {}
+        self.writes: list[Instr] = []
+
+    def value(self, type: TensorType, splits: Splits = (), partial: Axes = ()) -> int:
+        splits = splits or ((),) * len(type.shape)
+        self.values.append(Value(len(self.values), type.shape, type.dtype, splits, partial))
+        return len(self.values) - 1
+
+    def read(self, name: str, type: TensorType, splits: Splits = (), fill: float = 1.0) -> int:
+        out = self.value(type, splits)
+        self._store(name, out, fill)
+        self.code.append(ReadVariable((), (out,), _ORIGIN, name))
+        return out
+
+    def write(self, name: str, id: int) -> None:
+        self._store(name, id, 0.0)
+        self.writes.append(WriteVariable((id,), (), _ORIGIN, name))
+
+    def _store(self, name: str, id: int, fill: float) -> None:
+        v = self.values[id]
+        self.variables[name] = Stored(Variable(name, v.shape, v.dtype, Constant(fill), False, 0), v.splits)
+
+    def program(self) -> Program:
+        """With a counter, so that a step has a result to wait for."""
+        counter = TensorType(Shape(), "int32")
+        old = self.read("step", counter, fill=0.0)
+        new = self.value(counter)
+        self.code.append(Local((old,), (new,), _ORIGIN, Shift(1)))
+        self.write("step", new)
+        code = (*self.code, *self.writes)
+        return Program(self.mesh, Layout(), tuple(self.values), code, self.variables, {}, {"step": old})
+
+
+def local_program(
+    mesh: Mesh, op: Op, inputs: Sequence[TensorType], repeats: int, kept: bool = False, own: bool = False
+) -> Program:
+    """`repeats` times `op` on every device, each with another first operand.
+
+    An operation whose result is like its first operand forms a chain, as activations do; for any other one, the first
+    operand is made a moment before, by a multiplication.
+
+    Args:
+      kept: every result is stored, as activations are, else only the last of a chain.
+      own: the other operands are variables of their own in every repeat (work that depends on them alone cannot be
+        shared), else the same ones.
+    """
+    build = _Builder(mesh)
+    out = op.infer(*inputs)
+    made = (out,) if isinstance(out, TensorType) else out
+    chained = made[0] == inputs[0]
+    first = build.read("x", inputs[0])
+    factor = None if chained or not warmed(op, inputs) else build.read("factor", inputs[0])
+    rest = [build.read(f"x_{j}", t) for j, t in enumerate(inputs[1:])]
+    for i in range(repeats):
+        if i and own:
+            rest = [build.read(f"x_{i}_{j}", t) for j, t in enumerate(inputs[1:])]
+        if factor is not None:
+            source, first = first, build.value(inputs[0])
+            build.code.append(Local((source, factor), (first,), _ORIGIN, Binary("mul")))
+        elif i and not chained:
+            first = build.read(f"first_{i}", inputs[0])
+        results = [build.value(t) for t in made]
+        build.code.append(Local((first, *rest), tuple(results), _ORIGIN, op))
+        if kept or not chained or i == repeats - 1:
+            build.write(f"y_{i}", results[0])
+        if chained:
+            first = results[0]
+    return build.program()
+
+
+def warmed(op: Op, inputs: Sequence[TensorType]) -> bool:
+    """Whether `local_program` makes the first operand by a multiplication (in place: nothing stores it)."""
+    return inputs[0].dtype == "float32" and op.infer(*inputs) != inputs[0] and op.kind != "matmul"
+
+
+def stores_program(mesh: Mesh, size: int, repeats: int) -> Program:
+    """Reads `repeats` variables and stores each in another one: what the other programs do besides their work."""
+    build = _Builder(mesh)
+    type = TensorType(Shape([Dim("a", size)]), "float32")
+    for i in range(repeats):
+        build.write(f"y_{i}", build.read(f"x_{i}", type))
+    return build.program()
+
+
+def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repeats: int) -> Program:
+    """`repeats` times a collective over `axes` in all groups at once, on float32 arrays.
+
+    Args:
+      full_bytes: what `costmodels.collectives` means by bytes; rounded so that every group divides it.
+    """
+    build = _Builder(mesh)
+    n = mesh.group_size(axes)
+    wide = 8 * n
+    rows = max(1, round(full_bytes / 4 / (wide * wide))) * n
+    a, b, c = Dim("a", rows), Dim("b", wide), Dim("c", 8)
+    type = TensorType(Shape([a, b, c]), "float32")
+    splits: Splits = {"all_gather": ((), axes, ()), "all_to_all": (axes, (), ())}.get(kind, ((), (), ()))
+    for i in range(repeats):
+        partial = axes if kind in ("all_reduce", "reduce_scatter") else ()
+        x = build.read(f"x_{i}", type, splits)
+        source = build.value(type, splits, partial)
+        build.code.append(Local((x,), (source,), _ORIGIN, StopGradient()))
+        y, instr = _exchange(build, kind, axes, type, source)
+        build.code.append(instr)
+        build.write(f"y_{i}", y)
+    return build.program()
+
+
+def _exchange(build: _Builder, kind: str, axes: Axes, type: TensorType, x: int) -> tuple[int, Collective]:
+    whole: Splits = ((), (), ())
+    if kind == "all_reduce":
+        y = build.value(type, whole)
+        return y, AllReduce((x,), (y,), _ORIGIN, axes)
+    if kind == "reduce_scatter":
+        y = build.value(type, ((), axes, ()))
+        return y, ReduceScatter((x,), (y,), _ORIGIN, axes, "b")
+    if kind == "all_gather":
+        y = build.value(type, whole)
+        return y, AllGather((x,), (y,), _ORIGIN, axes, "b")
+    if kind == "all_to_all":
+        y = build.value(type, ((), axes, ()))
+        return y, AllToAll((x,), (y,), _ORIGIN, axes, "b", "a")
+    y = build.value(type, whole)
+    return y, Permute((x,), (y,), _ORIGIN, axes, 1, True)

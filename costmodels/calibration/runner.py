@@ -1,0 +1,143 @@
+"""Runs probes on a live mesh: interleaved, several rounds, within a budget of time, resumable."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from costmodels.calibration.clock import Noise, Sample, noise, sample, spread, steps_for, typical
+from costmodels.calibration.probes import Probe
+from mesh_tf_core.engines import open_engine
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.mesh import Mesh
+
+Progress = Callable[[str, int, int], None]
+"""on_progress(what, done, total)."""
+Measurement = dict[str, Any]
+"""A probe's name, target, axes, bytes, repeats, and `seconds` of a whole step with all devices at work."""
+
+
+def measure(
+    mesh: Mesh,
+    wanted: Sequence[Probe],
+    rounds: int,
+    seconds: float,
+    budget: float,
+    done: dict[str, Measurement],
+    on_progress: Progress | None = None,
+    save: Callable[[], None] | None = None,
+) -> None:
+    """Adds the measurements of `wanted` to `done`, by name.
+
+    Args:
+      rounds: samples of every probe; neighbouring probes take turns, so that a disturbance hits all of them a little.
+      seconds: of one sample.
+      budget: seconds after which the rest gets two rounds.
+    """
+    left = [p for p in wanted if p.name not in done]
+    start = time.monotonic()
+    for batch in _batches(left, 12):
+        share = (time.monotonic() - start) / budget
+        late = share > (len(done) + 1) / max(1, len(wanted))
+        for name, samples, probe in _interleaved(mesh, batch, 2 if late else rounds, seconds):
+            done[name] = _record(probe, samples)
+        if save is not None:
+            save()
+        if on_progress is not None:
+            on_progress(batch[-1].target, len(done), len(wanted))
+
+
+def _batches(probes: Sequence[Probe], size: int) -> Iterator[Sequence[Probe]]:
+    for i in range(0, len(probes), size):
+        yield probes[i : i + size]
+
+
+def _interleaved(
+    mesh: Mesh, probes: Sequence[Probe], rounds: int, seconds: float
+) -> list[tuple[str, list[Sample], Probe]]:
+    engines = []
+    try:
+        for probe in probes:
+            engine = open_engine(probe.program(mesh), "local")
+            engines.append(engine)
+            engine.initialize()
+            engine.step({})
+        steps = [steps_for(lambda e=e: e.step({}), seconds) for e in engines]  # type: ignore[misc]
+        found: list[list[Sample]] = [[] for _ in probes]
+        for _ in range(rounds):
+            for engine, n, samples in zip(engines, steps, found, strict=True):
+                samples.append(sample(lambda e=engine: e.step({}), n))  # type: ignore[misc]
+    finally:
+        for engine in engines:
+            engine.close()
+    return [(p.name, s, p) for p, s in zip(probes, found, strict=True)]
+
+
+def _record(probe: Probe, samples: Sequence[Sample]) -> Measurement:
+    return {
+        "name": probe.name,
+        "target": probe.target,
+        "axes": "+".join(probe.axes),
+        "bytes": probe.bytes,
+        "repeats": probe.repeats,
+        "seconds": typical(samples),
+        "wall_seconds": median(s.wall / s.steps for s in samples),
+        "foreign": median(s.foreign_share for s in samples),
+        "spread": spread([s.seconds for s in samples]),
+        "samples": len(samples),
+    }
+
+
+def noise_of(done: Sequence[Measurement]) -> Noise:
+    """The machine's noise, from all measurements."""
+    if not done:
+        return noise([])
+    return Noise(median(m["foreign"] for m in done), median(m["spread"] for m in done))
+
+
+class Partial:
+    """Measurements so far in a file, so that a calibration that was stopped goes on where it was.
+
+    Args:
+      key: what the measurements depend on; a file with another key is refused.
+    """
+
+    def __init__(self, path: Path | None, key: dict[str, Any]) -> None:
+        self.path, self.key = path, key
+        self.done: dict[str, Measurement] = {}
+        if path is not None and path.is_file():
+            self._load(path)
+
+    def _load(self, path: Path) -> None:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            key, done = content["key"], {m["name"]: m for m in content["measurements"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"partial results {str(path)!r} cannot be read; delete the file to start anew") from None
+        if key != self.key:
+            raise UserError(
+                f"partial results {str(path)!r} are of {_words(key)}, not of {_words(self.key)}; "
+                "delete the file or give another one"
+            )
+        self.done = done
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps({"key": self.key, "measurements": list(self.done.values())}), encoding="utf-8")
+        part.replace(self.path)
+
+    def finish(self) -> None:
+        """Removes the file: the profile holds everything now."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def _words(key: dict[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in key.items())
