@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from mesh_tf_core.errors import UserError
-
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as programs that the signal ends
 
 
@@ -26,7 +24,12 @@ class Group(TyperGroup):
         try:
             code = super().main(*args, **kwargs)
             sys.stdout.flush()
-        except UserError as error:
+        except ValueError as error:
+            # Only a command that ran can raise one; help should not wait for this import.
+            from mesh_tf_core.errors import UserError
+
+            if not isinstance(error, UserError):
+                raise
             _fail(str(error), error.exit_code)
         except typer.TyperException as error:
             _fail(_usage(error), error.exit_code)

@@ -81,8 +81,7 @@ def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, s
         "compile_seconds": engine.compile_seconds,
         "loss": timed.losses,
         "communication_bytes_per_device": engine.communication_bytes,
-        # Not every home of programs can tell: TensorFlow counts no memory of CPU devices.
-        "peak_memory_bytes": getattr(engine, "peak_memory_bytes", None),
+        "peak_memory_bytes": engine.peak_memory_bytes,
     }
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-from mesh_tf_core.errors import UserError, known_names
-
 BYTES = {
     "B": 1,
     "KB": 10**3,
@@ -23,6 +21,8 @@ _AMOUNT = re.compile(r"(?P<number>\d+(\.\d*)?(e[+-]?\d+)?|\.\d+)\s*(?P<unit>[A-Z
 
 def parse_bytes(text: str, option: str = "--memory") -> int:
     """Bytes of '16GiB', '80 GB', '512MiB' or a plain number of bytes; UserError otherwise."""
+    from mesh_tf_core.errors import UserError, known_names
+
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
         raise UserError(f"{option} {text!r} is not an amount of memory; write for example {option} 16GiB")

@@ -80,6 +80,15 @@ def test_commands_load_only_what_they_need(args: list[str]) -> None:
     )
 
 
+def test_help_waits_for_no_numeric_library() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", COMMAND, "--help"], capture_output=True, text=True, check=True
+    )
+    loaded = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "typer" in loaded
+    assert not {"numpy", "pydantic", "mesh_tf_core", "costmodels"} & loaded
+
+
 def test_help_lists_every_command_once(process: Process) -> None:
     shown = process("--help").stdout
     assert shown == process().stdout
