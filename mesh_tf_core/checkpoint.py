@@ -1,7 +1,8 @@
 """Checkpoints that no layout is part of: whole variables, checked by checksums, written atomically.
 
-A checkpoint is a directory `step-N` with one .npy file per variable and a `manifest.json` (format, step, extra state,
-SHA-256 and shape of every file). It is written under a temporary name and renamed when it is complete.
+A checkpoint is a directory `step-N` with one .npy file per variable and a `manifest.json` (format, step,
+extra state, SHA-256 and shape of every file). It is written under a temporary name and renamed when it is
+complete.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ class Checkpoint:
     skipped: tuple[str, ...] = ()
 
 
-def save(directory: str | Path, step: int, read: Callable[[str], Any], names: list[str], extra: Mapping[str, Any], keep: int = 3) -> Path:
+def save(
+    directory: str | Path,
+    step: int,
+    read: Callable[[str], Any],
+    names: list[str],
+    extra: Mapping[str, Any],
+    keep: int = 3,
+) -> Path:
     """Writes `step-N` and removes all but the newest `keep`.
 
     Args:
@@ -58,7 +66,12 @@ def save(directory: str | Path, step: int, read: Callable[[str], Any], names: li
         content = buffer.getvalue()
         file = f"{number:05d}.npy"
         _write(temporary / file, content)
-        files[name] = {"file": file, "sha256": hashlib.sha256(content).hexdigest(), "dtype": dtype, "shape": list(array.shape)}
+        files[name] = {
+            "file": file,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "dtype": dtype,
+            "shape": list(array.shape),
+        }
     manifest = {"format": FORMAT, "step": step, "variables": files, "extra": dict(extra)}
     _write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
     shutil.rmtree(final, ignore_errors=True)
@@ -76,7 +89,8 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def restore(directory: str | Path) -> Checkpoint | None:
-    """The newest whole checkpoint; torn or edited ones are passed over and named in `skipped`. None if there is none."""
+    """The newest whole checkpoint; torn or edited ones are passed over and named in `skipped`. None if there
+    is none."""
     skipped: list[str] = []
     found = sorted(Path(directory).glob("step-*"), reverse=True)
     for path in found:

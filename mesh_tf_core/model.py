@@ -80,9 +80,12 @@ class Model:
         return self.training_step().graph
 
     def training_step(self, microbatches: int = 1) -> TrainingStep:
-        """Forward, backward and update as one graph; with several microbatches, gradients are accumulated over them."""
+        """Forward, backward and update as one graph; with several microbatches, gradients are accumulated
+        over them."""
         if microbatches not in self._steps:
-            self._steps[microbatches] = self._whole_step() if microbatches == 1 else self._in_parts(microbatches)
+            self._steps[microbatches] = (
+                self._whole_step() if microbatches == 1 else self._in_parts(microbatches)
+            )
         return self._steps[microbatches]
 
     def _whole_step(self) -> TrainingStep:
@@ -102,7 +105,9 @@ class Model:
     def _in_parts(self, microbatches: int) -> TrainingStep:
         whole = self.training_step()
         if self.batch_dim is None:
-            raise UserError(f"model {self.name!r}: its inputs have no first dimension in common to make microbatches of")
+            raise UserError(
+                f"model {self.name!r}: its inputs have no first dimension in common to make microbatches of"
+            )
         wanted = {**whole.results, **{f"gradient of {v.name}": g for v, g in whole.gradients}}
         graph, found = accumulate(whole.graph, self.batch_dim, microbatches, wanted)
         pairs = [(v, found[f"gradient of {v.name}"]) for v, _ in whole.gradients]

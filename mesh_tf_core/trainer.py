@@ -69,7 +69,9 @@ class Trainer:
         self._check(batch)
         found = self.engine.step(self._shaped(batch))
         self.step_number += 1
-        return {name: value.item() if getattr(value, "ndim", 1) == 0 else value for name, value in found.items()}
+        return {
+            name: value.item() if getattr(value, "ndim", 1) == 0 else value for name, value in found.items()
+        }
 
     def fit(
         self,
@@ -82,7 +84,8 @@ class Trainer:
         """Trains until `steps` steps are done; returns the results of those done here.
 
         Args:
-          batches: one dict of arrays per step, from the first step on: a resumed run skips those already used.
+          batches: one dict of arrays per step, from the first step on: a resumed run skips those already
+            used.
           checkpoint: directory to resume from and to save into, every `every` steps and at the end.
           on_step: called with (step number, results, seconds of the step).
         """
@@ -98,7 +101,9 @@ class Trainer:
             if checkpoint is not None and self.step_number % every == 0 and self.step_number < steps:
                 self.save(checkpoint)
         if self.step_number < steps:
-            raise UserError(f"the data ended after {self.step_number} of {steps} steps; give more batches or fewer steps")
+            raise UserError(
+                f"the data ended after {self.step_number} of {steps} steps; give more batches or fewer steps"
+            )
         if checkpoint is not None and history:
             self.save(checkpoint)
         return history
@@ -106,7 +111,9 @@ class Trainer:
     def save(self, directory: str | Path) -> Path:
         """Writes a checkpoint that any mesh and layout can read."""
         names = list(self.program.variables)
-        return checkpoints.save(directory, self.step_number, self.engine.read, names, {"layout": str(self.layout)})
+        return checkpoints.save(
+            directory, self.step_number, self.engine.read, names, {"layout": str(self.layout)}
+        )
 
     def restore(self, directory: str | Path) -> bool:
         """Continues from the newest checkpoint of a directory, if it has one."""
@@ -115,10 +122,13 @@ class Trainer:
             return False
         for name, stored in self.program.variables.items():
             if name not in found.arrays:
-                raise UserError(f"checkpoint {str(directory)!r} has no variable {name!r}: it is of another model")
+                raise UserError(
+                    f"checkpoint {str(directory)!r} has no variable {name!r}: it is of another model"
+                )
             if tuple(found.arrays[name].shape) != stored.variable.shape.sizes:
                 raise UserError(
-                    f"checkpoint {str(directory)!r}: variable {name!r} has shape {tuple(found.arrays[name].shape)} there, "
+                    f"checkpoint {str(directory)!r}: variable {name!r} has shape "
+                    f"{tuple(found.arrays[name].shape)} there, "
                     f"{stored.variable.shape.sizes} here; use the same hyperparameters"
                 )
             self.engine.write(name, found.arrays[name])
@@ -133,7 +143,11 @@ class Trainer:
     def _check(self, batch: Mapping[str, Any]) -> None:
         for name, tensor in self.model.graph.inputs.items():
             if name not in batch:
-                raise UserError(f"the batch has no {name!r}; the model reads {', '.join(self.model.graph.inputs)}")
+                raise UserError(
+                    f"the batch has no {name!r}; the model reads {', '.join(self.model.graph.inputs)}"
+                )
             shape = tuple(getattr(batch[name], "shape", ()))
             if shape != tensor.shape.sizes:
-                raise UserError(f"the batch's {name!r} has shape {shape}; the model was built for [{tensor.shape}]")
+                raise UserError(
+                    f"the batch's {name!r} has shape {shape}; the model was built for [{tensor.shape}]"
+                )

@@ -106,7 +106,10 @@ class _Verifier:
                     )
         elif isinstance(instr, ReduceScatter):
             before, after = (set(self.of(i).partial) for i in (instr.inputs[0], instr.outputs[0]))
-            self.need(set(instr.axes) == before - after, f"{instr.text()}: scatters over axes it is not partial over")
+            self.need(
+                set(instr.axes) == before - after,
+                f"{instr.text()}: scatters over axes it is not partial over",
+            )
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (1, instr.axes)})
         elif isinstance(instr, AllGather):
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (-1, instr.axes)})
@@ -131,7 +134,10 @@ class _Verifier:
         """Pending sums enter linear operations only, all operands alike; splits agree with the roles."""
         partial = {self.of(i).partial for i in instr.inputs}
         if any(partial):
-            self.need(instr.op.linear or isinstance(instr.op, Cast), f"{instr.text()}: takes a pending sum but is not linear")
+            self.need(
+                instr.op.linear or isinstance(instr.op, Cast),
+                f"{instr.text()}: takes a pending sum but is not linear",
+            )
             self.need(
                 len(partial) == 1, f"{instr.text()}: operands are partial over different axes {partial}"
             )

@@ -49,8 +49,8 @@ _UNARY: dict[str, Callable[[A], A]] = {
     "floor": np.floor,
     "relu": lambda x: np.maximum(x, np.zeros((), x.dtype)),
     "softplus": lambda x: np.logaddexp(np.zeros((), x.dtype), x),
-    "gelu": lambda x: (
-        (0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))).astype(x.dtype)
+    "gelu": lambda x: (0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))).astype(
+        x.dtype
     ),
     "silu": lambda x: x * _sigmoid(x),
     "not": np.logical_not,

@@ -1,7 +1,8 @@
-"""How variables are stored between steps: whole as the layout says, or split further over the axes that it leaves unused.
+"""How variables are stored between steps: whole as the layout says, or split further over the axes that it
+leaves unused.
 
-Stages, per variable (Rajbhandari et al. 2020, "ZeRO", section 5; Xu et al. 2020, "Automatic cross-replica sharding of
-weight update"):
+Stages, per variable (Rajbhandari et al. 2020, "ZeRO", section 5; Xu et al. 2020, "Automatic cross-replica
+sharding of weight update"):
   0  variable, gradient and optimizer state are placed as the layout says
   1  the optimizer's state is split further; every device updates its part, then the variable is gathered
   2  and so is the gradient, from the moment a layer's part of it is known
@@ -39,11 +40,15 @@ class Storage:
       stages: variable name -> stage; variables that are not named have stage 0.
     """
 
-    def __init__(self, mesh: Mesh, layout: Layout, variables: Mapping[str, Variable], stages: Mapping[str, int]) -> None:
+    def __init__(
+        self, mesh: Mesh, layout: Layout, variables: Mapping[str, Variable], stages: Mapping[str, int]
+    ) -> None:
         self.mesh, self.layout, self.variables = mesh, layout, variables
         for name in stages:
             if name not in variables:
-                raise UserError(f"storage: the model has no variable {name!r}; {known_names(name, variables)}")
+                raise UserError(
+                    f"storage: the model has no variable {name!r}; {known_names(name, variables)}"
+                )
         self.stages = {n: s for n, s in stages.items() if s}
         self._views: dict[str, Layout] = {}
 
@@ -68,8 +73,8 @@ class Storage:
 def shard_layout(variable: Variable, layout: Layout, mesh: Mesh) -> Layout:
     """The layout with this variable's dimensions split further over every axis that does not split them yet.
 
-    All spare axes go to one dimension if one is divisible (the largest piece first), else axis by axis; an axis that
-    divides no dimension is left out. Dimensions that count layers stay whole.
+    All spare axes go to one dimension if one is divisible (the largest piece first), else axis by axis; an
+    axis that divides no dimension is left out. Dimensions that count layers stay whole.
     """
     own = Shape(variable.shape.dims[variable.stacked :])
     used = {a for d in variable.shape for a in layout.axes(d.name)}

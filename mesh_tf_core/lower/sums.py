@@ -4,8 +4,10 @@ once.
 Rewrites, each where the all-reduced value has no other reader:
   (1) all_reduce(all_reduce(x, a), b)          ->  all_reduce(x, a+b)
   (2) f(all_reduce(x, a), all_reduce(y, a))    ->  all_reduce(f(x, y), a)       f linear
-  (3) slice(all_reduce(x, a), dim, b)          ->  reduce_scatter(x, b, dim), then all_reduce over a less b, for b in a;
-                                                   reduce_scatter(x, a, dim), then slice over the rest, for b = a + rest
+  (3) slice(all_reduce(x, a), dim, b)          ->  reduce_scatter(x, b, dim), then all_reduce over a less b,
+  for b in a;
+                                                   reduce_scatter(x, a, dim), then slice over the rest, for b
+                                                   = a + rest
       also with casts between the two, which then come after
   (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)
 Within microbatches a sum also waits behind casts (the sum of rounded parts is taken once, after all of them).
@@ -77,7 +79,8 @@ class _Sums:
         return out, sums
 
     def _casts(self, instr: Slice, out: list[Instr], sums: dict[int, AllReduce]) -> list[Local] | None:
-        """Rule (3): the casts between a sum and a slice of it, none of them read elsewhere; None if it does not apply."""
+        """Rule (3): the casts between a sum and a slice of it, none of them read elsewhere; None if it does
+        not apply."""
         made = {o: i for i in out for o in i.outputs}
         chain: list[Local] = []
         id = instr.inputs[0]
@@ -100,14 +103,16 @@ class _Sums:
         split = self.values[instr.outputs[0]]
         dtype = self.values[reduce.inputs[0]].dtype
         steps: list[tuple[Callable[..., Instr], str, tuple[Axes, Axes]]] = []
-        steps.append((lambda i, o: ReduceScatter((i,), (o,), reduce.origin, axes, instr.dim), dtype, (rest, left)))
+        steps.append(
+            (lambda i, o: ReduceScatter((i,), (o,), reduce.origin, axes, instr.dim), dtype, (rest, left))
+        )
         if left:
             steps.append((lambda i, o: AllReduce((i,), (o,), reduce.origin, left), dtype, (rest, ())))
         if rest:
             steps.append((lambda i, o: Slice((i,), (o,), instr.origin, instr.dim, rest), dtype, ((), ())))
         for cast in chain:
             to = self.values[cast.outputs[0]].dtype
-            steps.append((lambda i, o, c=cast: replace(c, inputs=(i,), outputs=(o,)), to, ((), ())))  # type: ignore[misc]
+            steps.append((lambda i, o, c=cast: replace(c, inputs=(i,), outputs=(o,)), to, ((), ())))
         id = reduce.inputs[0]
         for number, (make, to, (missing, partial)) in enumerate(steps):
             if number == len(steps) - 1:
@@ -115,7 +120,9 @@ class _Sums:
             else:
                 at = split.shape.index(instr.dim)
                 splits = [s[: len(s) - len(missing)] if i == at else s for i, s in enumerate(split.splits)]
-                self.values.append(replace(split, id=len(self.values), dtype=to, splits=tuple(splits), partial=partial))
+                self.values.append(
+                    replace(split, id=len(self.values), dtype=to, splits=tuple(splits), partial=partial)
+                )
                 result = len(self.values) - 1
             out.append(make(id, result))
             self.uses[result] = self.uses[result] or 1
