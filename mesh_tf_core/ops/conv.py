@@ -76,6 +76,10 @@ class Conv(Op):
         sizes = {v.dim: max(1, x.shape.dim(v.dim).size // v.stride) for v in self.windows}
         return 2.0 * self.grid.output(x.shape, w.shape, sizes).size * self.grid.weights_per_output(w.shape)
 
+    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+        """Every output is the product of a window's inputs and the weights."""
+        return self.grid.product(self.flops(*local), local[1].shape)
+
     def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, w = inputs[0], low.without(inputs[1], self.taps)
         base = []
@@ -166,6 +170,11 @@ class ConvInputGrad(Op):
         dy, w = local
         return 2.0 * dy.shape.size * math.prod(w.shape.dim(n).size for n in (*self.taps, self.channel))
 
+    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+        """Every output's row of gradients times the weights, transposed."""
+        batch, m, n, k = self.grid.product(self.flops(*local), local[1].shape)
+        return batch, m, k, n
+
     def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         dy, w = inputs[0], low.without(inputs[1], self.taps)
         base, split = [], {}
@@ -243,6 +252,13 @@ class ConvFilterGrad(Op):
         x, dy = local
         taps = math.prod(self.filters.dim(t).size for t in self.taps)
         return 2.0 * dy.shape.size * taps * x.shape.dim(self.channel).size
+
+    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+        """Windows' inputs, transposed, times the outputs that they met."""
+        x, dy = local
+        n = self.grid.count(dy.shape, (name for name in dy.shape.names if name in self.filters.names))
+        weights = self.grid.count(self.filters, self.taps) * x.shape.dim(self.channel).size
+        return 1, weights, n, dy.shape.size // n
 
     def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, dy = inputs

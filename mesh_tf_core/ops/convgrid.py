@@ -72,6 +72,11 @@ class Grid:
     def weights_per_output(self, w: Shape) -> int:
         return self.count(w, (*self.taps, self.channel))
 
+    def product(self, flops: float, w: Shape) -> tuple[int, int, int, int]:
+        """(batch, m, n, k) of the matrix product of all windows and the weights, that has so many FLOPs."""
+        n, k = self.count(w, self.outs(w)), self.weights_per_output(w)
+        return 1, max(1, round(flops / (2.0 * n * k))), n, k
+
     def sizes(self, x: Shape) -> list[int]:
         return [x.dim(n).size for n in self.names]
 
