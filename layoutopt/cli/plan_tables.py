@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from layoutopt.cli.terminal import Terminal, facts, table
-from layoutopt.cli.units import bytes_text, duration_text, rate_text, seconds_text
+from layoutopt.cli.units import bytes_text, duration_text, rate_text, seconds_text, times_text
 
 if TYPE_CHECKING:
     from layoutopt.plan import Alternative, Plan, Predicted
@@ -26,9 +26,9 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int | None = None) -> None:
     terminal.show(facts(summary(plan, limit)), "", alternatives_table(plan, width))
     if plan.data.frontier:
         terminal.show("", frontier_table(plan.data.frontier, width))
-    for alternative in plan.alternatives:
-        if alternative.reason is not None:
-            terminal.show("", f"{alternative.name}: {alternative.reason}")
+    reasons = [(a.name, a.reason) for a in plan.alternatives if a.reason is not None]
+    if reasons:
+        terminal.show("", facts(reasons))
     for note in plan.data.notes:
         terminal.show("", f"note: {note}")
 
@@ -42,6 +42,7 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
         ("model", f"{info.name}, {info.parameters:,} parameters"),
         ("mesh", f"{plan.mesh} ({plan.mesh.devices} devices)"),
         ("layout", rules_text(plan.data.layout)),
+        *_options(plan),
         ("hardware", plan.data.hardware),
         (
             "step",
@@ -53,6 +54,26 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
         ("memory", f"{bytes_text(p.peak_memory_bytes)}{of} per device"),
         ("proof", proof(plan)),
     ]
+
+
+def _options(plan: Plan) -> list[tuple[str, str]]:
+    """What was decided besides the layout."""
+    data = plan.data
+    rows = []
+    if data.storage:
+        rows.append(("storage", ", ".join(f"{name}: {words(how)}" for name, how in data.storage.items())))
+    if data.recompute:
+        rows.append(("recompute", f"in backward: {', '.join(data.recompute)}"))
+    if data.microbatches > 1:
+        rows.append(("microbatches", str(data.microbatches)))
+    return rows
+
+
+def words(value: Any) -> str:
+    """A JSON value without its punctuation."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {words(item)}" for name, item in value.items())
+    return "+".join(words(item) for item in value) if isinstance(value, list | tuple) else str(value)
 
 
 def proof(plan: Plan) -> str:
@@ -113,7 +134,7 @@ def _table(
     columns.append(("splits", lambda row: rules_text(row.layout)))
     texts = len(columns)
     columns.append(("step", _cell(lambda p: seconds_text(p.step_seconds))))
-    columns.append((share, _cell(lambda p: f"{p.step_seconds / reference:.2f}×" if reference else "")))
+    columns.append((share, _cell(lambda p: times_text(p.step_seconds, reference))))
     if width >= WIDE:
         columns.append(("compute", _cell(lambda p: seconds_text(p.compute_seconds))))
         columns.append(("exposed", _cell(lambda p: seconds_text(p.exposed_communication_seconds))))

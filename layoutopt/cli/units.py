@@ -70,6 +70,13 @@ def share_text(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "–"
 
 
+def times_text(part: float, whole: float) -> str:
+    """A part as a multiple of the whole."""
+    if not whole:
+        return "–"
+    return f"{part / whole:.2f}×" if part < 10 * whole else f"{part / whole:.0f}×"
+
+
 def duration_text(seconds: float) -> str:
     """Time left or spent, for people: '42 s', '3 min 05 s', '2 h 10 min'."""
     whole = round(seconds)

@@ -226,6 +226,16 @@ def test_data_gets_what_it_takes_and_starts_again(tmp_path: Path) -> None:
     assert next(found.data("held-out"))["x"][0, 0] == 10
 
 
+def test_data_may_be_a_tensorflow_dataset(tmp_path: Path) -> None:
+    text = (
+        "\ndef data(batch):\n"
+        "    import tensorflow as tf\n"
+        "    return tf.data.Dataset.from_tensors({'x': tf.ones([batch, 8])})\n"
+    )
+    first, again = itertools.islice(loaded(tmp_path, text).data(), 2)
+    assert first["x"].sum() == again["x"].sum() == 32
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

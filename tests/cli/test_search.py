@@ -142,6 +142,11 @@ def test_nothing_fits(refused: Callable[..., str]) -> None:
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)
 
 
+def test_no_time_for_anything(refused: Callable[..., str]) -> None:
+    line = refused("search", LM, "--mesh", "data:2;model:4", "--time-limit", "0.000001", code=4)
+    assert "nothing was found in the time given; raise --time-limit" in line
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
