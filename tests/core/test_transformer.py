@@ -63,6 +63,8 @@ def train(
     engine = LockstepEngine(program)
     losses = []
     for batch in batches():
+        # With microbatches, a batch comes as parts along a first dimension of its own.
+        batch = {n: x.reshape(program.values[program.feeds[n]].shape.sizes) for n, x in batch.items()}
         losses.append(float(engine.step(batch)["loss"]))
         assert engine.communication_bytes == program.communication_bytes()
     return losses, {name: engine.read(name) for name in program.variables}
@@ -124,6 +126,35 @@ def test_recompute_saves_only_the_carry() -> None:
     kept = saved(frozenset({"layers"}))
     assert kept == 2 * 4 * 8 * 16 * 4
     assert saved(frozenset()) > 5 * kept
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("variant", "at"), [("plain", 1), ("dropout", 3), ("adafactor", 0)])
+def test_split_storage_changes_nothing(stage: int, variant: str, at: int, dense: dict[str, Any]) -> None:
+    """Optimizer state, gradients and variables split over the axes that the layout leaves (ZeRO 1 to 3)."""
+    mesh, layout = LAYOUTS[at]
+    names = [v for v in model(**{**SMALL, **VARIANTS[variant]}).graph.variables if v != "step"]
+    losses, variables = train(VARIANTS[variant], mesh, layout, storage=dict.fromkeys(names, stage))
+    want_losses, want = dense[variant]
+    np.testing.assert_allclose(losses, want_losses, rtol=2e-5)
+    for name, value in variables.items():
+        np.testing.assert_allclose(value, want[name], atol=3e-4, rtol=1e-3, err_msg=name)
+
+
+def test_storage_with_recompute(dense: dict[str, Any]) -> None:
+    names = [v for v in model(**SMALL).graph.variables if v != "step"]
+    options = {"storage": dict.fromkeys(names, 3), "recompute": frozenset({"layers"})}
+    losses, _ = train({}, "x:2;y:4", "batch:x;d_ff:y;heads:y;vocab:y", **options)
+    np.testing.assert_allclose(losses, dense["plain"][0], rtol=2e-5)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [LAYOUTS[i] for i in (0, 2, 3, 8)])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_microbatches_change_nothing(parts: int, mesh: str, layout: str, dense: dict[str, Any]) -> None:
+    losses, variables = train({}, mesh, layout, microbatches=parts)
+    np.testing.assert_allclose(losses, dense["plain"][0], rtol=2e-5)
+    for name, value in variables.items():
+        np.testing.assert_allclose(value, dense["plain"][1][name], atol=3e-4, rtol=1e-3, err_msg=name)
 
 
 PAPER = Path(__file__).parents[1] / "data" / "mesh_tf_param_counts.csv"
