@@ -11,6 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+_steps = itertools.count()
+_OUTPUT = {"AddN": "sum", "AddV2": "z", "Maximum": "z", "Minimum": "z", "ZerosLike": "y"}
+"""Names of operations' outputs, where they are not "output"."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -32,15 +36,19 @@ class GraphWriter:
     """A graph under construction. Every method appends a node to a device and returns its outputs."""
 
     def __init__(self) -> None:
-        self.graph = tf.compat.v1.GraphDef()
+        self.library = tf.compat.v1.GraphDef()
+        self.body = self.library.library.function.add()
         self.functions: list[Any] = []
         self.inputs: list[Wire] = []
         self._names = itertools.count()
         self._constants: dict[tuple[int, str], Wire] = {}
+        self._results: dict[str, tuple[str, list[tuple[str, Any, tuple[int, ...]]]]] = {}
 
     def input(self, dtype: Any, shape: Sequence[int]) -> Wire:
         """An argument of the function that the graph becomes."""
-        self.inputs.append(Wire(f"input_{len(self.inputs)}", dtype, tuple(shape)))
+        name = f"input_{len(self.inputs)}"
+        self.body.signature.input_arg.add(name=name, type=dtype.as_datatype_enum)
+        self.inputs.append(Wire(name, dtype, tuple(shape)))
         return self.inputs[-1]
 
     def node(
@@ -60,27 +68,33 @@ class GraphWriter:
           after: names of nodes that it waits for.
         """
         name = f"n{next(self._names)}"
-        node = self.graph.node.add(name=name, op=op, device=device)
+        node = self.body.node_def.add(name=name, op=op, device=device)
         node.input.extend([*(w.name for w in inputs), *(f"^{n}" for n in after)])
         for key, dtype in types:
             node.attr[key].type = dtype.as_datatype_enum
         for key, number in numbers:
             node.attr[key].i = number
-        return [Wire(f"{name}:{i}", dtype, shape) for i, (dtype, shape) in enumerate(outputs)]
+        output = _OUTPUT.get(op, "output")
+        return [Wire(f"{name}:{output}:{i}", dtype, shape) for i, (dtype, shape) in enumerate(outputs)]
 
     def call(
         self, function: Any, device: str, inputs: Sequence[Wire], after: Sequence[str] = ()
     ) -> list[Wire]:
         """A call of a traced function without captures. It is inlined where it runs, after devices are
         assigned."""
-        outputs = [(t.dtype, tuple(t.shape)) for t in function.outputs]
-        return self.node(_name(function), device, inputs, outputs, after=after)
+        op, results = self._results[_name(function)]
+        self.node(op, device, inputs, [], after=after)
+        node = self.body.node_def[-1].name
+        return [Wire(f"{node}:{argument}:0", dtype, shape) for argument, dtype, shape in results]
 
     def function(self, body: Callable[..., Any], specs: Sequence[tuple[Any, tuple[int, ...]]]) -> Any:
         """Traces `body` once, to be called any number of times."""
         signature = [tf.TensorSpec(shape, dtype) for dtype, shape in specs]
         traced = tf.function(body, autograph=False, input_signature=signature).get_concrete_function()
         self.functions.append(traced)
+        arguments = [argument.name for argument in traced.function_def.signature.output_arg]
+        types = [(t.dtype, tuple(t.shape)) for t in traced.outputs]
+        self._results[_name(traced)] = _name(traced), [(a, *t) for a, t in zip(arguments, types, strict=True)]
         return traced
 
     # -- operations ------------------------------------------------------------------------------------------
@@ -89,7 +103,7 @@ class GraphWriter:
         """An int32 scalar."""
         if (value, device) not in self._constants:
             (wire,) = self.node("Const", device, [], [(tf.int32, ())], [("dtype", tf.int32)])
-            self.graph.node[-1].attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
+            self.body.node_def[-1].attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
             self._constants[value, device] = wire
         return self._constants[value, device]
 
@@ -144,7 +158,7 @@ class GraphWriter:
     def barrier(self, device: str, after: Sequence[str]) -> str:
         """A node that waits for others."""
         self.node("NoOp", device, [], [], after=after)
-        return str(self.graph.node[-1].name)
+        return str(self.body.node_def[-1].name)
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -155,28 +169,24 @@ class GraphWriter:
         over the copies of all devices it only costs start-up time (a third of it, for no change per step).
         """
 
-        def build(*args: Any) -> list[Any]:
-            graph = tf.compat.v1.get_default_graph()
-            for function in self.functions:
-                function.add_to_graph(graph)
-            given = dict(zip((w.name for w in self.inputs), args, strict=True))
-            used = {name for node in self.graph.node for name in node.input}
-            names = [w.name for w in outputs]
-            found = tf.compat.v1.import_graph_def(
-                self.graph,
-                {k: v for k, v in given.items() if k in used},
-                [n for n in names if n not in given],
-                name="",
-            )
-            made = iter(found)
-            return [given[n] if n in given else next(made) for n in names]
+        signature = self.body.signature
+        signature.name, signature.is_stateful = f"layoutopt_step_{next(_steps)}", True
+        for i, wire in enumerate(outputs):
+            signature.output_arg.add(name=f"result_{i}", type=wire.dtype.as_datatype_enum)
+            self.body.ret[f"result_{i}"] = wire.name
+        types, name, config = [w.dtype for w in outputs], signature.name, _config()
 
-        traced = tf.compat.v1.wrap_function(build, [tf.TensorSpec(w.shape, w.dtype) for w in self.inputs])
-        types, name, config = [w.dtype for w in outputs], _name(traced), _config()
+        def build() -> Any:
+            for function in self.functions:
+                function.add_to_graph(tf.compat.v1.get_default_graph())
+            tf.compat.v1.import_graph_def(self.library, name="")
+            return tf.constant(0)
+
+        # Tracing a function whose graph holds the step makes TensorFlow know it, and keeps it.
+        owner = tf.compat.v1.wrap_function(build, [])
 
         def run(*args: Any) -> Sequence[Any]:
-            # `traced` owns the function that `name` speaks of.
-            assert traced is not None
+            assert owner is not None
             found = tf.raw_ops.StatefulPartitionedCall(
                 args=list(args), Tout=types, f=name, config_proto=config
             )
