@@ -1,5 +1,7 @@
-"""Prints after a run what the conformance tests tried, by family, also when several processes shared the
-work."""
+"""Prints after a run what the conformance tests tried, also when several processes shared the work.
+
+By family; with -v also by operation and mesh (each legal layout is run in float64 and in float32).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ KEYS = ("legal layouts", "illegal layouts", "comparisons")
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     families: dict[str, Counter[str]] = {}
+    rows: list[tuple[str, Counter[str]]] = []
     for report in terminalreporter.stats.get("passed", ()):
         found = dict(report.user_properties).get("conformance")
         if report.when == "call" and found:
-            family, *numbers = found
-            families.setdefault(family, Counter()).update(dict(zip(KEYS, numbers, strict=True)))
+            family, name, *numbers = found
+            counts = Counter(dict(zip(KEYS, numbers, strict=True)))
+            rows.append((name, counts))
+            families.setdefault(family, Counter()).update(counts)
     if not families:
         return
     terminalreporter.section("conformance: programs run and compared with the dense result")
     total = sum(families.values(), Counter())
-    for name, counts in [*sorted(families.items()), ("all", total)]:
-        terminalreporter.write_line(f"{name:12s} " + "  ".join(f"{counts[k]:7d} {k}" for k in KEYS))
+    listed = rows if terminalreporter.config.option.verbose > 0 else []
+    for name, counts in [*listed, *sorted(families.items()), ("all", total)]:
+        terminalreporter.write_line(f"{name:32s} " + "  ".join(f"{counts[k]:7d} {k}" for k in KEYS))

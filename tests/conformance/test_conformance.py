@@ -30,14 +30,15 @@ TASKS = [
 def test_dense(sample: Sample, record_property: Record) -> None:
     done = check_dense(sample)
     assert done or not Built(sample, "float64").gradients
-    record_property("conformance", (sample.family, 0, 0, done))
+    record_property("conformance", (sample.family, f"{sample.name}, dense", 0, 0, done))
 
 
 @pytest.mark.parametrize(("sample", "mesh"), TASKS)
 def test_layouts(sample: Sample, mesh: str, record_property: Record) -> None:
     counts = conform(sample, mesh, "float64") + conform(sample, mesh, "float32")
     assert counts.legal >= 2
-    record_property("conformance", (sample.family, counts.legal, counts.illegal, counts.comparisons))
+    tried = (counts.legal, counts.illegal, counts.comparisons)
+    record_property("conformance", (sample.family, f"{sample.name}, {mesh}", *tried))
 
 
 def test_names_are_unique() -> None:
