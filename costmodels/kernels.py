@@ -8,10 +8,11 @@ Nothing here knows any operation. Hardware whose file has curves of classes `ker
 (2) a result that stays costs curve(`kernel.fresh`)(its bytes) more: it needs memory that is in no cache. All other
     results lie in memory that was in use a moment ago. The outputs of forward operations stay until backward reads them;
     results inside an operation, and the outputs of backward and update operations, do not
-(3) a matrix product costs curve(`kernel.matmul`)(FLOPs) + curve(`kernel.matmul.bytes`)(bytes); a batch of products
-    takes `kernel.batch` instead of `kernel.matmul`
+(3) a matrix product costs curve(`kernel.matmul`)(FLOPs) + curve(`kernel.matmul.operands`)(bytes read: libraries pack
+    them first) + curve(`kernel.matmul.result`)(bytes written); a batch of products takes `kernel.batch` instead
 (4) what follows from constants alone, up to 100 KB, is computed when a step is traced (TensorFlow's constant folding,
-    grappler/optimizers/constant_folding.cc) and costs nothing
+    grappler/optimizers/constant_folding.cc) and costs nothing; nor do scalars: those of a step (powers of the step's
+    number, learning rates) are the same for all variables, and common subexpressions are computed once
 
 A class without a curve of its own has that of its prefix: `kernel.unary.tanh`, else `kernel.unary`, else `kernel`.
 """
@@ -97,7 +98,7 @@ class Tally:
 
     def _note(self, op_class: str, shape: Sequence[int], dtype: str, *read: Piece, flops: float = 0.0) -> Piece:
         out = Piece(tuple(shape), dtype, all(x.constant for x in read))
-        if out.constant and out.bytes <= _FOLDED:
+        if (out.constant and out.bytes <= _FOLDED) or not any(x.shape for x in (out, *read)):
             return out
         moved = float(out.bytes + sum(x.bytes for x in read))
         self.noted.append(Call(f"kernel.{op_class}", dtype, moved, flops, float(out.bytes)))
@@ -122,7 +123,8 @@ class Tally:
         return self._note(f"where.{pattern}", shape, x.dtype, condition, x, y)
 
     def cast(self, x: Piece, dtype: str) -> Piece:
-        return x if x.dtype == dtype else self._note("cast", x.shape, dtype, x)
+        kind = "bool" if "bool" in (x.dtype, dtype) else "number"
+        return x if x.dtype == dtype else self._note(f"cast.{kind}", x.shape, dtype, x)
 
     # -- along axes ------------------------------------------------------------------------------------------
 
@@ -213,6 +215,12 @@ class Tally:
     def scalar(self, value: Any, dtype: str) -> Piece:
         return Piece((), dtype, constant=not isinstance(value, Piece) or value.constant)
 
+    def conv(self, x: Piece, w: Piece, strides: Sequence[int], dilations: Sequence[int]) -> Piece:
+        spatial = zip(x.shape[1:-1], w.shape[:-2], strides, dilations, strict=True)
+        shape = (x.shape[0], *((n - (k - 1) * d - 1) // s + 1 for n, k, s, d in spatial), w.shape[-1])
+        flops = 2.0 * math.prod(shape) * math.prod(w.shape[:-1])
+        return self._note("matmul.conv", shape, x.dtype, x, w, flops=flops)
+
     # -- contractions ----------------------------------------------------------------------------------------
 
     def einsum(self, spec: str, *xs: Piece) -> Piece:
@@ -228,6 +236,13 @@ class Tally:
             x, term = self._summed(rest[0], terms[0], out)
             return self._ordered(x, term, out, sizes)
         return self._contract(rest[0], rest[1], terms[0], terms[1], out, sizes)
+
+    def conv(self, x: Piece, w: Piece, strides: Sequence[int], dilations: Sequence[int]) -> Piece:
+        reach = [(k - 1) * d + 1 for k, d in zip(w.shape, dilations, strict=False)]
+        counts = [(n - r) // s + 1 for n, r, s in zip(x.shape[1:], reach, strides, strict=False)]
+        shape = (x.shape[0], *counts, w.shape[-1])
+        flops = 2.0 * math.prod(shape) * math.prod(w.shape[:-1])
+        return self._note("matmul", shape, x.dtype, x, w, flops=flops)
 
     def _summed(self, x: Piece, term: str, kept: str) -> tuple[Piece, str]:
         axes = [i for i, c in enumerate(term) if c not in kept]
@@ -292,7 +307,7 @@ def _repeated(shape: tuple[int, ...], own: tuple[int, ...]) -> str:
             runs.append(m == n)
     if runs in ([], [True], [False]):
         return "same"
-    return {(False, True): "row", (True, False): "column"}.get(tuple(runs), "general")
+    return "row" if runs == [False, True] else "column" if runs == [True, False] else "general"
 
 
 def _place(shape: tuple[int, ...], axes: Sequence[int]) -> str:
@@ -322,8 +337,9 @@ def call_seconds(call: Call, curve: Callable[[str], Seconds | None], stays: bool
     if own is None:
         raise KeyError(call.op_class)
     seconds = own(call.flops) if call.flops else own(call.bytes)
-    if call.flops and (moved := curve(f"{name}.bytes")) is not None:
-        seconds += moved(call.bytes)
+    for part, moved in (("operands", call.bytes - call.made), ("result", call.made)) if call.flops else ():
+        if (more := curve(f"{name}.{part}")) is not None:
+            seconds += more(moved)
     if stays and call.final and (fresh := curve("kernel.fresh")) is not None:
         seconds += fresh(call.made)
     return seconds

@@ -6,7 +6,8 @@ and stores variables, which probes without work measure:
 (1) seconds of one repeat y = (step - empty step) / r - seconds of its reads and stores
 (2) seconds of the class that the probe is about: y - sum of the other calls, by the classes fitted before it
 (3) a class's curve: the non-decreasing one nearest to its points (least squares, pooling adjacent violators)
-(4) matrix products: y = launch + a FLOPs + b bytes, all coefficients >= 0, least relative squares
+(4) matrix products: y = launch + a FLOPs + b bytes of operands + c bytes of the result, all coefficients >= 0, least
+    relative squares
 (5) fresh memory: the probes of `kernel.unary` again with every result stored, less the curve without
 (6) uncertainty of a curve: the larger of the typical spread of its points' repeats and of the error at each inner point
     when the curve is fitted without it
@@ -94,13 +95,11 @@ def fit(probes: Sequence[Probe], measured: Mapping[str, Measurement], group_size
 
 
 def stores(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of an empty step and of one more read and store, from (repeats, seconds) of two or more programs."""
-    if len(samples) < 2:
+    """Seconds of an empty step and of one more read and store, from (number of stores, seconds): none, and many."""
+    if not samples:
         return 0.0, 0.0
     (n0, t0), (n1, t1) = min(samples), max(samples)
-    each = max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
-    each = min(each, t0 / n0)
-    return max(0.0, t0 - n0 * each), each
+    return t0, max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
 
 
 def repeat(out: Fit, probe: Probe, m: Measurement) -> float:
@@ -149,19 +148,20 @@ def _fresh(out: Fit, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
 
 
 def _products(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
-    """Equation (4), as two curves: launch and FLOPs in one, bytes in the other."""
+    """Equation (4), as three curves: launch and FLOPs in the first."""
     rows, seconds = [], []
     for p, m in chosen:
         own = p.calls[-1]
-        rows.append((1.0, own.flops, own.bytes))
+        rows.append((1.0, own.flops, own.bytes - own.made, own.made))
         seconds.append(target_seconds(out, p, m))
-    launch, per_flop, per_byte = products(rows, seconds)
-    top_flops, top_bytes = max(r[1] for r in rows), max(r[2] for r in rows)
-    errors = [abs((launch + per_flop * f + per_byte * b) / y - 1) for (_, f, b), y in zip(rows, seconds, strict=True)]
-    name, sure = f"kernel.{target}", max(median(errors), median(m["spread"] for _, m in chosen))
-    out.curves[name] = Fitted(name, "flops", Curve(((0.0, launch), (top_flops, launch + per_flop * top_flops))), sure)
-    moved = Curve(((0.0, 0.0), (top_bytes, per_byte * top_bytes)))
-    out.curves[f"{name}.bytes"] = Fitted(f"{name}.bytes", "bytes", moved, sure)
+    found = products(rows, seconds)
+    errors = [abs(sum(c * x for c, x in zip(found, r, strict=True)) / y - 1) for r, y in zip(rows, seconds, strict=True)]
+    sure = max(median(errors), median(m["spread"] for _, m in chosen))
+    tops = [max(r[i] for r in rows) for i in range(4)]
+    for i, (part, against) in enumerate((("", "flops"), (".operands", "bytes"), (".result", "bytes")), 1):
+        start = found[0] if i == 1 else 0.0
+        name, line = f"kernel.{target}{part}", Curve(((0.0, start), (tops[i], start + found[i] * tops[i])))
+        out.curves[name] = Fitted(name, against, line, sure)
 
 
 def products(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> tuple[float, ...]:

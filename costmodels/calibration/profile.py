@@ -20,13 +20,14 @@ from mesh_tf_core.mesh import Mesh
 BASE = "cpu-local"
 METHOD = (
     "seconds of array functions, products and collectives in programs run by the engine on all devices at once; "
-    "a product is launch + a FLOPs + b bytes with coefficients >= 0 (least relative squares), everything else a "
+    "a product is launch + a FLOPs + b bytes read + c bytes written with coefficients >= 0 (least relative squares), everything else a "
     "non-decreasing curve (pooling adjacent violators)"
 )
 PREFIXES = {
     "kernel": "kernel.binary.same",
     "kernel.binary": "kernel.binary.same",
     "kernel.reduce": "kernel.reduce.inner",
+    "kernel.cast": "kernel.cast.number",
     "kernel.where": "kernel.where.row",
     "kernel.take": "kernel.take.rows",
     "kernel.transpose": "kernel.transpose.rows",

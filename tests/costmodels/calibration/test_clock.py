@@ -1,0 +1,65 @@
+"""Samples on quiet and on noisy machines, without waiting for either."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodels.calibration.clock import Sample, noise, sample, spread, steps_for, typical
+
+
+def test_on_a_quiet_machine_the_wall_time_counts():
+    assert Sample(wall=2.0, own=3.0, foreign=0.0, cores=2).seconds == 2.0
+
+
+def test_what_others_used_is_taken_off():
+    assert Sample(wall=4.0, own=3.9, foreign=4.0, cores=2).seconds == 2.0
+
+
+def test_a_step_takes_at_least_its_own_work():
+    assert Sample(wall=4.0, own=4.0, foreign=7.0, cores=2).seconds == 2.0
+
+
+def test_seconds_are_of_one_step():
+    assert Sample(wall=4.0, own=4.0, foreign=0.0, cores=2, steps=8).seconds == 0.5
+
+
+def test_a_quiet_machine_is_quiet():
+    found = noise([[Sample(1.0 + i / 100, 1.5, 0.0, 2) for i in range(5)]] * 3)
+    assert not found.noisy
+    assert "quiet machine" in found.words
+
+
+def test_a_machine_that_others_use_is_noisy():
+    found = noise([[Sample(1.0, 1.2, 0.6, 2)] * 5])
+    assert found.foreign == pytest.approx(0.3)
+    assert found.noisy
+    assert "others used 30% of the cores" in found.words
+
+
+def test_a_machine_whose_repeats_differ_is_noisy():
+    found = noise([[Sample(w, 0.1, 0.0, 2) for w in (1.0, 1.3, 1.6, 1.9, 2.2)]])
+    assert found.spread > 0.1
+    assert found.noisy
+    assert "close other programs" in found.words
+
+
+def test_one_disturbed_sample_does_not_move_the_typical_time():
+    assert typical([Sample(w, 0.1, 0.0, 2) for w in (1.0, 1.0, 1.0, 9.0)]) == 1.0
+
+
+def test_spread_is_relative():
+    assert spread([1.0]) == 0.0
+    assert spread([1.0, 2.0, 3.0]) == pytest.approx(spread([10.0, 20.0, 30.0])) == pytest.approx(0.5)
+
+
+def test_a_sample_runs_every_step():
+    ran = []
+    found = sample(lambda: ran.append(1), 3)
+    assert len(ran) == 3
+    assert found.steps == 3
+    assert found.wall > 0
+
+
+def test_the_number_of_steps_is_bounded():
+    assert steps_for(lambda: None, 1e9) == 200
+    assert steps_for(lambda: None, 0.0) == 1

@@ -1,0 +1,130 @@
+"""Fitting: synthetic machines whose curves are known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from costmodels.calibration.fit import SMALLEST, curve_of, fit, products, stores
+from costmodels.calibration.probes import COLLECTIVES, probes
+from costmodels.kernels import call_seconds
+from mesh_tf_core import Mesh
+
+MESH = Mesh("data:2;model:2")
+STEP, STORE = 1e-4, 2e-6
+
+
+TARGETS = {f"kernel.{p.target}" for p in probes(MESH, quick=True) if p.op is not None and p.target != "check"}
+
+
+def truth(op_class: str):
+    """Seconds of one class: launch, then a rate; a machine without surprises."""
+    if op_class == "kernel.fresh":
+        return lambda x: 1e-11 * x
+    if op_class.endswith((".operands", ".result")):
+        return lambda x: 3e-11 * x
+    if op_class not in TARGETS:
+        return None
+    if op_class in ("kernel.matmul", "kernel.batch"):
+        return lambda x: 5e-6 + 4e-12 * x
+    extra = 1 + sorted(TARGETS).index(op_class) / 10
+    return lambda x: 2e-6 + extra * 5e-11 * x
+
+
+def collective(kind: str, n: int, size: float) -> float:
+    return 1e-5 * n + 1e-10 * size * (1 + COLLECTIVES.index(kind))
+
+
+def measured(noise: float = 0.0, seed: int = 0) -> dict[str, dict[str, float]]:
+    """What the synthetic machine would measure."""
+    rng, out = random.Random(seed), {}
+    for p in probes(MESH, quick=True):
+        if p.op is not None:
+            one = sum(call_seconds(c, truth) for c in p.calls)
+        elif p.axes:
+            one = collective(p.target, MESH.group_size(p.axes), p.bytes)
+        else:
+            one = 0.0
+        stored = p.repeats if p.op is None or p.stored else 1
+        whole = STEP + stored * STORE + p.repeats * one
+        out[p.name] = {"seconds": whole * (1 + rng.gauss(0, noise)), "spread": noise}
+    return out
+
+
+def fitted(found):
+    chosen = probes(MESH, quick=True)
+    sizes = {"+".join(p.axes): MESH.group_size(p.axes) for p in chosen if p.axes}
+    return fit(chosen, found, sizes)
+
+
+def test_curves_of_a_known_machine_are_recovered():
+    out = fitted(measured())
+    assert (out.step, out.store) == (pytest.approx(STEP), pytest.approx(STORE))
+    for name, found in out.curves.items():
+        own = truth(name)
+        for x, y in found.curve.points:
+            if x >= 1e5 or name.endswith(("matmul", "batch", "unary")):
+                assert y == pytest.approx(own(x), rel=0.02, abs=1e-12), name
+            else:  # below its first point a curve is flat, so more than the truth is taken off for other calls
+                assert 0 < y <= own(x) * (1 + 1e-6) or x == 0, name
+    for n, found in out.collectives:
+        for x, y in found.curve.points:
+            assert y == pytest.approx(collective(found.op_class, n, x), rel=1e-6), found.op_class
+
+
+def test_what_was_held_out_is_predicted():
+    out = fitted(measured())
+    assert len(out.held_out) > 5
+    assert max(abs(e) for e in out.held_out.values()) < 0.05
+
+
+def test_noise_makes_curves_less_sure_but_not_wrong():
+    out = fitted(measured(noise=0.1))
+    exact = fitted(measured())
+    for name in ("kernel.unary", "kernel.binary.same", "kernel.matmul"):
+        assert out.curves[name].uncertainty > exact.curves[name].uncertainty
+        (x, y), (_, sure) = out.curves[name].curve.points[-1], exact.curves[name].curve.points[-1]
+        assert y == pytest.approx(sure, rel=0.4), f"{name} at {x:g}"
+
+
+def test_every_curve_is_non_negative_and_never_falls_whatever_is_measured():
+    rng = random.Random(1)
+    found = {name: {"seconds": rng.uniform(1e-5, 1e-2), "spread": 0.5} for name in measured()}
+    out = fitted(found)
+    curves = [*(f.curve for f in out.curves.values()), *(f.curve for _, f in out.collectives)]
+    for curve in curves:
+        values = [y for _, y in curve.points]
+        assert min(values) >= 0
+        assert values == sorted(values)
+
+
+def test_a_repeat_never_vanishes():
+    found = measured()
+    for m in found.values():
+        m["seconds"] = STEP
+    out = fitted(found)
+    assert out.curves["kernel.unary"].curve.points[0][1] >= 0.9 * SMALLEST * STEP / 48
+
+
+def test_stores():
+    assert stores([]) == (0.0, 0.0)
+    assert stores([(0, 1.0)]) == (1.0, 0.0)
+    assert stores([(0, 1.0), (64, 7.4)]) == (1.0, pytest.approx(0.1))
+    assert stores([(0, 1.0), (64, 0.5)]) == (1.0, 0.0)
+
+
+def test_products_recover_non_negative_coefficients():
+    rows = [(1.0, f, b) for f in (1e6, 1e8, 1e9) for b in (1e4, 1e6)]
+    found = products(rows, [2e-6 + 4e-12 * f + 1e-10 * b for _, f, b in rows])
+    assert found == pytest.approx((2e-6, 4e-12, 1e-10))
+    less = products(rows, [2e-6 + 4e-12 * f - 1e-13 * b for _, f, b in rows])
+    assert min(less) >= 0
+
+
+def test_a_curve_is_as_unsure_as_its_points_left_out():
+    straight = curve_of("x", [(1.0, 1.0, 0.0), (2.0, 2.0, 0.0), (3.0, 3.0, 0.0)])
+    bent = curve_of("x", [(1.0, 1.0, 0.0), (2.0, 1.0, 0.0), (3.0, 3.0, 0.0)])
+    assert straight.uncertainty == pytest.approx(0.0)
+    assert bent.uncertainty == pytest.approx(1.0)
+    assert curve_of("x", [(1.0, 1.0, 0.3)]).uncertainty == 0.3
