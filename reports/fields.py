@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -17,6 +16,8 @@ class _Required:
 
 
 REQUIRED = _Required()
+LARGEST = 1e100
+"""No quantity is as large."""
 LONGEST = 80
 """Characters of a user's value that an error repeats."""
 
@@ -107,8 +108,9 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.fail(key, f"must be a number, found {type(value).__name__}")
-        if not math.isfinite(value) or abs(value) > 1e100:
-            self.fail(key, f"must be a finite number, found {str(value)[:LONGEST]}")
+        if not abs(value) <= LARGEST:
+            found = value if isinstance(value, float) else "a number of more than a hundred digits"
+            self.fail(key, f"must be a finite number, found {found}")
         if value < 0 and not signed:
             self.fail(key, f"must not be negative, found {value}")
         return float(value)

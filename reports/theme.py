@@ -68,7 +68,7 @@ AXES = 6
 
 
 def axis_token(axis: str, mesh: Iterable[str]) -> str:
-    """The colour of a mesh axis: by name, so that plans side by side agree; more axes than hues start again."""
+    """The colour of a mesh axis, by name, so that plans side by side agree; after six hues start again."""
     return f"axis{sorted(mesh).index(axis) % AXES}"
 
 

@@ -19,9 +19,8 @@ def digits(value: float, significant: int = 3) -> str:
     """`value` with that many significant digits, never with an exponent: 0.0123, 4.56, 78.9, 1230."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "–"
-    places = max(0, significant - 1 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{min(places, 12)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text and places > significant else text
+    exponent = int(f"{value:.{significant - 1}e}".partition("e")[2])
+    return f"{value:,.{min(max(0, significant - 1 - exponent), 12)}f}"
 
 
 def _scaled(value: float, base: float, names: Sequence[str]) -> str:

@@ -153,7 +153,7 @@ def _holdings(sheet: Sheet, found: Memory, y: float) -> None:
     """The largest tensors at the peak as bars of their share of it."""
     where = found.points[found.at]
     place = f"{where.scope}/{where.name}" if where.scope else where.name
-    sheet.text(MARGIN, y, f"Held at the peak, while {shorten(place, 36)} runs", bold=True, size=SMALL)
+    sheet.text(MARGIN, y, f"Held at the peak, while {shorten(place, 30)} runs", bold=True, size=SMALL)
     peak = where.bytes or 1.0
     for position, holding in enumerate(found.holdings[:MOST_HOLDINGS]):
         top = y + 8 + 31 * position

@@ -133,7 +133,8 @@ def _legend(sheet: Sheet, plan: Plan, axis: _Axis, y: float) -> None:
     if sent:
         sheet.text(WIDTH - MARGIN, y + 16, f"a device sends {traffic(sent)} a step", "muted", SMALL, "right")
     dims = plan.dims_on(axis.name)
-    sheet.text(MARGIN + 18, y + 32, f"splits {some(dims, 3, 14)}" if dims else "splits nothing", size=SMALL)
+    words = f"splits {some(dims, 3, 14)}" if dims else "splits nothing"
+    sheet.text(MARGIN + 18, y + 32, shorten(words, 56), size=SMALL)
 
 
 def find_mesh(plan: Plan) -> str:

@@ -19,6 +19,7 @@ from reports.units import (
     seconds,
     shorten,
     signed_percent,
+    some,
     times,
     traffic,
 )
@@ -42,7 +43,7 @@ def axes(plan: Plan) -> Grid:
             [
                 Cell(chips=(Chip(axis, axis_token(axis, plan.mesh)),)),
                 Cell(f"{size:,}"),
-                Cell(", ".join(plan.dims_on(axis)) or "nothing"),
+                Cell(some(plan.dims_on(axis), 24, 80) or "nothing"),
                 Cell(traffic(alone) if alone else "–"),
             ]
         )

@@ -14,6 +14,8 @@ from reports.plan import Plan
 from reports.svg import figure_svg
 from reports.units import digits, layout_text, letter, percent, seconds, shorten, words_of
 
+LONGEST = 8000
+"""Characters of a layout; no layout of real names is as long."""
 Build = Callable[[Plan, str], tuple[Block, ...]]
 
 
@@ -173,7 +175,7 @@ def _record(plan: Plan, name: str) -> tuple[Block, ...]:
         ("Made from", plan.details.source),
         ("Hardware", plan.hardware),
         ("Mesh", ";".join(f"{axis}:{size}" for axis, size in plan.mesh.items())),
-        ("Layout", layout_text(plan.layout) or "replicated"),
+        ("Layout", shorten(layout_text(plan.layout), LONGEST) or "replicated"),
         ("Storage", words_of(plan.storage)),
         ("Recomputed", ", ".join(plan.recompute)),
         ("Microbatches", str(plan.microbatches)),

@@ -1,0 +1,184 @@
+"""Every figure is drawn, in words too, in the page's colours, whatever names are in it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+import reports
+from mesh_tf_core.errors import UserError
+from reports.figures import ALL, Chart
+from reports.figures.bars import Bar, Bars, Part
+from reports.figures.sheet import WIDTH, settings
+from reports.svg import figure_svg
+from reports.theme import LIGHT
+from tests.reports import sample
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [c.name for c in ALL]
+
+
+def svg(chart: Chart, plan: dict[str, Any]) -> str:
+    found = reports.plan_of(plan)
+    return figure_svg(chart(found, titled=False), f"x-{chart.name}", chart.title, chart.tell(found))
+
+
+@pytest.mark.parametrize("make", [sample.full_plan, sample.hostile_plan], ids=["full", "hostile"])
+@pytest.mark.parametrize("chart", ALL, ids=NAMES)
+def test_figure_as_svg(chart: Chart, make: Any) -> None:
+    text = svg(chart, make())
+    root = ET.fromstring(text)
+    assert root.get("role") == "img"
+    ids = [e.get("id") for e in root.iter() if e.get("id")]
+    assert len(ids) == len(set(ids)) and all(str(i).startswith(f"x-{chart.name}") for i in ids)
+    named = {root.get("aria-labelledby"), root.get("aria-describedby")}
+    assert named <= set(ids)
+    assert len(root.findtext("desc") or "") > 20
+    styles = " ".join(e.get("style", "") for e in root.iter())
+    assert not re.findall(r"#[0-9a-f]{6}\b", styles), "a colour that no theme knows"
+    assert "font-family" not in styles and len(text) < 60_000
+
+
+@pytest.mark.parametrize("chart", ALL, ids=NAMES)
+def test_texts_stay_inside(chart: Chart) -> None:
+    """By the drawing's own font, the widest that pages use."""
+    for plan in (sample.full_plan(), sample.hostile_plan()):
+        figure = chart(plan)
+        with settings():
+            renderer = figure.canvas.get_renderer()
+            for text in figure.findobj(lambda a: hasattr(a, "get_text") and a.get_text()):
+                box = text.get_window_extent(renderer)
+                scale = figure.dpi / 72
+                assert box.x0 >= -1 * scale and box.x1 <= (WIDTH + 1) * scale, text.get_text()
+                assert box.y0 >= -1 * scale and box.y1 <= figure.bbox.y1 + scale, text.get_text()
+
+
+@pytest.mark.parametrize("chart", ALL, ids=NAMES)
+def test_title_is_the_finding(chart: Chart) -> None:
+    plan = reports.plan_of(sample.full_plan())
+    texts = " ".join(t.get_text() for t in chart(plan).axes[0].texts)
+    assert chart.find(plan).split(";")[0][:30].split()[0] in texts
+    assert chart(plan).get_figheight() > chart(plan, titled=False).get_figheight()
+
+
+@pytest.mark.parametrize("chart", ALL, ids=NAMES)
+def test_missing_data_names_what_adds_it(chart: Chart) -> None:
+    plan = sample.plain_plan()
+    if not chart.missing(reports.plan_of(plan)):
+        assert chart(plan).axes
+        return
+    with pytest.raises(UserError, match=f"nothing for figure '{chart.name}': .*`layoutopt ") as caught:
+        chart(plan)
+    assert "\n" not in str(caught.value)
+
+
+def test_some_figures_need_details() -> None:
+    plan = reports.plan_of(sample.plain_plan())
+    assert {c.name for c in ALL if not c.missing(plan)} == {"mesh", "matrix", "step_time", "memory_by_layout"}
+
+
+def test_one_point_is_no_frontier() -> None:
+    plan = sample.full_plan()
+    plan["frontier"] = plan["frontier"][-1:]
+    assert "no layout trades time for memory" in reports.figures.frontier.missing(reports.plan_of(plan))
+
+
+def widths(figure: Any, token: str) -> list[float]:
+    from matplotlib.colors import to_hex
+    from matplotlib.patches import PathPatch
+
+    found = [p for p in figure.findobj(PathPatch) if to_hex(p.get_facecolor()) == LIGHT[token]]
+    boxes = [p.get_path().get_extents() for p in found]
+    return [b.width for b in boxes if b.height > 11]
+
+
+def test_bars_are_as_long_as_their_numbers() -> None:
+    rows = [Bar("a", "", (Part(1.0, "compute"), Part(3.0, "exposed"))), Bar("b", "", (Part(8.0, "compute"),))]
+    with settings():
+        figure = Bars(rows, 8.0).draw().figure
+    short, long = widths(figure, "compute")
+    (exposed,) = widths(figure, "exposed")
+    assert (short + 0.75) * 8 == pytest.approx(long + 0.75)
+    assert (exposed + 0.75) * 8 == pytest.approx(3 * (long + 0.75))
+
+
+def test_longer_bars_are_cut_and_say_so() -> None:
+    with settings():
+        whole = Bars([Bar("a", "", (Part(8.0, "compute"),))], 8.0).draw().figure
+        cut = Bars([Bar("a", "", (Part(80.0, "compute"),))], 8.0).draw().figure
+    assert widths(cut, "compute") == pytest.approx(widths(whole, "compute"))
+    assert len(cut.axes[0].lines) == len(whole.axes[0].lines) + 2
+
+
+def test_step_bars_add_up_to_the_step() -> None:
+    plan = reports.plan_of(sample.full_plan())
+    p = plan.predicted
+    assert (p.compute - p.hidden) + p.hidden + p.exposed == pytest.approx(p.step)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{}, {"all": 1}, {"all": 512}, {"a": 2, "b": 3, "c": 4}, {"a": 2, "b": 2, "c": 2, "d": 2, "e": 64}],
+)
+def test_meshes_of_any_shape(mesh: dict[str, int]) -> None:
+    plan = sample.plain_plan() | {"mesh": mesh, "layout": {}, "alternatives": []}
+    assert svg(reports.figures.mesh, plan).startswith("<svg")
+
+
+@pytest.mark.parametrize("field", ["step_seconds", "peak_memory_bytes"])
+def test_nothing_but_zeros(field: str) -> None:
+    plan = sample.full_plan()
+    plan["predicted"] = {k: {} if isinstance(v, dict) else 0 for k, v in plan["predicted"].items()}
+    for line in plan["details"]["lines"]:
+        line |= {"seconds": 0.0, "exposed_seconds": 0.0}
+    plan["details"]["by_kind"] = {}
+    for chart in ALL:
+        if not chart.missing(reports.plan_of(plan)):
+            assert svg(chart, plan)
+
+
+def test_drawing_leaves_matplotlib_alone() -> None:
+    code = (
+        "import matplotlib, sys, reports\n"
+        "before = dict(matplotlib.rcParams)\n"
+        "from tests.reports import sample\n"
+        "for chart in reports.figures.ALL: chart(sample.full_plan())\n"
+        "assert dict(matplotlib.rcParams) == before\n"
+        "assert 'matplotlib.pyplot' not in sys.modules and 'pandas' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True)
+
+
+def test_files_in_all_formats_are_the_same_twice(tmp_path: Path) -> None:
+    first = reports.write_figures(sample.plain_plan(), tmp_path / "a")
+    second = reports.write_figures([sample.plain_plan()], tmp_path / "b")
+    names = ("mesh", "matrix", "step_time", "memory_by_layout")
+    assert {p.name for p in first} == {f"{n}.{kind}" for n in names for kind in ("svg", "png", "pdf")}
+    starts = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
+    assert all(p.read_bytes().startswith(starts[p.suffix[1:]]) for p in first)
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+
+
+def test_every_figure_is_a_file(tmp_path: Path) -> None:
+    written = reports.write_figures(sample.full_plan(), tmp_path, ("svg",))
+    assert [p.stem for p in written] == NAMES
+
+
+def test_files_of_several_plans_are_lettered(tmp_path: Path) -> None:
+    written = reports.write_figures(sample.five_plans()[:2], tmp_path, ("svg",))
+    names = {p.name for p in written}
+    assert {"a-mesh.svg", "b-mesh.svg", "plans_time.svg", "plans_memory.svg"} <= names
+
+
+def test_files_refuse_what_they_cannot_write(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown figure format 'gif'; known: svg, png, pdf"):
+        reports.write_figures(sample.plain_plan(), tmp_path, ("gif",))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write to .*file"):
+        reports.write_figures(sample.plain_plan(), tmp_path / "file" / "x")

@@ -1,0 +1,249 @@
+"""The page: whole, alone, readable by everyone, and honest; hostile names are text."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reports
+from mesh_tf_core.errors import UserError
+from tests.reports import sample
+
+SECTIONS = [
+    *("mesh", "split", "pieces", "time", "memory", "frontier"),
+    *("sensitivity", "operations", "evidence", "calibration", "assumptions", "record"),
+]
+VOID = {"meta", "link", "path", "use", "rect", "br", "img", "input"}
+
+
+class Page(HTMLParser):
+    """Elements with their attributes and texts; fails on tags that do not close in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == [], f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if data.strip() and self.open[-1] != "style":
+            self.texts.append(data.strip())
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.texts))
+
+
+PLANS = {
+    "plain": lambda: [sample.plain_plan()],
+    "full": lambda: [sample.full_plan()],
+    "five": sample.five_plans,
+    "hostile": lambda: [sample.hostile_plan()],
+    "hostile five": lambda: [sample.hostile_plan() for _ in range(5)],
+}
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return {name: reports.report_html(make(), written="2020-01-01") for name, make in PLANS.items()}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_page_is_whole(pages: dict[str, str], name: str) -> None:
+    page = Page(pages[name])
+    assert [a["id"] for a in page.of("section")] == SECTIONS
+    ids = [str(a["id"]) for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    for link in page.of("a"):
+        assert str(link["href"]).removeprefix("#") in ids
+    for svg in page.of("svg"):
+        assert svg["role"] == "img" and svg["aria-labelledby"] in ids and svg["aria-describedby"] in ids
+    assert len(page.of("h1")) == 1 and page.of("html")[0]["lang"] == "en"
+    assert len(page.of("title")) == 1 + len(page.of("svg"))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_page_stands_alone(pages: dict[str, str], name: str) -> None:
+    page = Page(pages[name])
+    for tag, attributes in page.elements:
+        assert tag not in {"script", "iframe", "object", "embed", "img", "base", "form"}
+        assert not any(key.startswith("on") for key in attributes), attributes
+        for key in ("src", "srcset", "data", "action", "xlink:href"):
+            assert key not in attributes
+        assert re.match(r"#|data:,$", attributes.get("href") or "#")
+        assert not re.search(r"url\((?!#)|expression|@import", attributes.get("style") or "")
+    style = pages[name].split("<style>")[1].split("</style>")[0]
+    assert "url(" not in style and "@import" not in style
+    assert "default-src 'none'" in pages[name]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_page_is_small(pages: dict[str, str], name: str) -> None:
+    assert len(pages[name].encode()) < 1_500_000
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_tables_keep_their_meaning(pages: dict[str, str], name: str) -> None:
+    """Phones lay tables out as blocks, which takes their meaning away unless it is said again."""
+    page = Page(pages[name])
+    assert all(a.get("role") == "table" for a in page.of("table"))
+    assert len(page.of("caption")) == len(page.of("table"))
+    assert all(a.get("role") in {"rowheader", "columnheader"} for a in page.of("th"))
+    assert all(a.get("role") == "cell" and a.get("data-label") is not None for a in page.of("td"))
+
+
+def hero(html: str) -> str:
+    return Page(html.split("</header>")[0] + "</header></body></html>").text.replace("\u00a0", " ")
+
+
+def test_first_screen_answers(pages: dict[str, str]) -> None:
+    said = hero(pages["full"])
+    for words in (
+        "data 16 splits batch",
+        "model 32 splits vocab, heads and d_ff",
+        "How fast 412 ms",
+        "second best: d_model split too, takes 1.11× as long",
+        "Does it fit Yes 6.12 GiB of 6.96 GiB",
+        "How sure ±10 %",
+        "Proven optimal none of 1.3e9 layouts on 10 meshes is better",
+    ):
+        assert words in said, words
+
+
+def test_first_screen_admits(pages: dict[str, str]) -> None:
+    said = hero(pages["plain"])
+    assert "the plan does not say how much a device has" in said
+    assert "Not measured" in said
+    plan = sample.full_plan()
+    plan["solver"] |= {"status": "FEASIBLE", "gap": 0.031}
+    plan["predicted"]["peak_memory_bytes"] = 9 * sample.GIB
+    del plan["details"]["validation"]
+    said = hero(reports.report_html([plan]))
+    assert "Does it fit No needs 9.00 GiB, a device has 6.96 GiB" in said
+    assert "Not proven: feasible" in said and "a better one would gain at most 3.1 %" in said
+    assert "Calibrated" in said and "no whole step was timed" in said
+    assert "Proven optimal" not in said
+    del plan["details"]["calibration"], plan["solver"]
+    said = hero(reports.report_html([plan]))
+    assert "rests on 5 numbers with sources, 2 of them assumptions" in said
+    assert "the plan has no record of a search" in said
+
+
+def test_close_call_is_called_close() -> None:
+    plan = sample.full_plan()
+    plan["details"]["validation"]["mape"] = 0.2
+    assert "the next best is closer than that: measure both" in hero(reports.report_html([plan]))
+
+
+def test_absent_parts_name_their_command(pages: dict[str, str]) -> None:
+    page = pages["plain"]
+    absent = re.findall(r'<section id="(\w+)" class="absent">(.*?)</section>', page, re.DOTALL)
+    assert [name for name, _ in absent] == [
+        *("pieces", "frontier", "sensitivity", "operations", "evidence", "calibration", "assumptions")
+    ]
+    for _, text in absent:
+        assert "Not in this plan: " in text and "<code>layoutopt " in text
+
+
+def test_hostile_names_are_text(pages: dict[str, str]) -> None:
+    html = pages["hostile"]
+    assert "<script" not in html and "&lt;script&gt;alert(" in html
+    page = Page(html)
+    assert any('<script>alert("x")</script>&amp;$\\frac{1}{2}$' in t for t in page.texts)
+    assert html.count("{{ 7*7 }}") > 200
+    assert "\x00" not in html and "\u202e" not in html
+
+
+def test_long_lists_are_folded_not_lost(pages: dict[str, str]) -> None:
+    page = Page(pages["hostile"])
+    assert sum(1 for t in page.texts if t.startswith("<script>") and "n" * 300 in t) >= 200
+    assert len(page.of("details")) >= 1
+
+
+def test_differences_are_marked() -> None:
+    plans = [sample.full_plan(), sample.full_plan()]
+    assert "differs" not in reports.report_html(plans).split("</style>")[1].replace("what differs from", "")
+    plans[1]["layout"]["d_model"] = ["data"]
+    plans[1]["predicted"]["step_seconds"] *= 1.05
+    html = reports.report_html(plans)
+    marked = re.findall(r'class="[^"]*differs[^"]*" data-label="(\w+)"', html)
+    assert marked and set(marked) == {"B"}
+    said = hero(html)
+    assert "Plan A is the fastest that fits: 412 ms per step; plan B takes 5.0 % longer." in said
+    assert "differs: 433 ms +5.0 %" in said
+
+
+def test_plan_that_does_not_fit_is_not_the_fastest() -> None:
+    plans = [sample.full_plan(), sample.full_plan()]
+    plans[0]["predicted"]["peak_memory_bytes"] = 9 * sample.GIB
+    assert "Plan B is the fastest that fits" in hero(reports.report_html(plans))
+    plans[1]["predicted"]["peak_memory_bytes"] = 9 * sample.GIB
+    assert "None of these plans fits in memory." in hero(reports.report_html(plans))
+
+
+def test_different_models_do_not_compare() -> None:
+    plans = [sample.full_plan(), sample.full_plan()]
+    plans[1]["model"]["fingerprint"] = "other"
+    said = hero(reports.report_html(plans))
+    assert "These plans are for different models" in said and "fastest" not in said
+
+
+def test_validation_is_added_where_it_is_missing() -> None:
+    plan = sample.full_plan()
+    del plan["details"]["validation"]
+    assert "24 measured layouts" in hero(reports.report_html([plan], sample.validation()))
+    with pytest.raises(UserError, match=r"the validation: 'rows\[0\].measured_seconds' is missing"):
+        reports.report_html([plan], {"rows": [{"layout": "x", "predicted_seconds": 1.0}]})
+
+
+def test_same_plan_same_page(pages: dict[str, str]) -> None:
+    assert reports.report_html([sample.full_plan()], written="2020-01-01") == pages["full"]
+    assert "Written on 2020-01-01" in pages["full"]
+    assert "Written on" not in reports.report_html([sample.plain_plan()], written="")
+
+
+def test_file(tmp_path: Path) -> None:
+    reports.write_report([sample.plain_plan()], tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    with pytest.raises(UserError, match="cannot write the report to"):
+        reports.write_report([sample.plain_plan()], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plans", "said"),
+    [
+        ([], "needs at least one plan, found none"),
+        ([sample.plain_plan()] * 13, "at most 12 plans side by side, found 13"),
+        ([sample.plain_plan(), {"format": "x"}], "plan B has format 'x'"),
+    ],
+)
+def test_refused(plans: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        reports.report_html(plans)
+
+
+def test_notes_of_the_plan_are_shown() -> None:
+    plan = sample.plain_plan() | {"notes": ["the tables sum to 1 s and `lower` says 1.1 s"]}
+    assert "<code>lower</code> says 1.1 s" in reports.report_html([plan])
