@@ -1,20 +1,26 @@
-"""What the kernels of one device do in a local instruction: its array functions, one by one, with their bytes.
+"""What the kernels of one device do in a local instruction: its array functions, one by one, with their
+bytes.
 
-An operation's own kernel is run on pieces that have a shape and no elements (`Tally` is one more home of the kernel
-protocol), so what is counted is what an engine runs: a layer normalisation is eight passes over memory, a softmax one.
-Nothing here knows any operation. Hardware whose file has curves of classes `kernel.…` is priced by these calls:
+An operation's own kernel is run on pieces that have a shape and no elements (`Tally` is one more home of the
+kernel protocol), so what is counted is what an engine runs: a layer normalisation is eight passes over
+memory, a softmax one. Nothing here knows any operation. Hardware whose file has curves of classes `kernel.…`
+is priced by these calls:
 
 (1) seconds of an instruction = sum over its calls of curve(class of the call)(bytes)
-(2) a result that stays costs curve(`kernel.fresh`)(its bytes) more: it needs memory that is in no cache. All other
-    results lie in memory that was in use a moment ago. The outputs of forward operations stay until backward reads them;
-    results inside an operation, and the outputs of backward and update operations, do not
-(3) a matrix product costs curve(`kernel.matmul`)(FLOPs) + curve(`kernel.matmul.operands`)(bytes read: libraries pack
-    them first) + curve(`kernel.matmul.result`)(bytes written); a batch of products takes `kernel.batch` instead
-(4) what follows from constants alone, up to 100 KB, is computed when a step is traced (TensorFlow's constant folding,
-    grappler/optimizers/constant_folding.cc) and costs nothing; nor do scalars: those of a step (powers of the step's
-    number, learning rates) are the same for all variables, and common subexpressions are computed once
+(2) a result that stays costs curve(`kernel.fresh`)(its bytes) more: it needs memory that is in no cache. All
+    other results lie in memory that was in use a moment ago. The outputs of forward operations stay until
+    backward reads them; results inside an operation, and the outputs of backward and update operations, do
+    not
+(3) a matrix product costs curve(`kernel.matmul`)(FLOPs) + curve(`kernel.matmul.operands`)(bytes read:
+    libraries pack them first) + curve(`kernel.matmul.result`)(bytes written); a batch of products takes
+    `kernel.batch` instead
+(4) what follows from constants alone, up to 100 KB, is computed when a step is traced (TensorFlow's constant
+    folding, grappler/optimizers/constant_folding.cc) and costs nothing; nor do scalars: those of a step
+    (powers of the step's number, learning rates) are the same for all variables, and common subexpressions
+    are computed once
 
-A class without a curve of its own has that of its prefix: `kernel.unary.tanh`, else `kernel.unary`, else `kernel`.
+A class without a curve of its own has that of its prefix: `kernel.unary.tanh`, else `kernel.unary`, else
+`kernel`.
 """
 
 from __future__ import annotations
@@ -67,7 +73,9 @@ class Piece:
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
-def calls(op: Op, inputs: Sequence[TensorType], outputs: Sequence[TensorType], split: frozenset[str]) -> list[Call]:
+def calls(
+    op: Op, inputs: Sequence[TensorType], outputs: Sequence[TensorType], split: frozenset[str]
+) -> list[Call]:
     """The array functions of `op` on pieces of these types; `split`: names of the dimensions that are split.
 
     Raises:
@@ -96,7 +104,9 @@ class Tally:
         """The calls so far; the last one makes the output."""
         return [*(replace(c, final=False) for c in self.noted[:-1]), *self.noted[-1:]]
 
-    def _note(self, op_class: str, shape: Sequence[int], dtype: str, *read: Piece, flops: float = 0.0) -> Piece:
+    def _note(
+        self, op_class: str, shape: Sequence[int], dtype: str, *read: Piece, flops: float = 0.0
+    ) -> Piece:
         out = Piece(tuple(shape), dtype, all(x.constant for x in read))
         if (out.constant and out.bytes <= _FOLDED) or not any(x.shape for x in (out, *read)):
             return out
@@ -214,12 +224,6 @@ class Tally:
 
     def scalar(self, value: Any, dtype: str) -> Piece:
         return Piece((), dtype, constant=not isinstance(value, Piece) or value.constant)
-
-    def conv(self, x: Piece, w: Piece, strides: Sequence[int], dilations: Sequence[int]) -> Piece:
-        spatial = zip(x.shape[1:-1], w.shape[:-2], strides, dilations, strict=True)
-        shape = (x.shape[0], *((n - (k - 1) * d - 1) // s + 1 for n, k, s, d in spatial), w.shape[-1])
-        flops = 2.0 * math.prod(shape) * math.prod(w.shape[:-1])
-        return self._note("matmul.conv", shape, x.dtype, x, w, flops=flops)
 
     # -- contractions ----------------------------------------------------------------------------------------
 

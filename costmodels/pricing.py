@@ -1,15 +1,18 @@
 """The price of a program: quantities of every instruction, then seconds on a piece of hardware.
 
-(1) compute seconds        = sum over local instructions of times * t(flops, bytes)        `costmodels.compute`
-(2) communication seconds  = sum over collectives of times * t(kind, axes, bytes)          `costmodels.collectives`
+(1) compute seconds        = sum over local instructions of times * t(flops, bytes)
+    `costmodels.compute`
+(2) communication seconds  = sum over collectives of times * t(kind, axes, bytes)
+    `costmodels.collectives`
 (3) exposed communication  = sum over collectives of (1 - hidden fraction of its kind) * its seconds
 (4) step seconds           = compute + exposed communication
 
 Quantities add up over instructions; seconds come last.
 
-Hardware whose file has curves of classes `kernel.…` (a calibrated machine that runs the local engine) is priced call by
-call (`costmodels.kernels`), as that engine works: values that a loop stacks stay in parts, which travel one by one;
-values that travel together are summed one by one; and a step has a fixed part for its start and its stored variables.
+Hardware whose file has curves of classes `kernel.…` (a calibrated machine that runs the local engine) is
+priced call by call (`costmodels.kernels`), as that engine works: values that a loop stacks stay in parts,
+which travel one by one; values that travel together are summed one by one; and a step has a fixed part for
+its start and its stored variables.
 """
 
 from __future__ import annotations
@@ -217,7 +220,8 @@ class Pricer:
     def stacking(self, program: Program, loop: Loop, times: int) -> Iterable[Line]:
         """A loop writes what it stacks; reading a part back is a view.
 
-        The local engine keeps parts, and joins them only for readers other than loops: the update, of gradients.
+        The local engine keeps parts, and joins them only for readers other than loops: the update, of
+        gradients.
         """
         size = float(sum(program.values[o].local_bytes(program.mesh) for _, o in loop.stacked))
         if self.by_call:
@@ -267,11 +271,15 @@ class Pricer:
 
 def _stacks(program: Program) -> dict[int, int]:
     """Values that loops stack -> the number of their parts."""
-    return {o: instr.dim.size for instr, _ in program.walk() if isinstance(instr, Loop) for _, o in instr.stacked}
+    return {
+        o: instr.dim.size for instr, _ in program.walk() if isinstance(instr, Loop) for _, o in instr.stacked
+    }
 
 
 def quantity_of(program: Program, instr: Local) -> Quantity:
-    """What one device does in a local instruction: FLOPs of the operation, bytes of its operands and results."""
+    """What one device does in a local instruction: FLOPs of the operation, bytes of its operands and
+    results.
+    """
     inputs = [program.local(i) for i in instr.inputs]
     outputs = [program.local(o) for o in instr.outputs]
     moved = float(sum(t.bytes for t in (*inputs, *outputs)))
@@ -293,5 +301,3 @@ def pricer(hardware: Hardware, program_or_mesh: object, placement: Placement | N
 def price(program: Program, hardware: Hardware, placement: Placement | None = None) -> Cost:
     """The price of one step of `program` on `hardware`."""
     return pricer(hardware, program, placement).cost(program)
-
-

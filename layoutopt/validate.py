@@ -1,9 +1,9 @@
 """Validation: many layouts of a model run for real, their times beside the predicted ones.
 
-Layouts are the best by the search, the named ones, and others spread evenly over the predicted times, so that both a
-close race and a large difference are in the sample. Every layout stays ready, and they take turns, so that a
-disturbance of the machine hits all of them alike; times are medians, corrected for what other processes used
-(`costmodels.calibration.clock`).
+Layouts are the best by the search, the named ones, and others spread evenly over the predicted times, so
+that both a close race and a large difference are in the sample. Every layout stays ready, and they take
+turns, so that a disturbance of the machine hits all of them alike; times are medians, corrected for what
+other processes used (`costmodels.calibration.clock`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.calibration.clock import Noise, Sample, noise, sample, spread, steps_for, typical
+from costmodels.calibration import Sample, noise, open_drift, sample, spread, steps_for, typical
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing import Pricer, pricer
 from layoutopt.baselines import named_layouts
@@ -61,8 +61,9 @@ def validate(
       seed: of the random layouts.
 
     Returns:
-      rows (layout, predicted_seconds, measured_seconds, name, spread), mape, kendall_tau, spearman, regret, and
-      `noise`: whether other processes disturbed the measurement.
+      rows (layout, predicted_seconds, measured_seconds, name, spread), mape, kendall_tau, spearman, regret,
+      and `noise`: whether other processes disturbed the measurement, and `drift`, the time that the
+      calibration's own reference takes now relative to then (None: the profile has none).
 
     Raises:
       UserError: fewer than two layouts, or one that is not legal.
@@ -76,19 +77,25 @@ def validate(
     else:
         chosen = choose(model, mesh, machine, count, seed)
     if len(chosen) < 2:
-        raise UserError(f"validate needs at least two layouts on mesh [{mesh}], found {len(chosen)}; use a larger mesh")
-    samples = run(model, mesh, chosen, steps, batch, on_progress)
-    return result(chosen, samples)
+        raise UserError(
+            f"validate needs at least two layouts on mesh [{mesh}], found {len(chosen)}; use a larger mesh"
+        )
+    with open_drift(mesh, machine) as drift:
+        samples = run(model, mesh, chosen, steps, batch, on_progress, drift.measure)
+        return result(chosen, samples, drift.ratio)
 
 
-def result(chosen: Sequence[Candidate], samples: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+def result(
+    chosen: Sequence[Candidate], samples: Sequence[Sequence[Sample]], drift: float | None = None
+) -> dict[str, Any]:
     """The contract's object from what was run."""
     rows = [Row(str(c.layout), c.seconds, typical(s)) for c, s in zip(chosen, samples, strict=True)]
     found = summary(rows)
     for row, c, s in zip(found["rows"], chosen, samples, strict=True):
         row.update(name=c.name, spread=spread([x.seconds for x in s]))
-    said: Noise = noise(samples)
-    return {**found, "noise": {"noisy": said.noisy, "foreign": said.foreign, "spread": said.spread, "words": said.words}}
+    said = noise(samples)
+    disturbed = {"noisy": said.noisy, "foreign": said.foreign, "spread": said.spread, "words": said.words}
+    return {**found, "noise": {**disturbed, "drift": drift}}
 
 
 def seconds_of(model: Model, mesh: Mesh, layout: Layout, prices: Pricer) -> float:
@@ -99,7 +106,8 @@ def seconds_of(model: Model, mesh: Mesh, layout: Layout, prices: Pricer) -> floa
 def choose(
     model: Model, mesh: Mesh, hardware: Hardware, count: int, seed: int = 0, best: Layout | None = None
 ) -> list[Candidate]:
-    """The best layout by the search, the named ones, and others, evenly spaced in the logarithm of predicted time.
+    """The best layout by the search, the named ones, and others, evenly spaced in the logarithm of predicted
+    time.
 
     Args:
       best: what the search finds, if that is known already.
@@ -110,7 +118,7 @@ def choose(
 
         best = search(model, mesh=mesh, hardware=hardware, memory=math.inf).layout
     fixed = [Candidate("best by the search", best, seconds_of(model, mesh, best, prices))]
-    for name, own, layout in named_layouts(model, mesh, domains(model.graph, mesh)):
+    for name, own, layout, _ in named_layouts(model, mesh, domains(model.graph, mesh)):
         if own == mesh and all(layout != c.layout for c in fixed):
             try:
                 fixed.append(Candidate(name, layout, seconds_of(model, mesh, layout, prices)))
@@ -123,7 +131,9 @@ def choose(
 
 
 def stratified(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """`count` candidates nearest to evenly spaced places between the logarithms of the least and the largest time."""
+    """`count` candidates nearest to evenly spaced places between the logarithms of the least and the largest
+    time.
+    """
     left = sorted(candidates, key=lambda c: c.seconds)
     if count >= len(left):
         return left
@@ -144,8 +154,9 @@ def run(
     steps: int,
     batch: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
+    each_turn: Callable[[], object] = lambda: None,
 ) -> list[list[Sample]]:
-    """`steps` samples of every layout, in turns, in this process."""
+    """`steps` samples of every layout, in turns, in this process; `each_turn` is called between turns."""
     from mesh_tf_core.engines import open_engine, prepare
 
     prepare(mesh.devices)
@@ -163,6 +174,7 @@ def run(
         counts = [steps_for(lambda e=e: e.step(fed), SAMPLE_SECONDS) for e in engines]  # type: ignore[misc]
         samples: list[list[Sample]] = [[] for _ in chosen]
         for turn in range(steps):
+            each_turn()
             for i, engine in enumerate(engines):
                 samples[i].append(sample(lambda e=engine: e.step(fed), counts[i]))  # type: ignore[misc]
             if on_progress is not None:

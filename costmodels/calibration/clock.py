@@ -1,12 +1,13 @@
 r"""Times of a step on a machine that others may be using as well.
 
-A sample has the wall time of a few steps, the CPU time of this process, and the CPU time of everyone else. On an idle
-machine the wall time is the answer. On a shared one, waiting for others is no property of the program:
+A sample has the wall time of a few steps, the CPU time of this process, and the CPU time of everyone else.
+On an idle machine the wall time is the answer. On a shared one, waiting for others is no property of the
+program:
 
 (1) seconds = max(wall - foreign / cores, own / cores)
 
-which is exact when the program keeps all cores busy (steps of virtual devices nearly do) and at least a lower bound
-otherwise. `Noise` says how much of the machine others had, and how far repeats lie apart.
+which is exact when the program keeps all cores busy (steps of virtual devices nearly do) and at least a
+lower bound otherwise. `Noise` says how much of the machine others had, and how far repeats lie apart.
 """
 
 from __future__ import annotations
@@ -67,8 +68,11 @@ class Noise:
     @property
     def words(self) -> str:
         state = "noisy" if self.noisy else "quiet"
-        text = f"{state} machine: others used {self.foreign:.0%} of the cores, repeats differ by {self.spread:.1%}"
-        return text + ("; close other programs and measure again for numbers to rely on" if self.noisy else "")
+        text = f"{state} machine: others used {self.foreign:.0%} of the cores, "
+        text += f"repeats differ by {self.spread:.1%}"
+        return text + (
+            "; close other programs and measure again for numbers to rely on" if self.noisy else ""
+        )
 
 
 def sample(run: Callable[[], object], steps: int = 1) -> Sample:

@@ -1,16 +1,16 @@
 r"""Curves from measurements.
 
-A probe's step holds r repeats of one operation, whose calls (`costmodels.kernels`) are known; each repeat also reads
-and stores variables, which probes without work measure:
+A probe's step holds r repeats of one operation, whose calls (`costmodels.kernels`) are known; each repeat
+also reads and stores variables, which probes without work measure:
 
 (1) seconds of one repeat y = (step - empty step) / r - seconds of its reads and stores
 (2) seconds of the class that the probe is about: y - sum of the other calls, by the classes fitted before it
 (3) a class's curve: the non-decreasing one nearest to its points (least squares, pooling adjacent violators)
-(4) matrix products: y = launch + a FLOPs + b bytes of operands + c bytes of the result, all coefficients >= 0, least
-    relative squares
+(4) matrix products: y = launch + a FLOPs + b bytes of operands + c bytes of the result, all coefficients >=
+    0, least relative squares
 (5) fresh memory: the probes of `kernel.unary` again with every result stored, less the curve without
-(6) uncertainty of a curve: the larger of the typical spread of its points' repeats and of the error at each inner point
-    when the curve is fitted without it
+(6) uncertainty of a curve: the larger of the typical spread of its points' repeats and of the error at each
+    inner point when the curve is fitted without it
 
 Nothing here knows an operation, and nothing is negative.
 """
@@ -86,7 +86,11 @@ def fit(probes: Sequence[Probe], measured: Mapping[str, Measurement], group_size
             _elements(out, target, chosen)
     for kind in COLLECTIVES:
         for axes in dict.fromkeys(p.axes for p, _ in found if p.target == kind):
-            samples = [(p.bytes, repeat(out, p, m), m["spread"]) for p, m in found if p.target == kind and p.axes == axes]
+            samples = [
+                (p.bytes, repeat(out, p, m), m["spread"])
+                for p, m in found
+                if p.target == kind and p.axes == axes
+            ]
             out.collectives.append((group_size["+".join(axes)], curve_of(kind, samples)))
     for p, m in found:
         if p.target == "check":
@@ -95,7 +99,9 @@ def fit(probes: Sequence[Probe], measured: Mapping[str, Measurement], group_size
 
 
 def stores(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of an empty step and of one more read and store, from (number of stores, seconds): none, and many."""
+    """Seconds of an empty step and of one more read and store, from (number of stores, seconds): none, and
+    many.
+    """
     if not samples:
         return 0.0, 0.0
     (n0, t0), (n1, t1) = min(samples), max(samples)
@@ -155,7 +161,10 @@ def _products(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]
         rows.append((1.0, own.flops, own.bytes - own.made, own.made))
         seconds.append(target_seconds(out, p, m))
     found = products(rows, seconds)
-    errors = [abs(sum(c * x for c, x in zip(found, r, strict=True)) / y - 1) for r, y in zip(rows, seconds, strict=True)]
+    errors = [
+        abs(sum(c * x for c, x in zip(found, r, strict=True)) / y - 1)
+        for r, y in zip(rows, seconds, strict=True)
+    ]
     sure = max(median(errors), median(m["spread"] for _, m in chosen))
     tops = [max(r[i] for r in rows) for i in range(4)]
     for i, (part, against) in enumerate((("", "flops"), (".operands", "bytes"), (".result", "bytes")), 1):

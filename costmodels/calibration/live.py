@@ -25,7 +25,8 @@ def calibrate(
     resume: str | Path | None = None,
     wanted: Sequence[Probe] | None = None,
 ) -> dict[str, Any]:
-    """Measures this machine's mesh; returns the content of its profile (see `costmodels.hardware.write_profile`).
+    """Measures this machine's mesh; returns the content of its profile (see
+    `costmodels.hardware.write_profile`).
 
     The machine should be idle: `content["calibration"]["machine"]["noisy"]` says whether it was.
 

@@ -1,7 +1,8 @@
-"""What a calibration measures: array functions over several sizes, matrix products, collectives over every group.
+"""What a calibration measures: array functions over several sizes, matrix products, collectives over every
+group.
 
-Sizes and shapes are those of Transformer and other steps in general; no example model is used, so that a validation on
-a model is a validation on something that the fit has not seen.
+Sizes and shapes are those of Transformer and other steps in general; no example model is used, so that a
+validation on a model is a validation on something that the fit has not seen.
 """
 
 from __future__ import annotations
@@ -57,14 +58,19 @@ class Probe:
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
-        """The array functions of one repeat, that which makes the operand included; `final` if the result stays."""
+        """The array functions of one repeat, that which makes the operand included; `final` if the result
+        stays.
+        """
         if self.op is None:
             return ()
         found = _calls(self.op, *self.inputs)
         if not self.stored:
             found = tuple(replace(c, final=False) for c in found)
         if warmed(self.op, self.inputs):
-            found = (*(replace(c, final=False) for c in _calls(Binary("mul"), self.inputs[0], self.inputs[0])), *found)
+            found = (
+                *(replace(c, final=False) for c in _calls(Binary("mul"), self.inputs[0], self.inputs[0])),
+                *found,
+            )
         return found
 
     @property
@@ -120,7 +126,9 @@ def elements(quick: bool) -> Iterator[Probe]:
     for r, c in base:
         x = tensor(r, c)
         yield _local("unary", f"{r}x{c}", Unary("relu"), x)
-        yield replace(_local("unary", f"{r}x{c} kept", Unary("relu"), x), target="fresh", kept=True, repeats=6)
+        yield replace(
+            _local("unary", f"{r}x{c} kept", Unary("relu"), x), target="fresh", kept=True, repeats=6
+        )
         yield _local("binary.same", f"{r}x{c}", Binary("mul"), x, x)
     for r, c in few:
         x, label = tensor(r, c), f"{r}x{c}"
@@ -141,7 +149,9 @@ def elements(quick: bool) -> Iterator[Probe]:
         yield _local("where.same", label, Where(), tensor(r, c, dtype="bool"), x, x)
         yield _local("where.scalar", label, Where(), tensor(r, c, dtype="bool"), x, tensor())
         yield _local("where.column", label, Where(), tensor(r, dtype="bool"), x, tensor())
-        yield _local("where.general", label, Where(), tensor(0, cube.shape.sizes[1], dtype="bool"), cube, tensor())
+        yield _local(
+            "where.general", label, Where(), tensor(0, cube.shape.sizes[1], dtype="bool"), cube, tensor()
+        )
         yield _local("cast.number", label, Cast("bfloat16"), x)
         yield _local("cast.bool", label, Cast("float32"), tensor(r, c, dtype="bool"))
         yield _local("reduce.mixed", label, Reduce("sum", ("a", "c")), cube)
@@ -211,7 +221,10 @@ def groups(mesh: Mesh) -> list[Axes]:
 
 
 def collectives(mesh: Mesh, quick: bool) -> Iterator[Probe]:
-    sizes: Sequence[int] = (8 * KB, 256 * KB, 2 * MB) if quick else (8 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 8 * MB)
+    """Every collective over one group of each size, small to large arrays."""
+    sizes: Sequence[int] = (
+        (8 * KB, 256 * KB, 2 * MB) if quick else (8 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 8 * MB)
+    )
     for axes in groups(mesh):
         for kind in COLLECTIVES:
             for size in sizes:

@@ -19,9 +19,9 @@ from mesh_tf_core.mesh import Mesh
 
 BASE = "cpu-local"
 METHOD = (
-    "seconds of array functions, products and collectives in programs run by the engine on all devices at once; "
-    "a product is launch + a FLOPs + b bytes read + c bytes written with coefficients >= 0 (least relative squares), everything else a "
-    "non-decreasing curve (pooling adjacent violators)"
+    "seconds of array functions, products and collectives in programs run by the engine on all devices at "
+    "once; a product is launch + a FLOPs + b bytes read + c bytes written with coefficients >= 0 (least "
+    "relative squares), everything else a non-decreasing curve (pooling adjacent violators)"
 )
 PREFIXES = {
     "kernel": "kernel.binary.same",
@@ -57,9 +57,18 @@ def profile(
     content["summary"] = f"This machine's cores as virtual devices, measured on {date}"
     content["calibrated"] = True
     content["compute_curves"] = [
-        {**_curve(f, source, date), "op_class": name, "dtype": "float32", "against": f.against, "devices": mesh.devices}
+        {
+            **_curve(f, source, date),
+            "op_class": name,
+            "dtype": "float32",
+            "against": f.against,
+            "devices": mesh.devices,
+        }
         for name, f in curves.items()
-    ] + [_constant(n, s, mesh, source, date) for n, s in (("kernel.step", found.step), ("kernel.store", found.store))]
+    ] + [
+        _constant(n, s, mesh, source, date)
+        for n, s in (("kernel.step", found.step), ("kernel.store", found.store))
+    ]
     content["collective_curves"] = [
         {**_curve(f, source, date), "collective": f.op_class, "group_size": n, "devices": mesh.devices}
         for n, f in found.collectives
@@ -80,7 +89,10 @@ def profile(
         "measurements": [dict(m) for m in measurements],
         "base": BASE,
     }
-    content["notes"] = [f"{noise.words}.", f"Held-out error of operations that the fit did not see: {held_out(found):.1%}."]
+    content["notes"] = [
+        f"{noise.words}.",
+        f"Held-out error of operations that the fit did not see: {held_out(found):.1%}.",
+    ]
     return content
 
 
@@ -91,10 +103,16 @@ def held_out(found: Fit) -> float:
 
 def machine() -> dict[str, Any]:
     """What this machine is."""
-    return {"processor": _processor(), "cores": cores(), "system": platform.platform(), "memory_bytes": memory_bytes()}
+    return {
+        "processor": _processor(),
+        "cores": cores(),
+        "system": platform.platform(),
+        "memory_bytes": memory_bytes(),
+    }
 
 
 def versions() -> dict[str, str]:
+    """Of what the measurements depend on."""
     found = {"python": platform.python_version()}
     for name in ("tensorflow", "numpy", "layoutopt"):
         try:
@@ -124,7 +142,9 @@ def _chip(chip: dict[str, Any], found: Fit, mesh: Mesh, source: str, date: str) 
     chip["host_cores"] = _number(cores(), "count", source, date)
     total = memory_bytes() / max(mesh.devices, 1)
     chip["memory"] = _number(total, "B", "physical memory of this machine, shared by the devices", date)
-    chip["memory_reserve"] = _number(0.1 * total, "B", "assumption: a tenth is for the system and the runtime", date)
+    chip["memory_reserve"] = _number(
+        0.1 * total, "B", "assumption: a tenth is for the system and the runtime", date
+    )
     product = found.curves.get("kernel.matmul")
     if product is not None:
         (_, launch), (flops, seconds) = product.curve.points[0], product.curve.points[-1]
@@ -152,6 +172,8 @@ def _constant(name: str, seconds: float, mesh: Mesh, source: str, date: str) -> 
     return {"points": [[0.0, seconds]], "source": source, "date": date, **common}
 
 
-def _number(value: float, unit: str, source: str, date: str, uncertainty: float | None = None) -> dict[str, Any]:
+def _number(
+    value: float, unit: str, source: str, date: str, uncertainty: float | None = None
+) -> dict[str, Any]:
     made = {"value": value, "unit": unit, "source": source, "date": date}
     return made if uncertainty is None else {**made, "uncertainty": uncertainty}

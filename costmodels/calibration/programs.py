@@ -1,8 +1,8 @@
 """Little programs to measure: the same operation or collective several times, on pieces of given sizes.
 
-They are plain programs that an engine runs as it runs a model's. Every repeat has operands of its own, read from
-variables, so that nothing can be removed or merged; every result is stored, so that it takes memory of its own, as the
-activations of a step do.
+They are plain programs that an engine runs as it runs a model's. Every repeat has operands of its own, read
+from variables, so that nothing can be removed or merged; every result is stored, so that it takes memory of
+its own, as the activations of a step do.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def local_program(
 ) -> Program:
     """`repeats` times `op` on every device, each with another first operand.
 
-    An operation whose result is like its first operand forms a chain, as activations do; for any other one, the first
-    operand is made a moment before, by a multiplication.
+    An operation whose result is like its first operand forms a chain, as activations do; for any other one,
+    the first operand is made a moment before, by a multiplication.
 
     Args:
       kept: every result is stored, as activations are, else only the last of a chain.
-      own: the other operands are variables of their own in every repeat (work that depends on them alone cannot be
-        shared), else the same ones.
+      own: the other operands are variables of their own in every repeat (work that depends on them alone
+        cannot be shared), else the same ones.
     """
     build = _Builder(mesh)
     out = op.infer(*inputs)
@@ -119,7 +119,9 @@ def warmed(op: Op, inputs: Sequence[TensorType]) -> bool:
 
 
 def stores_program(mesh: Mesh, size: int, repeats: int) -> Program:
-    """Reads `repeats` variables and stores each in another one: what the other programs do besides their work."""
+    """Reads `repeats` variables and stores each in another one: what the other programs do besides their
+    work.
+    """
     build = _Builder(mesh)
     type = TensorType(Shape([Dim("a", size)]), "float32")
     for i in range(repeats):

@@ -34,7 +34,8 @@ def measure(
     """Adds the measurements of `wanted` to `done`, by name.
 
     Args:
-      rounds: samples of every probe; neighbouring probes take turns, so that a disturbance hits all of them a little.
+      rounds: samples of every probe; neighbouring probes take turns, so that a disturbance hits all of them
+        a little.
       seconds: of one sample.
       budget: seconds after which the rest gets two rounds.
     """
@@ -117,7 +118,9 @@ class Partial:
             content = json.loads(path.read_text(encoding="utf-8"))
             key, done = content["key"], {m["name"]: m for m in content["measurements"]}
         except (OSError, ValueError, KeyError, TypeError):
-            raise UserError(f"partial results {str(path)!r} cannot be read; delete the file to start anew") from None
+            raise UserError(
+                f"partial results {str(path)!r} cannot be read; delete the file to start anew"
+            ) from None
         if key != self.key:
             raise UserError(
                 f"partial results {str(path)!r} are of {_words(key)}, not of {_words(self.key)}; "
@@ -130,7 +133,9 @@ class Partial:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps({"key": self.key, "measurements": list(self.done.values())}), encoding="utf-8")
+        part.write_text(
+            json.dumps({"key": self.key, "measurements": list(self.done.values())}), encoding="utf-8"
+        )
         part.replace(self.path)
 
     def finish(self) -> None:

@@ -66,7 +66,7 @@ def test_curves_of_a_known_machine_are_recovered():
         for x, y in found.curve.points:
             if x >= 1e5 or name.endswith(("matmul", "batch", "unary")):
                 assert y == pytest.approx(own(x), rel=0.02, abs=1e-12), name
-            else:  # below its first point a curve is flat, so more than the truth is taken off for other calls
+            else:  # below its first point a curve is flat: more than the truth is taken off for other calls
                 assert 0 < y <= own(x) * (1 + 1e-6) or x == 0, name
     for n, found in out.collectives:
         for x, y in found.curve.points:

@@ -1,4 +1,6 @@
-"""A tiny real calibration: two devices, a handful of probes, a profile that is read like any hardware file."""
+"""A tiny real calibration: two devices, a handful of probes, a profile that is read like any hardware
+file.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ from mesh_tf_core.ops.unary import Unary
 
 MESH = Mesh("data:2")
 SOME = {
-    "empty", "stores", "unary 8x64", "unary 1024x256", "unary 8x64 kept", "unary 1024x256 kept", "binary.same 8x64",
-    "binary.same 1024x256", "binary.row 8x64", "matmul 1x16x16x16", "matmul 1x256x256x256", "batch 8x32x64x32",
-    "all_reduce data 8192", "all_reduce data 262144", "permute data 8192", "check gelu_grad 64x128",
+    "empty", "stores", "unary 8x64", "unary 1024x256", "unary 8x64 kept", "unary 1024x256 kept",
+    "binary.same 8x64", "binary.same 1024x256", "binary.row 8x64", "matmul 1x16x16x16",
+    "matmul 1x256x256x256", "batch 8x32x64x32", "all_reduce data 8192", "all_reduce data 262144",
+    "permute data 8192", "check gelu_grad 64x128",
 }  # fmt: skip
 
 
@@ -43,7 +46,12 @@ def test_the_profile_is_a_hardware_file(content, tmp_path):
     hardware = write_profile(content, tmp_path / "cpu-local.json")
     assert hardware == read_hardware(tmp_path / "cpu-local.json")
     assert hardware.calibrated
-    assert {c.op_class for c in hardware.compute_curves} >= {"kernel", "kernel.fresh", "kernel.matmul", "elementwise"}
+    assert {c.op_class for c in hardware.compute_curves} >= {
+        "kernel",
+        "kernel.fresh",
+        "kernel.matmul",
+        "elementwise",
+    }
     assert {c.collective for c in hardware.collective_curves} == {"all_reduce", "permute"}
 
 

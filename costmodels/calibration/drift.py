@@ -1,0 +1,75 @@
+"""Whether a machine is as fast now as when it was calibrated: two of its probes, measured again.
+
+A machine that others use, or that throttles its clock, runs the same program more slowly in CPU time too. The
+ratio says by how much, so that an error of the model can be told from a change of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from costmodels.calibration.clock import Sample, sample, steps_for, typical
+from costmodels.calibration.probes import Probe, probes
+from costmodels.hardware import Hardware
+from mesh_tf_core.engines import Engine, open_engine
+from mesh_tf_core.mesh import Mesh
+
+REFERENCES = ("matmul 1x512x512x512", "binary.same 1024x512")
+SECONDS = 0.05
+
+
+@dataclass
+class Drift:
+    """References that are ready to run, what they took at the calibration, and what they take now."""
+
+    then: Sequence[float]
+    engines: Sequence[Engine]
+    now: list[list[Sample]] = field(default_factory=list)
+
+    def measure(self) -> None:
+        """One sample of every reference."""
+        found = []
+        for engine in self.engines:
+
+            def step(engine: Engine = engine) -> object:
+                return engine.step({})
+
+            found.append(sample(step, steps_for(step, SECONDS)))
+        self.now.append(found)
+
+    @property
+    def ratio(self) -> float | None:
+        """Seconds now / seconds then, the geometric mean over the references; None without any."""
+        if not self.now or not self.then:
+            return None
+        took = [typical(samples) for samples in zip(*self.now, strict=True)]
+        return math.exp(sum(math.log(n / t) for n, t in zip(took, self.then, strict=True)) / len(took))
+
+
+@contextmanager
+def open_drift(mesh: Mesh, hardware: Hardware) -> Iterator[Drift]:
+    """References of a calibrated profile of this mesh; none (and a ratio of None) for any other hardware."""
+    wanted = references(mesh, hardware)
+    engines: list[Engine] = []
+    try:
+        for probe, _ in wanted:
+            engines.append(open_engine(probe.program(mesh), "local"))
+            engines[-1].initialize()
+            engines[-1].step({})
+        yield Drift([seconds for _, seconds in wanted], engines)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def references(mesh: Mesh, hardware: Hardware) -> list[tuple[Probe, float]]:
+    """The reference probes, with the seconds that the profile says."""
+    if hardware.calibration is None or json.loads(hardware.calibration.machine).get("mesh") != str(mesh):
+        return []
+    measured = {m["name"]: m["seconds"] for m in json.loads(hardware.calibration.measurements)}
+    known = {p.name: p for p in probes(mesh, quick=True)}
+    return [(known[n], measured[n]) for n in REFERENCES if n in measured and n in known]
