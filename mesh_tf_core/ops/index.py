@@ -38,6 +38,7 @@ def _no_shared(op: str, ids: Shape, table: Shape, inputs: Sequence[TensorType]) 
 
 def local_ids(k: Kernel, at: At, ids: Any, dim: str, size: int) -> tuple[Any, Any]:
     """Ids relative to this device's piece, clipped into it, and which of them fall inside."""
+    ids = k.cast(ids, "int32")
     offset = at.offset(dim)
     relative = k.binary("sub", ids, k.scalar(offset, "int32")) if dim in at.split else ids
     zero, last = k.scalar(0, "int32"), k.scalar(size - 1, "int32")
@@ -54,7 +55,7 @@ def one_hot_like(k: Kernel, at: At, ids: Any, dim: str) -> Any:
     if dim in at.split:
         positions = k.binary("add", positions, k.scalar(at.offset(dim), "int32"))
     sizes = [shape.sizes[axis] if i == axis else 1 for i in range(axis, len(shape))]
-    return k.binary("eq", ids, k.reshape(positions, sizes))
+    return k.binary("eq", k.cast(ids, "int32"), k.reshape(positions, sizes))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Prints after a run what the conformance tests tried, also when several processes shared the work.
 
-By family; with -v also by operation and mesh (each legal layout is run in float64 and in float32).
+By family; with -v also by operation and mesh (each legal layout is run in the dtypes of `helper.MESHES`).
 """
 
 from __future__ import annotations

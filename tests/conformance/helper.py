@@ -23,8 +23,13 @@ from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.program import Program
 from mesh_tf_core.verify import verify
 
-MESHES = ("x:2", "x:2;y:2", "x:2;y:4")
-TOLERANCE = {"float64": 1e-10, "float32": 3e-5}
+MESHES = {
+    "x:2": ("float64", "float32", "bfloat16"),
+    "x:2;y:2": ("float64", "float32"),
+    "x:2;y:4": ("float64", "float32"),
+}
+"""Meshes and the dtypes tried on each."""
+TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 0.06}
 REASONS = r"both .* split over mesh axis|do not divide|not divisible|counts the iterations"
 ILLEGAL_TRIED = 60
 """At most so many illegal layouts are tried per sample and mesh."""
@@ -51,7 +56,8 @@ class Arg:
     def dtype(self, number: str) -> str:
         if self.kind == "bool":
             return "bool"
-        return "int32" if self.kind.split(":")[0] in ("key", "int", "odd") else number
+        kind = self.kind.split(":")[0]
+        return "int64" if kind == "long" else "int32" if kind in ("key", "int", "odd") else number
 
     def values(self, rng: np.random.Generator, number: str) -> np.ndarray:
         sizes = tuple(d.size for d in dims(self.dims))
@@ -63,6 +69,7 @@ class Arg:
             "bool": lambda: rng.random(sizes) < 0.6,
             "key": lambda: rng.integers(0, 2**31, sizes),
             "int": lambda: rng.integers(0, int(n), sizes),
+            "long": lambda: rng.integers(0, int(n), sizes),
             "odd": lambda: rng.integers(-2, int(n) + 2, sizes),
         }[kind]()
         return np.asarray(made).astype(np_dtype(self.dtype(number)))
@@ -139,7 +146,7 @@ class Built:
         for i, y in enumerate(self.outputs):
             if is_float(y.dtype):
                 w = self.graph.input(f"weight{i}", y.shape.dims, y.dtype)
-                self.batch[f"weight{i}"] = rng.normal(size=y.shape.sizes).astype(number)
+                self.batch[f"weight{i}"] = rng.normal(size=y.shape.sizes).astype(np_dtype(number))
                 terms.append(mtf.einsum([y, w], []))
         floats = [i for i, x in enumerate(self.inputs) if is_float(x.dtype)]
         if not terms or not floats:

@@ -127,6 +127,17 @@ INDEX = (
         together=("v d a b",),
     ),
     Sample(
+        "long ids",
+        "index",
+        lambda g, t, i: (
+            mtf.gather(t, i, "v"),
+            mtf.einsum([mtf.one_hot(i, mtf.Dim("v", 8), t.dtype), t], [i.dim("a"), t.dim("d")]),
+        ),
+        (Arg("v:8 d:4"), Arg("a:8", "long:8")),
+        lambda t, i: (t[i], t[i]),
+        together=("v d a",),
+    ),
+    Sample(
         "gather from the middle",
         "index",
         lambda g, t, i: mtf.gather(t, i, "v"),
