@@ -223,14 +223,14 @@ class Pricer:
         The local engine keeps parts, and joins them only for readers other than loops: the update, of
         gradients.
         """
-        size = float(sum(program.values[o].local_bytes(program.mesh) for _, o in loop.stacked))
-        if self.by_call:
-            if loop.origin.phase == "forward":
-                return
-            size *= 2
-        quantity = Quantity(0.0, size, "data", program.values[loop.stacked[0][1]].dtype)
-        seconds = self._priced(quantity)
-        yield Line("stack", loop.text(), loop.origin, "data", times, seconds, seconds, 0.0, size)
+        if self.by_call and loop.origin.phase == "forward":
+            return
+        passes = 2 if self.by_call else 1
+        for _, o in loop.stacked:
+            value = program.values[o]
+            size = float(passes * value.local_bytes(program.mesh))
+            seconds = self._priced(Quantity(0.0, size, "data", value.dtype))
+            yield Line("stack", loop.text(), loop.origin, "data", times, seconds, seconds, 0.0, size)
 
     def _sums(self, program: Program, instr: AllReduce, times: int, stacks: dict[int, int]) -> Line:
         """An all-reduce whose values, and the parts of stacked ones, are summed one by one."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.calibration import Sample, noise, open_drift, sample, spread, steps_for, typical
+from costmodels.calibration import Sample, noise, open_drift, repeats_spread, sample, steps_for, typical
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing import Pricer, pricer
 from layoutopt.baselines import named_layouts
@@ -92,7 +92,7 @@ def result(
     rows = [Row(str(c.layout), c.seconds, typical(s)) for c, s in zip(chosen, samples, strict=True)]
     found = summary(rows)
     for row, c, s in zip(found["rows"], chosen, samples, strict=True):
-        row.update(name=c.name, spread=spread([x.seconds for x in s]))
+        row.update(name=c.name, spread=repeats_spread(s))
     said = noise(samples)
     disturbed = {"noisy": said.noisy, "foreign": said.foreign, "spread": said.spread, "words": said.words}
     return {**found, "noise": {**disturbed, "drift": drift}}

@@ -4,7 +4,7 @@ priced by.
 The only part of the cost models that opens an engine.
 """
 
-from costmodels.calibration.clock import Noise, Sample, noise, sample, spread, steps_for, typical
+from costmodels.calibration.clock import Noise, Sample, noise, repeats_spread, sample, steps_for, typical
 from costmodels.calibration.drift import Drift, open_drift
 from costmodels.calibration.live import calibrate
 
@@ -15,8 +15,8 @@ __all__ = [
     "calibrate",
     "noise",
     "open_drift",
+    "repeats_spread",
     "sample",
-    "spread",
     "steps_for",
     "typical",
 ]

@@ -4,10 +4,13 @@ A sample has the wall time of a few steps, the CPU time of this process, and the
 On an idle machine the wall time is the answer. On a shared one, waiting for others is no property of the
 program:
 
-(1) seconds = max(wall - foreign / cores, own / cores)
+(1) one sample: seconds = max(wall - foreign / cores, own / cores)
+(2) several: median of own / cores, times (1) of their totals / (own / cores of their totals)
 
-which is exact when the program keeps all cores busy (steps of virtual devices nearly do) and at least a
-lower bound otherwise. `Noise` says how much of the machine others had, and how far repeats lie apart.
+The factor in (2) is the time that cores have nothing to do in a step. Only totals are long enough for it,
+because a system counts others' CPU time in ticks of about 10 ms, while a process's own is exact. (1) is
+right when a program keeps all cores busy, as steps of virtual devices nearly do, and a lower bound
+otherwise. `Noise` says how much of the machine others had, and how far repeats lie apart.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from statistics import median, quantiles
 from mesh_tf_core.engines.tf_devices import cores
 
 _STAT = Path("/proc/stat")
+QUIET = 0.02
+"""Share of the machine's cores that others may have before their time is taken off."""
 FOREIGN = 0.10
 """Share of the machine's cores that others may have before it counts as noisy."""
 SPREAD = 0.10
@@ -94,8 +99,19 @@ def steps_for(run: Callable[[], object], seconds: float) -> int:
 
 
 def typical(samples: Sequence[Sample]) -> float:
-    """Median seconds of a step."""
-    return median(s.seconds for s in samples)
+    """Seconds of a step: the median on a quiet machine, equation (2) on a shared one."""
+    wall, own, foreign = (sum(getattr(s, n) for s in samples) for n in ("wall", "own", "foreign"))
+    count = samples[0].cores
+    if foreign <= QUIET * wall * count or own <= 0:
+        return median(s.seconds for s in samples)
+    busy = own / count
+    return median(s.own / s.steps for s in samples) / count * max(1.0, (wall - foreign / count) / busy)
+
+
+def repeats_spread(samples: Sequence[Sample]) -> float:
+    """Spread of the repeats: of seconds on a quiet machine, of this process's CPU time on a shared one."""
+    shared = median(s.foreign_share for s in samples) > QUIET
+    return spread([s.own / s.steps if shared else s.seconds for s in samples])
 
 
 def spread(values: Sequence[float]) -> float:
@@ -111,7 +127,7 @@ def noise(groups: Sequence[Sequence[Sample]]) -> Noise:
     everything = [s for group in groups for s in group]
     if not everything:
         return Noise(0.0, 0.0)
-    spreads = [spread([s.seconds for s in group]) for group in groups if len(group) > 1]
+    spreads = [repeats_spread(group) for group in groups if len(group) > 1]
     return Noise(median(s.foreign_share for s in everything), median(spreads) if spreads else 0.0)
 
 

@@ -113,8 +113,8 @@ def _local(target: str, label: str, op: Op, *inputs: TensorType) -> Probe:
     size = own[0].bytes if own else 0.0
     total = sum(c.bytes for c in made.calls)
     repeats = 48 if total < 16 * KB else 12 if total < 256 * KB else 6 if total < 4 * MB else 3
-    if not made.stored and op.kind != "matmul":
-        repeats = max(repeats, 12)  # only the first of a chain reads from a variable, only the last is stored
+    if op.kind != "matmul":
+        repeats = max(repeats, 12)  # the first of a chain reads what no cache holds
     return Probe(f"{target} {label}", target, size, repeats, op, inputs)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from costmodels.calibration.clock import Noise, Sample, noise, sample, spread, steps_for, typical
+from costmodels.calibration.clock import Noise, Sample, noise, repeats_spread, sample, steps_for, typical
 from costmodels.calibration.probes import Probe
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.errors import UserError
@@ -88,7 +88,7 @@ def _record(probe: Probe, samples: Sequence[Sample]) -> Measurement:
         "seconds": typical(samples),
         "wall_seconds": median(s.wall / s.steps for s in samples),
         "foreign": median(s.foreign_share for s in samples),
-        "spread": spread([s.seconds for s in samples]),
+        "spread": repeats_spread(samples),
         "samples": len(samples),
     }
 

@@ -47,6 +47,17 @@ def test_one_disturbed_sample_does_not_move_the_typical_time():
     assert typical([Sample(w, 0.1, 0.0, 2) for w in (1.0, 1.0, 1.0, 9.0)]) == 1.0
 
 
+def test_on_a_shared_machine_own_work_counts_and_ticks_do_not():
+    # Others' time comes in ticks, so a single sample says 0 or far too much; the totals are right.
+    ticks = (0.0, 2.0, 0.0, 2.0)
+    found = typical([Sample(wall=1.5, own=1.0, foreign=t, cores=2) for t in ticks])
+    assert found == pytest.approx(1.0)
+    found = typical([Sample(wall=0.75, own=1.0, foreign=t / 4, cores=2) for t in ticks])
+    assert found == pytest.approx(0.625)
+    busy = typical([Sample(wall=4.0, own=1.0, foreign=8.0, cores=2)])
+    assert busy == pytest.approx(0.5)
+
+
 def test_spread_is_relative():
     assert spread([1.0]) == 0.0
     assert spread([1.0, 2.0, 3.0]) == pytest.approx(spread([10.0, 20.0, 30.0])) == pytest.approx(0.5)

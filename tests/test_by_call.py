@@ -1,0 +1,86 @@
+"""Search on a machine that is priced call by call: what is minimised is what is priced."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodels.hardware import preset_content, write_profile
+from costmodels.pricing import pricer
+from examples.mlp import model as mlp
+from examples.transformer_lm import model as transformer
+from layoutopt.search import search
+from mesh_tf_core import Layout, Mesh
+
+MESH = Mesh("data:2;model:2")
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """A made-up machine whose curves are not straight, so that nothing adds up by chance."""
+    content = preset_content("cpu-local")
+    common = {
+        "dtype": "float32",
+        "against": "bytes",
+        "devices": 4,
+        "source": "made up for a test",
+        "date": "2026",
+    }
+
+    def curve(name: str, start: float, rate: float) -> dict[str, object]:
+        points = [[0.0, start], [1e4, start + 2e4 * rate], [1e6, start + 1.1e6 * rate]]
+        against = "flops" if name == "kernel.matmul" else "bytes"
+        return {**common, "op_class": name, "points": points, "against": against}
+
+    content["compute_curves"] = [
+        curve("kernel", 2e-6, 1e-10),
+        curve("kernel.fresh", 0.0, 3e-11),
+        curve("kernel.unary.gelu", 9e-6, 4e-10),
+        curve("kernel.matmul", 5e-6, 4e-12),
+        curve("kernel.batch", 6e-6, 5e-12),
+        curve("kernel.step", 1e-4, 0.0),
+        curve("kernel.store", 2e-6, 0.0),
+        curve("data", 1e-6, 1e-10),
+    ]
+    return write_profile(content, tmp_path_factory.mktemp("machine") / "made-up.json")
+
+
+@pytest.mark.parametrize(
+    "model", [mlp(batch=16, hidden=64), transformer(layers=3, d_model=64, batch=8, length=32)]
+)
+def test_tables_add_up_to_the_price(machine, model):
+    plan = search(model, mesh=MESH, hardware=machine)
+    assert plan.data.solver.status == "OPTIMAL"
+    assert plan.data.solver.gap == 0.0
+    assert plan.data.notes == []
+    found = pricer(machine, MESH).cost(model.lower(MESH, plan.layout, plan.options)).step_seconds
+    assert plan.data.solver.objective == pytest.approx(found, rel=1e-9)
+
+
+def test_a_step_has_a_part_that_no_layout_changes(machine):
+    model, prices = mlp(batch=16, hidden=64), pricer(machine, MESH)
+    costs = [prices.cost(model.lower(MESH, Layout(x))) for x in ("", "batch:data", "hidden:model")]
+    assert {c.by(lambda line: line.kind)["step"] for c in costs} == {
+        prices.fixed_seconds(model.lower(MESH, Layout()))
+    }
+    assert len({c.step_seconds for c in costs}) == 3
+
+
+def test_stacks_of_a_forward_loop_are_never_joined(machine):
+    prices = pricer(machine, MESH)
+    program = transformer(layers=3, d_model=64, batch=8, length=32).lower(MESH, Layout("batch:data"))
+    stacked = [line for line in prices.lines(program) if line.name == "stack"]
+    assert stacked
+    assert {line.origin.phase for line in stacked} == {"backward"}
+
+
+def test_parts_of_a_stack_are_summed_one_by_one(machine):
+    prices = pricer(machine, MESH)
+    few, many = (
+        transformer(layers=n, d_model=64, batch=8, length=32).lower(MESH, Layout("batch:data"))
+        for n in (2, 4)
+    )
+    one, two = (
+        sum(x.seconds * x.times for x in prices.lines(p) if x.name == "all_reduce" and "stack" not in x.name)
+        for p in (few, many)
+    )
+    assert one < two
