@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.lower.base import Lowering
+from mesh_tf_core.lower.base import Lowering, lower_base
 from mesh_tf_core.ops.reduce import sum_to
 from mesh_tf_core.verify import verify
 
@@ -149,6 +149,9 @@ def test_random_models(steps: list[Step], axes: dict[str, str], recompute: bool)
     except mtf.LayoutError:
         assume(False)
         return
+    base = lower_base(graph, MESH, layout, results)
+    passed = mtf.lower(graph, MESH, layout, results)
+    assert sum(passed.communication_bytes().values()) <= sum(base.communication_bytes().values())
     want = run(graph, results, mtf.Mesh("one:1"), mtf.Layout(), False)
     for name, value in want.items():
         scale = max(1.0, float(np.abs(value).max()))
