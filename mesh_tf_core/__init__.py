@@ -66,9 +66,19 @@ from mesh_tf_core.ops.math import (
     swish,
     tanh,
 )
-from mesh_tf_core.ops.neighbours import shift
+from mesh_tf_core.ops.neighbours import dynamic_shift, shift
 from mesh_tf_core.ops.norm import layer_norm, normalize, rms_norm
-from mesh_tf_core.ops.order import argmax, argmin, argsort, nth_largest, nth_smallest, sort, top_1, top_k
+from mesh_tf_core.ops.order import (
+    argmax,
+    argmin,
+    argsort,
+    nth_largest,
+    nth_smallest,
+    reduce_first,
+    sort,
+    top_1,
+    top_k,
+)
 from mesh_tf_core.ops.pool import avg_pool, max_pool, sum_pool
 from mesh_tf_core.ops.random import dropout, random_normal, random_uniform
 from mesh_tf_core.ops.reduce import reduce_all, reduce_any, reduce_max, reduce_mean, reduce_min, reduce_sum
@@ -135,6 +145,7 @@ __all__ = [
     "custom_gradient",
     "divide",
     "dropout",
+    "dynamic_shift",
     "einsum",
     "elu",
     "equal",
@@ -185,6 +196,7 @@ __all__ = [
     "reciprocal",
     "reduce_all",
     "reduce_any",
+    "reduce_first",
     "reduce_max",
     "reduce_mean",
     "reduce_min",

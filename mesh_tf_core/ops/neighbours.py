@@ -10,9 +10,12 @@ from mesh_tf_core.dims import Dim
 from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.basic import constant_like
+from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.common import all_parallel
 from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.index import Range, gather
 from mesh_tf_core.ops.pieces import window
+from mesh_tf_core.ops.shape import rename, transpose
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
@@ -79,3 +82,12 @@ def shift(x: Tensor, offset: int, dim: Dim | str, wrap: bool = False) -> Tensor:
     if abs(offset) >= size:
         return broadcast(constant_like(x, 0.0), x.shape)
     return x.graph.apply(ShiftAlong(name, offset, wrap), x)
+
+
+def dynamic_shift(x: Tensor, offset: Tensor, dim: Dim | str, wrap: bool = False) -> Tensor:
+    """`shift` by an int32 scalar that is known only when the program runs."""
+    name = dim.name if isinstance(dim, Dim) else dim
+    size, moved = x.shape.dim(name).size, f"{name}_shifted"
+    source = x.graph.apply(Range(Dim(moved, size), "int32")) - offset
+    source = binary("mod", source, size) if wrap else source
+    return transpose(rename(gather(x, source, name), **{moved: name}), x.shape)

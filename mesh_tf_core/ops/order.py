@@ -14,7 +14,7 @@ from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.along import PutAlong, row_starts
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.index import Range
-from mesh_tf_core.ops.reduce import reduce_max, reduce_min
+from mesh_tf_core.ops.reduce import reduce_max, reduce_min, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape, slice_dim
 
 if TYPE_CHECKING:
@@ -285,3 +285,9 @@ def nth_largest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
 def nth_smallest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
     """The element of which n others along `dim` are at most as large (n = 0: the smallest)."""
     return -nth_largest(-x, n, dim)
+
+
+def reduce_first(x: Tensor, dim: Dim | str) -> Tensor:
+    """The first element along `dim`, which disappears."""
+    places = x.graph.apply(Range(x.shape.dim(_name(dim)), "int32"))
+    return reduce_sum(where(places.equal(0), x, 0.0), dim)

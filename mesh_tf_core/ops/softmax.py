@@ -16,7 +16,7 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.common import aligned, all_parallel, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import Pick, one_hot_like
-from mesh_tf_core.ops.math import exp, log
+from mesh_tf_core.ops.math import exp, log, maximum
 from mesh_tf_core.ops.reduce import reduce_max, reduce_sum
 
 if TYPE_CHECKING:
@@ -191,19 +191,25 @@ def _name(dim: Dim | str) -> str:
     return dim.name if isinstance(dim, Dim) else dim
 
 
-def softmax(x: Tensor, dim: Dim | str) -> Tensor:
-    """exp(x) / sum(exp(x)) along `dim`, which may be split."""
+def softmax(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = None) -> Tensor:
+    """exp(x) / sum(exp(x)) along `dim`, which may be split; `extra_logit` adds its exponential to the sum."""
+    if extra_logit is not None:
+        return exp(log_softmax(x, dim, extra_logit))
     return x.graph.apply(Softmax(_name(dim)), x)
 
 
-def logsumexp(x: Tensor, dim: Dim | str) -> Tensor:
-    """log(sum(exp(x))) along `dim`, which disappears."""
-    return x.graph.apply(LogSumExp(_name(dim)), x)
+def logsumexp(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = None) -> Tensor:
+    """log(sum(exp(x))) along `dim`, which disappears; `extra_logit` counts as one element more."""
+    total: Tensor = x.graph.apply(LogSumExp(_name(dim)), x)
+    if extra_logit is None:
+        return total
+    top = stop_gradient(maximum(total, extra_logit))
+    return top + log(exp(total - top) + exp(extra_logit - top))
 
 
-def log_softmax(x: Tensor, dim: Dim | str) -> Tensor:
+def log_softmax(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = None) -> Tensor:
     """x - logsumexp(x) along `dim`."""
-    return x - logsumexp(x, dim)
+    return x - logsumexp(x, dim, extra_logit)
 
 
 def masked_softmax(x: Tensor, mask: Tensor, dim: Dim | str) -> Tensor:

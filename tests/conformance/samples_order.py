@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from scipy import special
 
 import mesh_tf_core as mtf
 from tests.conformance.helper import Arg, Sample, dims
@@ -148,6 +149,24 @@ ACTIVATIONS = (
 )
 
 STACKING = (
+    Sample("reduce_first", "reduce", lambda g, x: mtf.reduce_first(x, "a"), (AB,), lambda x: x[0]),
+    Sample(
+        "dynamic_shift",
+        "shape",
+        lambda g, x, n: (mtf.dynamic_shift(x, n, "a"), mtf.dynamic_shift(x, -n, "a", wrap=True)),
+        (AB, Arg("", "int:8")),
+        lambda x, n: (_shifted(x, int(n)), np.roll(x, -int(n), 0)),
+    ),
+    Sample(
+        "softmax with an extra logit",
+        "softmax",
+        lambda g, x, e: (mtf.softmax(x, "a", e), mtf.logsumexp(x, "a", 0.5)),
+        (AB, Arg("b:4")),
+        lambda x, e: (
+            special.softmax(np.concatenate([x, e[None]]), 0)[:-1],
+            special.logsumexp(np.concatenate([x, np.full((1, 4), 0.5)]), 0),
+        ),
+    ),
     Sample(
         "stack",
         "shape",
