@@ -83,8 +83,9 @@ class Number:
 
     @property
     def assumed(self) -> bool:
-        """No measurement and no document stands behind it."""
-        return self.source.strip().lower().startswith("assum")
+        """No measurement of this hardware and no document stands behind it."""
+        said = self.source.strip().lower()
+        return said.startswith("assum") or "uncalibrated" in said
 
 
 @dataclass(frozen=True)
@@ -219,13 +220,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class Validation:
-    """Predictions beside measurements; the summary numbers are absent when too few layouts were measured."""
+    """Predictions beside measurements; the summary numbers are absent when too few layouts were measured.
+
+    Attributes:
+      noise: what disturbed the measurements, in words.
+    """
 
     rows: tuple[Measured, ...]
     mape: float | None = None
     kendall: float | None = None
     spearman: float | None = None
     regret: float | None = None
+    noise: str = ""
 
 
 @dataclass(frozen=True)

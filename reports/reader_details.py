@@ -169,6 +169,7 @@ def validation(at: Fields) -> p.Validation:
         kendall=_summary(at, "kendall_tau"),
         spearman=_summary(at, "spearman"),
         regret=_summary(at, "regret"),
+        noise=at.object("noise", {}).text("words", ""),
     )
 
 

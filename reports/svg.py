@@ -94,6 +94,8 @@ def _attributes(element: ET.Element, names: dict[str, str]) -> Iterator[tuple[st
         elif key == "style":
             if style := _style(value, names):
                 yield "style", style
+        elif key == "clip-path":
+            yield key, _resolved(value, names)
         elif key == "fill":
             yield "style", f"fill:{TOKENS.get(value, value)}"
         elif key == "transform" and NO_TURN.match(value):
@@ -110,9 +112,14 @@ def _style(value: str, names: dict[str, str]) -> str:
         key, _, said = (part.strip() for part in declaration.partition(":"))
         if not key or key in DROPPED:
             continue
-        said = REFERENCE.sub(lambda m: f"url(#{names[m.group(1)]})", TOKENS.get(said, said))
+        said = _resolved(TOKENS.get(said, said), names)
         kept.append(f"{key}:{_short(said) if key != 'fill' else said}")
     return ";".join(kept)
+
+
+def _resolved(value: str, names: dict[str, str]) -> str:
+    """References by the new identifiers."""
+    return REFERENCE.sub(lambda m: f"url(#{names[m.group(1)]})", value)
 
 
 def _short(value: str) -> str:

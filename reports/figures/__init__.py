@@ -53,6 +53,10 @@ from reports.views.work import shares as _shares
 COMPARE = (
     "`layoutopt report A.json B.json` compares searches for other hardware, memory or numbers of devices"
 )
+VALIDATE = (
+    "`layoutopt validate MODEL --out V.json` measures it, "
+    "`layoutopt report PLAN.json --validation V.json` shows it"
+)
 SEARCH = "`layoutopt search MODEL --report FILE.html` adds it"
 
 
@@ -140,11 +144,7 @@ predicted_measured = Chart(
     draw_predicted_measured,
     find_predicted_measured,
     tell_predicted_measured,
-    lambda p: (
-        ""
-        if p.details.validation and p.details.validation.rows
-        else "`layoutopt validate MODEL` measures layouts on this machine"
-    ),
+    lambda p: "" if p.details.validation and p.details.validation.rows else VALIDATE,
 )
 calibration = Chart(
     "calibration",

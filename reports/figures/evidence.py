@@ -72,7 +72,7 @@ def find_predicted_measured(plan: Plan) -> str:
     if found.mape is not None:
         parts.append(f"predictions are off by {percent(found.mape)} on average")
     if found.kendall is not None:
-        parts.append(f"rank correlation {digits(found.kendall, 2)} (Kendall's τ)")
+        parts.append(f"rank correlation {digits(found.kendall, 2).replace('-', '−')} (Kendall's τ)")
     if found.regret is not None:
         parts.append(
             "the layout predicted fastest is the fastest measured"

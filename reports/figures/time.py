@@ -98,9 +98,9 @@ def tell_step_time(plan: Plan) -> str:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Kinds by the answer's time, then by the most time that any layout has."""
-    found = list(shares(plan).values())
-    names = {kind for s in found for kind in s.kinds}
+    """Kinds by the answer's time, then by the most time that a layout beside it has."""
+    found = [share for _, share in _columns(plan)]
+    names = {kind for s in found for kind, value in s.kinds.items() if value > 0}
     first = found[0].kinds if found else {}
     return sorted(names, key=lambda k: (-first.get(k, 0.0), -max(s.kinds.get(k, 0.0) for s in found), k))
 
@@ -144,8 +144,10 @@ def draw_time_by_kind(plan: Plan, title: str = "") -> Figure:
 
 def _columns(plan: Plan) -> list[tuple[str, Shares]]:
     """The layouts to compare: the answer, those that fit, then the others."""
-    found = list(shares(plan).items())
-    return sorted(found, key=lambda x: (x[0] != "answer", x[0] in unfit(plan)))[:MOST_COLUMNS]
+    order = {r.choice.name: i for i, r in enumerate(ranked(plan))}
+    twins = {r.choice.name for r in ranked(plan) if r.twin}
+    found = [(name, share) for name, share in shares(plan).items() if name not in twins]
+    return sorted(found, key=lambda x: (x[0] != "answer", order.get(x[0], len(order))))[:MOST_COLUMNS]
 
 
 def unfit(plan: Plan) -> frozenset[str]:
@@ -155,7 +157,7 @@ def unfit(plan: Plan) -> frozenset[str]:
 
 def _header(sheet: Sheet, x: float, width: float, name: str, bold: bool) -> None:
     """A column's name on up to two lines."""
-    fit = max(4, int((width - 6) / (0.64 * SMALL)))
+    fit = max(4, int((width - 4) / (0.6 * SMALL)))
     lines = textwrap.wrap(name, fit, max_lines=2, placeholder="…") or [""]
     for position, line in enumerate(lines[::-1]):
         sheet.text(x + 3, 28 - 14 * position, line, "ink" if bold else "muted", SMALL, bold=bold)

@@ -12,6 +12,8 @@ from reports.views.choices import best_alternative
 
 GOOD_ERROR = 0.15
 """Mean error of predictions that still tells most layouts apart."""
+BAD_ERROR = 0.5
+"""Mean error from which a predicted time says little."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def _validated(plan: Plan, checked: Validation, error: float) -> Answer:
     close = other is not None and other.ratio is not None and 1 <= other.ratio < 1 + error
     if close:
         parts.append("the next best is closer than that: measure both")
+    if error > BAD_ERROR:
+        return Answer("How sure", f"{percent(error)} off", "; ".join(parts), "bad")
     state = "good" if error <= GOOD_ERROR and not close else "warn"
     return Answer("How sure", f"±{percent(error)}", "; ".join(parts), state)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from reports import figures
 from reports.figures import Chart
@@ -90,7 +91,7 @@ def _mesh(plan: Plan, name: str) -> tuple[Block, ...]:
         if hardware
         else ()
     )
-    return (Block(block.finding, block.svg, block.grid, notes=tuple(s for s in said if s)),)
+    return (replace(block, notes=tuple(s for s in said if s)),)
 
 
 def _split(plan: Plan, name: str) -> tuple[Block, ...]:
@@ -130,7 +131,9 @@ def _operations(plan: Plan, name: str) -> tuple[Block, ...]:
 
 
 def _evidence(plan: Plan, name: str) -> tuple[Block, ...]:
-    return (_chart(figures.predicted_measured, plan, name, grids.measured(plan)),)
+    block = _chart(figures.predicted_measured, plan, name, grids.measured(plan))
+    noise = plan.details.validation.noise if plan.details.validation else ""
+    return (replace(block, notes=(noise,) if noise else ()),)
 
 
 def _calibration(plan: Plan, name: str) -> tuple[Block, ...]:

@@ -157,6 +157,15 @@ def test_close_call_is_called_close() -> None:
     assert "the next best is closer than that: measure both" in hero(reports.report_html([plan]))
 
 
+def test_bad_predictions_are_called_bad() -> None:
+    plan = sample.full_plan()
+    plan["details"]["validation"] |= {"mape": 5.3, "kendall_tau": -0.2, "noise": {"words": "noisy machine"}}
+    html = reports.report_html([plan])
+    assert "How sure 530 % off" in hero(html)
+    assert '<div class="answer bad"><dt>How sure</dt>' in html
+    assert "rank correlation −0.20" in html and "noisy machine" in html
+
+
 def test_absent_parts_name_their_command(pages: dict[str, str]) -> None:
     page = pages["plain"]
     absent = re.findall(r'<section id="(\w+)" class="absent">(.*?)</section>', page, re.DOTALL)
