@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reports.units import quantity
+from reports.units import quantity, some
 
 Layout = Mapping[str, tuple[str, ...]]
 """Dimension to the mesh axes it is split over, the outermost first."""
@@ -39,7 +39,11 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with its price: the answer, an alternative or a point of the frontier."""
+    """A layout with its price: the answer, an alternative or a point of the frontier.
+
+    Attributes:
+      storage, recompute, microbatches: how else it runs; None where the plan does not say.
+    """
 
     name: str
     mesh: Mapping[str, int]
@@ -47,6 +51,17 @@ class Choice:
     predicted: Predicted | None
     feasible: bool = True
     reason: str = ""
+    storage: Mapping[str, str] | None = None
+    recompute: tuple[str, ...] | None = None
+    microbatches: int | None = None
+
+    @property
+    def extras(self) -> str:
+        """Storage, recomputation and microbatches in words; '' when there is nothing of them."""
+        parts = [f"{way} of {some(names, 2, 24)}" for way, names in _ways(self.storage or {}).items()]
+        parts += [f"recomputes {some(self.recompute, 2, 24)}"] if self.recompute else []
+        parts += [f"{self.microbatches} microbatches"] if (self.microbatches or 1) > 1 else []
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -263,6 +278,7 @@ class Details:
 
     Attributes:
       source: the model as it was named on the command line.
+      rules: what the search was told to pin and to forbid, in words.
     """
 
     hardware: Hardware | None = None
@@ -275,6 +291,7 @@ class Details:
     validation: Validation | None = None
     calibration: Calibration | None = None
     source: str = ""
+    rules: str = ""
 
 
 @dataclass(frozen=True)
@@ -318,20 +335,34 @@ class Plan:
     @property
     def answer(self) -> Choice:
         """The chosen layout in the form of the alternatives."""
-        return Choice("answer", self.mesh, self.layout, self.predicted, self.fits is not False)
+        fits = self.fits is not False
+        extras = (self.storage, self.recompute, self.microbatches)
+        return Choice("answer", self.mesh, self.layout, self.predicted, fits, "", *extras)
 
     def dims_on(self, axis: str) -> tuple[str, ...]:
         """The dimensions that are split over a mesh axis."""
         return tuple(dim for dim, axes in self.layout.items() if axis in axes)
 
     def same_layout(self, choice: Choice) -> bool:
-        """Whether a choice is the answer's layout on the answer's mesh."""
+        """Whether a choice is the answer's layout on the answer's mesh, and runs in the same way."""
+        own = (self.storage, self.recompute, self.microbatches)
+        other = (choice.storage, choice.recompute, choice.microbatches)
+        if any(o is not None and o != mine for o, mine in zip(other, own, strict=True)):
+            return False
         return choice.mesh == self.mesh and _split(choice.layout) == _split(self.layout)
 
 
 def one_model(plans: Sequence[Plan]) -> bool:
     """Whether the plans are for the same model with the same sizes, so that their times compare."""
     return len({(p.model, p.fingerprint) for p in plans}) == 1
+
+
+def _ways(storage: Mapping[str, str]) -> dict[str, list[str]]:
+    """Ways of storing with the variables that are stored so."""
+    found: dict[str, list[str]] = {}
+    for name, way in storage.items():
+        found.setdefault(way, []).append(name)
+    return found
 
 
 def _split(layout: Layout) -> dict[str, tuple[str, ...]]:

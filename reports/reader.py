@@ -82,8 +82,8 @@ def _plan(top: Fields) -> p.Plan:
         layout=_layout(top, mesh),
         predicted=_predicted(top.object("predicted")),
         hardware=top.text("hardware", ""),
-        storage={clean(str(k)): words(v) for k, v in top.object("storage", {}).items()},
-        recompute=tuple(words(v) for v in top.array("recompute", [])),
+        storage=_storage(top),
+        recompute=_recompute(top),
         microbatches=top.whole("microbatches", 1) or 1,
         solver=_solver(top.object("solver")) if top.has("solver") else None,
         alternatives=tuple(_choice(f, mesh) for f in top.objects("alternatives")),
@@ -111,6 +111,14 @@ def _layout(at: Fields, mesh: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def _storage(at: Fields) -> dict[str, str]:
+    return {clean(str(k)): words(v) for k, v in at.object("storage", {}).items()}
+
+
+def _recompute(at: Fields) -> tuple[str, ...]:
+    return tuple(words(v) for v in at.array("recompute", []))
+
+
 def _predicted(at: Fields) -> p.Predicted:
     step = at.number("step_seconds")
     exposed = at.number("exposed_communication_seconds", 0.0)
@@ -136,6 +144,9 @@ def _choice(at: Fields, mesh: Mapping[str, int]) -> p.Choice:
         predicted=_predicted(predicted) if predicted.has("step_seconds") else None,
         feasible=at.flag("feasible", True),
         reason=at.text("reason", ""),
+        storage=_storage(at) if at.has("storage") else None,
+        recompute=_recompute(at) if at.has("recompute") else None,
+        microbatches=at.whole("microbatches", None),
     )
 
 

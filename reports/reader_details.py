@@ -24,8 +24,15 @@ def details(at: Fields) -> p.Details:
         sensitivity=tuple(_sensitivity(f) for f in at.objects("sensitivity")),
         validation=validation(at.object("validation")) if at.has("validation") else None,
         source=at.text("source", ""),
+        rules=_rules(at.object("search", {})),
         calibration=_calibration(at.object("calibration")) if at.has("calibration") else None,
     )
+
+
+def _rules(asked: Fields) -> str:
+    """Pins and forbidden splits of a search."""
+    parts = [(verb, words(asked.raw(key, ""))) for verb, key in (("pinned", "pins"), ("forbidden", "forbid"))]
+    return "; ".join(f"{verb} {said}" for verb, said in parts if said)
 
 
 def _hardware(at: Fields) -> p.Hardware:

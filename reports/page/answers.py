@@ -137,7 +137,9 @@ def proof(plan: Plan) -> Answer:
     spent = f" in {seconds(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
     if solver.proven:
         among = f"none of {considered} is better" if considered else "no layout is better"
-        return Answer(question, "Proven optimal", f"{among} under this cost model; shown{spent}", "good")
+        rules = f", with {shorten(plan.details.rules, 80)}" if plan.details.rules else ""
+        note = f"{among} under this cost model{rules}; shown{spent}"
+        return Answer(question, "Proven optimal", note, "good")
     status = solver.status.replace("_", " ").lower()
     if solver.gap is not None:
         note = f"best found{spent}; a better one would gain at most {percent(abs(solver.gap))}"

@@ -148,6 +148,7 @@ def _layout(plan: Plan, r: Ranked) -> list[Cell]:
     c, p = r.choice, r.choice.predicted
     text = layout_text(c.layout).replace(";", "; ") or "replicated"
     where = f"{shorten(text, LONGEST)} on {shorten(mesh_text(c.mesh), LONGEST)}"
+    where += f"; {c.extras}" if c.extras else ""
     name = Cell("This plan" if r.is_answer else c.name, where, strong=r.is_answer)
     over = p is not None and plan.memory_limit is not None and p.peak > plan.memory_limit
     verdict = "yes" if c.feasible else "no"
@@ -190,10 +191,11 @@ def frontier_points(plan: Plan) -> Grid:
     for f in frontier(plan)[:MOST]:
         marks = ", ".join(w for w, on in (("this plan", f.is_answer), ("knee", f.knee)) if on)
         text = layout_text(f.choice.layout).replace(";", "; ") or "replicated"
+        where = f"on {mesh_text(f.choice.mesh)}"
         against = signed_percent(f.predicted.step / plan.predicted.step - 1) if plan.predicted.step else ""
         rows.append(
             [
-                Cell(shorten(text, LONGEST), f"on {mesh_text(f.choice.mesh)}"),
+                Cell(shorten(text, LONGEST), "; ".join(x for x in (where, f.choice.extras) if x)),
                 Cell(memory(f.predicted.peak)),
                 Cell(seconds(f.predicted.step), "" if f.is_answer else against),
                 Cell(marks, strong=True),

@@ -176,6 +176,7 @@ def _record(plan: Plan, name: str) -> tuple[Block, ...]:
         ("Parameters", f"{plan.parameters:,}" if plan.parameters is not None else ""),
         ("Hyperparameters", words_of(plan.hparams)),
         ("Made from", plan.details.source),
+        ("Rules of the search", plan.details.rules),
         ("Hardware", plan.hardware),
         ("Mesh", ";".join(f"{axis}:{size}" for axis, size in plan.mesh.items())),
         ("Layout", shorten(layout_text(plan.layout), LONGEST) or "replicated"),

@@ -56,7 +56,7 @@ def test_details_are_worked_out_from_the_model(
     done = run("report", str(tmp_path / "bare.json"), "--out", str(out))
     assert done.exit_code == 0
     assert "--model MODEL fills in variables, operations and memory" in done.stderr
-    assert "layer_0/weight" not in out.read_text(encoding="utf-8")
+    assert 'id="pieces" class="absent"' in out.read_text(encoding="utf-8")
     done = run("report", str(tmp_path / "bare.json"), "--out", str(out), "--model", "examples/mlp.py")
     assert undated(out) == undated(written / "search.html")
 

@@ -166,6 +166,12 @@ def test_bad_predictions_are_called_bad() -> None:
     assert "rank correlation −0.20" in html and "noisy machine" in html
 
 
+def test_proof_names_its_rules() -> None:
+    plan = sample.full_plan()
+    plan["details"]["search"] = {"pins": "batch:data", "forbid": None}
+    assert "under this cost model, with pinned batch:data; shown" in hero(reports.report_html([plan]))
+
+
 def test_absent_parts_name_their_command(pages: dict[str, str]) -> None:
     page = pages["plain"]
     absent = re.findall(r'<section id="(\w+)" class="absent">(.*?)</section>', page, re.DOTALL)

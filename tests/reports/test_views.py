@@ -72,6 +72,20 @@ def test_ranking() -> None:
     assert best.ratio == pytest.approx(0.456 / 0.412)
 
 
+def test_a_choice_that_runs_otherwise_is_no_twin() -> None:
+    plan = sample.full_plan()
+    twin = plan["alternatives"][0] | {
+        "storage": dict(plan["storage"]),
+        "recompute": ["layer"],
+        "microbatches": 2,
+    }
+    other = twin | {"name": "other", "microbatches": 4, "storage": {"a": "zero1", "b": "zero1"}}
+    plan["alternatives"] = [twin, other]
+    _, first, second = ranked(plan_of(plan))
+    assert first.twin and not second.twin
+    assert second.choice.extras == "zero1 of a and b; recomputes layer; 4 microbatches"
+
+
 def test_frontier_has_the_knee_and_the_answer() -> None:
     points = frontier(PLAN)
     assert [p.predicted.peak for p in points] == sorted(p.predicted.peak for p in points)
