@@ -13,11 +13,9 @@ place of the old one.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mesh_tf_core.dims import Shape
 from mesh_tf_core.program import (
     AllReduce,
     Instr,
@@ -73,11 +71,14 @@ def memory(program: Program) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """What a point of a program holds: (shape, dtype, how many) of the values alive there, variables among them."""
+    """What a point of a program holds besides the variables: ids of the values alive there; `node` runs there."""
 
     name: str
+    scope: str
+    phase: str
+    node: int
     position: int
-    held: tuple[tuple[Shape, str, int], ...]
+    values: tuple[int, ...]
 
 
 def alive(program: Program) -> list[Alive]:
@@ -85,15 +86,9 @@ def alive(program: Program) -> list[Alive]:
     walk = _Walk(program, record=True)
     walk.run()
     out = []
-    base = Counter((s.variable.shape, s.variable.dtype) for s in program.variables.values())
     for position, (point, live, spared) in enumerate(walk.trace):
-        held = Counter(base)
-        for i in live:
-            if walk.weight(i):
-                held[(program.values[i].shape, program.values[i].dtype)] += 1
-        for i in spared:
-            held[(program.values[i].shape, program.values[i].dtype)] -= 1
-        out.append(Alive(point.name, position, tuple((s, d, n) for (s, d), n in held.items() if n > 0)))
+        held = [i for i in live if walk.weight(i) and i not in spared]
+        out.append(Alive(point.name, point.origin.scope, point.origin.phase, point.origin.node, position, tuple(held)))
     return out
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.layout import Axes, Layout
+from mesh_tf_core.lower import Options
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 
@@ -15,33 +16,32 @@ EXPERT_DIMS = ("vocab", "d_ff", "heads", "experts")
 Shoeybi et al. 2019, section 3)."""
 
 
-def batch_dim(model: Model) -> str | None:
-    """The dimension that data parallelism splits: the first one of every input."""
-    firsts = {t.shape.names[0] for t in model.graph.inputs.values() if t.shape.names}
-    return firsts.pop() if len(firsts) == 1 else None
-
-
 def named_layouts(
     model: Model, mesh: Mesh, options: Mapping[str, tuple[Axes, ...]]
-) -> Iterator[tuple[str, Mesh, Layout]]:
-    """(name, mesh, layout) of replicated, data-parallel and expert layouts on a mesh."""
-    yield "replicated", mesh, Layout()
-    batch = batch_dim(model)
+) -> Iterator[tuple[str, Mesh, Layout, Options]]:
+    """(name, mesh, layout, options) of replicated, data-parallel, fully sharded and expert layouts on a mesh."""
+    plain = Options()
+    yield "replicated", mesh, Layout(), plain
+    batch = model.batch_dim
     if batch is not None:
         widest = max(options.get(batch, ((),)), key=mesh.group_size)
         if widest:
-            yield "data parallel", mesh, Layout({batch: widest})
+            yield "data parallel", mesh, Layout({batch: widest}), plain
+            trained = (v.name for v in model.graph.variables.values() if v.trainable and len(v.shape))
+            yield "fully sharded (FSDP)", mesh, Layout({batch: widest}), Options(dict.fromkeys(trained, 3))
     expert = [n for n in EXPERT_DIMS if len(options.get(n, ())) > 1]
     if expert:
-        yield "model parallel (expert)", mesh, Layout({n: max(options[n], key=mesh.group_size) for n in expert})
+        rules = {n: max(options[n], key=mesh.group_size) for n in expert}
+        yield "model parallel (expert)", mesh, Layout(rules), plain
     if batch is not None and expert and len(mesh.axes) > 1:
         data = tuple(a for a in mesh.names if a.startswith(("data", "batch")))
         first = data if 0 < len(data) < len(mesh.axes) else mesh.names[:-1]
         rest = tuple(a for a in mesh.names if a not in first)
-        rules: dict[str, Axes] = {n: rest for n in expert if rest in options[n]}
+        rules = {n: rest for n in expert if rest in options[n]}
         if first in options.get(batch, ()):
-            yield "data + model parallel (expert)", mesh, Layout({batch: first, **rules})
-    yield from _declared(model, mesh)
+            yield "data + model parallel (expert)", mesh, Layout({batch: first, **rules}), plain
+    for name, own, layout in _declared(model, mesh):
+        yield name, own, layout, plain
 
 
 def _declared(model: Model, mesh: Mesh) -> Iterator[tuple[str, Mesh, Layout]]:

@@ -1,22 +1,27 @@
 """Clusters: the smallest groups of operations whose prices add up to the price of the whole program.
 
 Lowering treats most operations alone. The exceptions couple operations, and a cluster holds together what they couple:
-a sum that may wait behind linear operations (pass `pending sums`), also out of a loop. A cluster is lowered by itself,
-with everything around it given; equal clusters (unrolled layers) are priced once, with a multiplicity.
+  - a sum that may wait behind linear operations (pass `pending sums`), also out of a loop;
+  - the update of one variable, all of it;
+  - the casts and gathers of one variable that is stored split, in every block that reads it.
+A cluster is lowered by itself, with everything around it given; equal clusters (unrolled layers) are priced once, with a
+multiplicity.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mesh_tf_core.blocks import Block, Node
-from mesh_tf_core.graph import Graph
+from layoutopt.coupling import Coupling
+from layoutopt.decisions import recompute_name, storage_class
+from mesh_tf_core.blocks import Node
 from mesh_tf_core.lower import Keep
+from mesh_tf_core.lower.loops import leading_to
 from mesh_tf_core.op import TensorType
-from mesh_tf_core.program import Program
-from mesh_tf_core.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.structure import Assign, Feed, Read, Scan, Variable
 from mesh_tf_core.tensor import Tensor
 
 
@@ -25,116 +30,62 @@ class Cluster:
     """Operations that are priced together.
 
     Attributes:
+      name: for reports.
       keep: what lowering keeps of the graph.
-      nodes: the operations, in order.
+      again: what runs a second time when the loop around it is recomputed (None: nothing).
       dims: names of all dimensions of their inputs and outputs.
+      switches: the other decisions that matter to it: storage classes, recomputation.
       shapes: dimension names of every tensor that they touch; a legal layout uses an axis once in each.
       early: outputs that are read before the update (they cannot wait for other messages).
       multiplicity: how many equal clusters the graph has.
     """
 
+    name: str
     keep: Keep
-    nodes: tuple[Node, ...]
+    again: Keep | None
     dims: tuple[str, ...]
+    switches: tuple[str, ...]
     shapes: tuple[tuple[str, ...], ...]
     early: Mapping[str, Tensor]
     multiplicity: int = 1
 
-    @property
-    def name(self) -> str:
-        """The scope and operation of the first node."""
-        first = self.nodes[0]
-        return f"{first.scope or 'model'}/{first.op.name}" + (" (backward)" if first.phase == "backward" else "")
 
-
-def clusters(graph: Graph, program: Program) -> list[Cluster]:
-    """The clusters of a graph, equal ones merged.
-
-    Args:
-      program: the graph lowered under any layout; operations that it does not have are dead and left out.
-    """
-    live = {instr.origin.node for instr, _ in program.walk()}
-    view = _View(graph, live)
+def clusters(coupling: Coupling) -> list[Cluster]:
+    """The clusters of a graph, equal ones merged."""
+    builder = _Builder(coupling)
     groups: dict[int, list[Node]] = defaultdict(list)
-    for node, _ in graph.walk():
-        if node.index in live and not isinstance(node.op, Feed | Read | Assign):
-            groups[view.root(node.index)].append(node)
+    for node in coupling.live:
+        if isinstance(node.op, Feed | Read) or (isinstance(node.op, Cast) and coupling.variable_of(node)):
+            continue
+        groups[coupling.root(node.index)].append(node)
     merged: dict[Hashable, list[list[Node]]] = defaultdict(list)
     for nodes in groups.values():
-        merged[view.signature(nodes)].append(nodes)
-    return [view.cluster(found[0], len(found)) for found in merged.values()]
+        merged[builder.signature(nodes)].append(nodes)
+    found = [builder.cluster(nodes[0], len(nodes)) for nodes in merged.values()]
+    return found + builder.accesses()
 
 
-class _View:
-    def __init__(self, graph: Graph, live: set[int]) -> None:
-        self.graph, self.live = graph, live
-        self.parent: dict[int, int] = {}
-        self.home: dict[int, Block] = {}
-        self.readers: dict[int, list[Node]] = defaultdict(list)
-        self.outer: dict[int, list[int]] = defaultdict(list)
-        self.leaving: set[int] = set()
-        for node, _ in graph.walk():
-            for i in node.inputs:
-                if node.index in live:
-                    self.readers[i].append(node)
-        for block in graph.blocks:
-            for node in block.nodes:
-                self.home[node.index] = block
-            for inner, out in (*block.stacked, *block.summed, *block.saved.items()):
-                self.outer[inner].append(out)
-            self.leaving.update(block.carry_out)
-        self.pends: set[int] = set()
-        self._couple()
+class _Builder:
+    def __init__(self, coupling: Coupling) -> None:
+        self.graph, self.coupling = coupling.graph, coupling
+        self.rerun = self._rerun()
 
-    # -- which sums may wait ---------------------------------------------------------------------------------------
+    def _rerun(self) -> dict[int, tuple[str, ...]]:
+        """Node -> the recomputation decisions that make it run again."""
+        out: dict[int, tuple[str, ...]] = {}
 
-    def _couple(self) -> None:
-        for node, _ in self.graph.walk():
-            if node.index not in self.live or isinstance(node.op, Feed | Read | Assign | Scan):
-                continue
-            types = [self.graph.tensor(i).type for i in node.inputs]
-            waits = node.op.linear and bool(node.inputs) and all(self._waits(i, node) for i in node.inputs)
-            if waits:
-                for i in node.inputs:
-                    self._join(self._maker(i).index, node.index)
-            roles = node.op.roles(*types)
-            if waits or (roles.reduced and roles.combine == "sum"):
-                self.pends.update(node.outputs)
+        def mark(nodes: list[Node], name: str) -> None:
+            for node in nodes:
+                out[node.index] = (*out.get(node.index, ()), name)
+                if node.body is not None:
+                    mark(node.body.nodes, name)
 
-    def _waits(self, tensor: int, reader: Node) -> bool:
-        """Whether `tensor` may reach its only reader as a pending sum."""
-        inner = self._inner(tensor)
-        if inner not in self.pends or len(self.readers[tensor]) != 1 or tensor in self.leaving:
-            return False
-        if inner != tensor and (self.readers[inner] or len(self.outer[inner]) != 1):
-            return False
-        if inner == tensor and self.outer[tensor]:
-            return False
-        return (self._maker(tensor).phase == "update") == (reader.phase == "update")
+        for block in self.graph.blocks:
+            if block.saved and block.dim is not None:
+                mark(leading_to(set(block.saved), block), recompute_name(block.dim.name))
+        return out
 
-    def _inner(self, tensor: int) -> int:
-        """The body tensor that a loop's stacked or summed result comes from, or the tensor itself."""
-        node = self.graph.producer.get(tensor)
-        while node is not None and node.body is not None:
-            pairs = {out: inner for inner, out in (*node.body.stacked, *node.body.summed)}
-            if tensor not in pairs:
-                break
-            tensor = pairs[tensor]
-            node = self.graph.producer.get(tensor)
-        return tensor
-
-    def _maker(self, tensor: int) -> Node:
-        return self.graph.producer[self._inner(tensor)]
-
-    def root(self, index: int) -> int:
-        while self.parent.get(index, index) != index:
-            index = self.parent[index]
-        return index
-
-    def _join(self, a: int, b: int) -> None:
-        self.parent[self.root(a)] = self.root(b)
-
-    # -- clusters --------------------------------------------------------------------------------------------------
+    # -- operations ------------------------------------------------------------------------------------------
 
     def signature(self, nodes: list[Node]) -> Hashable:
         """Equal for clusters with the same operations on the same types, connected and repeated alike."""
@@ -145,43 +96,180 @@ class _View:
             for i in (*node.inputs, *node.outputs):
                 position.setdefault(i, len(position))
                 types.append((position[i], self.graph.tensor(i).type))
-            leaves = tuple(len(self.outer[o]) for o in node.outputs)
-            late = tuple(self._late(o) for o in node.outputs)
-            phase = node.phase == "update"
-            parts.append((node.op, tuple(types), self._times(node), leaves, late, phase, isinstance(node.op, Scan)))
+            leaves = tuple(len(self.coupling.outer[o]) for o in node.outputs)
+            late = tuple(self.coupling.late(o) for o in node.outputs)
+            what = (
+                node.op.variable.slot_of is None if isinstance(node.op, Assign) else isinstance(node.op, Scan)
+            )
+            switches = self._switches(node)
+            # On a calibrated machine a result costs more where it stays: in forward, until backward reads it.
+            stays = node.phase == "forward"
+            parts.append(
+                (_bare(node), tuple(types), self.coupling.times(node), leaves, late, what, switches, stays)
+            )
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
         return tuple(parts)
 
-    def _times(self, node: Node) -> tuple[int, ...]:
-        block, times = self.home[node.index], []
-        while block.dim is not None and block.parent is not None:
-            times.append(block.dim.size)
-            block = self.graph.blocks[block.parent]
-        return tuple(times)
+    def _switches(self, node: Node) -> tuple[str, ...]:
+        """Decisions besides splits that change how a node is lowered."""
+        found: list[str] = [*self.rerun.get(node.index, ())]
+        body = node.body
+        if body is not None and body.saved and body.dim is not None:
+            found.append(recompute_name(body.dim.name))
+        block = self.coupling.home[node.index]
+        if block.saved and block.dim is not None and any(o in block.saved for o in node.outputs):
+            found.append(recompute_name(block.dim.name))
+        updated = self._updated(node)
+        if updated is not None:
+            found.append(storage_class(updated))
+        for o in _own(node):
+            for t in self.coupling.leads_to(o):
+                if t in self.graph.gradient_of:
+                    found.append(storage_class(self.graph.variables[self.graph.gradient_of[t]]))
+        return tuple(dict.fromkeys(found))
 
-    def _late(self, tensor: int) -> bool:
-        """Whether only the update reads a tensor, directly or stacked by a loop."""
-        readers = [n for t in (tensor, *self.outer[tensor]) for n in self.readers[t]]
-        return bool(readers) and all(n.phase == "update" for n in readers) and tensor not in self.leaving
+    def _updated(self, node: Node) -> Variable | None:
+        """The variable that a node of the update belongs to."""
+        found = self.graph.variables.get(node.scope) if node.phase == "update" else None
+        return found if found is not None and found.trainable and len(found.shape) else None
 
     def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
-        types: dict[TensorType, None] = {}
         early: dict[str, Tensor] = {}
         for node in nodes:
-            for i in (*node.inputs, *node.outputs):
-                types[self.graph.tensor(i).type] = None
-            for o in node.outputs:
-                for t in (o, *self.outer[o]):
-                    if not self._late(t) and not self.graph.tensor(t).block:
+            for o in _own(node):
+                for t in (o, *self.coupling.outer[o]):
+                    if not self.coupling.late(t) and not self.graph.tensor(t).block:
                         early[f"%{t}"] = self.graph.tensor(t)
+        first = nodes[0]
+        name = f"{first.scope or 'model'}/{first.op.name}" + (
+            f" ({first.phase})" if first.phase != "forward" else ""
+        )
+        again = frozenset(n.index for n in nodes if n.index in self.rerun)
+        return Cluster(
+            name,
+            self._keep(nodes),
+            Keep(again, self._keep(nodes).blocks) if again else None,
+            *self._dims(nodes),
+            early,
+            multiplicity,
+        )
+
+    def _dims(
+        self, nodes: list[Node]
+    ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, ...], ...]]:
+        types: dict[TensorType, None] = {}
+        switches: dict[str, None] = {}
+        for node in nodes:
+            switches.update(dict.fromkeys(self._switches(node)))
+            for i in (*node.inputs, *_own(node)):
+                types[self.graph.tensor(i).type] = None
+            updated = self._updated(node)
+            if updated is not None:
+                types[updated.type] = None
+            for o in _own(node):
+                # Where a gradient is delivered depends on all dimensions of its variable.
+                for t in self.coupling.leads_to(o):
+                    if t in self.graph.gradient_of:
+                        types[self.graph.variables[self.graph.gradient_of[t]].type] = None
         shapes = tuple(dict.fromkeys(t.shape.names for t in types))
         dims = tuple(dict.fromkeys(n for names in shapes for n in names))
+        return dims, tuple(switches), shapes
+
+    def _keep(self, nodes: list[Node], homes: frozenset[tuple[int, int]] = frozenset()) -> Keep:
         blocks: set[int] = set()
-        for node in nodes:
-            block = self.home[node.index]
+        for start in (*(self.coupling.home[n.index].id for n in nodes), *(b for b, _ in homes)):
+            block = self.graph.blocks[start]
             while block.parent is not None:
                 blocks.add(block.id)
                 block = self.graph.blocks[block.parent]
-        keep = Keep(frozenset(n.index for n in nodes), frozenset(blocks))
-        return Cluster(keep, tuple(nodes), dims, shapes, early, multiplicity)
+        return Keep(frozenset(n.index for n in nodes), frozenset(blocks), homes)
+
+    # -- access to variables ---------------------------------------------------------------------------------
+
+    def accesses(self) -> list[Cluster]:
+        """For every trained variable: its casts, and the gather in every block that reads it."""
+        merged: dict[Hashable, list[Cluster]] = defaultdict(list)
+        for variable in self.graph.variables.values():
+            if variable.trainable and len(variable.shape):
+                found = self._access(variable)
+                if found is not None:
+                    key, cluster = found
+                    merged[key].append(cluster)
+        return [_times(found[0], len(found)) for found in merged.values()]
+
+    def _access(self, variable: Variable) -> tuple[Hashable, Cluster] | None:
+        reads = self.coupling.reads[variable.name]
+        casts = [
+            n
+            for n in self.coupling.live
+            if isinstance(n.op, Cast) and self.coupling.variable_of(n) == variable.name
+        ]
+        homes = set(self.coupling.homes(variable.name))
+        if not homes and not casts:
+            return None
+        nodes = [*reads, *casts]
+        again = self._access_again(casts, homes)
+        switches = [storage_class(variable)]
+        switches += [name for n in casts for name in self.rerun.get(n.index, ())]
+        switches += [name for b, _ in homes for name in self._saving(b)]
+        dims = variable.shape.names
+        key = (
+            variable.type,
+            variable.stacked,
+            tuple(sorted((self.coupling.home[n.index].id, n.op.describe()) for n in casts)),
+            tuple(sorted(b for b, _ in homes)),
+        )
+        keep = self._keep(nodes, frozenset(homes))
+        return key, Cluster(
+            f"{variable.name} (access)", keep, again, dims, tuple(dict.fromkeys(switches)), (dims,), {}
+        )
+
+    def _saving(self, block: int) -> tuple[str, ...]:
+        found = self.graph.blocks[block]
+        return (recompute_name(found.dim.name),) if found.saved and found.dim is not None else ()
+
+    def _access_again(self, casts: list[Node], homes: set[tuple[int, int]]) -> Keep | None:
+        """What recomputation adds: casts and gathers that the backward body does not have anyway."""
+        extra_homes: set[tuple[int, int]] = set()
+        extra_casts: list[Node] = []
+        for backward in self.graph.blocks:
+            forward = backward.forward
+            if forward is None or not forward.saved:
+                continue
+            needed = {n.index for n in leading_to(set(forward.saved), forward)}
+            inside = {backward.captured.get(t) for b, t in homes if b == forward.id} - {None}
+            for b, t in homes:
+                if b != forward.id or not any(
+                    r.index in needed and r.phase != "update"
+                    for r in self.coupling.readers[t]
+                    if r not in casts
+                ):
+                    continue
+                if (backward.id, backward.captured.get(t, -1)) not in homes and t not in inside:
+                    extra_homes.add((b, t))
+            for cast in casts:
+                twin = backward.captured.get(cast.outputs[0], -1)
+                if self.coupling.home[cast.index].id == forward.id and cast.index in needed:
+                    if not any(twin in c.outputs for c in casts):
+                        extra_casts.append(cast)
+        if not extra_homes and not extra_casts:
+            return None
+        chain = [n for n in casts if any(n.outputs[0] == t for _, t in extra_homes)]
+        reads = [n for n in self.coupling.live if isinstance(n.op, Read)]
+        wanted = [*dict.fromkeys([*extra_casts, *chain])]
+        return self._keep([*reads, *wanted], frozenset(extra_homes))
+
+
+def _own(node: Node) -> tuple[int, ...]:
+    """What a node computes itself: of a loop's results only the final carries, its body's nodes make the others."""
+    return node.outputs if node.body is None else node.outputs[: len(node.body.carry_in)]
+
+
+def _bare(node: Node) -> Hashable:
+    """The operation without the name of a variable in it."""
+    return "assign" if isinstance(node.op, Assign) else node.op
+
+
+def _times(cluster: Cluster, count: int) -> Cluster:
+    return replace(cluster, multiplicity=count)

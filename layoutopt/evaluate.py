@@ -11,6 +11,7 @@ from layoutopt.plan import Alternative, Predicted
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 from mesh_tf_core.program import Program
@@ -69,22 +70,29 @@ def evaluate(
 
 
 def alternative(
-    name: str, model: Model, mesh: Mesh, layout: Layout, hardware: Hardware, limit: float | None
+    name: str,
+    model: Model,
+    mesh: Mesh,
+    layout: Layout,
+    hardware: Hardware,
+    limit: float | None,
+    options: Options = DEFAULT,
 ) -> Alternative:
     """A named layout beside the answer: priced, or with the reason why it is not legal."""
-    form = {n: list(a) for n, a in layout.items()}
+    predicted, reason = None, None
     try:
-        found = evaluate(model, mesh, layout, hardware)
+        found = evaluate(model, mesh, layout, hardware, options)
+        predicted, reason = found.predicted, found.reason(limit)
     except LayoutError as error:
-        return Alternative(
-            name=name, mesh=mesh.as_dict(), layout=form, predicted=None, feasible=False, reason=str(error)
-        )
-    reason = found.reason(limit)
+        reason = str(error)
     return Alternative(
         name=name,
         mesh=mesh.as_dict(),
-        layout=form,
-        predicted=found.predicted,
+        layout={n: list(a) for n, a in layout.items()},
+        predicted=predicted,
         feasible=reason is None,
         reason=reason,
+        storage={n: STAGES[s] for n, s in sorted(options.storage.items()) if s},
+        recompute=sorted(options.recompute),
+        microbatches=options.microbatches,
     )

@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from costmodels.hardware import Hardware
 from costmodels.pricing import pricer
+from layoutopt.decisions import Choice, Decisions
 from layoutopt.evaluate import Evaluation, evaluate
 from layoutopt.extract import Extraction, extract
-from layoutopt.problem import Problem, Solution, Status, solve
-from mesh_tf_core.layout import Axes, Layout
+from layoutopt.problem import Entry, Problem, Solution, Sparse, Status, Term, solve
+from layoutopt.problem import evaluate as judge_problem
+from mesh_tf_core.layout import Layout
+from mesh_tf_core.lower import Options
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 
 Listener = Callable[[float, float], None]
+ATTEMPTS = 6
+"""How many answers are judged; the second half under a lowered limit."""
+MOST_POINTS = 200
+ROW_SLACK = 1.02
+"""The memory rows have been seen to count up to 0.9 % too much (tests/layoutopt); the slack keeps them from forbidding what
+fits, and the judge decides."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +41,14 @@ class Found:
 
     mesh: Mesh
     layout: Layout
+    options: Options
     judged: Evaluation
     solution: Solution
+
+    @property
+    def claimed(self) -> tuple[int, ...]:
+        """The solver's choices."""
+        return self.solution.choices or ()
 
     @property
     def seconds(self) -> float:
@@ -60,19 +77,23 @@ class Outcome:
 class MeshSearch:
     """One model on one mesh and one piece of hardware."""
 
-    def __init__(
-        self, model: Model, mesh: Mesh, options: Mapping[str, tuple[Axes, ...]], hardware: Hardware
-    ) -> None:
+    def __init__(self, model: Model, mesh: Mesh, decided: Decisions, hardware: Hardware) -> None:
         self.model, self.mesh, self.hardware = model, mesh, hardware
         self.prices = pricer(hardware, mesh)
-        self.extraction: Extraction = extract(model, mesh, options, self.prices)
+        self.extraction: Extraction = extract(model, mesh, decided, self.prices)
         self.judged: dict[tuple[int, ...], Evaluation] = {}
 
     def judge(self, choices: tuple[int, ...]) -> Evaluation:
         if choices not in self.judged:
-            layout = self.extraction.layout(choices)
-            self.judged[choices] = evaluate(self.model, self.mesh, layout, self.hardware, prices=self.prices)
+            layout, options = self.extraction.read(choices)
+            self.judged[choices] = evaluate(
+                self.model, self.mesh, layout, self.hardware, options, prices=self.prices
+            )
         return self.judged[choices]
+
+    def relaxed(self, deadline: float | None = None) -> float:
+        """A bound on the seconds of every layout, whatever memory it takes."""
+        return solve(limited(self.extraction.problem, math.inf), time_limit=_left(deadline)).bound
 
     def fastest(
         self,
@@ -81,42 +102,136 @@ class MeshSearch:
         deadline: float | None = None,
         listener: Listener | None = None,
         excluded: tuple[tuple[int, ...], ...] = (),
+        pinned: Mapping[str, Choice] | None = None,
     ) -> Outcome:
-        """The fastest layout whose exact peak is at most `limit` bytes and that takes at most `upper` seconds."""
-        problem = limited(self.extraction.problem, limit)
-        bound = 0.0
-        banned = list(excluded)
-        while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.01)
-            solution = solve(
-                problem, time_limit=left, upper_bound=upper, excluded=banned, on_progress=listener
-            )
-            if solution.choices is None:
-                proven = solution.status is Status.INFEASIBLE
-                return Outcome(None, math.inf if proven else max(bound, solution.bound), proven)
-            judged = self.judge(solution.choices)
-            bound = max(bound, solution.bound)
-            if judged.memory.peak <= limit:
-                found = Found(self.mesh, self.extraction.layout(solution.choices), judged, solution)
-                return Outcome(found, bound, solution.status is Status.OPTIMAL)
-            banned.append(solution.choices)
+        """The fastest layout whose exact peak is at most `limit` bytes and that takes at most `upper` seconds.
 
-    def frontier(self, limit: float, deadline: float | None = None) -> list[Outcome]:
-        """Fastest layout within `limit`, then within less than that one takes, and so on: time against memory, exact."""
+        A layout that the rows let pass and the judge does not is excluded and the problem solved again. If that
+        happens too often, the limit of the rows is lowered by what they were seen to miss: the answer is then not proven
+        best, and the outcome's bound says by how much it may be missed.
+
+        Args:
+          excluded: solver's choices that may not be the answer.
+          pinned: decisions that are taken already.
+        """
+        bound, share = 0.0, 1.0
+        banned = list(excluded)
+        for attempt in range(ATTEMPTS):
+            exact = attempt < ATTEMPTS // 2
+            rows_limit = limit * ROW_SLACK if exact else limit * share
+            problem = self._pinned(limited(self.extraction.problem, rows_limit), pinned or {})
+            solution = solve(
+                problem, time_limit=_left(deadline), upper_bound=upper, excluded=banned, on_progress=listener
+            )
+            if exact:
+                bound = max(bound, solution.bound)
+            if solution.choices is None:
+                proven = exact and solution.status is Status.INFEASIBLE
+                return Outcome(None, math.inf if proven else bound, proven)
+            choices = simplest(problem, self.extraction, solution.choices, banned)
+            judged = self.judge(choices)
+            if judged.memory.peak <= limit:
+                layout, options = self.extraction.read(choices)
+                found = Found(self.mesh, layout, options, judged, replace(solution, choices=choices))
+                return Outcome(found, bound, exact and solution.status is Status.OPTIMAL)
+            counted = max(row.use(choices) for row in problem.rows)
+            share = min(share, counted / judged.memory.peak)
+            banned += [choices, solution.choices]
+        return Outcome(None, bound, False)
+
+    def _pinned(self, problem: Problem, pinned: Mapping[str, Choice]) -> Problem:
+        terms = []
+        for name, choice in pinned.items():
+            options = self.extraction.decided.options[name]
+            table = np.array([0.0 if o == choice else math.inf for o in options])
+            terms.append(Term((self.extraction.names.index(name),), table, f"pin {name}"))
+        return replace(problem, terms=(*problem.terms, *terms))
+
+    def frontier(
+        self, limit: float, deadline: float | None = None, objective: str = "pareto"
+    ) -> list[Outcome]:
+        """Fastest layout within `limit`, then within less than that one takes, and so on: time against memory, exact.
+
+        For the objective `memory` only the last one, the leanest, is looked for.
+        """
+        if objective == "memory":
+            return [self.least_memory(limit, deadline)]
         out: list[Outcome] = []
-        while True:
+        while len(out) < MOST_POINTS:
             outcome = self.fastest(limit, deadline=deadline)
             if outcome.found is None:
                 return out if outcome.proven else [*out, outcome]
             out.append(outcome)
             limit = outcome.found.peak - 1
+        return out
+
+    def lean(self, deadline: float | None = None) -> Found | None:
+        """A layout with little memory: the row that is largest is made as small as can be, three times over."""
+        problem = limited(self.extraction.problem, math.inf)
+        best: Found | None = None
+        row = max(problem.rows, key=lambda r: sum(float(_values(e).max()) for e in r.entries), default=None)
+        forbidden = [_legal(t) for t in problem.terms]
+        for _ in range(3 if row is not None else 0):
+            assert row is not None
+            terms = tuple(Term(e.scope, e.table, "bytes") for e in row.entries)
+            solution = solve(replace(problem, terms=(*forbidden, *terms)), time_limit=_left(deadline))
+            if solution.choices is None:
+                break
+            judged = self.judge(solution.choices)
+            if best is None or judged.memory.peak < best.peak:
+                best = Found(self.mesh, *self.extraction.read(solution.choices), judged, solution)
+            row = max(problem.rows, key=lambda r: r.use(solution.choices or ()))
+        return best
 
     def least_memory(self, limit: float = math.inf, deadline: float | None = None) -> Outcome:
-        """The layout with the least peak; among equals the first found."""
-        last = Outcome(None, 0.0, True)
-        for outcome in self.frontier(limit, deadline):
-            last = outcome
-        return last
+        """The layout with the least peak, and among those the fastest: from a lean one down until nothing fits."""
+        start = self.lean(deadline)
+        if start is None or start.peak > limit:
+            return self.fastest(limit, deadline=deadline)
+        best = Outcome(start, 0.0, False)
+        while best.found is not None:
+            outcome = self.fastest(best.found.peak - 1, deadline=deadline)
+            if outcome.found is None:
+                same = self.fastest(best.found.peak, deadline=deadline)
+                return replace(same if same.found else best, proven=outcome.proven)
+            best = outcome
+        return best
+
+
+def _values(entry: Entry) -> np.ndarray:
+    return entry.table.values if isinstance(entry.table, Sparse) else entry.table
+
+
+def _legal(term: Term) -> Term:
+    """The term's prohibitions without its costs."""
+    if isinstance(term.table, Sparse):
+        return Term(term.scope, Sparse(term.table.assignments, np.zeros(len(term.table.values))), term.name)
+    return Term(term.scope, np.where(np.isinf(term.table), term.table, 0.0), term.name)
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.01)
+
+
+def simplest(
+    problem: Problem, extraction: Extraction, choices: tuple[int, ...], banned: Sequence[tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Choices that cost no more, with the plain option wherever it makes no difference."""
+    best = list(choices)
+    value = judge_problem(problem, choices).objective
+    for i, name in enumerate(extraction.names):
+        plain = extraction.decided.options[name].index(()) if () in extraction.decided.options[name] else 0
+        for option in sorted({plain, *range(best[i])}, key=lambda o: (o != plain, o)):
+            if option == best[i]:
+                break
+            other = (*best[:i], option, *best[i + 1 :])
+            if other in banned:
+                continue
+            found = judge_problem(problem, other)
+            if found.feasible and found.objective <= value:
+                best[i] = option
+                break
+    return tuple(best)
 
 
 def limited(problem: Problem, limit: float) -> Problem:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import stage_number
 from mesh_tf_core.mesh import Mesh
 
 FORMAT = "layoutopt-plan/1"
@@ -61,6 +62,9 @@ class Alternative(_Data):
     predicted: Predicted | None
     feasible: bool
     reason: str | None = None
+    storage: dict[str, str] = Field(default_factory=dict)
+    recompute: list[str] = Field(default_factory=list)
+    microbatches: int = 1
 
 
 class PlanFile(_Data):
@@ -70,7 +74,7 @@ class PlanFile(_Data):
     model: ModelInfo
     mesh: dict[str, int]
     layout: dict[str, list[str]]
-    storage: dict[str, Any] = Field(default_factory=dict)
+    storage: dict[str, str] = Field(default_factory=dict)
     recompute: list[str] = Field(default_factory=list)
     microbatches: int = 1
     hardware: str
@@ -93,7 +97,8 @@ class Plan:
         self.data = data
         self.mesh = Mesh(data.mesh)
         self.layout = Layout(data.layout)
-        self.options = Options(recompute=frozenset(data.recompute))
+        stages = {name: stage_number(stage) for name, stage in data.storage.items()}
+        self.options = Options(stages, frozenset(data.recompute), data.microbatches)
 
     @property
     def predicted(self) -> Predicted:
@@ -133,9 +138,13 @@ def load_plan(path: str | Path) -> Plan:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"plan {str(path)!r} cannot be read: {error.strerror}; give a file made by search --out") from None
+        raise UserError(
+            f"plan {str(path)!r} cannot be read: {error.strerror}; give a file made by search --out"
+        ) from None
     except ValueError as error:
-        raise UserError(f"plan {str(path)!r} is not whole JSON ({error}); make it again with search --out") from None
+        raise UserError(
+            f"plan {str(path)!r} is not whole JSON ({error}); make it again with search --out"
+        ) from None
     return parse_plan(content, str(path))
 
 
@@ -143,14 +152,18 @@ def parse_plan(content: Any, where: str = "plan") -> Plan:
     """A plan from its JSON object."""
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        raise UserError(f"plan {where!r} has format {found!r}; this version reads {FORMAT!r}: make it again with search")
+        raise UserError(
+            f"plan {where!r} has format {found!r}; this version reads {FORMAT!r}: make it again with search"
+        )
     try:
         return Plan(PlanFile.model_validate(content))
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(map(str, first["loc"]))
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise UserError(f"plan {where!r}: {path}: {first['msg']}{more}; make it again with search --out") from None
+        raise UserError(
+            f"plan {where!r}: {path}: {first['msg']}{more}; make it again with search --out"
+        ) from None
 
 
 def check_plan_model(plan: Plan, model: Any) -> None:
@@ -159,10 +172,16 @@ def check_plan_model(plan: Plan, model: Any) -> None:
     if info.fingerprint == model.fingerprint:
         return
     ours = dict(model.hparams)
-    different = [f"{k}={info.hparams[k]!r} there, {ours[k]!r} here" for k in ours if k in info.hparams and info.hparams[k] != ours[k]]
+    different = [
+        f"{k}={info.hparams[k]!r} there, {ours[k]!r} here"
+        for k in ours
+        if k in info.hparams and info.hparams[k] != ours[k]
+    ]
     if info.name != model.name:
         different.insert(0, f"its model is {info.name!r}, this one {model.name!r}")
     if info.parameters != model.parameters:
         different.append(f"{info.parameters:,} parameters there, {model.parameters:,} here")
     why = "; ".join(different) or "its operations differ"
-    raise UserError(f"the plan was made for another model: {why}; search again, or set the same hyperparameters")
+    raise UserError(
+        f"the plan was made for another model: {why}; search again, or set the same hyperparameters"
+    )

@@ -1,46 +1,34 @@
-"""The search over mesh shapes: each one's integer program, the best of them, and the plan with everything beside it."""
+"""The search over mesh shapes and microbatches: each one's integer program, and the best of them.
+
+Microbatches are tried in rising number. More of them never make a step faster if memory is no object (the same work in
+smaller pieces, with as many messages or more), so once the best time without a memory limit is no better than what is
+known to fit, larger numbers cannot win and are not tried.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.topology import Cluster
-from layoutopt.baselines import axis_names, batch_dim, mesh_shapes, named_layouts
+from layoutopt.baselines import mesh_shapes
+from layoutopt.decisions import decisions
 from layoutopt.domains import domains, parse_rules
-from layoutopt.evaluate import Evaluation, alternative, gib
+from layoutopt.evaluate import gib
 from layoutopt.extract import count_layouts
-from layoutopt.mesh_search import Found, MeshSearch
-from layoutopt.plan import FORMAT, Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
+from layoutopt.mesh_search import Found, MeshSearch, Outcome
+from layoutopt.plan import Plan
+from layoutopt.planning import make_plan
+from layoutopt.request import EXACT, OBJECTIVES, Progress, Request, Rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
-from mesh_tf_core.layout import Axes, Layout
+from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 
-Progress = Callable[[str, float, float], None]
-"""on_progress(mesh, best seconds so far, proven bound on this mesh)."""
-OBJECTIVES = ("time", "memory", "pareto")
-EXACT = 1e-9
-"""Relative gap below which a bound equals its objective: solvers count costs in whole units of about this size."""
-Rules = str | Mapping[str, Axes] | None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of a search, checked."""
-
-    model: Model
-    hardware: Hardware
-    limit: float
-    objective: str
-    pins: Mapping[str, Axes]
-    forbid: Mapping[str, Axes]
-    top: int
-    deadline: float | None
-    on_progress: Progress | None
+__all__ = ["OBJECTIVES", "Progress", "search"]
 
 
 def search(
@@ -56,6 +44,9 @@ def search(
     time_limit: float | None = None,
     max_axes: int = 2,
     on_progress: Progress | None = None,
+    storage: Sequence[str] = STAGES,
+    recompute: Sequence[bool] = (False, True),
+    microbatches: Sequence[int] = (1, 2, 4, 8),
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -67,6 +58,9 @@ def search(
       pins, forbid: rules such as "batch:data"; `batch:none` pins a dimension to not being split.
       top: how many of the best layouts to list.
       time_limit: seconds.
+      storage: stages that variables may be stored at, of "layout", "zero1", "zero2", "zero3".
+      recompute: whether the bodies of loops may, must or must not run again in backward.
+      microbatches: numbers of parts that the batch may be split into; those that do not divide it are left out.
 
     Raises:
       InfeasibleError: proven that nothing fits; the message names the largest tensors.
@@ -86,13 +80,26 @@ def search(
         top,
         None if time_limit is None else started + time_limit,
         on_progress,
+        tuple(storage),
+        tuple(recompute),
+        tuple(sorted(set(microbatches))),
     )
     results = _Results(request)
     for shape in _meshes(mesh, devices, max_axes, chosen):
         results.add(shape)
     best = results.answer()
-    names = axis_names(best.layout, best.mesh, batch_dim(model)) if mesh is None else {}
-    return _plan(request, results, best, names, time.monotonic() - started)
+    known = results.searches[best.mesh, best.options.microbatches]
+    return make_plan(
+        request,
+        best,
+        known,
+        results.frontier,
+        results.bound,
+        results.proven,
+        results.considered,
+        mesh is None,
+        time.monotonic() - started,
+    )
 
 
 def _check(
@@ -136,24 +143,63 @@ class _Results:
     proven: bool = True
     considered: int = 0
     frontier: list[Found] = field(default_factory=list)
-    searches: dict[Mesh, MeshSearch] = field(default_factory=dict)
+    searches: dict[tuple[Mesh, int], MeshSearch] = field(default_factory=dict)
 
     def add(self, mesh: Mesh) -> None:
-        """Searches one mesh shape."""
+        """Searches one mesh shape, with one microbatch, then with more as long as they may help."""
+        for parts in self._parts():
+            search = self._open(mesh, parts)
+            if search is None:
+                break
+            if self.request.objective == "time":
+                if not self._fastest(search, mesh):
+                    break
+            else:
+                for outcome in search.frontier(
+                    self.request.limit, self.request.deadline, self.request.objective
+                ):
+                    self._take(outcome)
+
+    def _parts(self) -> list[int]:
+        """The numbers of microbatches to try; for the frontier and the least memory, of one each."""
+        model = self.request.model
+        if model.batch_dim is None:
+            return [1]
+        size = min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
+        return [m for m in self.request.microbatches if size % m == 0] or [1]
+
+    def _open(self, mesh: Mesh, parts: int) -> MeshSearch | None:
+        """The problem of one mesh and number of microbatches; None if the model cannot be split so."""
         request = self.request
-        options = domains(request.model.graph, mesh, request.pins, request.forbid)
-        self.considered += count_layouts(options)
-        search = self.searches[mesh] = MeshSearch(request.model, mesh, options, request.hardware)
-        if request.objective == "time":
-            upper = self.best.seconds if self.best else None
-            outcomes = [search.fastest(request.limit, upper, request.deadline, lambda a, b: self._tell(mesh, a, b))]
-        else:
-            outcomes = search.frontier(request.limit, request.deadline)
-        for outcome in outcomes:
-            self.proven &= outcome.proven
-            self.bound = min(self.bound, outcome.bound)
-            if outcome.found is not None:
-                self._consider(outcome.found)
+        try:
+            graph = request.model.training_step(parts).graph
+        except UserError:
+            if parts == 1:
+                raise
+            return None
+        splits = domains(graph, mesh, request.pins, request.forbid)
+        decided = decisions(graph, splits, request.storage, request.recompute, parts)
+        self.considered += count_layouts(decided.options)
+        search = self.searches[mesh, parts] = MeshSearch(request.model, mesh, decided, request.hardware)
+        return search
+
+    def _fastest(self, search: MeshSearch, mesh: Mesh) -> bool:
+        """Looks for something faster than the best so far; whether more microbatches may still win."""
+        request = self.request
+        upper = self.best.seconds if self.best else None
+        free = search.relaxed(request.deadline)
+        if upper is not None and free >= upper:
+            return False
+        self._take(
+            search.fastest(request.limit, upper, request.deadline, lambda a, b: self._tell(mesh, a, b))
+        )
+        return self.best is None or free < self.best.seconds * (1 - EXACT)
+
+    def _take(self, outcome: Outcome) -> None:
+        self.proven &= outcome.proven
+        self.bound = min(self.bound, outcome.bound)
+        if outcome.found is not None:
+            self._consider(outcome.found)
 
     def _consider(self, found: Found) -> None:
         by_memory = self.request.objective == "memory"
@@ -187,7 +233,7 @@ class _Results:
         request = self.request
         leanest: Found | None = None
         for search in self.searches.values():
-            found = search.least_memory(deadline=request.deadline).found
+            found = search.lean(request.deadline)
             if found is not None and (leanest is None or found.peak < leanest.peak):
                 leanest = found
         asked = f"no layout of {request.model.name!r} fits into {gib(request.limit)} a device"
@@ -195,124 +241,7 @@ class _Results:
             return f"{asked}: the pins and prohibitions allow no legal layout; drop one of them"
         held = ", ".join(f"{h.what} ({gib(h.bytes)})" for h in leanest.judged.memory.holdings[:3])
         return (
-            f"{asked}: the leanest one, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "
+            f"{asked}: the leanest one found, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "
             f"{gib(leanest.peak)}, {gib(leanest.peak - request.limit)} over; its largest tensors: {held}; "
             "use more devices or more memory, or a smaller batch"
         )
-
-
-def _plan(request: Request, results: _Results, best: Found, names: Mapping[str, str], seconds: float) -> Plan:
-    data = PlanFile(
-        format=FORMAT,
-        model=ModelInfo(
-            name=request.model.name,
-            fingerprint=request.model.fingerprint,
-            hparams=dict(request.model.hparams),
-            parameters=request.model.parameters,
-        ),
-        mesh=_mesh(best.mesh, names).as_dict(),
-        layout=_form(_renamed(best.layout, names)),
-        hardware=request.hardware.name,
-        predicted=_predicted(best.judged, names),
-        solver=_solver(request, results, best, seconds),
-        alternatives=_alternatives(request, results, best, names),
-        frontier=[_point(f, i) for i, f in enumerate(results.frontier)] or None,
-        notes=_notes(best),
-    )
-    return Plan(data)
-
-
-def _solver(request: Request, results: _Results, best: Found, seconds: float) -> SolverInfo:
-    value = float(best.peak) if request.objective == "memory" else best.seconds
-    bound = value if request.objective == "memory" and results.proven else min(results.bound, value)
-    gap = (value - bound) / value if value else 0.0
-    gap, bound = (0.0, value) if gap < EXACT else (gap, bound)
-    return SolverInfo(
-        status="OPTIMAL" if results.proven and gap <= 1e-6 else "FEASIBLE",
-        objective=value,
-        bound=bound,
-        gap=gap,
-        wall_seconds=seconds,
-        layouts_considered=f"{results.considered:,}",
-    )
-
-
-def _notes(best: Found) -> list[str]:
-    table, value = best.solution.objective, best.seconds
-    if abs(table - value) <= EXACT * value:
-        return []
-    return [
-        f"the tables sum to {table:.9g} s and the lowered program costs {value:.9g} s "
-        f"({(table / value - 1) * 100:+.2g} %), because messages that travel together share more than their latency"
-    ]
-
-
-def _mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
-    return Mesh([(names.get(a, a), n) for a, n in mesh.axes])
-
-
-def _renamed(layout: Layout, names: Mapping[str, str]) -> Layout:
-    return Layout({n: tuple(names.get(a, a) for a in axes) for n, axes in layout.items()})
-
-
-def _form(layout: Layout) -> dict[str, list[str]]:
-    return {n: list(a) for n, a in layout.items()}
-
-
-def _predicted(judged: Evaluation, names: Mapping[str, str]) -> Predicted:
-    found = judged.predicted
-    sent = {
-        "+".join(names.get(a, a) for a in key.split("+")): n
-        for key, n in found.communication_bytes_per_device.items()
-    }
-    return found.model_copy(update={"communication_bytes_per_device": sent})
-
-
-def _point(found: Found, number: int) -> Alternative:
-    return Alternative(
-        name=f"frontier {number + 1}",
-        mesh=found.mesh.as_dict(),
-        layout=_form(found.layout),
-        predicted=found.judged.predicted,
-        feasible=True,
-    )
-
-
-def _alternatives(
-    request: Request, results: _Results, best: Found, names: Mapping[str, str]
-) -> list[Alternative]:
-    """Named baselines on the answer's mesh, the best layout that leaves the batch whole, and the next best ones."""
-    model, hardware, limit = request.model, request.hardware, request.limit
-    mesh = _mesh(best.mesh, names)
-    options = domains(model.graph, mesh)
-    out = [
-        alternative(name, model, its_mesh, layout, hardware, limit)
-        for name, its_mesh, layout in named_layouts(model, mesh, options)
-    ]
-    batch = batch_dim(model)
-    if batch and len(options[batch]) > 1:
-        whole = MeshSearch(model, mesh, {**options, batch: ((),)}, hardware)
-        found = whole.fastest(math.inf, deadline=request.deadline).found
-        if found is not None:
-            out.append(alternative("model parallel (best)", model, mesh, found.layout, hardware, limit))
-    out += _next_best(request, results.searches[best.mesh], best, names)
-    return out
-
-
-def _next_best(request: Request, search: MeshSearch, best: Found, names: Mapping[str, str]) -> list[Alternative]:
-    """The second best distinct layout on the answer's mesh, the third, and so on."""
-    out: list[Alternative] = []
-    banned = [best.solution.choices or ()]
-    seen = {best.layout}
-    while len(out) < request.top - 1:
-        found = search.fastest(request.limit, deadline=request.deadline, excluded=tuple(banned)).found
-        if found is None:
-            break
-        banned.append(found.solution.choices or ())
-        if found.layout in seen:  # the same layout with a message group opened in vain
-            continue
-        seen.add(found.layout)
-        layout, mesh = _renamed(found.layout, names), _mesh(found.mesh, names)
-        name = f"number {len(seen)}"
-        out.append(alternative(name, request.model, mesh, layout, request.hardware, request.limit))
-    return out

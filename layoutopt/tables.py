@@ -1,9 +1,9 @@
-"""Cost tables: every cluster, lowered by itself under every legal assignment of its own dimensions, and priced.
+"""Cost tables: every cluster, lowered by itself under every legal combination of the decisions about it, and priced.
 
-    T_c(a) = seconds of cluster c when its dimensions are split as a says          (computed by lowering, never by formula)
+    T_c(a) = seconds of cluster c when the decisions are a                         (computed by lowering, never by formula)
     S_c(a) = the small gradient messages in it, which travel with those of other clusters: (axes, dtype) -> bytes
 
-The time of a step under a layout is sum_c multiplicity_c T_c + sum over message groups of their shared latency.
+The time of a step is sum_c multiplicity_c T_c + sum over message groups of their shared latency.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 
 from costmodels.pricing import Pricer
 from layoutopt.clusters import Cluster
+from layoutopt.decisions import Choice, Decisions
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.graph import Graph
-from mesh_tf_core.layout import Axes, Layout
-from mesh_tf_core.lower import lower
+from mesh_tf_core.lower import Keep, lower
 from mesh_tf_core.lower.combine import Key, combinable
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.program import Program
 
-Domains = Mapping[str, Sequence[Axes]]
-Assignment = tuple[Axes, ...]
+Assignment = tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
@@ -35,57 +34,76 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """All legal assignments of a cluster's dimensions."""
+    """All legal assignments of the decisions that matter to a cluster; `names` are those with a choice."""
 
     cluster: Cluster
-    dims: tuple[str, ...]
+    names: tuple[str, ...]
     entries: Mapping[Assignment, Entry]
 
 
-def assignments(cluster: Cluster, dims: Sequence[str], domains: Domains) -> Iterator[Assignment]:
-    """Assignments under which no tensor of the cluster uses an axis twice."""
-    position = {n: i for i, n in enumerate(dims)}
-    shapes = [[position[n] for n in names if n in position] for names in cluster.shapes]
-    involved = [[s for s in shapes if i in s] for i in range(len(dims))]
-    chosen: list[Axes] = [()] * len(dims)
-
-    def free(i: int, axes: Axes) -> bool:
-        return not any(set(axes) & set(chosen[j]) for shape in involved[i] for j in shape if j < i)
+def assignments(
+    names: Sequence[str], shapes: Sequence[Sequence[str]], options: Mapping[str, Sequence[Choice]]
+) -> Iterator[Assignment]:
+    """Assignments of `names` under which no shape uses a mesh axis twice."""
+    position = {n: i for i, n in enumerate(names)}
+    within = [[position[n] for n in shape if n in position] for shape in shapes]
+    rivals = [
+        sorted({j for shape in within if i in shape for j in shape if j < i}) for i in range(len(names))
+    ]
+    chosen: list[Choice] = [()] * len(names)
 
     def extend(i: int) -> Iterator[Assignment]:
-        if i == len(dims):
+        if i == len(names):
             yield tuple(chosen)
             return
-        for axes in domains[dims[i]]:
-            if not axes or free(i, axes):
-                chosen[i] = axes
+        for choice in options[names[i]]:
+            if not choice or not any(set(choice) & set(chosen[j]) for j in rivals[i]):
+                chosen[i] = choice
                 yield from extend(i + 1)
         chosen[i] = ()
 
     yield from extend(0)
 
 
-def table(graph: Graph, mesh: Mesh, cluster: Cluster, domains: Domains, pricer: Pricer) -> Table:
-    """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out."""
-    dims = tuple(n for n in cluster.dims if len(domains[n]) > 1)
-    fixed = {n: domains[n][0] for n in cluster.dims if len(domains[n]) == 1}
-    entries: dict[Assignment, Entry] = {}
-    for assignment in assignments(cluster, dims, domains):
-        layout = Layout({**fixed, **dict(zip(dims, assignment, strict=True))})
+class Tabler:
+    """Builds the tables of one graph on one mesh."""
+
+    def __init__(self, graph: Graph, mesh: Mesh, decided: Decisions, pricer: Pricer) -> None:
+        self.graph, self.mesh, self.decided, self.pricer = graph, mesh, decided, pricer
+
+    def table(self, cluster: Cluster) -> Table:
+        """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out."""
+        options = self.decided.options
+        names = tuple(n for n in (*cluster.dims, *cluster.switches) if len(options.get(n, ())) > 1)
+        entries: dict[Assignment, Entry] = {}
+        for assignment in assignments(names, cluster.shapes, options):
+            entry = self.entry(cluster, dict(zip(names, assignment, strict=True)))
+            if entry is not None:
+                entries[assignment] = entry
+        return Table(cluster, names, entries)
+
+    def entry(self, cluster: Cluster, chosen: Mapping[str, Choice]) -> Entry | None:
+        """The price of a cluster under some choices; None if they are not legal."""
+        program = self._lowered(cluster, cluster.keep, chosen)
+        if program is None:
+            return None
+        seconds = self.pricer.seconds(program)
+        small: dict[Key, int] = {}
+        # Priced call by call, messages that travel together are priced one by one already.
+        for key, found in ({} if self.pricer.by_call else combinable(program)).items():
+            for instr in found:
+                payload = program.values[instr.inputs[0]].local_bytes(program.mesh)
+                seconds -= self.pricer.message_seconds("all_reduce", key[0], payload)
+                small[key] = small.get(key, 0) + payload
+        if cluster.again is not None and self.decided.read(chosen)[1].recompute:
+            second = self._lowered(cluster, cluster.again, chosen)
+            assert second is not None
+            seconds += self.pricer.seconds(second)
+        return Entry(max(seconds, 0.0), small)
+
+    def _lowered(self, cluster: Cluster, keep: Keep, chosen: Mapping[str, Choice]) -> Program | None:
+        layout, options = self.decided.read(chosen)
         try:
-            program = lower(graph, mesh, layout, cluster.early, keep=cluster.keep)
+            return lower(self.graph, self.mesh, layout, cluster.early, options, keep)
         except LayoutError:
-            continue
-        entries[assignment] = _entry(program, pricer)
-    return Table(cluster, dims, entries)
-
-
-def _entry(program: Program, pricer: Pricer) -> Entry:
-    seconds = pricer.seconds(program)
-    small: dict[Key, int] = {}
-    for key, found in combinable(program).items():
-        for instr in found:
-            payload = program.values[instr.inputs[0]].local_bytes(program.mesh)
-            seconds -= pricer.message_seconds("all_reduce", key[0], payload)
-            small[key] = small.get(key, 0) + payload
-    return Entry(max(seconds, 0.0), small)
+            return None

@@ -2,9 +2,10 @@
 
     loss(batch) = sum over j of loss(part j)     (losses are sums scaled by constants of the whole batch)
 
-The transformed graph holds the same operations with a smaller batch dimension inside a loop over `microbatch`; loss,
-metrics and gradients are summed over its iterations. Random keys get the number of the part. A model whose operations
-fix sizes derived from the batch (a reshape that flattens it, say) cannot be split so.
+The transformed graph holds the same operations with a smaller batch dimension inside a loop over
+`microbatch`; loss, metrics and gradients are summed over its iterations. Random keys get the number of the
+part. A model whose operations fix sizes derived from the batch (a reshape that flattens it, say) cannot be
+split so.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from mesh_tf_core.structure import Feed, Read
 from mesh_tf_core.tensor import Tensor
 
 
-def accumulate(graph: Graph, batch: str, parts: int, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
+def accumulate(
+    graph: Graph, batch: str, parts: int, wanted: Mapping[str, Tensor]
+) -> tuple[Graph, dict[str, Tensor]]:
     """A new graph that computes `wanted` (sums over the batch) part by part.
 
     Args:
@@ -113,7 +116,9 @@ class _Copy:
             try:
                 made = self.new.apply(op, *inputs)
             except UserError as error:
-                raise UserError(f"microbatches={self.parts}: {op.describe()} fixes the size of the batch ({error})") from None
+                raise UserError(
+                    f"microbatches={self.parts}: {op.describe()} fixes the size of the batch ({error})"
+                ) from None
             outs = made if isinstance(made, tuple) else (made,)
             for old, tensor in zip(node.outputs, outs, strict=True):
                 if tensor.shape != self._shape(self.old.tensor(old).shape):
@@ -157,6 +162,8 @@ class _Copy:
             block.carry_out = tuple(self.tensors[i].id for i in body.carry_out)
             block.stacked = [(self.tensors[i].id, self._outer(o, block)) for i, o in body.stacked]
             block.summed = [(self.tensors[i].id, self._outer(o, block)) for i, o in body.summed]
+            pairs = ((a, b) for a, b in body.captured.items() if a in self.tensors and b in self.tensors)
+            block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in pairs}
             block.saved = {self.tensors[i].id: self._outer(o, block) for i, o in body.saved.items()}
         finals = self.new.close_loop(block, init)
         self.tensors.update(zip(node.outputs, finals, strict=False))

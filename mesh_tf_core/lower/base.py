@@ -8,7 +8,7 @@ result, which is all-reduced at once. `passes` then moves those sums.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.dims import Shape
@@ -49,12 +49,33 @@ class Keep:
     Attributes:
       nodes: what to lower.
       blocks: ids of the loop bodies that hold some of it.
-      homes: (block, tensor): also bring a tensor into its natural placement at the end of a block, as readers would.
+      homes: (block, tensor): also bring a tensor into its natural placement at the end of a block, as readers
+        would.
     """
 
     nodes: frozenset[int]
     blocks: frozenset[int]
     homes: frozenset[tuple[int, int]] = frozenset()
+    _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
+    _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
+
+    def within(self, block: Block) -> list[Node]:
+        """The nodes of a block to lower, and the loops to enter."""
+        if block.id not in self._visits:
+            self._visits[block.id] = [
+                n
+                for n in block.nodes
+                if n.index in self.nodes or (n.body is not None and n.body.id in self.blocks)
+            ]
+        return self._visits[block.id]
+
+    def reads(self, block: Block) -> frozenset[int]:
+        """The tensors that the kept nodes of a block read."""
+        if block.id not in self._reads:
+            kept = (n for n in block.nodes if n.index in self.nodes)
+            homes = (t for b, t in self.homes if b == block.id)
+            self._reads[block.id] = frozenset((*(i for n in kept for i in n.inputs), *homes))
+        return self._reads[block.id]
 
 
 class Lowering:
@@ -217,7 +238,8 @@ class Lowering:
         """Lowers one operation; returns its outputs in natural placement, nothing pending."""
         override = getattr(op, "lower", None)
         if isinstance(op, Cast) and op.dtype != "bool":
-            # A cast is cheap on any piece: a variable stored split is cast before it is gathered, at half the bytes.
+            # A cast is cheap on any piece: a variable stored split is cast before it is gathered, at half the
+            # bytes.
             key = (inputs[0], op.dtype)
             if key not in self.cast:
                 (self.cast[key],) = self.local(op, inputs, types, [self.values[inputs[0]].splits])
@@ -280,10 +302,8 @@ class Lowering:
         return [env[result.id]]
 
     def nodes(self, block: Block) -> None:
-        for node in block.nodes:
-            wanted = self.keep is None or node.index in self.keep.nodes
-            if wanted or (node.body is not None and self.keep and node.body.id in self.keep.blocks):
-                self.node(node)
+        for node in block.nodes if self.keep is None else self.keep.within(block):
+            self.node(node)
         for home, tensor in sorted(self.keep.homes) if self.keep else ():
             if home == block.id:
                 self.at_home(self.value_of(tensor))
@@ -311,8 +331,9 @@ def lower_base(
     state.nodes(graph.blocks[0])
     if keep is not None:
         state.deliver_gradients()
-    for tensor, id in state.env.items():
-        state.values[id] = replace(state.values[id], tensor=tensor)
+    else:
+        for tensor, id in state.env.items():
+            state.values[id] = replace(state.values[id], tensor=tensor)
     returned = {name: state.at_home(state.value_of(t.id)) for name, t in (results or {}).items()}
     return Program(
         mesh, layout, tuple(state.values), tuple(state.code), dict(state.stored), dict(state.feeds), returned

@@ -82,6 +82,15 @@ class Loops:
         if self.low.keep is None:
             return True
         producer = self.low.graph.producer.get(tensor, scan)
+        while producer.body is not None and producer is not scan:
+            body = producer.body
+            made = {o: i for i, o in (*body.stacked, *body.summed, *body.saved.items())}
+            if tensor not in made:
+                break
+            tensor = made[tensor]
+            producer = self.low.graph.producer.get(tensor, producer)
+            if producer.body is body:
+                break
         return producer.index in self.low.keep.nodes
 
     def _sliced(self, block: Block) -> list[tuple[int, int]]:
@@ -90,7 +99,8 @@ class Loops:
         saved = {o: i for i, o in block.forward.saved.items()} if block.forward else {}
         again: list[tuple[int, int]] = []
         for outer, inner in block.sliced:
-            if outer in saved and block.forward and self._recomputes(block.forward):
+            forward = block.forward if self.low.keep is None else None
+            if outer in saved and forward and self._recomputes(forward):
                 again.append((saved[outer], inner))
                 continue
             if self.low.keep is not None and outer not in self.low.env and not self._used(block, inner):
@@ -102,7 +112,7 @@ class Loops:
 
     def _used(self, block: Block, tensor: int) -> bool:
         assert self.low.keep is not None
-        return any(tensor in n.inputs for n in block.nodes if n.index in self.low.keep.nodes)
+        return tensor in self.low.keep.reads(block)
 
     def _part(self, outer: int, inner: int) -> tuple[int, int]:
         v = self.low.values[outer]
@@ -118,7 +128,7 @@ class Loops:
         pairs = []
         for stack, tensor in zip(self._carry_stacks[forward.id], forward.carry_in, strict=True):
             pairs.append(self._part(stack, tensor))
-        known = {outer: inner for outer, inner in block.sliced}
+        known = dict(block.sliced)
         for outer, inner in forward.sliced:
             if known.get(outer) in self.low.env:
                 self.low.env[inner] = self.low.env[known[outer]]
@@ -133,7 +143,8 @@ class Loops:
         return pairs
 
     def _recomputes(self, block: Block) -> bool:
-        """Asked for, and the loop's backward stands beside it (a loop in a recomputed body runs again as it is)."""
+        """Asked for, and the loop's backward stands beside it (a loop in a recomputed body runs again as it
+        is)."""
         if block.dim is None or block.dim.name not in self.low.recompute or not block.saved:
             return False
         return any(b.forward is block and b.parent == block.parent for b in self.low.graph.blocks)

@@ -64,7 +64,9 @@ def lower(
         known = {name: max(sizes) for name, sizes in graph.dims().items()}
         layout.check(mesh, known)
     program = lower_base(graph, mesh, layout, results, options.storage, options.recompute, keep)
-    for name, run in PASSES:
-        if keep is None or name != "dead":
-            program = run(program)
+    if keep is not None:
+        # What is dead or travels together is not known from a part of the graph.
+        return delay_sums(program)
+    for _, run in PASSES:
+        program = run(program)
     return program

@@ -1,0 +1,40 @@
+"""What is asked of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from costmodels.hardware import Hardware
+from mesh_tf_core.layout import Axes
+from mesh_tf_core.model import Model
+
+Progress = Callable[[str, float, float], None]
+"""on_progress(mesh, best seconds so far, proven bound on this mesh)."""
+OBJECTIVES = ("time", "memory", "pareto")
+EXACT = 1e-9
+"""Relative gap below which a bound equals its objective: solvers count costs in whole units of about this size."""
+Rules = str | Mapping[str, Axes] | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """The question, checked.
+
+    Attributes:
+      limit: bytes a device may hold.
+      deadline: of the monotonic clock.
+    """
+
+    model: Model
+    hardware: Hardware
+    limit: float
+    objective: str
+    pins: Mapping[str, Axes]
+    forbid: Mapping[str, Axes]
+    top: int
+    deadline: float | None
+    on_progress: Progress | None
+    storage: tuple[str, ...]
+    recompute: tuple[bool, ...]
+    microbatches: tuple[int, ...]
