@@ -93,10 +93,8 @@ def show(name: str, result: dict[str, Any]) -> None:
     print(f"\n{name}\n{'predicted ms':>13} {'measured ms':>12} {'ratio':>6} {'spread':>7}  layout")
     for row in sorted(result["rows"], key=lambda r: r["predicted_seconds"]):
         predicted, measured = row["predicted_seconds"], row["measured_seconds"]
-        print(
-            f"{predicted * 1e3:13.2f} {measured * 1e3:12.2f} {predicted / measured:6.2f} {row['spread']:7.1%}  "
-            f"{row['layout'] or '-'} ({row['name']})"
-        )
+        numbers = f"{predicted * 1e3:13.2f} {measured * 1e3:12.2f} {predicted / measured:6.2f}"
+        print(f"{numbers} {row['spread']:7.1%}  {row['layout'] or '-'} ({row['name']})")
     print(line(result))
     print(result["noise"]["words"])
 

@@ -18,7 +18,7 @@ from costmodels.hardware import Hardware
 from mesh_tf_core.engines import Engine, open_engine
 from mesh_tf_core.mesh import Mesh
 
-REFERENCES = ("matmul 1x512x512x512", "binary.same 1024x512")
+REFERENCES = ("matmul 512x512x512", "binary.same 1024x512")
 SECONDS = 0.05
 
 

@@ -4,7 +4,8 @@ A probe's step holds r repeats of one operation, whose calls (`costmodels.kernel
 also reads and stores variables, which probes without work measure:
 
 (1) seconds of one repeat y = (step - empty step) / r - seconds of its reads and stores
-(2) seconds of the class that the probe is about: y - sum of the other calls, by the classes fitted before it
+(2) seconds of the class that the probe is about: y - sum of the other calls, by the classes fitted
+    before it; at least the time of the cheapest pass over as many bytes, `kernel.unary`
 (3) a class's curve: the non-decreasing one nearest to its points (least squares, pooling adjacent violators)
 (4) matrix products: y = launch + a FLOPs + b bytes of operands + c bytes of the result, all coefficients >=
     0, least relative squares
@@ -123,7 +124,9 @@ def target_seconds(out: Fit, probe: Probe, m: Measurement) -> float:
     seconds = whole - out.seconds(others)
     if own.final and (fresh := out.curves.get("kernel.fresh")) is not None:
         seconds -= fresh.curve(own.made)
-    return max(seconds, SMALLEST * whole)
+    cheapest = out.curves.get("kernel.unary")
+    floor = cheapest.curve(own.bytes) if cheapest is not None and not own.flops else 0.0
+    return max(seconds, floor, SMALLEST * whole)
 
 
 def curve_of(op_class: str, samples: Sequence[tuple[float, float, float]]) -> Fitted:

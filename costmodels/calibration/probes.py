@@ -166,48 +166,35 @@ def elements(quick: bool) -> Iterator[Probe]:
         yield _local("take.elements", label, Pick("b"), wide, tensor(r * c // 16, dtype="int32"))
 
 
+PRODUCTS = (
+    "64x64x64 128x128x128 256x256x256 512x512x512 1024x128x64 1024x128x16 1024x16x128 128x1024x16 "
+    "1024x64x128 128x1024x128 512x128x512 1024x512x128 256x2048x256 64x512x256 2048x64x16 32x128x512 "
+    "T1024x128x64 T128x1024x64 T256x256x256 T512x512x512 T2048x64x16"
+)
+"""m x k x n: square ones, tall activations by narrow weights, narrow by wide, and sums over many rows
+(gradients of weights); T: the first factor lies transposed."""
+MORE_PRODUCTS = (
+    "1024x1024x1024 2048x1024x256 256x1024x2048 32x1024x1024 4096x64x64 T2048x256x256 T1024x64x512"
+)
+BATCHES = (
+    "16x128x32x128 64x64x16x64 16x128x128x32 8x32x64x32 128x32x16x32 32x64x64x16 4x256x64x256 16x64x256x64 "
+    "2x128x128x128"
+)
+"""batch x m x k x n: logits and mixtures of attention, and their gradients."""
+MORE_BATCHES = "64x128x64x128 32x128x128x64 4x256x256x256 128x64x64x16"
+
+
 def products(quick: bool) -> Iterator[Probe]:
-    """Matrix products as in attention and feed-forward layers, forward and backward: (batch, m, k, n)."""
-    shapes = [
-        (1, 16, 16, 16),
-        (1, 128, 64, 128),
-        (1, 256, 256, 256),
-        (1, 1024, 128, 512),
-        (1, 1024, 512, 128),
-        (1, 2048, 256, 256),
-        (1, 256, 2048, 256),
-        (1, 512, 512, 512),
-        (1, 64, 512, 2048),
-        (1, 512, 64, 256),
-        (1, 256, 512, 64),
-        (1, 2048, 128, 16),
-        (16, 128, 32, 128),
-        (64, 64, 16, 64),
-        (16, 128, 128, 32),
-        (8, 32, 64, 32),
-        (128, 32, 16, 32),
-        (32, 64, 64, 16),
-        (4, 256, 64, 256),
-        (16, 64, 256, 64),
-        (2, 128, 128, 128),
-    ]
-    more = [
-        (1, 2048, 1024, 256),
-        (1, 256, 1024, 2048),
-        (1, 32, 1024, 1024),
-        (1, 4096, 64, 64),
-        (64, 128, 64, 128),
-        (32, 128, 128, 64),
-        (4, 256, 256, 256),
-        (1, 1024, 1024, 1024),
-    ]
-    for batch, m, k, n in shapes if quick else [*shapes, *more]:
-        d = {"z": Dim("z", batch), "m": Dim("m", m), "k": Dim("k", k), "n": Dim("n", n)}
-        many = [d["z"]] if batch > 1 else []
-        x = TensorType(Shape([*many, d["m"], d["k"]]), "float32")
-        y = TensorType(Shape([*many, d["k"], d["n"]]), "float32")
-        op = Einsum(Shape([*many, d["m"], d["n"]]))
-        yield _local("batch" if batch > 1 else "matmul", f"{batch}x{m}x{k}x{n}", op, x, y)
+    """Matrix products as in attention and feed-forward layers, forward and backward."""
+    for text in (PRODUCTS if quick else f"{PRODUCTS} {MORE_PRODUCTS}").split():
+        m, k, n = (Dim(d, int(s)) for d, s in zip("mkn", text.removeprefix("T").split("x"), strict=True))
+        left = Shape([k, m] if text.startswith("T") else [m, k])
+        x, y = TensorType(left, "float32"), TensorType(Shape([k, n]), "float32")
+        yield _local("matmul", text, Einsum(Shape([m, n])), x, y)
+    for text in (BATCHES if quick else f"{BATCHES} {MORE_BATCHES}").split():
+        z, m, k, n = (Dim(d, int(s)) for d, s in zip("zmkn", text.split("x"), strict=True))
+        x, y = TensorType(Shape([z, m, k]), "float32"), TensorType(Shape([z, k, n]), "float32")
+        yield _local("batch", text, Einsum(Shape([z, m, n])), x, y)
 
 
 def groups(mesh: Mesh) -> list[Axes]:

@@ -22,8 +22,8 @@ from mesh_tf_core.ops.unary import Unary
 MESH = Mesh("data:2")
 SOME = {
     "empty", "stores", "unary 8x64", "unary 1024x256", "unary 8x64 kept", "unary 1024x256 kept",
-    "binary.same 8x64", "binary.same 1024x256", "binary.row 8x64", "matmul 1x16x16x16",
-    "matmul 1x256x256x256", "batch 8x32x64x32", "all_reduce data 8192", "all_reduce data 262144",
+    "binary.same 8x64", "binary.same 1024x256", "binary.row 8x64", "matmul 64x64x64",
+    "matmul 256x256x256", "batch 8x32x64x32", "all_reduce data 8192", "all_reduce data 262144",
     "permute data 8192", "check gelu_grad 64x128",
 }  # fmt: skip
 
