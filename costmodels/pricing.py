@@ -17,7 +17,7 @@ its start and its stored variables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -246,9 +246,8 @@ class Pricer:
         )
 
     def collective(self, program: Program, instr: Collective, times: int) -> Line:
-        payload = sum(program.values[i].local_bytes(program.mesh) for i in instr.inputs)
         kind = instr.name
-        seconds = self._message(kind, instr.axes, payload)
+        seconds = self._joined(kind, instr.axes, [program.values[i].local_bytes(program.mesh) for i in instr.inputs])
         exposed = seconds * (1.0 - self.hardware.hidden_fraction(kind))
         sent = program.wire_bytes(instr)
         return Line(
@@ -258,6 +257,11 @@ class Pricer:
     def message_seconds(self, kind: str, axes: Axes, payload: int) -> float:
         """Exposed seconds of one collective whose input on a device has `payload` bytes."""
         return self._message(kind, axes, payload) * (1.0 - self.hardware.hidden_fraction(kind))
+
+    def _joined(self, kind: str, axes: Axes, payloads: Sequence[int]) -> float:
+        """Values that travel together pay for their bytes each, and for one latency (that of one byte) together."""
+        total = sum(self._message(kind, axes, payload) for payload in payloads)
+        return total - (len(payloads) - 1) * self._message(kind, axes, 1)
 
     def _message(self, kind: str, axes: Axes, payload: int) -> float:
         key = (kind, axes, payload)

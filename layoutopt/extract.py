@@ -132,8 +132,9 @@ def _time_terms(tables: Sequence[Table], groups: Sequence[Key], index: Index, pr
         costs = {}
         for assignment, entry in t.entries.items():
             small = sum(
-                max(pricer.message_seconds("all_reduce", k[0], b) - alpha[k], 0.0)
-                for k, b in entry.small.items()
+                pricer.message_seconds("all_reduce", k[0], b) - alpha[k]
+                for k, payloads in entry.small.items()
+                for b in payloads
             )
             costs[tuple(assignment[i] for i in swap)] = t.cluster.multiplicity * (entry.seconds + small)
         known = joined.get(order)

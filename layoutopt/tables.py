@@ -26,10 +26,10 @@ Assignment = tuple[Choice, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """Price of one assignment: seconds, and the bytes of small messages by group."""
+    """Price of one assignment: seconds, and the bytes of each small message by group."""
 
     seconds: float
-    small: Mapping[Key, int] = field(default_factory=dict)
+    small: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class Tabler:
         if program is None:
             return None
         seconds = self.pricer.seconds(program)
-        small: dict[Key, int] = {}
+        small: dict[Key, tuple[int, ...]] = {}
         # Priced call by call, messages that travel together are priced one by one already.
         for key, found in ({} if self.pricer.by_call else combinable(program)).items():
             for instr in found:
                 payload = program.values[instr.inputs[0]].local_bytes(program.mesh)
                 seconds -= self.pricer.message_seconds("all_reduce", key[0], payload)
-                small[key] = small.get(key, 0) + payload
+                small[key] = (*small.get(key, ()), payload)
         if cluster.again is not None and self.decided.read(chosen)[1].recompute:
             second = self._lowered(cluster, cluster.again, chosen)
             assert second is not None
