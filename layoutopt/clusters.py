@@ -135,11 +135,14 @@ class _Builder:
         return found if found is not None and found.trainable and len(found.shape) else None
 
     def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
+        inside = {n.index for n in nodes}
         early: dict[str, Tensor] = {}
         for node in nodes:
             for o in _own(node):
                 for t in (o, *self.coupling.outer[o]):
-                    if not self.coupling.late(t) and not self.graph.tensor(t).block:
+                    readers = self.coupling.readers[t]
+                    own = bool(readers) and all(r.index in inside for r in readers)
+                    if not own and not self.coupling.late(t) and not self.graph.tensor(t).block:
                         early[f"%{t}"] = self.graph.tensor(t)
         first = nodes[0]
         name = f"{first.scope or 'model'}/{first.op.name}" + (
