@@ -36,7 +36,8 @@ class Cluster:
       dims: names of all dimensions of their inputs and outputs.
       switches: the other decisions that matter to it: storage classes, recomputation.
       shapes: dimension names of every tensor that they touch; a legal layout uses an axis once in each.
-      early: outputs that are read before the update (they cannot wait for other messages).
+      early: outputs that others read before the update: a sum of them neither waits further nor travels with
+        other messages.
       multiplicity: how many equal clusters the graph has.
     """
 
@@ -89,6 +90,7 @@ class _Builder:
 
     def signature(self, nodes: list[Node]) -> Hashable:
         """Equal for clusters with the same operations on the same types, connected and repeated alike."""
+        inside = {node.index for node in nodes}
         position: dict[int, int] = {}
         parts: list[Hashable] = []
         for node in nodes:
@@ -97,7 +99,9 @@ class _Builder:
                 position.setdefault(i, len(position))
                 types.append((position[i], self.graph.tensor(i).type))
             leaves = tuple(len(self.coupling.outer[o]) for o in node.outputs)
-            late = tuple(self.coupling.late(o) for o in node.outputs)
+            early = tuple(
+                self.coupling.early(t, inside) for o in node.outputs for t in (o, *self.coupling.outer[o])
+            )
             what = (
                 node.op.variable.slot_of is None if isinstance(node.op, Assign) else isinstance(node.op, Scan)
             )
@@ -105,7 +109,7 @@ class _Builder:
             # On a calibrated machine a result costs more where it stays: in forward, until backward reads it.
             stays = node.phase == "forward"
             parts.append(
-                (_bare(node), tuple(types), self.coupling.times(node), leaves, late, what, switches, stays)
+                (_bare(node), tuple(types), self.coupling.times(node), leaves, early, what, switches, stays)
             )
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
@@ -136,13 +140,12 @@ class _Builder:
 
     def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
         inside = {n.index for n in nodes}
+        inside = {node.index for node in nodes}
         early: dict[str, Tensor] = {}
         for node in nodes:
             for o in _own(node):
                 for t in (o, *self.coupling.outer[o]):
-                    readers = self.coupling.readers[t]
-                    own = bool(readers) and all(r.index in inside for r in readers)
-                    if not own and not self.coupling.late(t) and not self.graph.tensor(t).block:
+                    if self.coupling.early(t, inside):
                         early[f"%{t}"] = self.graph.tensor(t)
         first = nodes[0]
         name = f"{first.scope or 'model'}/{first.op.name}" + (

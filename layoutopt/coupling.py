@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Set
 
 from mesh_tf_core.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.graph import Graph
@@ -16,25 +17,29 @@ class Coupling:
 
     Args:
       program: the graph lowered under any layout; operations that it does not have are dead and left out.
+      returned: tensors that a step returns.
 
     Attributes:
       live: nodes that the program has, in order.
       home: node -> the block it is in.
       readers: tensor -> live nodes that read it.
       outer: body tensor -> the tensors that a loop makes of it outside.
+      leaving: body tensors that a loop carries on.
+      sliced: tensors that a loop reads part by part.
       chain: variable -> its tensors: as read, as parts in loops, and casts of these.
       reads: variable -> the nodes that read it.
       owner: tensor of a chain -> its variable.
     """
 
-    def __init__(self, graph: Graph, program: Program) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, program: Program, returned: Collection[int] = ()) -> None:
+        self.graph, self.returned = graph, frozenset(returned)
         live = {instr.origin.node for instr, _ in program.walk()}
         self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]
         self.home: dict[int, Block] = {}
         self.readers: dict[int, list[Node]] = defaultdict(list)
         self.outer: dict[int, list[int]] = defaultdict(list)
         self.leaving: set[int] = set()
+        self.sliced = {outer for block in graph.blocks for outer, _ in block.sliced}
         for node in self.live:
             for i in dict.fromkeys(node.inputs):
                 self.readers[i].append(node)
@@ -178,7 +183,8 @@ class Coupling:
             block = self.graph.blocks[block.parent]
         return False
 
-    def late(self, tensor: int) -> bool:
-        """Whether only the update reads a tensor, directly or as what loops make of it."""
-        readers = [n for t in self.leads_to(tensor) for n in self.readers[t]]
-        return bool(readers) and all(n.phase == "update" for n in readers) and tensor not in self.leaving
+    def early(self, tensor: int, inside: Set[int]) -> bool:
+        """Whether something that is not the update, and not one of the nodes `inside`, reads a tensor."""
+        if tensor in self.returned or tensor in self.leaving or tensor in self.sliced:
+            return True
+        return any(r.phase != "update" and r.index not in inside for r in self.readers[tensor])

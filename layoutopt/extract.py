@@ -84,9 +84,10 @@ def extract(
       decided: what may be chosen.
       memory: bytes that a device may hold.
     """
-    graph = model.training_step(decided.microbatches).graph
+    step = model.training_step(decided.microbatches)
+    graph = step.graph
     program = model.lower(mesh, Layout(), Options(microbatches=decided.microbatches))
-    coupling = Coupling(graph, program)
+    coupling = Coupling(graph, program, [t.id for t in step.results.values()])
     tabler = Tabler(graph, mesh, decided, pricer)
     tables = tuple(tabler.table(c) for c in clusters(coupling))
     names = decided.free
