@@ -95,7 +95,17 @@ from mesh_tf_core.ops.shape import (
 )
 from mesh_tf_core.ops.softmax import log_softmax, logsumexp, masked_softmax, softmax, softmax_cross_entropy
 from mesh_tf_core.ops.stacking import split, squeeze, stack, unstack
-from mesh_tf_core.optimizers import SGD, Adafactor, Adam, Optimizer
+from mesh_tf_core.optimizers import (
+    SGD,
+    Adafactor,
+    Adam,
+    LossScale,
+    Optimizer,
+    Schedule,
+    WarmupCosine,
+    WarmupLinear,
+    WarmupRsqrt,
+)
 from mesh_tf_core.program import Program
 from mesh_tf_core.tensor import Tensor
 from mesh_tf_core.trainer import Trainer
@@ -114,17 +124,22 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LimitError",
+    "LossScale",
     "Mesh",
     "Model",
     "Normal",
     "Optimizer",
     "Options",
     "Program",
+    "Schedule",
     "Shape",
     "Tensor",
     "Trainer",
     "Uniform",
     "UserError",
+    "WarmupCosine",
+    "WarmupLinear",
+    "WarmupRsqrt",
     "abs",
     "add",
     "add_n",

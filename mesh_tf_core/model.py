@@ -91,7 +91,7 @@ class Model:
     def _whole_step(self) -> TrainingStep:
         graph = self.graph
         trained = [v for v in graph.variables.values() if v.trainable]
-        grads = gradients(self.loss, [graph.read(v) for v in trained])
+        grads = gradients(self.optimizer.scaled_loss(self.loss), [graph.read(v) for v in trained])
         missing = [v.name for v, g in zip(trained, grads, strict=True) if g is None]
         if missing:
             raise UserError(

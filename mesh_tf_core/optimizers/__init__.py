@@ -3,12 +3,25 @@
 from mesh_tf_core.optimizers.adafactor import Adafactor
 from mesh_tf_core.optimizers.adam import Adam
 from mesh_tf_core.optimizers.base import Optimizer
+from mesh_tf_core.optimizers.scaling import LossScale
+from mesh_tf_core.optimizers.schedules import Schedule, WarmupCosine, WarmupLinear, WarmupRsqrt
 from mesh_tf_core.optimizers.sgd import SGD
 
-__all__ = ["SGD", "Adafactor", "Adam", "Optimizer", "by_name"]
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "Adam",
+    "LossScale",
+    "Optimizer",
+    "Schedule",
+    "WarmupCosine",
+    "WarmupLinear",
+    "WarmupRsqrt",
+    "by_name",
+]
 
 
-def by_name(name: str, learning_rate: float) -> Optimizer:
+def by_name(name: str, learning_rate: float | Schedule) -> Optimizer:
     """The optimizer called sgd, adam or adafactor with its default settings."""
     from mesh_tf_core.errors import UserError, known_names
 

@@ -8,7 +8,7 @@ from mesh_tf_core.graph import Graph
 from mesh_tf_core.ops.math import exp, maximum, rsqrt, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 from mesh_tf_core.ops.unary import unary
-from mesh_tf_core.optimizers.base import Optimizer, slot
+from mesh_tf_core.optimizers.base import Optimizer, Rate, Updates, slot, times
 from mesh_tf_core.structure import Variable
 from mesh_tf_core.tensor import Tensor
 
@@ -32,32 +32,35 @@ class Adafactor(Optimizer):
     epsilon2: float = 1e-3
     min_dim: int = 128
 
-    def update(self, graph: Graph, variable: Variable, gradient: Tensor) -> None:
+    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
         g = gradient.cast("float32")
         t = (graph.step() + 1).cast("float32")
         decay = 1.0 - exp(unary("log", t) * (-self.decay_exponent))
         g2 = square(g) + self.epsilon1
-        scaled = g * self._inverse_root(graph, variable, g2, decay)
+        root, states = self._inverse_root(graph, variable, g2, decay)
+        yield from states
+        scaled = g * root
         own = [d.name for d in variable.shape.dims[variable.stacked :]]
         scaled = scaled / maximum(sqrt(reduce_mean(square(scaled), own)) * (1.0 / self.clipping), 1.0)
         master = graph.read(variable).cast("float32")
         if self.scale_parameter:
             scaled = scaled * maximum(sqrt(reduce_mean(square(master), own)), self.epsilon2)
-        graph.assign(variable, (master - scaled * self.learning_rate).cast(variable.dtype))
+        yield variable, (master - times(scaled, rate)).cast(variable.dtype)
 
-    def _inverse_root(self, graph: Graph, variable: Variable, g2: Tensor, decay: Tensor) -> Tensor:
+    def _inverse_root(
+        self, graph: Graph, variable: Variable, g2: Tensor, decay: Tensor
+    ) -> tuple[Tensor, Updates]:
+        """1 / root of the second moment, and the states to store."""
         own = variable.shape.dims[variable.stacked :]
         large = sorted(own, key=lambda d: -d.size)[:2]
         if len(large) < 2 or large[1].size < self.min_dim:
             state, old = slot(graph, variable, "adafactor_v", variable.shape)
             new = old * decay + g2 * (1.0 - decay)
-            graph.assign(state, new)
-            return rsqrt(new)
+            return rsqrt(new), [(state, new)]
         row_dim, column_dim = large
         row_state, row = slot(graph, variable, "adafactor_row", variable.shape.without(column_dim.name))
         column_state, column = slot(graph, variable, "adafactor_column", variable.shape.without(row_dim.name))
         row = row * decay + reduce_mean(g2, column_dim) * (1.0 - decay)
         column = column * decay + reduce_mean(g2, row_dim) * (1.0 - decay)
-        graph.assign(row_state, row)
-        graph.assign(column_state, column)
-        return rsqrt(row / reduce_mean(row, row_dim)) * rsqrt(column)
+        root = rsqrt(row / reduce_mean(row, row_dim)) * rsqrt(column)
+        return root, [(row_state, row), (column_state, column)]

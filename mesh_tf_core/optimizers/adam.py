@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.ops.math import exp, sqrt
-from mesh_tf_core.optimizers.base import Optimizer, slot
+from mesh_tf_core.optimizers.base import Optimizer, Rate, Updates, slot, times
 from mesh_tf_core.structure import Variable
 from mesh_tf_core.tensor import Tensor
 
@@ -21,14 +21,14 @@ class Adam(Optimizer):
     epsilon: float = 1e-8
     weight_decay: float = 0.0
 
-    def update(self, graph: Graph, variable: Variable, gradient: Tensor) -> None:
+    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
         g = gradient.cast("float32")
         m_state, m = slot(graph, variable, "adam_m", variable.shape)
         v_state, v = slot(graph, variable, "adam_v", variable.shape)
         m = m * self.beta1 + g * (1 - self.beta1)
         v = v * self.beta2 + g * g * (1 - self.beta2)
-        graph.assign(m_state, m)
-        graph.assign(v_state, v)
+        yield m_state, m
+        yield v_state, v
         t = (graph.step() + 1).cast("float32")
         unbias1 = 1.0 - _power(self.beta1, t)
         unbias2 = 1.0 - _power(self.beta2, t)
@@ -37,7 +37,7 @@ class Adam(Optimizer):
         step = (m / unbias1) / (sqrt(v / unbias2) + self.epsilon)
         if self.weight_decay:
             step = step + master * self.weight_decay
-        graph.assign(variable, (master - step * self.learning_rate).cast(variable.dtype))
+        yield variable, (master - times(step, rate)).cast(variable.dtype)
 
 
 def _power(base: float, exponent: Tensor) -> Tensor:

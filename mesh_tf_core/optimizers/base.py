@@ -1,33 +1,68 @@
-"""What optimizers share: slots, the learning rate, gradients in the master copy's dtype."""
+"""What optimizers share: slots, the learning rate, clipping, gradients in the master copy's dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.initializers import Constant
+from mesh_tf_core.ops.basic import add_n, constant_like
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.math import is_finite, maximum, sqrt, square
+from mesh_tf_core.ops.reduce import reduce_sum
+from mesh_tf_core.optimizers.scaling import LossScale
+from mesh_tf_core.optimizers.schedules import Schedule
 from mesh_tf_core.structure import Variable
 from mesh_tf_core.tensor import Tensor
+
+Rate = float | Tensor
+Updates = Iterable[tuple[Variable, Tensor]]
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Adds the update of every variable to a graph."""
+    """Adds the update of every variable to a graph.
 
-    learning_rate: float
+    Attributes:
+      learning_rate: a number, or a schedule over the steps.
+      clip_norm: gradients are scaled down together until the root of the sum of their squares, over all
+        variables, is at most this (Pascanu et al. 2013, algorithm 1); 0 does not clip.
+      loss_scale: for activations in float16; None computes gradients of the loss itself.
+    """
+
+    learning_rate: float | Schedule
+    clip_norm: float = field(default=0.0, kw_only=True)
+    loss_scale: LossScale | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not self.learning_rate > 0:
-            raise UserError(
-                f"{type(self).__name__}: learning_rate must be positive, found {self.learning_rate}"
-            )
+        name = type(self).__name__
+        if not isinstance(self.learning_rate, Schedule) and not self.learning_rate > 0:
+            raise UserError(f"{name}: learning_rate must be positive, found {self.learning_rate}")
+        if not self.clip_norm >= 0:
+            raise UserError(f"{name}: clip_norm must be >= 0 (0: no clipping), found {self.clip_norm}")
 
-    def update(self, graph: Graph, variable: Variable, gradient: Tensor) -> None:
-        """Adds the operations that update one variable; the gradient has its shape and dtype."""
+    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
+        """Adds the operations that update one variable and gives what to store: (variable or slot, value).
+
+        Args:
+          gradient: in the variable's shape and dtype.
+          rate: the learning rate of this step.
+        """
         raise NotImplementedError
+
+    def scaled_loss(self, loss: Tensor) -> Tensor:
+        """What gradients are taken of."""
+        if self.loss_scale is None:
+            return loss
+        return loss * self.loss_scale.scale(loss.graph).cast(loss.dtype)
+
+
+def times(x: Tensor, rate: Rate) -> Tensor:
+    """x times the learning rate, in x's dtype."""
+    return x * (rate.cast(x.dtype) if isinstance(rate, Tensor) else rate)
 
 
 def slot(
@@ -42,11 +77,63 @@ def slot(
 
 
 def apply_updates(graph: Graph, optimizer: Optimizer, pairs: Sequence[tuple[Variable, Tensor]]) -> None:
-    """Adds the whole update phase: one scope per variable, and the step counter."""
+    """Adds the whole update phase: one scope per variable, and the step counter.
+
+    Args:
+      pairs: (variable, gradient of the optimizer's scaled loss).
+    """
     graph.gradient_of.update((gradient.id, variable.name) for variable, gradient in pairs)
+    rate: Rate
+    if isinstance(optimizer.learning_rate, Schedule):
+        with graph.phase("update", "learning_rate"):
+            rate = optimizer.learning_rate.rate(graph)
+    else:
+        rate = optimizer.learning_rate
+    pairs, finite = _prepared(graph, optimizer, pairs)
     for variable, gradient in pairs:
         with graph.phase("update", variable.name):
-            optimizer.update(graph, variable, gradient.cast(variable.dtype))
+            _store(graph, optimizer.update(graph, variable, gradient.cast(variable.dtype), rate), finite)
+    if finite is not None and optimizer.loss_scale is not None:
+        with graph.phase("update", "loss_scale"):
+            _store(graph, optimizer.loss_scale.updates(graph, finite), None)
     with graph.phase("update", "step"):
         step = graph.step()
-        graph.assign(graph.variables["step"], step + 1)
+        _store(graph, [(graph.variables["step"], step + 1)], finite)
+
+
+def _store(graph: Graph, updates: Updates, finite: Tensor | None) -> None:
+    """Assigns new values; a step whose gradients are not finite leaves the old ones."""
+    for variable, value in updates:
+        graph.assign(variable, value if finite is None else where(finite, value, graph.read(variable)))
+
+
+def _prepared(
+    graph: Graph, optimizer: Optimizer, pairs: Sequence[tuple[Variable, Tensor]]
+) -> tuple[Sequence[tuple[Variable, Tensor]], Tensor | None]:
+    """Gradients without the loss scale and clipped; with loss scaling, whether all are finite (bool
+    scalar)."""
+    if not optimizer.clip_norm and optimizer.loss_scale is None:
+        return pairs, None
+    factor: Tensor | None = None
+    finite: Tensor | None = None
+    squares = []
+    for variable, gradient in pairs:
+        # In the variable's own scope, where its gradient may be split further than the layout says.
+        with graph.phase("update", variable.name):
+            squares.append(reduce_sum(square(gradient.cast("float32"))))
+    with graph.phase("update", "gradient_norm"):
+        norm = sqrt(add_n(squares))
+        if optimizer.loss_scale is not None:
+            # The sum of squares may overflow where no gradient does: then the step is left out all the same.
+            finite = is_finite(norm)
+            factor = constant_like(norm, 1.0) / optimizer.loss_scale.scale(graph)
+            norm = norm * factor
+        if optimizer.clip_norm:
+            clip = constant_like(norm, optimizer.clip_norm) / maximum(norm, optimizer.clip_norm)
+            factor = clip if factor is None else factor * clip
+    assert factor is not None
+    out = []
+    for variable, gradient in pairs:
+        with graph.phase("update", variable.name):
+            out.append((variable, (gradient.cast("float32") * factor).cast(variable.dtype)))
+    return out, finite

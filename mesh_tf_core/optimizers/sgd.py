@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh_tf_core.graph import Graph
-from mesh_tf_core.optimizers.base import Optimizer, slot
+from mesh_tf_core.optimizers.base import Optimizer, Rate, Updates, slot, times
 from mesh_tf_core.structure import Variable
 from mesh_tf_core.tensor import Tensor
 
@@ -16,11 +16,11 @@ class SGD(Optimizer):
 
     momentum: float = 0.0
 
-    def update(self, graph: Graph, variable: Variable, gradient: Tensor) -> None:
+    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
         step = gradient
         if self.momentum:
             state, old = slot(graph, variable, "momentum", variable.shape)
             new = old * self.momentum + gradient.cast("float32")
-            graph.assign(state, new)
+            yield state, new
             step = new.cast(variable.dtype)
-        graph.assign(variable, graph.read(variable) - step * self.learning_rate)
+        yield variable, graph.read(variable) - times(step, rate)
