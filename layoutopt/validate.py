@@ -1,9 +1,9 @@
 """Validation: many layouts of a model run for real, their times beside the predicted ones.
 
-Layouts are the best by the search, the named ones, and others spread evenly over the predicted times, so
-that both a close race and a large difference are in the sample. Every layout stays ready, and they take
-turns, so that a disturbance of the machine hits all of them alike; times are medians, corrected for what
-other processes used (`costmodels.calibration.clock`).
+Layouts are the best by the search (of layouts alone: nothing recomputed, no split storage), the named ones,
+and others spread evenly over the predicted times, so that both a close race and a large difference are in
+the sample. Every layout stays ready, and they take turns, so that a disturbance of the machine hits all of
+them alike; times are medians, corrected for what other processes used (`costmodels.calibration.clock`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def choose(
     if best is None:
         from layoutopt.search import search
 
-        best = search(model, mesh=mesh, hardware=hardware, memory=math.inf).layout
+        plain: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
+        best = search(model, mesh=mesh, hardware=hardware, memory=math.inf, **plain).layout
     fixed = [Candidate("best by the search", best, seconds_of(model, mesh, best, prices))]
     for name, own, layout, _ in named_layouts(model, mesh, domains(model.graph, mesh)):
         if own == mesh and all(layout != c.layout for c in fixed):
