@@ -1,0 +1,97 @@
+"""The whole path on the TensorFlow engine: one model, many layouts, the same losses, the bytes of the plan."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import layoutopt
+import mesh_tf_core as mtf
+from examples import text
+from examples.transformer_lm import data, model
+
+SIZES = {
+    "layers": 2,
+    "d_model": 32,
+    "d_kv": 8,
+    "heads": 4,
+    "d_ff": 64,
+    "vocab": 256,
+    "batch": 8,
+    "length": 16,
+}
+MESH = "data:2;model:4"
+ALL = dict.fromkeys(
+    [
+        "embedding/tokens",
+        "embedding/positions",
+        "attention/q",
+        "attention/k",
+        "attention/v",
+        "attention/o",
+        "feed_forward/wi",
+        "feed_forward/wo",
+        "output/projection",
+    ]
+)
+
+
+def losses(layout: str, mesh: str = MESH, steps: int = 20, options: mtf.Options | None = None) -> list[float]:
+    trainer = mtf.Trainer(model(**SIZES), mesh, layout, options or mtf.Options())
+    history = trainer.fit(data(**SIZES), steps)
+    assert trainer.engine.communication_bytes == trainer.program.communication_bytes()
+    return [float(step["loss"]) for step in history]
+
+
+@pytest.mark.slow
+def test_the_loss_curve_does_not_depend_on_the_layout() -> None:
+    reference = losses("", "data:1")
+    assert reference[-1] < reference[0]
+    searched = layoutopt.search(model(**SIZES), mesh=MESH, hardware="tpu-v3")
+    for layout, options in (
+        ("batch:data+model", mtf.Options()),
+        ("heads:model;d_ff:model;vocab:model", mtf.Options()),
+        ("batch:data;heads:model;d_ff:model;vocab:model", mtf.Options()),
+        (str(searched.layout), searched.options),
+    ):
+        assert losses(layout, options=options) == pytest.approx(reference, rel=1e-3), layout
+
+
+@pytest.mark.slow
+def test_the_engine_counts_the_bytes_of_the_plan_under_many_layouts() -> None:
+    splits = [
+        "",
+        "batch:data",
+        "batch:data+model",
+        "batch:model;d_ff:data",
+        "heads:model;d_ff:model;vocab:model",
+        "batch:data;heads:model;d_ff:model;vocab:model",
+        "d_model:model",
+        "d_model:data;batch:model",
+        "length:model;batch:data",
+        "length:data;memory_length:model",
+        "d_kv:model;d_model:data",
+    ]
+    choices = [
+        mtf.Options(),
+        mtf.Options(storage=dict.fromkeys(ALL, 1), recompute=frozenset({"layers"})),
+        mtf.Options(storage=dict.fromkeys(ALL, 3), microbatches=2),
+    ]
+    turns = itertools.cycle(choices)
+    seen = set()
+    for layout in splits:
+        for options in (mtf.Options(), next(turns), next(turns)):
+            key = (layout, options.microbatches, bool(options.recompute))
+            # Eight devices cannot share the four sequences of half a batch.
+            if key not in seen and not (options.microbatches > 1 and "batch:data+model" in layout):
+                losses(layout, steps=1, options=options)  # compares the counted bytes
+                seen.add(key)
+    assert len(seen) >= 20
+
+
+def test_a_model_of_single_bytes_knows_the_unigram_entropy_of_its_text() -> None:
+    assert 2.5 < text.unigram_entropy() < 4.0
+    assert not set(map(bytes, [text.corpus("train")[:400].tobytes()])) & {
+        text.corpus("held-out")[:400].tobytes()
+    }
