@@ -1,4 +1,4 @@
-"""Engines: the homes in which a program runs. Only opening one loads TensorFlow."""
+"""Engines: the homes in which a program runs. Only opening one loads TensorFlow (or JAX)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mesh_tf_core.engines.tf_devices import prepare
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.program import Program
 
-KINDS = ("auto", "local", "lockstep")
+KINDS = ("auto", "local", "lockstep", "jax")
 
 __all__ = ["KINDS", "Engine", "open_engine", "prepare"]
 
@@ -17,8 +17,8 @@ def open_engine(program: Program, kind: str = "auto", devices: tuple[str, ...] |
 
     Args:
       kind: `local` runs on this process's devices (its GPUs if there are enough of them, else virtual CPU
-        devices), `lockstep` device by device in NumPy (slow; the oracle of tests), `auto` the fastest there
-        is.
+        devices), `lockstep` device by device in NumPy (slow; the oracle of tests), `jax` on the devices
+        that JAX has (the extra `tpu`; no TensorFlow), `auto` the fastest of TensorFlow's.
       devices: TensorFlow's names of the devices by rank; by default the first ones.
 
     Raises:
@@ -30,6 +30,13 @@ def open_engine(program: Program, kind: str = "auto", devices: tuple[str, ...] |
         from mesh_tf_core.engines.lockstep import LockstepEngine
 
         return LockstepEngine(program)
+    if kind == "jax":
+        from mesh_tf_core.engines.jax_home import require
+
+        require()
+        from mesh_tf_core.engines.jax_engine import JaxEngine
+
+        return JaxEngine(program)
     names = devices or prepare(program.mesh.devices)
     if len(names) != program.mesh.devices:
         raise UserError(

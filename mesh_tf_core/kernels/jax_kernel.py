@@ -1,0 +1,206 @@
+"""The kernel protocol in JAX, which this module imports: engines import it when they are opened.
+
+Numbers of Python stay constants of their dtype, so nothing depends on JAX's own promotion of types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+
+T = Any
+
+
+def _is_float(x: T) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _like(value: float, x: T) -> T:
+    return np.asarray(value).astype(x.dtype)
+
+
+def _gelu(x: T) -> T:
+    inner = (x + x * x * x * _like(0.044715, x)) * _like(math.sqrt(2 / math.pi), x)
+    return x * (jnp.tanh(inner) + _like(1.0, x)) * _like(0.5, x)
+
+
+def _truncated(x: T, y: T) -> T:
+    """Division of integers, rounded towards zero."""
+    return lax.div(*jnp.broadcast_arrays(x, y))
+
+
+_UNARY: dict[str, Callable[[T], T]] = {
+    "neg": jnp.negative,
+    "abs": jnp.abs,
+    "sign": jnp.sign,
+    "exp": jnp.exp,
+    "log": jnp.log,
+    "log1p": jnp.log1p,
+    "expm1": jnp.expm1,
+    "sqrt": jnp.sqrt,
+    "rsqrt": lax.rsqrt,
+    "square": lambda x: x * x,
+    "reciprocal": lambda x: lax.reciprocal(x) if _is_float(x) else _truncated(jnp.ones_like(x), x),
+    "sin": jnp.sin,
+    "cos": jnp.cos,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "erf": lax.erf,
+    "floor": lambda x: jnp.floor(x) if _is_float(x) else x,
+    "relu": lambda x: jnp.maximum(x, _like(0, x)),
+    "softplus": lambda x: jnp.logaddexp(x, _like(0, x)),
+    "gelu": _gelu,
+    "silu": lambda x: x * jax.nn.sigmoid(x),
+    "not": jnp.logical_not,
+    "is_finite": jnp.isfinite,
+}
+_BINARY: dict[str, Callable[[T, T], T]] = {
+    "add": jnp.add,
+    "sub": jnp.subtract,
+    "mul": jnp.multiply,
+    "div": lambda x, y: jnp.divide(x, y) if _is_float(x) else _truncated(x, y),
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "pow": jnp.power,
+    "mod": jnp.mod,
+    "floordiv": jnp.floor_divide,
+    "eq": jnp.equal,
+    "ne": jnp.not_equal,
+    "lt": jnp.less,
+    "le": jnp.less_equal,
+    "gt": jnp.greater,
+    "ge": jnp.greater_equal,
+    "and": jnp.logical_and,
+    "or": jnp.logical_or,
+    "bit_xor": jnp.bitwise_xor,
+    "bit_and": jnp.bitwise_and,
+    "shift_right": jnp.right_shift,
+}
+_REDUCE: dict[str, Callable[..., T]] = {
+    "sum": jnp.sum,
+    "max": jnp.max,
+    "min": jnp.min,
+    "prod": jnp.prod,
+    "all": jnp.all,
+    "any": jnp.any,
+}
+_SPATIAL = "DHW"
+
+
+class JaxKernel:
+    """JAX's implementation of `protocol.Kernel`, for traced and concrete arrays alike."""
+
+    def unary(self, fn: str, x: T) -> T:
+        return _UNARY[fn](x)
+
+    def binary(self, fn: str, x: T, y: T) -> T:
+        return _BINARY[fn](x, y)
+
+    def where(self, condition: T, x: T, y: T) -> T:
+        return jnp.where(condition, x, y)
+
+    def reduce(self, fn: str, x: T, axes: Sequence[int]) -> T:
+        if not len(axes):
+            return x
+        # JAX widens sums and products of small integers; two-byte floats it already adds up in float32.
+        wide = {"dtype": x.dtype} if fn in ("sum", "prod") else {}
+        return _REDUCE[fn](x, axis=tuple(axes), **wide)
+
+    def einsum(self, spec: str, *xs: T) -> T:
+        if xs[0].dtype == jnp.bool_:
+            return jnp.einsum(spec, *(x.astype(jnp.int32) for x in xs)) > 0
+        return jnp.einsum(spec, *xs)
+
+    def conv(self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int]) -> T:
+        space = _SPATIAL[-len(strides) :]
+        return lax.conv_general_dilated(
+            x,
+            w,
+            tuple(strides),
+            "VALID",
+            rhs_dilation=tuple(dilations),
+            dimension_numbers=(f"N{space}C", f"{space}IO", f"N{space}C"),
+        )
+
+    def softmax(self, x: T, axis: int) -> T:
+        e = jnp.exp(x - jnp.max(x, axis, keepdims=True))
+        return e / jnp.sum(e, axis, keepdims=True)
+
+    def logsumexp(self, x: T, axis: int) -> T:
+        top = jnp.max(x, axis, keepdims=True)
+        return jnp.squeeze(top + jnp.log(jnp.sum(jnp.exp(x - top), axis, keepdims=True)), axis)
+
+    def cumsum(self, x: T, axis: int, exclusive: bool, reverse: bool) -> T:
+        y = lax.cumsum(x, axis % x.ndim, reverse=reverse)
+        return y - x if exclusive else y
+
+    def argmax(self, x: T, axis: int) -> T:
+        x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        return lax.argmax(x, axis % x.ndim, jnp.int32)
+
+    def top_k(self, x: T, n: int) -> tuple[T, T]:
+        values, positions = lax.top_k(x, n)
+        return values, positions.astype(jnp.int32)
+
+    def reshape(self, x: T, shape: Sequence[int]) -> T:
+        return jnp.reshape(x, tuple(shape))
+
+    def transpose(self, x: T, permutation: Sequence[int]) -> T:
+        return jnp.transpose(x, tuple(permutation))
+
+    def broadcast_to(self, x: T, shape: Sequence[int]) -> T:
+        return jnp.broadcast_to(x, tuple(shape))
+
+    def concat(self, xs: Sequence[T], axis: int) -> T:
+        return jnp.concatenate(list(xs), axis) if len(xs) > 1 else xs[0]
+
+    def slice(self, x: T, begin: Sequence[Any], sizes: Sequence[int]) -> T:
+        if tuple(x.shape) == tuple(sizes):
+            return x
+        if any(isinstance(b, jax.Array) for b in begin):
+            return lax.dynamic_slice(x, [jnp.asarray(b, jnp.int32) for b in begin], tuple(sizes))
+        first = [int(b) for b in begin]
+        return lax.slice(x, first, [b + n for b, n in zip(first, sizes, strict=True)])
+
+    def pad(self, x: T, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> T:
+        return lax.pad(x, _like(value, x), [(before, after, 0) for before, after in paddings])
+
+    def flip(self, x: T, axis: int) -> T:
+        return jnp.flip(x, axis)
+
+    def take(self, table: T, ids: T) -> T:
+        return jnp.asarray(table).at[ids].get(mode="promise_in_bounds")
+
+    def segment_sum(self, x: T, ids: T, n: int) -> T:
+        flat = jnp.reshape(ids, (-1,))
+        rows = jnp.reshape(x, (flat.size, *x.shape[ids.ndim :]))
+        wide = jnp.float32 if x.dtype.itemsize == 2 else x.dtype
+        out = jnp.zeros((n, *rows.shape[1:]), wide)
+        # A negative index would count from the end; one past the end is dropped.
+        place = jnp.where(flat < 0, _like(n, flat), flat)
+        return out.at[place].add(rows.astype(wide), mode="drop").astype(x.dtype)
+
+    def full(self, shape: Sequence[int], value: float, dtype: str) -> T:
+        return jnp.full(tuple(shape), self.scalar(value, dtype))
+
+    def iota(self, n: int, dtype: str) -> T:
+        return lax.iota(np_dtype(dtype), n)
+
+    def cast(self, x: T, dtype: str) -> T:
+        x = jnp.asarray(x)
+        if dtype == "bool":
+            return x if x.dtype == jnp.bool_ else x != _like(0, x)
+        return x.astype(np_dtype(dtype))
+
+    def scalar(self, value: Any, dtype: str) -> T:
+        if isinstance(value, jax.Array):
+            return self.cast(value, dtype)
+        return np.asarray(value).astype(np_dtype(dtype))
