@@ -139,7 +139,6 @@ class _Builder:
         return found if found is not None and found.trainable and len(found.shape) else None
 
     def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
-        inside = {n.index for n in nodes}
         inside = {node.index for node in nodes}
         early: dict[str, Tensor] = {}
         for node in nodes:

@@ -313,6 +313,8 @@ class Lowering:
         for tensor, variable in self.graph.gradient_of.items():
             if tensor in self.env and not self.graph.tensor(tensor).block and self.storage.stage(variable):
                 value, view = self.env[tensor], self.storage.view(variable)
+                # The update asks for it: a sum that only the update reads may travel with others.
+                self.origin = replace(self.origin, scope=variable, phase="update")
                 self.placed(value, self.natural(self.values[value].shape, layout=view))
 
 
