@@ -1,6 +1,6 @@
 """Finds, proves, explains and applies the best layout of a model over a mesh of devices.
 
-    plan = layoutopt.search(model, devices=512, hardware="tpu-v3")
+plan = layoutopt.search(model, devices=512, hardware="tpu-v3")
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layoutopt.plan import Plan, load_plan
-    from layoutopt.search import search
+    from layoutopt.searching import search
 
 __all__ = ["Plan", "load_plan", "search"]
 
@@ -18,9 +18,9 @@ def __getattr__(name: str) -> Any:
     """Loads the search and its plans when they are first used, so that the import stays light."""
     import importlib
 
-    homes = {"search": "layoutopt.search", "Plan": "layoutopt.plan", "load_plan": "layoutopt.plan"}
+    homes = {"search": "layoutopt.searching", "Plan": "layoutopt.plan", "load_plan": "layoutopt.plan"}
     if name not in homes:
         raise AttributeError(f"module 'layoutopt' has no attribute {name!r}")
     found = getattr(importlib.import_module(homes[name]), name)
-    globals()[name] = found  # the submodule of the same name must not hide the function
+    globals()[name] = found
     return found

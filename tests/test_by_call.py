@@ -8,7 +8,7 @@ from costmodels.hardware import preset_content, write_profile
 from costmodels.pricing import pricer
 from examples.mlp import model as mlp
 from examples.transformer_lm import model as transformer
-from layoutopt.search import search
+from layoutopt.searching import search
 from mesh_tf_core import Layout, Mesh
 
 MESH = Mesh("data:2;model:2")
