@@ -3,6 +3,7 @@
 Use it as `import mesh_tf_core as mtf`. Nothing here loads TensorFlow before a program is run.
 """
 
+from mesh_tf_core import layers
 from mesh_tf_core.control import cond, while_loop
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError, UserError
@@ -176,6 +177,7 @@ __all__ = [
     "greater_equal",
     "is_finite",
     "layer_norm",
+    "layers",
     "leaky_relu",
     "less",
     "less_equal",

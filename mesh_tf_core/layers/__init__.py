@@ -1,0 +1,28 @@
+"""Layers: frozen descriptions that are called on tensors and make their variables in the current scope.
+
+A layer is built from operations alone, so it is laid out, lowered, priced and differentiated as they are. Its
+variables are stored in float32 and used in the dtype of its input.
+"""
+
+from mesh_tf_core.layers.attention import Attention, LocalAttention
+from mesh_tf_core.layers.base import ACTIVATIONS
+from mesh_tf_core.layers.dense import Dense, FeedForward
+from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
+from mesh_tf_core.layers.moe import MixtureOfExperts
+from mesh_tf_core.layers.norm import LayerNorm, RMSNorm
+from mesh_tf_core.layers.positions import RelativeBias, Rotary
+
+__all__ = [
+    "ACTIVATIONS",
+    "Attention",
+    "Dense",
+    "Embedding",
+    "FeedForward",
+    "LayerNorm",
+    "LearnedPositions",
+    "LocalAttention",
+    "MixtureOfExperts",
+    "RMSNorm",
+    "RelativeBias",
+    "Rotary",
+]

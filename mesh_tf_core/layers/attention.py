@@ -1,0 +1,230 @@
+"""Dot-product attention: multi-head, multi-query and grouped-query; causal, cross, banded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.layers.base import check_rate, project
+from mesh_tf_core.layers.positions import Rotary
+from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.index import mtf_range
+from mesh_tf_core.ops.math import logical_and
+from mesh_tf_core.ops.neighbours import shift
+from mesh_tf_core.ops.random import dropout
+from mesh_tf_core.ops.shape import concat, rename, reshape
+from mesh_tf_core.ops.softmax import masked_softmax, softmax
+from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(q k / sqrt(d_kv)) v with projections (Vaswani et al. 2017, section 3.2), without biases.
+
+    Queries have dimensions [heads, d_kv]. With fewer heads of keys and values than of queries they are
+    [heads: kv_heads, group, d_kv] and a group shares one (Ainslie et al. 2023, grouped-query); one head of
+    keys and values has no dimension, so that the queries' heads can be split (Shazeer 2019, multi-query).
+
+    Attributes:
+      heads, d_kv: heads of queries; elements per head.
+      kv_heads: heads of keys and values, a divisor of `heads`; 0 means as many.
+      causal: a query sees keys up to its own position.
+      window: a query sees fewer than so many positions back (not causal: and ahead); 0 sees all.
+      rotary: turns queries and keys by their positions.
+      dropout: rate on the weights.
+      length, memory_length, d_model: names of the positions of queries and of keys, and of the features.
+    """
+
+    heads: Dim
+    d_kv: Dim
+    kv_heads: int = 0
+    causal: bool = False
+    window: int = 0
+    rotary: Rotary | None = None
+    dropout: float = 0.0
+    length: str = "length"
+    memory_length: str = "memory_length"
+    d_model: str = "d_model"
+    name: str = "attention"
+
+    def __post_init__(self) -> None:
+        check_rate(self, self.dropout)
+        if self.kv_heads < 0 or (self.kv_heads and self.heads.size % self.kv_heads):
+            raise UserError(
+                f"{type(self).__name__}: heads={self.heads.size} must be a multiple of "
+                f"kv_heads={self.kv_heads}"
+            )
+        if self.window < 0:
+            raise UserError(f"{type(self).__name__}: window must be >= 0 positions, found {self.window}")
+
+    @property
+    def kv_dims(self) -> tuple[Dim, ...]:
+        """The dimensions that keys and values have besides d_kv."""
+        count = self.kv_heads or self.heads.size
+        return () if count == 1 < self.heads.size else (Dim(self.heads.name, count),)
+
+    @property
+    def head_dims(self) -> tuple[Dim, ...]:
+        """The dimensions that queries have besides d_kv, and that a bias may have."""
+        count = self.kv_heads or self.heads.size
+        if count in (1, self.heads.size):
+            return (self.heads,)
+        return (*self.kv_dims, Dim("group", self.heads.size // count))
+
+    def __call__(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """[others, length, d_model] -> the same.
+
+        Args:
+          memory: [others, memory_length, d_model] to attend to; by default x itself.
+          mask: bool with any of the logits' dimensions [others, heads, length, memory_length]; keys count
+            where it holds.
+          bias: added to the logits, as from `RelativeBias`.
+        """
+        if memory is None:
+            memory = rename(x, **{self.length: self.memory_length})
+        elif self.causal or self.window or self.rotary:
+            raise UserError(
+                f"{type(self).__name__}: a memory of its own has no positions in common with the queries; "
+                "use neither causal, window nor rotary with it"
+            )
+        with x.graph.scope(self.name):
+            q, k, v = self.projections(x, memory)
+            if self.rotary is not None:
+                q = self.rotary(q, self.length, self.d_kv.name)
+                k = self.rotary(k, self.memory_length, self.d_kv.name)
+            if self.causal or self.window:
+                relative = self.relative(x)
+                mask = both(mask, self.allowed(relative))
+            mixed = self.mix(q, k, v, self.length, self.memory_length, mask, bias)
+            return self.joined(mixed, x)
+
+    def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of x, keys and values of the memory."""
+        d = x.dim(self.d_model)
+        q = project(x, "q", [d], [*self.head_dims, self.d_kv])
+        k = project(memory, "k", [d], [*self.kv_dims, self.d_kv])
+        return q, k, project(memory, "v", [d], [*self.kv_dims, self.d_kv])
+
+    def relative(self, x: Tensor) -> Tensor:
+        """int32 [length, memory_length]: the key's position minus the query's, for `RelativeBias`."""
+        size = x.dim(self.length).size
+        keys = mtf_range(x.graph, Dim(self.memory_length, size))
+        return -(mtf_range(x.graph, Dim(self.length, size)) - keys)
+
+    def allowed(self, relative: Tensor) -> Tensor:
+        """Bool: which keys a query sees by their relative positions."""
+        mask = relative <= 0 if self.causal else None
+        if self.window:
+            mask = both(mask, relative > -self.window)
+            mask = mask if self.causal else both(mask, relative < self.window)
+        assert mask is not None
+        return mask
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        length: str,
+        memory: str,
+        mask: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Values weighted by the softmax of queries times keys: q's dimensions."""
+        heads = [d.name for d in self.head_dims]
+        others = [d for d in q.shape if d.name not in (*heads, length, self.d_kv.name)]
+        dims = Shape([*others, *self.head_dims, q.dim(length), k.dim(memory)])
+        logits = einsum([q, k], dims) * self.d_kv.size**-0.5
+        if bias is not None:
+            logits = logits + bias.cast(logits.dtype)
+        weights = softmax(logits, memory) if mask is None else masked_softmax(logits, mask, memory)
+        return einsum([dropout(weights, self.dropout), v], q.shape)
+
+    def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """The heads' outputs projected to x's dimensions."""
+        return project(mixed, "o", [*self.head_dims, self.d_kv], [x.dim(self.d_model)])
+
+
+@dataclass(frozen=True)
+class LocalAttention(Attention):
+    """Attention within `window`, computed block by block: work in proportion to length x window.
+
+    Positions are cut into blocks of `window`; a block sees itself and the one before (not causal: and the one
+    after), which is every key that `Attention` with the same window sees, and the same variables. The
+    dimension `blocks` takes the place of the length: split it as the length, and devices exchange one block
+    with their neighbours (Parmar et al. 2018, "Image Transformer", section 3; Mesh-TensorFlow's
+    local_attention_1d).
+    """
+
+    blocks: str = "blocks"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.window:
+            raise UserError("LocalAttention: needs a window of at least 1 position")
+        if self.rotary is not None:
+            raise UserError("LocalAttention: rotary positions are not supported; use RelativeBias")
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        return f"block_{self.length}", f"block_{self.memory_length}"
+
+    def __call__(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """[others, length, d_model] -> the same.
+
+        Args:
+          memory, mask: not supported.
+          bias: [block_length, block_memory_length, heads], from `RelativeBias` of `relative(x)`.
+        """
+        if memory is not None or mask is not None:
+            raise UserError("LocalAttention: takes neither a memory nor a mask of its own; use Attention")
+        size, g = x.dim(self.length).size, x.graph
+        if size % self.window:
+            raise UserError(
+                f"LocalAttention: {self.length}={size} must be a multiple of window={self.window}"
+            )
+        block, around = self._names
+        blocks, inside = Dim(self.blocks, size // self.window), Dim(block, self.window)
+        at = x.shape.index(self.length)
+        shape = Shape([*x.shape.dims[:at], blocks, inside, *x.shape.dims[at + 1 :]])
+        with g.scope(self.name):
+            parts = reshape(x, shape)
+            q, k, v = self.projections(parts, rename(parts, **{block: around}))
+            k, v = (self._with_neighbours(t, around) for t in (k, v))
+            relative = self.relative(x)
+            keys = mtf_range(g, k.dim(around)) + mtf_range(g, blocks) * self.window
+            exists = logical_and(keys >= self.window, keys < self.window + size)
+            seen = both(self.allowed(relative), exists)
+            mixed = self.mix(q, k, v, block, around, seen, bias)
+            return reshape(self.joined(mixed, parts), x.shape)
+
+    def _with_neighbours(self, t: Tensor, around: str) -> Tensor:
+        """Keys or values of a block between those of the block before and, if not causal, after."""
+        pieces = [shift(t, 1, self.blocks), t]
+        return concat(pieces if self.causal else [*pieces, shift(t, -1, self.blocks)], around)
+
+    def relative(self, x: Tensor) -> Tensor:
+        """int32 [block_length, block_memory_length]: the key's position minus the query's, alike in every
+        block."""
+        block, around = self._names
+        count = self.window * (2 if self.causal else 3)
+        keys = mtf_range(x.graph, Dim(around, count)) - self.window
+        return -(mtf_range(x.graph, Dim(block, self.window)) - keys)
+
+
+def both(a: Tensor | None, b: Tensor) -> Tensor:
+    """Where both masks hold."""
+    return b if a is None else logical_and(a, b)

@@ -1,0 +1,49 @@
+"""What layers share: weights in the activations' dtype, activation functions by name, checks of fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.initializers import Normal
+from mesh_tf_core.ops import activations as piecewise
+from mesh_tf_core.ops import math as functions
+from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.tensor import Tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": piecewise.elu,
+    "gelu": functions.gelu,
+    "leaky_relu": piecewise.leaky_relu,
+    "linear": lambda x: x,
+    "relu": functions.relu,
+    "selu": piecewise.selu,
+    "sigmoid": functions.sigmoid,
+    "silu": functions.silu,
+    "softplus": functions.softplus,
+    "tanh": functions.tanh,
+}
+"""Activation functions that layers take by name."""
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation function called `name`."""
+    if name not in ACTIVATIONS:
+        raise UserError(f"activation {name!r}: {known_names(name, ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def check_rate(layer: object, rate: float) -> None:
+    """UserError unless a dropout rate is one."""
+    if not 0 <= rate < 1:
+        raise UserError(f"{type(layer).__name__}: dropout must be in [0, 1), found {rate}")
+
+
+def project(x: Tensor, name: str, reduced: Sequence[Dim], outputs: Sequence[Dim]) -> Tensor:
+    """x times a new weight [reduced, outputs], of standard deviation 1 / sqrt(size of reduced)."""
+    fan_in = Shape(reduced).size
+    w = x.graph.variable(name, [*reduced, *outputs], Normal(1 / math.sqrt(fan_in)), activation_dtype=x.dtype)
+    kept = [d for d in x.shape if d not in reduced]
+    return einsum([x, w], [*kept, *outputs])

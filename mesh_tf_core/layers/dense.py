@@ -1,0 +1,82 @@
+"""Linear maps and feed-forward blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.initializers import ZEROS
+from mesh_tf_core.layers.base import activation, check_rate, project
+from mesh_tf_core.ops.random import dropout
+from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Dense:
+    """activation(x w + b): sums out the dimensions `reduced` of x and adds the dimensions `outputs`.
+
+    Attributes:
+      outputs: new last dimensions; x may not have them.
+      reduced: names of x's dimensions to sum out, in the order of the weight's.
+      bias: adds a learned [outputs].
+      activation: name of a function (`layers.ACTIVATIONS`).
+      name: scope of its variables `weight` and `bias`.
+    """
+
+    outputs: tuple[Dim, ...]
+    reduced: tuple[str, ...]
+    bias: bool = False
+    activation: str = "linear"
+    name: str = "dense"
+
+    def __post_init__(self) -> None:
+        activation(self.activation)
+        if not self.outputs or not self.reduced:
+            raise UserError("Dense: needs at least one dimension in `outputs` and one in `reduced`")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[others, reduced] -> [others, outputs]."""
+        with x.graph.scope(self.name):
+            y = project(x, "weight", [x.dim(n) for n in self.reduced], self.outputs)
+            if self.bias:
+                y = y + x.graph.variable("bias", self.outputs, ZEROS, activation_dtype=x.dtype)
+            return activation(self.activation)(y)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """Two linear maps with an activation between them (Vaswani et al. 2017, section 3.3).
+
+    Attributes:
+      d_ff: the hidden dimension.
+      gated: a third matrix, activation(x a) * (x b) (Shazeer 2020, "GLU variants improve Transformer").
+      bias: adds biases to the hidden and the output.
+      dropout: rate on the hidden.
+      d_model: name of the dimension that it maps to itself.
+    """
+
+    d_ff: Dim
+    activation: str = "relu"
+    gated: bool = False
+    bias: bool = False
+    dropout: float = 0.0
+    d_model: str = "d_model"
+    name: str = "feed_forward"
+
+    def __post_init__(self) -> None:
+        activation(self.activation)
+        check_rate(self, self.dropout)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[others, d_model] -> [others, d_model]."""
+        g, d = x.graph, x.dim(self.d_model)
+        with g.scope(self.name):
+            hidden = project(x, "wi", [d], [self.d_ff])
+            if self.bias:
+                hidden = hidden + g.variable("bi", [self.d_ff], ZEROS, activation_dtype=x.dtype)
+            hidden = activation(self.activation)(hidden)
+            if self.gated:
+                hidden = hidden * project(x, "wg", [d], [self.d_ff])
+            y = project(dropout(hidden, self.dropout), "wo", [self.d_ff], [d])
+            return y + g.variable("bo", [d], ZEROS, activation_dtype=x.dtype) if self.bias else y

@@ -1,0 +1,44 @@
+"""Normalisations with learned scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh_tf_core.initializers import ONES, ZEROS
+from mesh_tf_core.ops.norm import layer_norm, rms_norm
+from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Mean 0 and variance 1 along `dim`, times a learned scale (Ba et al. 2016).
+
+    Attributes:
+      bias: adds a learned bias.
+    """
+
+    dim: str = "d_model"
+    bias: bool = False
+    name: str = "norm"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same dimensions as x."""
+        g, d = x.graph, x.dim(self.dim)
+        with g.scope(self.name):
+            scale = g.variable("scale", [d], ONES, activation_dtype=x.dtype)
+            bias = g.variable("bias", [d], ZEROS, activation_dtype=x.dtype) if self.bias else None
+            return layer_norm(x, d, scale, bias)
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """Root mean square 1 along `dim`, times a learned scale (Zhang & Sennrich 2019)."""
+
+    dim: str = "d_model"
+    name: str = "norm"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same dimensions as x."""
+        with x.graph.scope(self.name):
+            scale = x.graph.variable("scale", [x.dim(self.dim)], ONES, activation_dtype=x.dtype)
+            return rms_norm(x, self.dim, scale)

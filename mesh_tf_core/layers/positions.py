@@ -1,0 +1,96 @@
+"""Positions inside attention: relative biases in buckets, and rotations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.initializers import Normal
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.index import gather, mtf_range
+from mesh_tf_core.ops.math import abs, cos, exp, log, maximum, minimum, sin
+from mesh_tf_core.ops.neighbours import shift
+from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """A learned number per head and bucket of relative positions, added to attention's logits.
+
+    Half of the buckets hold one position each, the others grow with the logarithm of the distance up to
+    `max_distance`; all larger ones share the last (Raffel et al. 2020, "T5", section 2.1; Mesh-TensorFlow's
+    relative_position bias).
+
+    Attributes:
+      bidirectional: half of the buckets for keys after the query; else those count as distance 0.
+    """
+
+    buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+    name: str = "relative_bias"
+
+    def __post_init__(self) -> None:
+        own = self.buckets // 2 if self.bidirectional else self.buckets
+        if own < 2 or (self.bidirectional and self.buckets % 2):
+            raise UserError(
+                f"RelativeBias: buckets={self.buckets} must be even and at least 4 "
+                "(in one direction: at least 2)"
+            )
+        if self.max_distance <= own // 2:
+            raise UserError(
+                f"RelativeBias: max_distance={self.max_distance} must be more than the {own // 2} exact ones"
+            )
+
+    def __call__(self, relative: Tensor, heads: Sequence[Dim], dtype: str = "float32") -> Tensor:
+        """relative (key minus query position) int32 [query, key] -> bias [query, key, heads]."""
+        with relative.graph.scope(self.name):
+            count = Dim("buckets", self.buckets)
+            table = relative.graph.variable("weight", [count, *heads], Normal(0.1), activation_dtype=dtype)
+            return gather(table, self.bucket(relative), count)
+
+    def bucket(self, relative: Tensor) -> Tensor:
+        """int32 bucket of every relative position."""
+        own = self.buckets // 2 if self.bidirectional else self.buckets
+        if self.bidirectional:
+            after: Tensor | int = (relative > 0).cast("int32") * own
+            distance = abs(relative)
+        else:
+            after = 0
+            distance = maximum(-relative, 0)
+        exact = own // 2
+        ratio = log(maximum(distance, exact).cast("float32") * (1.0 / exact))
+        # The small term keeps exact powers in the bucket that they begin, however the logarithm is rounded.
+        grown = ratio * ((own - exact) / math.log(self.max_distance / exact)) + 1e-4
+        far = minimum(grown.cast("int32") + exact, own - 1)
+        return where(distance < exact, distance, far) + after
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Turns pairs of elements, half of d_kv apart, by angles in proportion to the position, so that products
+    of queries and keys depend on relative positions alone (Su et al. 2021, "RoFormer", section 3.2).
+
+    Attributes:
+      base: the slowest pair turns by 1 / base per position.
+    """
+
+    base: float = 10000.0
+
+    def __call__(self, x: Tensor, length: str, d_kv: str) -> Tensor:
+        """x [others, length, d_kv], rotated; d_kv has an even size."""
+        g, k = x.graph, x.dim(d_kv)
+        if k.size % 2:
+            raise UserError(f"Rotary: {k} must have an even size, as its elements are turned in pairs")
+        half = k.size // 2
+        place = mtf_range(g, k)
+        second = place >= half
+        pair = (place - second.cast("int32") * half).cast("float32")
+        angle = mtf_range(g, x.dim(length)).cast("float32") * exp(pair * (-math.log(self.base) / half))
+        # Both halves change places: where d_kv is split, neighbours exchange them.
+        other = shift(x, half, k, wrap=True)
+        sign = second.cast("float32") * 2.0 - 1.0
+        return x * cos(angle).cast(x.dtype) + other * (sin(angle) * sign).cast(x.dtype)

@@ -1,0 +1,105 @@
+"""Dense, feed-forward, norms and embeddings against NumPy and under layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core import layers
+from tests.layers.helper import check_layouts, run
+
+RNG = np.random.default_rng(0)
+X = ("batch:4 length:8 d_model:8", RNG.normal(size=(4, 8, 8)))
+LAYOUTS = [
+    ("x:2;y:2", "batch:x+y"),
+    ("x:2;y:2", "batch:x;d_ff:y"),
+    ("x:2;y:2", "d_model:x;d_ff:y"),
+    ("x:2;y:2", "length:y;d_model:x"),
+]
+F, D = mtf.Dim("d_ff", 16), mtf.Dim("d_model", 8)
+
+
+def silu(x: Any) -> Any:
+    return x / (1 + np.exp(-x))
+
+
+def test_dense() -> None:
+    outputs = (mtf.Dim("d_ff", 16), mtf.Dim("part", 2))
+    layer = layers.Dense(outputs, ("length", "d_model"), bias=True, activation="tanh")
+    dense = check_layouts(lambda g, x: layer(x), {"x": X}, LAYOUTS)
+    want = np.tanh(np.einsum("bld,ldfp->bfp", X[1], dense.variables["dense/weight"]))
+    np.testing.assert_allclose(dense.out, want, rtol=1e-4, atol=1e-5)
+    assert dense.variables["dense/bias"].shape == (16, 2)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_feed_forward(gated: bool) -> None:
+    layer = layers.FeedForward(F, "silu", gated, bias=True)
+    dense = check_layouts(lambda g, x: layer(x), {"x": X}, LAYOUTS)
+    w = {n.split("/")[-1]: v for n, v in dense.variables.items()}
+    hidden = silu(X[1] @ w["wi"]) * (X[1] @ w["wg"] if gated else 1.0)
+    np.testing.assert_allclose(dense.out, hidden @ w["wo"], rtol=1e-4, atol=1e-5)
+    assert ("wg" in w) == gated
+
+
+def test_norms() -> None:
+    def build(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        return layers.LayerNorm(bias=True)(x) + layers.RMSNorm(name="rms")(x)
+
+    dense = check_layouts(build, {"x": X}, [("x:2;y:2", "batch:x;d_model:y"), LAYOUTS[0], LAYOUTS[3]])
+    centred = X[1] - X[1].mean(-1, keepdims=True)
+    want = centred / centred.std(-1, keepdims=True)
+    want = want + X[1] / np.sqrt((X[1] ** 2).mean(-1, keepdims=True))
+    np.testing.assert_allclose(dense.out, want, rtol=1e-3, atol=1e-4)
+    assert sorted(dense.variables) == ["norm/bias", "norm/scale", "rms/scale", "step"]
+
+
+IDS = ("batch:4 length:8", RNG.integers(0, 16, (4, 8)).astype(float))
+SPLIT_VOCAB = [
+    ("x:2;y:2", "vocab:x;batch:y"),
+    ("x:2;y:2", "vocab:x+y"),
+    ("x:2;y:2", "d_model:x;length:y"),
+    ("x:2;y:2", "vocab:y;d_model:x"),
+]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings(tied: bool) -> None:
+    embedding = layers.Embedding(mtf.Dim("vocab", 16), D, stddev=0.5)
+
+    def build(g: mtf.Graph, ids: mtf.Tensor) -> mtf.Tensor:
+        table = embedding.table(g)
+        x = embedding(table, ids.cast("int32"))
+        x = layers.LearnedPositions(12)(x)
+        return embedding.logits(mtf.tanh(x), table if tied else None)
+
+    dense = check_layouts(build, {"ids": IDS}, SPLIT_VOCAB)
+    w = dense.variables
+    x = np.tanh(w["embedding/tokens"][IDS[1].astype(int)] + w["embedding/positions"][:8])
+    out = w["embedding/tokens"].T if tied else w["output/projection"]
+    np.testing.assert_allclose(dense.out, x @ out, rtol=1e-4, atol=1e-5)
+
+
+def test_activations_run_in_the_dtype_of_the_input() -> None:
+    g = mtf.Graph()
+    x = g.input("x", [mtf.Dim("batch", 4), D], "bfloat16")
+    y = layers.FeedForward(F, gated=True)(layers.LayerNorm()(x))
+    assert y.dtype == "bfloat16"
+    assert {v.dtype for v in g.variables.values()} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: layers.FeedForward(F, "rellu"), "activation 'rellu'.*relu"),
+        (lambda: layers.FeedForward(F, dropout=-0.1), r"FeedForward: dropout must be in \[0, 1\)"),
+        (lambda: layers.Dense((), ("d_model",)), "at least one dimension in `outputs`"),
+        (lambda: run(lambda g, x: layers.LearnedPositions(4)(x), {"x": X}), "count=4 is fewer than length=8"),
+    ],
+)
+def test_errors(make: Any, message: str) -> None:
+    with pytest.raises(mtf.UserError, match=message):
+        make()
