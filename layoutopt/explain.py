@@ -8,14 +8,17 @@ All of them are proven where the searches are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.pricing import Cost
+from layoutopt.domains import parse_rules
 from layoutopt.evaluate import Evaluation
 from layoutopt.plan import Plan
-from mesh_tf_core.errors import InfeasibleError
+from mesh_tf_core.errors import InfeasibleError, LimitError
+from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 AGREE = 1e-9
@@ -68,7 +71,7 @@ def disagreements(plan: Plan, judged: Evaluation) -> list[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search under another condition found; `seconds` is None if nothing fits, `reason` says why."""
+    """What a search under another condition found; no `seconds` if it found nothing: `reason` says why."""
 
     condition: str
     seconds: float | None
@@ -77,19 +80,36 @@ class Answer:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What else was asked of the search that made a plan; others compare only under the same."""
+
+    pins: str | None = None
+    forbid: str | None = None
+    storage: tuple[str, ...] = STAGES
+    recompute: tuple[bool, ...] = (False, True)
+    microbatches: tuple[int, ...] = (1, 2, 4, 8)
+
+    def with_pins(self, more: str | None) -> Mapping[str, Any]:
+        """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""
+        rules = {**parse_rules(self.pins), **parse_rules(more)}
+        return {**asdict(self), "pins": rules or None}
+
+
 Find = Callable[[str, float | None, str | None], Answer]
-"""find(condition in words, bytes of memory, pins)"""
+"""find(condition in words, bytes of memory, further pins)"""
 
 
-def finder(model: Model, plan: Plan, hardware: Hardware) -> Find:
+def finder(model: Model, plan: Plan, hardware: Hardware, asked: Asked) -> Find:
     """Searches on the plan's mesh under other conditions."""
     from layoutopt import search
 
     def find(condition: str, memory: float | None, pins: str | None) -> Answer:
+        more = asked.with_pins(pins)
         try:
-            found = search(model, mesh=plan.mesh, hardware=hardware, memory=memory, pins=pins)
-        except InfeasibleError as error:
-            return Answer(condition, None, "", True, str(error))
+            found = search(model, mesh=plan.mesh, hardware=hardware, memory=memory, **more)
+        except (InfeasibleError, LimitError) as error:
+            return Answer(condition, None, "", isinstance(error, InfeasibleError), str(error))
         proven = found.solver.status == "OPTIMAL"
         return Answer(condition, found.predicted.step_seconds, str(found.layout), proven)
 

@@ -83,7 +83,7 @@ def _single(splits: Iterable[tuple[str, Axes]], to: str) -> None:
         if len(axes) > 1:
             raise UserError(
                 f"{to} splits a dimension over one mesh axis, but {name!r} is split over {'+'.join(axes)}; "
-                "search with --devices N --max-axes 1, or choose another form"
+                "search with --storage layout or --max-axes 1, or choose another form"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.options import (
     THIS_MACHINE,
@@ -11,15 +11,18 @@ from layoutopt.cli.options import (
     LayoutOption,
     MemoryOption,
     MeshOption,
+    MicrobatchesOption,
     ModelArgument,
     QuietOption,
+    RecomputeOption,
     SetOption,
+    StorageOption,
     examples,
     read_hardware,
     read_layout,
     read_memory,
 )
-from layoutopt.cli.results import layout_json, layout_text, model_json
+from layoutopt.cli.results import layout_json, layout_text, model_json, options_json, words
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.units import bytes_text, rate_text, seconds_text
 
@@ -39,6 +42,9 @@ def cost(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
+    storage: StorageOption = None,
+    recompute: RecomputeOption = None,
+    microbatches: MicrobatchesOption = 1,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     memory: MemoryOption = None,
@@ -53,7 +59,7 @@ def cost(
     machine = read_hardware(hardware)
     limit = read_memory(memory, machine)
     loaded = load_model(model, settings or ())
-    given = read_layout(loaded, mesh, layout)
+    given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
     found = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
     reason = found.reason(limit)
     terminal.result(
@@ -61,6 +67,7 @@ def cost(
             "model": model_json(loaded.model),
             "mesh": given.mesh.as_dict(),
             "layout": layout_json(given.layout),
+            **options_json(given.options),
             "hardware": machine.name,
             "predicted": found.predicted.model_dump(mode="json"),
             "feasible": reason is None,
@@ -68,11 +75,17 @@ def cost(
         }
     )
     if not as_json:
-        _show(terminal, loaded, found, machine, limit, reason)
+        _show(terminal, loaded, found, machine, limit, reason, options_json(given.options))
 
 
 def _show(
-    terminal: Terminal, loaded: Loaded, found: Evaluation, machine: Hardware, limit: int, reason: str | None
+    terminal: Terminal,
+    loaded: Loaded,
+    found: Evaluation,
+    machine: Hardware,
+    limit: int,
+    reason: str | None,
+    besides: dict[str, Any],
 ) -> None:
     from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
 
@@ -82,6 +95,7 @@ def _show(
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
         ("layout", layout_text(found.program.layout)),
+        *((name, words(value)) for name, value in besides.items()),
         ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),
         (
             "step",

@@ -1,6 +1,7 @@
 """What a plan file carries beside the contract's fields, under `details`, so that a report needs no model.
 
 source      what the user typed as MODEL
+search      what was asked besides the model and the mesh
 hardware    description and numbers with their sources
 dims        dimension -> size
 variables   every variable as it is stored: shape, dtype, splits, bytes whole and on a device
@@ -25,12 +26,14 @@ MOST_POINTS = 2000
 
 
 def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, source: str) -> Plan:
-    """The same plan, with `details`."""
+    """The same plan, with all its `details`."""
+    from layoutopt.cli.plans import details_of
     from layoutopt.evaluate import evaluate
     from layoutopt.plan import Plan
 
     found = evaluate(model, plan.mesh, plan.layout, hardware, plan.options)
     details = {
+        **details_of(plan),
         "source": source,
         "hardware": _hardware(hardware),
         "dims": {name: max(sizes) for name, sizes in model.graph.dims().items()},
@@ -109,13 +112,15 @@ def _shares(cost: Cost) -> dict[str, Any]:
 
 
 def _alternatives(plan: Plan, model: Model, hardware: Hardware) -> dict[str, Any]:
+    from layoutopt.cli.plans import options_of
     from layoutopt.evaluate import evaluate
     from mesh_tf_core import Layout, LayoutError, Mesh
 
     found = {}
     for each in plan.alternatives:
         try:
-            judged = evaluate(model, Mesh(each.mesh), Layout(each.layout), hardware)
+            options = options_of(each.storage, each.recompute, each.microbatches)
+            judged = evaluate(model, Mesh(each.mesh), Layout(each.layout), hardware, options)
         except LayoutError:
             continue
         found[each.name] = _shares(judged.cost)

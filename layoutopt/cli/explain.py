@@ -9,7 +9,7 @@ import typer
 
 from layoutopt.cli.options import JsonOption, QuietOption, examples
 from layoutopt.cli.plan_tables import rules_text, summary
-from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, open_plan
+from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, asked_of, open_plan
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
@@ -67,7 +67,7 @@ def _searched(terminal: Terminal, found: Planned, pins: list[str]) -> dict[str, 
     """The searches under other conditions: without the limit, without each split, with each pin."""
     from layoutopt.explain import finder, split_rules
 
-    find = finder(found.loaded.model, found.plan, found.hardware)
+    find = finder(found.loaded.model, found.plan, found.hardware, asked_of(found.plan))
     questions: list[tuple[str, str, float, str | None]] = [("limit", "any memory", math.inf, None)]
     questions += [("splits", rule, float(found.limit), undone) for rule, undone in split_rules(found.plan)]
     questions += [("pins", rules, float(found.limit), rules) for rules in pins]
@@ -134,7 +134,15 @@ def _worth(
     rows: list[tuple[str, ...]] = []
     for a in sorted(answers, key=lambda a: -(a.seconds if a.seconds is not None else math.inf)):
         if a.seconds is None:
-            rows.append((a.condition, "nothing fits", "", a.reason, "yes"))
+            rows.append(
+                (
+                    a.condition,
+                    "nothing fits" if a.proven else "unknown",
+                    "",
+                    a.reason,
+                    "yes" if a.proven else "no",
+                )
+            )
             continue
         extra = max(a.seconds - step, 0.0)
         costs = f"{seconds_text(extra)} ({share_text(extra, step)})"

@@ -12,8 +12,11 @@ from layoutopt.cli.options import (
     JsonOption,
     LayoutOption,
     MeshOption,
+    MicrobatchesOption,
     ModelArgument,
+    RecomputeOption,
     SetOption,
+    StorageOption,
     examples,
     read_layout,
 )
@@ -40,6 +43,9 @@ def lower(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
+    storage: StorageOption = None,
+    recompute: RecomputeOption = None,
+    microbatches: MicrobatchesOption = 1,
     settings: SetOption = None,
     emit: Annotated[
         Form, typer.Option(help="Our own text, or StableHLO for the TPU compiler.")
@@ -51,7 +57,7 @@ def lower(
 
     terminal = Terminal(as_json)
     loaded = load_model(model, settings or ())
-    given = read_layout(loaded, mesh, layout)
+    given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
     program = loaded.model.lower(given.mesh, given.layout, given.options)
     text = _emit(program, emit)
     terminal.result(

@@ -13,9 +13,12 @@ from layoutopt.cli.options import (
     JsonOption,
     LayoutOption,
     MeshOption,
+    MicrobatchesOption,
     ModelArgument,
     QuietOption,
+    RecomputeOption,
     SetOption,
+    StorageOption,
     examples,
     read_hardware,
     read_layout,
@@ -41,6 +44,9 @@ def measure(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
+    storage: StorageOption = None,
+    recompute: RecomputeOption = None,
+    microbatches: MicrobatchesOption = 1,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
@@ -55,7 +61,7 @@ def measure(
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware)
     loaded = load_model(model, settings or ())
-    given = read_layout(loaded, mesh, layout)
+    given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
     predicted = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
     trainer = open_trainer(terminal, loaded, given)
     found = _timed(terminal, loaded, trainer, warm_up, steps)

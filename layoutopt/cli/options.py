@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,6 +67,24 @@ MemoryOption = Annotated[
     typer.Option(
         "--memory", metavar="AMOUNT", help="Memory of a device, as 16GiB.", show_default="the hardware's"
     ),
+]
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage",
+        metavar="[VARIABLE=]STAGE",
+        help="How variables are stored: layout, zero1, zero2 or zero3 (again for more).",
+        show_default="as the layout says",
+    ),
+]
+RecomputeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--recompute", metavar="DIM", help="Run the loop over DIM again in backward.", show_default="none"
+    ),
+]
+MicrobatchesOption = Annotated[
+    int, typer.Option("--microbatches", min=1, metavar="N", help="Parts of the batch, one after the other.")
 ]
 TimeLimitOption = Annotated[
     float | None,
@@ -140,17 +159,31 @@ class Given:
     plan: Plan | None = None
 
 
-def read_layout(loaded: Loaded, mesh: str | None, layout: str | None) -> Given:
-    """The mesh and the layout of `--mesh` and `--layout`, of which a plan file gives both.
+def read_layout(
+    loaded: Loaded,
+    mesh: str | None,
+    layout: str | None,
+    storage: Sequence[str] | None = None,
+    recompute: Sequence[str] | None = None,
+    microbatches: int = 1,
+) -> Given:
+    """The mesh, the layout and what else is decided, all of which a plan file gives.
 
     Raises:
       UserError: no mesh, a malformed mesh or layout, a plan of another model or mesh.
     """
-    from mesh_tf_core import Layout, Options
+    from mesh_tf_core import Layout
 
+    options = read_options(loaded, storage or (), recompute or (), microbatches)
     if layout is None or not is_plan(layout):
-        return Given(read_mesh(mesh), Layout(layout or ""), Options())
+        return Given(read_mesh(mesh), Layout(layout or ""), options)
     plan = read_plan(loaded, layout)
+    if storage or recompute or microbatches > 1:
+        from mesh_tf_core import UserError
+
+        raise UserError(
+            f"{layout} says how variables are stored and what is recomputed; leave these options out"
+        )
     if mesh is not None and read_mesh(mesh) != plan.mesh:
         from mesh_tf_core import UserError
 
@@ -158,6 +191,30 @@ def read_layout(loaded: Loaded, mesh: str | None, layout: str | None) -> Given:
             f"--mesh {mesh!r} is not the mesh of {layout}, which is {plan.mesh}; leave --mesh out"
         )
     return Given(plan.mesh, plan.layout, plan.options, plan)
+
+
+def read_options(
+    loaded: Loaded, storage: Sequence[str], recompute: Sequence[str], microbatches: int
+) -> Options:
+    """What is decided besides the layout; a stage without a variable is for all trained ones."""
+    from mesh_tf_core import Options, UserError
+    from mesh_tf_core.errors import known_names
+    from mesh_tf_core.lower.storage import stage_number
+
+    graph = loaded.model.graph
+    trained = {name: v for name, v in graph.variables.items() if v.trainable and len(v.shape)}
+    stages: dict[str, int] = {}
+    for text in storage:
+        variable, _, stage = text.rpartition("=")
+        if variable and variable not in trained:
+            raise UserError(f"--storage {text}: no variable {variable!r}; {known_names(variable, trained)}")
+        for name in [variable] if variable else trained:
+            stages[name] = stage_number(stage)
+    loops = {block.dim.name for block in graph.blocks if block.dim is not None}
+    for dim in recompute:
+        if dim not in loops:
+            raise UserError(f"--recompute {dim}: no loop runs over {dim!r}; {known_names(dim, loops)}")
+    return Options(stages, frozenset(recompute), microbatches)
 
 
 def read_plan(loaded: Loaded, path: str) -> Plan:

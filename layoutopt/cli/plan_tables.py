@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -13,7 +14,7 @@ from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, duration_text, rate_text, seconds_text, times_text
 
 if TYPE_CHECKING:
-    from layoutopt.plan import Alternative, Plan, Predicted
+    from layoutopt.plan import Alternative, Plan, PlanFile, Predicted
 
 ANSWER = "the answer"
 WIDE = 120
@@ -36,13 +37,15 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int | None = None) -> None:
 def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
     """Names and values of the answer."""
     info, p = plan.data.model, plan.predicted
+    besides = besides_text(plan.data.storage, plan.data.recompute, plan.data.microbatches)
     of = "" if limit is None else f" of {bytes_text(limit)}"
     sent = ", ".join(f"{axes} {bytes_text(n)}" for axes, n in p.communication_bytes_per_device.items() if n)
     return [
         ("model", f"{info.name}, {info.parameters:,} parameters"),
         ("mesh", f"{plan.mesh} ({plan.mesh.devices} devices)"),
         ("layout", rules_text(plan.data.layout)),
-        *_options(plan),
+        *([("besides", besides)] if besides else []),
+        *_storage_rows(plan.data.storage),
         ("hardware", plan.data.hardware),
         (
             "step",
@@ -56,24 +59,20 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
     ]
 
 
-def _options(plan: Plan) -> list[tuple[str, str]]:
-    """What was decided besides the layout."""
-    data = plan.data
-    rows = []
-    if data.storage:
-        rows.append(("storage", ", ".join(f"{name}: {words(how)}" for name, how in data.storage.items())))
-    if data.recompute:
-        rows.append(("recompute", f"in backward: {', '.join(data.recompute)}"))
-    if data.microbatches > 1:
-        rows.append(("microbatches", str(data.microbatches)))
-    return rows
+def besides_text(storage: Mapping[str, str], recompute: Sequence[str], microbatches: int) -> str:
+    """What was decided besides the layout: stages with the number of variables; '' if it is all plain."""
+    stages = Counter(stage for stage in storage.values())
+    parts = [f"{stage} ×{count}" for stage, count in sorted(stages.items())]
+    parts += [f"recompute {name}" for name in recompute]
+    parts += [f"{microbatches} microbatches"] if microbatches > 1 else []
+    return "; ".join(parts)
 
 
-def words(value: Any) -> str:
-    """A JSON value without its punctuation."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {words(item)}" for name, item in value.items())
-    return "+".join(words(item) for item in value) if isinstance(value, list | tuple) else str(value)
+def _storage_rows(storage: Mapping[str, str]) -> list[tuple[str, str]]:
+    stages: dict[str, list[str]] = {}
+    for name, stage in storage.items():
+        stages.setdefault(stage, []).append(name)
+    return [(stage, ", ".join(names)) for stage, names in sorted(stages.items())]
 
 
 def proof(plan: Plan) -> str:
@@ -82,7 +81,7 @@ def proof(plan: Plan) -> str:
     spent = f"{s.layouts_considered} layouts, {duration_text(s.wall_seconds)}"
     if s.status == "OPTIMAL":
         return f"optimal: no layout is better (gap {100 * s.gap:.2g}%; {spent})"
-    return f"not proven: at most {100 * s.gap:.2g}% from the best ({s.status}; {spent})"
+    return f"not proven: at most {100 * s.gap:.1f}% from the best ({s.status}; {spent})"
 
 
 def rules_text(layout: Mapping[str, Sequence[str]]) -> str:
@@ -97,6 +96,7 @@ class _Row:
     name: str
     mesh: Mapping[str, int]
     layout: Mapping[str, Sequence[str]]
+    besides: str
     predicted: Predicted | None
     fits: str
 
@@ -107,7 +107,7 @@ class _Row:
 
 def alternatives_table(plan: Plan, width: int = WIDE) -> Table:
     """The answer and every alternative on the same numbers, the fastest first."""
-    answer = _Row(ANSWER, plan.data.mesh, plan.data.layout, plan.predicted, "yes")
+    answer = _Row(ANSWER, plan.data.mesh, plan.data.layout, _besides(plan.data), plan.predicted, "yes")
     rows = sorted((_row(a) for a in plan.alternatives), key=lambda row: row.seconds)
     return _table("Beside it", "layout", "of the answer's", [answer, *rows], width, strong=0)
 
@@ -117,9 +117,13 @@ def frontier_table(points: Sequence[Alternative], width: int = WIDE) -> Table:
     return _table("Frontier of time and memory", "point", "of the fastest", [_row(a) for a in points], width)
 
 
+def _besides(a: Alternative | PlanFile) -> str:
+    return besides_text(a.storage, a.recompute, a.microbatches)
+
+
 def _row(a: Alternative) -> _Row:
     fits = "not legal" if a.predicted is None else "yes" if a.feasible else "no"
-    return _Row(a.name, a.mesh, a.layout, a.predicted, fits)
+    return _Row(a.name, a.mesh, a.layout, _besides(a), a.predicted, fits)
 
 
 def _table(
@@ -132,6 +136,8 @@ def _table(
     if not same_mesh:
         columns.append(("mesh", lambda row: "; ".join(f"{axis}:{size}" for axis, size in row.mesh.items())))
     columns.append(("splits", lambda row: rules_text(row.layout)))
+    if any(row.besides for row in rows):
+        columns.append(("besides", lambda row: row.besides))
     texts = len(columns)
     columns.append(("step", _cell(lambda p: seconds_text(p.step_seconds))))
     columns.append((share, _cell(lambda p: times_text(p.step_seconds, reference))))

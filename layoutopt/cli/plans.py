@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +11,10 @@ import typer
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
+    from layoutopt.explain import Asked
     from layoutopt.loading import Loaded
     from layoutopt.plan import Plan
+    from mesh_tf_core import Options
 
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file made by `search --out`.", show_default=False)
@@ -37,19 +40,54 @@ class Planned:
     limit: int
 
 
+def details_of(plan: Plan) -> dict[str, Any]:
+    """The part `details` of a plan file (see `layoutopt.cli.details`)."""
+    found = (plan.data.model_extra or {}).get("details")
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def with_source(plan: Plan, source: str, asked: Mapping[str, Any]) -> Plan:
+    """The same plan, saying from which MODEL it was made, and what was asked besides."""
+    from layoutopt.plan import Plan
+
+    details = {"source": source, "search": dict(asked)}
+    return Plan(plan.data.model_copy(update={"details": details}))
+
+
 def source_of(plan: Plan) -> str | None:
     """What the user typed as MODEL when the plan was made."""
-    found = (plan.data.model_extra or {}).get("details")
-    source = found.get("source") if isinstance(found, dict) else None
+    source = details_of(plan).get("source")
     return source if isinstance(source, str) else None
+
+
+def asked_of(plan: Plan) -> Asked:
+    """What was asked of the plan's search; what the file does not say is the default."""
+    from layoutopt.explain import Asked
+
+    found = details_of(plan).get("search")
+    if not isinstance(found, dict):
+        return Asked()
+    known = {f.name for f in fields(Asked)}
+    lists: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if name in known
+    }
+    return Asked(**lists)
 
 
 def limit_of(plan: Plan, hardware: Hardware) -> int:
     """The memory of a device that the plan was made for."""
-    found: Any = (plan.data.model_extra or {}).get("details")
-    for key in ("memory", "limit"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return int(found) if isinstance(found, int | float) else int(hardware.usable_memory_bytes)
+    found = details_of(plan).get("search")
+    limit = found.get("memory_bytes") if isinstance(found, dict) else None
+    return int(limit) if isinstance(limit, int | float) else int(hardware.usable_memory_bytes)
+
+
+def options_of(storage: Mapping[str, str], recompute: Sequence[str], microbatches: int) -> Options:
+    """What a plan file says besides a layout, as lowering takes it."""
+    from mesh_tf_core import Options
+    from mesh_tf_core.lower.storage import stage_number
+
+    stages = {name: stage_number(stage) for name, stage in storage.items()}
+    return Options(stages, frozenset(recompute), microbatches)
 
 
 def open_plan(path: Path, model: str | None, hardware: str | None = None) -> Planned:

@@ -11,7 +11,7 @@ import typer
 
 from layoutopt.cli.details import with_details
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
-from layoutopt.cli.plans import ModelOption, open_plan, source_of
+from layoutopt.cli.plans import ModelOption, details_of, open_plan, source_of
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.units import bytes_text
 
@@ -67,7 +67,7 @@ def write_report(
     import reports
 
     with terminal.waiting("drawing the report"):
-        reports.write_report([_whole(plan) for plan in plans], out, validation)
+        reports.write_report([plan.to_json() for plan in plans], out, validation)
     terminal.say(f"wrote the report to {out} ({bytes_text(out.stat().st_size)})")
     return out
 
@@ -77,14 +77,9 @@ def _written(terminal: Terminal, plans: Sequence[Plan], folder: Path, what: str)
 
     write = reports.write_figures if what == "figures" else reports.write_tables
     with terminal.waiting(f"writing the {what}"):
-        files = write([_whole(plan) for plan in plans], folder)
+        files = write([plan.to_json() for plan in plans], folder)
     terminal.say(f"wrote {len(files)} {what} to {folder}")
     return files
-
-
-def _whole(plan: Plan) -> dict[str, Any]:
-    """The plan file's object with what `to_json` leaves out."""
-    return {**plan.to_json(), **plan.data.model_dump(mode="json", include={"details"})}
 
 
 def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
@@ -92,7 +87,7 @@ def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
     from layoutopt.plan import load_plan
 
     plan = load_plan(path)
-    details = (plan.data.model_extra or {}).get("details") or {}
+    details = details_of(plan)
     if all(part in details for part in FULL):
         return plan
     if model is None and source_of(plan) is None:

@@ -25,6 +25,7 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.plan_tables import show_plan
+from layoutopt.cli.plans import with_source
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.units import bytes_text, seconds_text
@@ -37,6 +38,17 @@ EXAMPLES = examples(
     "layoutopt search examples/transformer_lm.py --devices 512 --hardware tpu-v2 --set batch=512",
     'layoutopt search examples/mlp.py --mesh "data:4" --objective memory --pin "batch:data" --top 3 --json',
 )
+
+
+class Recompute(StrEnum):
+    """Whether loops run again in backward instead of saving what they computed."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+RECOMPUTE = {Recompute.AUTO: (False, True), Recompute.ALWAYS: (True,), Recompute.NEVER: (False,)}
 
 
 class Objective(StrEnum):
@@ -73,6 +85,15 @@ def search(
         list[str] | None,
         typer.Option(metavar="RULES", help='Must not hold, as "vocab:model".', show_default=False),
     ] = None,
+    storage: Annotated[
+        str, typer.Option(metavar="STAGES", help="How variables may be stored, of these.")
+    ] = "layout,zero1,zero2,zero3",
+    recompute: Annotated[
+        Recompute, typer.Option(help="Whether blocks run again in backward, to save memory.")
+    ] = Recompute.AUTO,
+    microbatches: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
+    ] = "1,2,4,8",
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     time_limit: TimeLimitOption = None,
     out: Annotated[
@@ -94,6 +115,13 @@ def search(
     machine = read_hardware(hardware)
     limit = read_memory(memory, machine)
     loaded = load_model(model, settings or ())
+    asked = {
+        "pins": ";".join(pin or ()) or None,
+        "forbid": ";".join(forbid or ()) or None,
+        "storage": _stages(storage),
+        "recompute": list(RECOMPUTE[recompute]),
+        "microbatches": _numbers(microbatches),
+    }
     shown = bytes_text if objective is Objective.MEMORY else seconds_text
     with Bounds(terminal, f"searching {loaded.model.name}", shown) as bounds:
         plan = find(
@@ -103,14 +131,14 @@ def search(
             hardware=machine,
             memory=limit,
             objective=objective.value,
-            pins=";".join(pin or ()) or None,
-            forbid=";".join(forbid or ()) or None,
             top=top,
             time_limit=time_limit,
             max_axes=max_axes,
             on_progress=lambda where, best, bound: bounds.update(best, bound, f"searching {where}"),
+            **asked,  # type: ignore[arg-type]
         )
-    terminal.result({**plan.to_json(), "details": {"source": model}})
+    plan = with_source(plan, model, {"memory_bytes": limit, **asked})
+    terminal.result(plan.to_json())
     if not as_json:
         show_plan(terminal, plan, limit)
     if out is not None or report is not None:
@@ -119,6 +147,23 @@ def search(
         _write(terminal, with_details(plan, loaded.model, machine, limit, model), out, report)
     if out is not None:
         terminal.say(f"next: layoutopt train {model} --layout {out} --steps 100")
+
+
+def _stages(text: str) -> list[str]:
+    from mesh_tf_core.lower.storage import STAGES, stage_number
+
+    return [STAGES[stage_number(part.strip())] for part in text.split(",")]
+
+
+def _numbers(text: str) -> list[int]:
+    from mesh_tf_core.errors import UserError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise UserError(
+            f"--microbatches {text!r} is not a list of numbers; write for example --microbatches 1,2,4"
+        )
+    return [int(part) for part in parts]
 
 
 def _write(terminal: Terminal, plan: Plan, out: Path | None, report: Path | None) -> None:

@@ -15,9 +15,12 @@ from layoutopt.cli.options import (
     HardwareOption,
     JsonOption,
     MeshOption,
+    MicrobatchesOption,
     ModelArgument,
     QuietOption,
+    RecomputeOption,
     SetOption,
+    StorageOption,
     examples,
     read_hardware,
     read_layout,
@@ -50,6 +53,9 @@ def train(
         str, typer.Option(metavar="auto|LAYOUT|PLAN.json", help="auto searches the best one first.")
     ] = AUTO,
     mesh: MeshOption = None,
+    storage: StorageOption = None,
+    recompute: RecomputeOption = None,
+    microbatches: MicrobatchesOption = 1,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
     checkpoint: Annotated[
@@ -72,15 +78,24 @@ def train(
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware)
     loaded = load_model(model, settings or ())
-    given = (
-        _searched(terminal, loaded, machine, mesh) if layout == AUTO else read_layout(loaded, mesh, layout)
-    )
+    if layout == AUTO:
+        _refuse_decided(storage, recompute, microbatches)
+        given = _searched(terminal, loaded, machine, mesh)
+    else:
+        given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
     run = _Run(terminal, loaded, given, machine, steps)
     trainer = open_trainer(terminal, loaded, given)
     run.train(trainer, checkpoint, every)
     run.judge(trainer, held_out)
     terminal.result(run.json())
     run.show()
+
+
+def _refuse_decided(storage: list[str] | None, recompute: list[str] | None, microbatches: int) -> None:
+    from mesh_tf_core.errors import UserError
+
+    if storage or recompute or microbatches > 1:
+        raise UserError("--layout auto decides storage, recompute and microbatches too; leave them out")
 
 
 def _searched(terminal: Terminal, loaded: Loaded, machine: Hardware, mesh: str | None) -> Given:

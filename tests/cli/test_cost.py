@@ -95,6 +95,28 @@ def test_what_does_not_fit_is_priced(
     assert "no: peak memory" in run(*COST, "--memory", "10MiB").stdout
 
 
+def test_storage_recompute_and_microbatches(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], refused: Callable[..., str]
+) -> None:
+    plain = ("cost", LM, "--mesh", "data:8", "--layout", "batch:data")
+    more = (*plain, "--storage", "zero1", "--storage", "output/projection=zero3", "--recompute", "layers")
+    found = result(*more, "--microbatches", "2")
+    assert (found["recompute"], found["microbatches"]) == (["layers"], 2)
+    assert found["storage"]["output/projection"] == "zero3"
+    assert set(found["storage"].values()) == {"zero1", "zero3"}
+    assert len(found["storage"]) == 12
+    before = result(*plain)["predicted"]
+    assert found["predicted"]["peak_memory_bytes"] < before["peak_memory_bytes"]
+    assert found["predicted"]["flops_per_device"] > before["flops_per_device"]
+    assert re.search(r"^recompute +layers", run(*more).stdout, re.MULTILINE)
+    assert "'zero4': did you mean 'zero" in refused(*plain, "--storage", "zero4")
+    assert "no variable 'output/projecton'; did you mean 'output/projection'?" in refused(
+        *plain, "--storage", "output/projecton=zero1"
+    )
+    assert "no loop runs over 'layer'; did you mean 'layers'?" in refused(*plain, "--recompute", "layer")
+    assert "--microbatches" in refused(*plain, "--microbatches", "0")
+
+
 def seconds(cell: str) -> float:
     number, unit = cell.split()
     return float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]

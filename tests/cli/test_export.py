@@ -19,6 +19,7 @@ from layoutopt.loading import load_model
 
 LM = "examples/transformer_lm.py"
 SIZES = ("layers=2", "d_model=64", "d_ff=128", "length=32", "batch=8")
+PLAIN = ("--storage", "layout", "--recompute", "never", "--microbatches", "1")
 RULES = "batch:data;heads:model;d_ff:model;vocab:model"
 
 
@@ -27,7 +28,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A plan under RULES, as `search --json` prints it."""
     pins = [word for rule in RULES.split(";") for word in ("--pin", rule)]
     sets = [word for size in SIZES for word in ("--set", size)]
-    args = ["search", LM, "--mesh", "data:2;model:4", *sets, *pins, "--pin", "length:none", "--json"]
+    args = ["search", LM, "--mesh", "data:2;model:4", *sets, *pins, "--pin", "length:none", *PLAIN, "--json"]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.stderr
     path = tmp_path_factory.mktemp("plan") / "plan.json"

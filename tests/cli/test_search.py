@@ -15,7 +15,9 @@ from layoutopt.loading import load_model
 from layoutopt.plan import load_plan
 
 LM = "examples/transformer_lm.py"
-MLP = ("search", "examples/mlp.py", "--mesh", "data:2;model:2")
+# Only splits are decided where nothing else is the point.
+PLAIN = ("--storage", "layout", "--recompute", "never", "--microbatches", "1")
+MLP = ("search", "examples/mlp.py", "--mesh", "data:2;model:2", *PLAIN)
 SMALL = ("--set", "layers=2", "--set", "d_model=64", "--set", "d_ff=128", "--set", "length=32")
 
 PLAN = [
@@ -57,7 +59,7 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> Non
     assert found["solver"]["bound"] == found["solver"]["objective"] == found["predicted"]["step_seconds"]
     assert {"data parallel", "replicated"} <= {a["name"] for a in found["alternatives"]}
     for alternative in found["alternatives"]:
-        assert list(alternative) == ["name", "mesh", "layout", "predicted", "feasible", "reason"]
+        assert {"name", "mesh", "layout", "predicted", "feasible", "reason"} <= set(alternative)
         if alternative["feasible"]:
             assert alternative["predicted"]["step_seconds"] >= found["predicted"]["step_seconds"] * (1 - 1e-9)
 
@@ -73,6 +75,10 @@ def test_the_plan_costs_what_cost_says(plan_file: Path, result: Callable[..., di
         ";".join(f"{axis}:{size}" for axis, size in plan["mesh"].items()),
         "--layout",
         ";".join(f"{name}:{'+'.join(axes)}" for name, axes in plan["layout"].items()),
+        *(word for name, stage in plan["storage"].items() for word in ("--storage", f"{name}={stage}")),
+        *(word for name in plan["recompute"] for word in ("--recompute", name)),
+        "--microbatches",
+        str(plan["microbatches"]),
     )
     assert by_plan == by_hand
     for name, number in plan["predicted"].items():
@@ -83,7 +89,7 @@ def test_a_plan_file_loads_and_carries_what_a_report_needs(plan_file: Path) -> N
     plan = load_plan(plan_file)
     assert str(plan.mesh) == "data:2;model:4"
     details = json.loads(plan_file.read_text(encoding="utf-8"))["details"]
-    assert set(details) == {"source", "hardware", "dims", "variables", "lines", "by_kind", "memory"}
+    assert set(details) == {"source", "search", "hardware", "dims", "variables", "lines", "by_kind", "memory"}
     assert details["source"] == LM
     assert details["dims"]["d_ff"] == 128
     model = load_model(LM, SMALL[1::2]).model
@@ -117,6 +123,20 @@ def test_pins_and_prohibitions_hold(result: Callable[..., dict[str, Any]]) -> No
     assert found["layout"].get("pixels") != ["data"]
 
 
+def test_what_else_may_be_decided(result: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+    search = ("search", LM, "--mesh", "data:4", *SMALL, "--pin", "batch:data")
+    plain = result(*search, "--storage", "layout", "--recompute", "never", "--microbatches", "1")
+    assert (plain["storage"], plain["recompute"], plain["microbatches"]) == ({}, [], 1)
+    free = result(*search)
+    assert free["predicted"]["step_seconds"] <= plain["predicted"]["step_seconds"]
+    again = result(*search, "--storage", "layout,zero3", "--recompute", "always", "--microbatches", "2")
+    assert (again["recompute"], again["microbatches"]) == (["layers"], 2)
+    assert set(again["storage"].values()) <= {"zero3"}
+    assert "storage 'zero5': did you mean" in refused(*search, "--storage", "zero5")
+    assert "--microbatches 'two' is not a list of numbers" in refused(*search, "--microbatches", "two")
+    assert "is not one of 'auto', 'always', 'never'" in refused(*search, "--recompute", "maybe")
+
+
 def test_objectives(result: Callable[..., dict[str, Any]]) -> None:
     least = result(*MLP, "--objective", "memory")["predicted"]
     fastest = result(*MLP)["predicted"]
@@ -129,15 +149,17 @@ def test_objectives(result: Callable[..., dict[str, Any]]) -> None:
 
 
 def test_the_mesh_is_searched_too(result: Callable[..., dict[str, Any]]) -> None:
-    found = result("search", "examples/mlp.py", "--devices", "4", "--top", "2")
+    found = result("search", "examples/mlp.py", "--devices", "4", "--top", "2", *PLAIN)
     assert sorted(found["mesh"].values()) in ([2, 2], [4])
-    one_axis = result("search", "examples/mlp.py", "--devices", "4", "--max-axes", "1")
+    one_axis = result("search", "examples/mlp.py", "--devices", "4", "--max-axes", "1", *PLAIN)
     assert list(one_axis["mesh"].values()) == [4]
     assert found["predicted"]["step_seconds"] <= one_axis["predicted"]["step_seconds"]
 
 
 def test_nothing_fits(refused: Callable[..., str]) -> None:
-    line = refused("search", LM, "--mesh", "data:2;model:4", *SMALL, "--memory", "100KiB", "--json", code=3)
+    line = refused(
+        "search", LM, "--mesh", "data:2;model:4", *SMALL, *PLAIN, "--memory", "100KiB", "--json", code=3
+    )
     assert "no layout of 'transformer_lm' fits into 100 KiB a device" in line
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)
 
