@@ -55,7 +55,7 @@ def make_plan(
         predicted=_predicted(best.judged, names),
         solver=_solver(request, best, bound, proven, considered, seconds),
         alternatives=_alternatives(request, search, best, names),
-        frontier=[_point(f, i) for i, f in enumerate(frontier)] or None,
+        frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=_notes(best),
     )
     return Plan(data)
@@ -69,7 +69,9 @@ def _solver(
     request: Request, best: Found, bound: float, proven: bool, considered: int, seconds: float
 ) -> SolverInfo:
     value = float(best.peak) if request.objective == "memory" else best.seconds
-    bound = value if request.objective == "memory" and proven else min(bound, value)
+    if request.objective == "memory":
+        bound = value if proven else 0.0  # the solver's bounds are in seconds
+    bound = min(bound, value)
     gap = (value - bound) / value if value else 0.0
     gap, bound = (0.0, value) if gap < EXACT else (gap, bound)
     return SolverInfo(
@@ -113,12 +115,13 @@ def _predicted(judged: Evaluation, names: Mapping[str, str]) -> Predicted:
     return found.model_copy(update={"communication_bytes_per_device": sent})
 
 
-def _point(found: Found, number: int) -> Alternative:
+def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> Alternative:
+    names = axis_names(found.layout, found.mesh, request.model.batch_dim) if searched_mesh else {}
     return Alternative(
         name=f"frontier {number + 1}",
-        mesh=found.mesh.as_dict(),
-        layout=_form(found.layout),
-        predicted=found.judged.predicted,
+        mesh=_mesh(found.mesh, names).as_dict(),
+        layout=_form(_renamed(found.layout, names)),
+        predicted=_predicted(found.judged, names),
         feasible=True,
         storage=_storage(found.options),
         recompute=sorted(found.options.recompute),
