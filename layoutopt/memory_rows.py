@@ -1,23 +1,28 @@
 """Memory rows of the integer program: what every point of a step holds, as tables over the decisions.
 
-A row counts the values that live at a point under any layout: variables, optimizer state, saved activations, gradients,
-temporaries. Copies that only some layouts need (operands gathered whole) are not in it, so it never forbids a layout that fits;
-`mesh_search` checks the exact peak of what the solver returns.
+A row counts the values that live at a point under any layout: variables, optimizer state, saved activations,
+gradients, temporaries. Copies that only some layouts need (operands gathered whole) are not in it, so it never
+forbids a layout that fits; `mesh_search` checks the exact peak of what the solver returns. Each value depends
+on its dimensions, and further:
 
-  variable v       as stored at its stage                                                 decisions: its dims, its class
-  gradient of v    from stage 2 on as the state is split, from stage 1 on while v is updated                     likewise
-  part of v        a layer's piece or a cast: from stage 3 on as the state is split                              likewise
-  gathered v       a whole copy from stage 3 on, from its first reader to its last                               likewise
-  update of v      from stage 1 on as the state is split                                                         likewise
-  saved by a loop  gone when the loop is recomputed                                        its dims, the loop's recompute
-  anything else    as the layout says                                                                            its dims
+  variable v         split further (as the state of v) from stage 3 on
+  state of v         split further from stage 1 on
+  gradient of v      split further from stage 1 on while v is updated; before that, if a loop makes it, from 2 on
+  its casts          a sum that is scattered (stage 1, in a loop 2) is scattered before it is cast: until then only
+                     the narrow value exists
+  part of v          a layer's piece or a cast: split further from stage 3 on
+  gathered v         a whole copy from stage 3 on, from its first reader to its last
+  update of v        split further from stage 1 on
+  saved by a loop    gone when the loop is recomputed
+  result of softmax  and of other operations along a dimension: gone where it is split, for then smaller operations
+                     run instead, in place
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -31,13 +36,18 @@ from mesh_tf_core.dims import Shape
 from mesh_tf_core.dtypes import itemsize
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.graph import Graph
-from mesh_tf_core.lower.storage import shard_layout, stage_number
+from mesh_tf_core.lower.storage import STAGES, shard_layout, stage_number
 from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import Program, Value
-from mesh_tf_core.structure import Variable
+from mesh_tf_core.structure import Scan, Variable
 
 Key = TypeVar("Key", bound=Hashable)
 Share = tuple[tuple[int, ...], np.ndarray, np.ndarray]
+
+
+NEVER = len(STAGES)
+"""A stage that no variable has."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class Kind:
       variable: the variable whose storage class matters, with the stage from which it is split further.
       loop: the recompute decision that makes it disappear.
       gathered: a whole copy that exists only from the stage on.
+      absent: stages at which it does not exist.
+      unless: dimensions that make it disappear when they are split.
     """
 
     names: tuple[str, ...]
@@ -56,6 +68,12 @@ class Kind:
     stage: int = 0
     loop: str | None = None
     gathered: bool = False
+    absent: tuple[int, ...] = ()
+    unless: tuple[str, ...] = ()
+
+
+Held = tuple[Kind, Shape, int]
+"""What is alive: of which kind, the shape, the bytes of an element."""
 
 
 def rows(
@@ -72,6 +90,22 @@ def rows(
       names: the decisions with a choice, in the order of the problem's variables.
     """
     yield from _Rows(graph, program, decided, names, coupling).rows(memory)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A tensor that is a variable's gradient, or becomes one by casts or a loop.
+
+    Attributes:
+      split: stage from which it is split before the update.
+      scattered: stage from which a pending sum of it is scattered.
+      narrow: bytes of an element before the casts that it comes from, where they are fewest.
+    """
+
+    variable: str
+    split: int
+    scattered: int
+    narrow: int = 0
 
 
 class _Rows:
@@ -94,33 +128,36 @@ class _Rows:
                 {inner: self.saved[outer] for outer, inner in block.sliced if outer in self.saved}
             )
         self.origin = {o: i.origin for i, _ in program.walk() for o in i.outputs}
+        self.nodes = {n.index: n for n, _ in graph.walk()}
+        self.gradients = self._gradients()
         self._shares: dict[tuple[Kind, Shape], Share] = {}
 
     def rows(self, memory: float) -> Iterator[Row]:
-        base: Counter[tuple[Kind, Shape, str]] = Counter()
+        base: Counter[Held] = Counter()
         for stored in self.program.variables.values():
             v = stored.variable
             owner, stage = (v.slot_of, 1) if v.slot_of else (v.name, 3)
-            base[Kind(v.shape.names, owner if self._classed(owner) else None, stage), v.shape, v.dtype] += 1
-        points: list[tuple[str, Counter[tuple[Kind, Shape, str]]]] = []
+            kind = Kind(v.shape.names, owner if self._classed(owner) else None, stage)
+            base[kind, v.shape, itemsize(v.dtype)] += 1
+        points: list[tuple[str, Counter[Held]]] = []
         trace = alive(self.program)
         gathered = self._gathered(trace)
         for point in trace:
-            updating = point.scope if point.phase == "update" else None
-            held = base + Counter(self._kind(self.program.values[i], updating) for i in point.values)
+            held = base.copy()
+            for i in point.values:
+                held.update(self._held_as(self.program.values[i], point))
             held.update(gathered[point.position])
             points.append((f"memory at {point.name} #{point.position}", held))
-        kept = undominated(points)
-        for name, held in kept:
+        for name, held in undominated(points):
             sizes: Counter[tuple[Kind, Shape]] = Counter()
-            for (kind, shape, dtype), count in held.items():
-                unit = Shape(d for d in shape) if kind.variable else Shape()
-                sizes[kind, unit] += count * itemsize(dtype) * (1 if kind.variable else shape.size)
+            for (kind, shape, element), count in held.items():
+                unit = shape if kind.variable else Shape()
+                sizes[kind, unit] += count * element * (1 if kind.variable else shape.size)
             yield Row(name, memory, tuple(self._entry(k, s, n) for (k, s), n in sizes.items()))
 
-    def _gathered(self, trace: Sequence[Alive]) -> list[list[tuple[Kind, Shape, str]]]:
+    def _gathered(self, trace: Sequence[Alive]) -> list[list[Held]]:
         """For every point the gathered copies of variables: from the first to the last reader in their block."""
-        found: list[list[tuple[Kind, Shape, str]]] = [[] for _ in trace]
+        found: list[list[Held]] = [[] for _ in trace]
         runs: dict[int, list[int]] = {}
         for point in trace:
             runs.setdefault(point.node, []).append(point.position)
@@ -132,25 +169,72 @@ class _Rows:
                 t = self.graph.tensor(tensor)
                 kind = Kind(t.shape.names, variable.name, 3, gathered=True)
                 for position in range(min(positions, default=0), max(positions, default=-1) + 1):
-                    found[position].append((kind, t.shape, t.dtype))
+                    found[position].append((kind, t.shape, itemsize(t.dtype)))
         return found
 
     def _classed(self, name: str | None) -> bool:
         variable = self.graph.variables.get(name or "")
         return variable is not None and storage_class(variable) in self.decided.classes
 
-    def _kind(self, value: Value, updating: str | None) -> tuple[Kind, Shape, str]:
-        names = value.shape.names
+    def _held_as(self, value: Value, point: Alive) -> list[Held]:
+        """What a value counts as while the node of a point runs."""
+        names, shape, element = value.shape.names, value.shape, itemsize(value.dtype)
         origin = self.origin.get(value.id)
         part_of = self.coupling.owner.get(value.tensor)
         if part_of is not None and self._classed(part_of):
-            return Kind(names, part_of, 3), value.shape, value.dtype
-        owner = self.graph.gradient_of.get(value.tensor)
-        if owner is not None and self._classed(owner):
-            return Kind(names, owner, 1 if owner == updating else 2), value.shape, value.dtype
+            return [(Kind(names, part_of, 3), shape, element)]
+        if value.tensor in self.gradients:
+            return self._gradient(value, point)
         if origin is not None and origin.phase == "update" and self._classed(origin.scope) and names:
-            return Kind(names, origin.scope, 1), value.shape, value.dtype
-        return Kind(names, loop=self.saved.get(value.tensor)), value.shape, value.dtype
+            return [(Kind(names, origin.scope, 1), shape, element)]
+        node = self.nodes[point.node]
+        unless: tuple[str, ...] = ()
+        if value.tensor in node.outputs and node.op.expands():
+            # Where these dimensions are split, smaller operations run instead, some of them in place.
+            unless = tuple(node.op.roles(*(self.graph.tensor(i).type for i in node.inputs)).whole)
+        return [(Kind(names, loop=self.saved.get(value.tensor), unless=unless), shape, element)]
+
+    def _gradient(self, value: Value, point: Alive) -> list[Held]:
+        """A gradient, or what loops or casts make one of."""
+        names, shape, element = value.shape.names, value.shape, itemsize(value.dtype)
+        gradient = self.gradients[value.tensor]
+        owner, split, narrow = gradient.variable, gradient.split, gradient.narrow
+        if point.phase == "update" and point.scope == owner:
+            return [(Kind(names, owner, 1), shape, element)]
+        # A sum that is scattered is scattered before it is cast: the wide value exists in parts only, later.
+        scattered = tuple(range(gradient.scattered, NEVER))
+        node = self.nodes[point.node]
+        if value.tensor in node.inputs and isinstance(node.op, Cast) and node.outputs[0] in self.gradients:
+            return [(Kind(names, owner, split, absent=scattered), shape, element)]
+        found = [(Kind(names, owner, split), shape, narrow)]
+        if element > narrow:
+            found.append((Kind(names, owner, split, absent=scattered), shape, element - narrow))
+        return found
+
+    def _gradients(self) -> dict[int, Gradient]:
+        found: dict[int, Gradient] = {}
+        for tensor, owner in self.graph.gradient_of.items():
+            if self._classed(owner):
+                node = self.graph.producer.get(tensor)
+                looped = node is not None and isinstance(node.op, Scan)
+                inside = bool(self.graph.tensor(tensor).block)
+                self._chain(found, tensor, Gradient(owner, 2 if looped else NEVER, 2 if inside else 1))
+        for inner, outs in self.coupling.outer.items():
+            owners = {self.graph.gradient_of[o] for o in outs if o in self.graph.gradient_of}
+            if inner not in found and len(owners) == 1 and all(map(self._classed, owners)):
+                self._chain(found, inner, Gradient(owners.pop(), NEVER, 2))
+        return found
+
+    def _chain(self, found: dict[int, Gradient], tensor: int, gradient: Gradient) -> None:
+        """Enters a gradient and what it is cast from."""
+        chain = [tensor]
+        node = self.graph.producer.get(tensor)
+        while node is not None and isinstance(node.op, Cast):
+            chain.append(node.inputs[0])
+            node = self.graph.producer.get(node.inputs[0])
+        sizes = [itemsize(self.graph.tensor(t).dtype) for t in chain]
+        for i, t in enumerate(chain):
+            found.setdefault(t, replace(gradient, narrow=min(sizes[i:])))
 
     def _entry(self, kind: Kind, shape: Shape, size: int) -> Entry:
         """Bytes for every assignment of the decisions that matter. `size`: bytes in all, or per element of `shape`."""
@@ -163,7 +247,7 @@ class _Rows:
         """The part of the whole that a device holds, for every assignment."""
         variable = self.graph.variables[kind.variable] if kind.variable else None
         dims = variable.shape.names if variable else kind.names
-        wanted = [*dims]
+        wanted = [*dims, *kind.unless]
         if variable:
             wanted.append(storage_class(variable))
         if kind.loop:
@@ -185,10 +269,15 @@ class _Rows:
         if kind.loop and chosen.get(kind.loop):
             return 0.0
         layout = self.decided.read(chosen)[0]
+        if any(layout.axes(n) for n in kind.unless):
+            return 0.0
         if variable is None:
             return 1.0 / self.mesh.group_size(a for n in kind.names for a in layout.axes(n))
         stage = chosen.get(storage_class(variable), ())
-        split = bool(stage) and stage_number(stage[0]) >= kind.stage
+        number = stage_number(stage[0]) if stage else 0
+        if number in kind.absent:
+            return 0.0
+        split = number >= kind.stage
         try:
             further = shard_layout(variable, layout, self.mesh) if split else layout
             if kind.gathered and further.splits(variable.shape, "") == layout.splits(variable.shape, ""):
