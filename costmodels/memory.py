@@ -3,11 +3,14 @@
 A device holds, at instruction t,
   (1) the variables as stored, from the first step to the last;
   (2) the batch, and every value that is computed at or before t and read at or after it;
-  (3) inside a loop: what is alive around the loop (its stacked results among it), plus the body's own values at their
+  (3) inside a loop: what is alive around the loop (its stacked results among it), plus the body's own
+  values at their
       worst point.
 
-An output may take the place of an input that is read for the last time, if the operation works element by element (or
-is an all-reduce) and the sizes agree; renames and reshapes have no memory of their own. A written variable takes the
+An output may take the place of an input that is read for the last time, if the operation works element by
+element (or
+is an all-reduce) and the sizes agree; renames and reshapes have no memory of their own. A written variable
+takes the
 place of the old one.
 """
 
@@ -71,7 +74,8 @@ def memory(program: Program) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """What a point of a program holds besides the variables: ids of the values alive there; `node` runs there."""
+    """What a point of a program holds besides the variables: ids of the values alive there; `node` runs
+    there."""
 
     name: str
     scope: str
@@ -82,13 +86,18 @@ class Alive:
 
 
 def alive(program: Program) -> list[Alive]:
-    """The values alive at every point. Meant for a program in which nothing is split: other layouts hold the same."""
+    """The values alive at every point. Meant for a program in which nothing is split: other layouts hold
+    the same."""
     walk = _Walk(program, record=True)
     walk.run()
     out = []
     for position, (point, live, spared) in enumerate(walk.trace):
         held = [i for i in live if walk.weight(i) and i not in spared]
-        out.append(Alive(point.name, point.origin.scope, point.origin.phase, point.origin.node, position, tuple(held)))
+        out.append(
+            Alive(
+                point.name, point.origin.scope, point.origin.phase, point.origin.node, position, tuple(held)
+            )
+        )
     return out
 
 
@@ -99,9 +108,7 @@ class _Walk:
         self.program = program
         self.size = [v.local_bytes(program.mesh) for v in program.values]
         self.born: dict[int, Origin] = {}
-        self.stored = {
-            name: _bytes(program, name) for name in program.variables
-        }
+        self.stored = {name: _bytes(program, name) for name in program.variables}
         self.resident = sum(self.stored.values())
         self.points: list[Point] = []
         self.peak = self.resident
@@ -114,7 +121,9 @@ class _Walk:
         self._block(self.program.code, set(self.program.results.values()), {}, 0)
         variables = [Holding(f"variable {n}", b, None) for n, b in self.stored.items()]
         found = sorted([*variables, *self.holdings], key=lambda h: -h.bytes)
-        return Memory(tuple(self.points), self.peak, self.at, tuple(h for h in found if h.bytes), self.resident)
+        return Memory(
+            tuple(self.points), self.peak, self.at, tuple(h for h in found if h.bytes), self.resident
+        )
 
     def _roots(self) -> dict[int, int]:
         """Value -> the value whose memory it shares."""
@@ -205,5 +214,3 @@ def _bytes(program: Program, name: str) -> int:
     stored = program.variables[name]
     value = Value(-1, stored.variable.shape, stored.variable.dtype, stored.splits)
     return value.local_bytes(program.mesh)
-
-

@@ -247,7 +247,9 @@ class Pricer:
 
     def collective(self, program: Program, instr: Collective, times: int) -> Line:
         kind = instr.name
-        seconds = self._joined(kind, instr.axes, [program.values[i].local_bytes(program.mesh) for i in instr.inputs])
+        seconds = self._joined(
+            kind, instr.axes, [program.values[i].local_bytes(program.mesh) for i in instr.inputs]
+        )
         exposed = seconds * (1.0 - self.hardware.hidden_fraction(kind))
         sent = program.wire_bytes(instr)
         return Line(
@@ -259,7 +261,8 @@ class Pricer:
         return self._message(kind, axes, payload) * (1.0 - self.hardware.hidden_fraction(kind))
 
     def _joined(self, kind: str, axes: Axes, payloads: Sequence[int]) -> float:
-        """Values that travel together pay for their bytes each, and for one latency (that of one byte) together."""
+        """Values that travel together pay for their bytes each, and for one latency (that of one byte)
+        together."""
         total = sum(self._message(kind, axes, payload) for payload in payloads)
         return total - (len(payloads) - 1) * self._message(kind, axes, 1)
 

@@ -1,4 +1,5 @@
-"""A multi-layer perceptron on handwritten digits (scikit-learn's 8x8 images), in three layers of named dimensions.
+"""A multi-layer perceptron on handwritten digits (scikit-learn's 8x8 images), in three layers of named
+dimensions.
 
     layoutopt train examples/mlp.py --layout auto --mesh "data:4" --steps 300
 """
@@ -29,9 +30,14 @@ def model(
     x = g.input("image", [b, pixels], "float32").cast(dtype)
     labels = g.input("label", [b])
     for i in range(layers):
-        inner, out = (pixels if i == 0 else mtf.Dim(f"hidden_{i}", hidden)), (h if i == layers - 1 else mtf.Dim(f"hidden_{i + 1}", hidden))
+        inner, out = (
+            (pixels if i == 0 else mtf.Dim(f"hidden_{i}", hidden)),
+            (h if i == layers - 1 else mtf.Dim(f"hidden_{i + 1}", hidden)),
+        )
         with g.scope(f"layer_{i}"):
-            w = g.variable("weight", [inner, out], mtf.Normal(1 / math.sqrt(inner.size)), activation_dtype=dtype)
+            w = g.variable(
+                "weight", [inner, out], mtf.Normal(1 / math.sqrt(inner.size)), activation_dtype=dtype
+            )
             bias = g.variable("bias", [out], mtf.ZEROS, activation_dtype=dtype)
             x = mtf.gelu(mtf.einsum([x, w], [b, out]) + bias)
     with g.scope("output"):

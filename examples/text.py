@@ -30,8 +30,11 @@ def corpus(split: str, limit: int = 6_000_000) -> np.ndarray:
     return np.frombuffer(bytes(data[:limit]), np.uint8).astype(np.int32)
 
 
-def batches(batch: int, length: int, vocab: int, split: str = "train", seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Random windows: tokens [batch length] and targets, the tokens one place later. Bytes are folded into `vocab`."""
+def batches(
+    batch: int, length: int, vocab: int, split: str = "train", seed: int = 0
+) -> Iterator[dict[str, np.ndarray]]:
+    """Random windows: tokens [batch length] and targets, the tokens one place later. Bytes are folded into
+    `vocab`."""
     text = corpus(split)
     rng = np.random.default_rng([seed, len(text)])
     while True:
@@ -41,7 +44,8 @@ def batches(batch: int, length: int, vocab: int, split: str = "train", seed: int
 
 
 def unigram_entropy(vocab: int = 256) -> float:
-    """Entropy in nats of single bytes of the training text: what a model without context can reach at best."""
+    """Entropy in nats of single bytes of the training text: what a model without context can reach at
+    best."""
     counts = np.bincount(corpus("train") % vocab, minlength=vocab).astype(float)
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())

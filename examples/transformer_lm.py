@@ -25,7 +25,8 @@ _PAPER = {
     131072: ("batch:16;model:32", _EXPERT),
     262144: ("batch:16;model:32", _EXPERT),
 }
-"""d_ff -> the mesh and layout that the paper trained this size under (tensor2tensor's mtf_transformer_paper_lm)."""
+"""d_ff -> the mesh and layout that the paper trained this size under (tensor2tensor's
+mtf_transformer_paper_lm)."""
 
 
 def model(
@@ -57,7 +58,7 @@ def model(
       dtype: of activations; variables and their updates are float32.
     """
     g = mtf.Graph("transformer_lm")
-    b, l, m = mtf.Dim("batch", batch), mtf.Dim("length", length), mtf.Dim("memory_length", length)
+    b, s, m = mtf.Dim("batch", batch), mtf.Dim("length", length), mtf.Dim("memory_length", length)
     d, f, v = mtf.Dim("d_model", d_model), mtf.Dim("d_ff", d_ff), mtf.Dim("vocab", vocab)
     kv_heads = kv_heads or heads
     if heads % kv_heads:
@@ -72,23 +73,23 @@ def model(
         return mtf.layer_norm(x, d, g.variable(name, [d], mtf.ONES, activation_dtype=dtype))
 
     def attention(x: mtf.Tensor) -> mtf.Tensor:
-        q = mtf.einsum([x, weight("q", [d, *q_dims], d_model)], [b, l, *q_dims])
+        q = mtf.einsum([x, weight("q", [d, *q_dims], d_model)], [b, s, *q_dims])
         memory = mtf.rename(x, length="memory_length")
         keys = mtf.einsum([memory, weight("k", [d, h, k], d_model)], [b, m, h, k])
         values = mtf.einsum([memory, weight("v", [d, h, k], d_model)], [b, m, h, k])
-        logits = mtf.einsum([q, keys], [b, *q_dims[:-1], l, m]) * d_kv**-0.5
-        causal = mtf.mtf_range(g, l) >= mtf.mtf_range(g, m)
+        logits = mtf.einsum([q, keys], [b, *q_dims[:-1], s, m]) * d_kv**-0.5
+        causal = mtf.mtf_range(g, s) >= mtf.mtf_range(g, m)
         weights = mtf.dropout(mtf.masked_softmax(logits, causal, m), dropout)
-        mixed = mtf.einsum([weights, values], [b, l, *q_dims])
-        return mtf.einsum([mixed, weight("o", [*q_dims, d], heads * d_kv)], [b, l, d])
+        mixed = mtf.einsum([weights, values], [b, s, *q_dims])
+        return mtf.einsum([mixed, weight("o", [*q_dims, d], heads * d_kv)], [b, s, d])
 
     def feed_forward(x: mtf.Tensor) -> mtf.Tensor:
-        hidden = mtf.einsum([x, weight("wi", [d, f], d_model)], [b, l, f])
+        hidden = mtf.einsum([x, weight("wi", [d, f], d_model)], [b, s, f])
         if gated:
-            hidden = mtf.silu(hidden) * mtf.einsum([x, weight("wg", [d, f], d_model)], [b, l, f])
+            hidden = mtf.silu(hidden) * mtf.einsum([x, weight("wg", [d, f], d_model)], [b, s, f])
         else:
             hidden = mtf.relu(hidden)
-        return mtf.einsum([mtf.dropout(hidden, dropout), weight("wo", [f, d], d_ff)], [b, l, d])
+        return mtf.einsum([mtf.dropout(hidden, dropout), weight("wo", [f, d], d_ff)], [b, s, d])
 
     def layer(x: mtf.Tensor) -> mtf.Tensor:
         with g.scope("attention"):
@@ -96,7 +97,7 @@ def model(
         with g.scope("feed_forward"):
             return x + mtf.dropout(feed_forward(norm(x, "norm")), dropout)
 
-    tokens, targets = g.input("tokens", [b, l]), g.input("targets", [b, l])
+    tokens, targets = g.input("tokens", [b, s]), g.input("targets", [b, s])
     with g.scope("embedding"):
         table = g.variable("tokens", [v, d], mtf.Normal(0.02), activation_dtype=dtype)
         x = mtf.gather(table, tokens, v)
@@ -106,12 +107,16 @@ def model(
                 raise mtf.UserError(f"positions={positions} is fewer than length={length}")
             p = mtf.Dim("length" if count == length else "positions", count)
             where = g.variable("positions", [p, d], mtf.Normal(0.02), activation_dtype=dtype)
-            x = x + (where if count == length else mtf.rename(mtf.slice_dim(where, p, 0, length), positions="length"))
+            x = x + (
+                where
+                if count == length
+                else mtf.rename(mtf.slice_dim(where, p, 0, length), positions="length")
+            )
     x = mtf.scan(layer, mtf.dropout(x, dropout), mtf.Dim("layers", layers))
     x = norm(x, "final_norm")
     with g.scope("output"):
         out = table if tied else weight("projection", [v, d], d_model)
-        logits = mtf.einsum([x, out], [b, l, v])
+        logits = mtf.einsum([x, out], [b, s, v])
         loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v))
     return mtf.Model(
         loss,
@@ -121,8 +126,11 @@ def model(
     )
 
 
-def data(batch: int = 16, length: int = 128, vocab: int = 256, split: str = "train", **_: object) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of the standard library's sources, byte by byte; split "held-out" gives files not trained on."""
+def data(
+    batch: int = 16, length: int = 128, vocab: int = 256, split: str = "train", **_: object
+) -> Iterator[dict[str, np.ndarray]]:
+    """Windows of the standard library's sources, byte by byte; split "held-out" gives files not trained
+    on."""
     from examples.text import batches
 
     return batches(batch, length, vocab, split)

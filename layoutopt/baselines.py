@@ -12,14 +12,16 @@ from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 
 EXPERT_DIMS = ("vocab", "d_ff", "heads", "experts")
-"""Dimensions that Mesh-TensorFlow's and Megatron-LM's layouts split over the model axis (Shazeer et al. 2018, section 5;
+"""Dimensions that Mesh-TensorFlow's and Megatron-LM's layouts split over the model axis (Shazeer et al.
+2018, section 5;
 Shoeybi et al. 2019, section 3)."""
 
 
 def named_layouts(
     model: Model, mesh: Mesh, options: Mapping[str, tuple[Axes, ...]]
 ) -> Iterator[tuple[str, Mesh, Layout, Options]]:
-    """(name, mesh, layout, options) of replicated, data-parallel, fully sharded and expert layouts on a mesh."""
+    """(name, mesh, layout, options) of replicated, data-parallel, fully sharded and expert layouts on a
+    mesh."""
     plain = Options()
     yield "replicated", mesh, Layout(), plain
     batch = model.batch_dim

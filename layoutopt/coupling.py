@@ -85,7 +85,8 @@ class Coupling:
         return self.owner.get(cast.outputs[0]) if cast.outputs else None
 
     def homes(self, variable: str) -> dict[tuple[int, int], list[Node]]:
-        """(block, tensor of the chain) -> the nodes there that need it as the layout says, so gathered if stored split."""
+        """(block, tensor of the chain) -> the nodes there that need it as the layout says, so gathered if
+        stored split."""
         out: dict[tuple[int, int], list[Node]] = {}
         for tensor in self.chain[variable]:
             for reader in self.readers[tensor]:

@@ -1,9 +1,9 @@
 """What is decided for a model on a mesh: splits of dimensions, storage of variables, recomputation of blocks.
 
 Every decision has a name and a finite list of options, each a tuple of words; `()` is the plain one:
-  a dimension's name        the mesh axes that it is split over
-  "storage of <class>"      (), ("zero1",), ("zero2",), ("zero3",)     see `mesh_tf_core.lower.storage`
-  "recompute <dim>"         (), ("on",)                                the loop over <dim> runs its body again in backward
+  a dimension's name      the mesh axes that it is split over
+  "storage of <class>"    (), ("zero1",), ("zero2",), ("zero3",): see `mesh_tf_core.lower.storage`
+  "recompute <dim>"       (), ("on",): the loop over <dim> runs its body again in backward
 Variables of the same dimensions are one storage class.
 """
 
@@ -71,7 +71,8 @@ class Decisions:
         return tuple(n for n, o in self.options.items() if len(o) > 1)
 
     def read(self, chosen: Mapping[str, Choice]) -> tuple[Layout, Options]:
-        """The layout and options that some choices mean; what is not chosen has its only or its plain option."""
+        """The layout and options that some choices mean; what is not chosen has its only or its plain
+        option."""
         rules: dict[str, Choice] = {}
         storage: dict[str, int] = {}
         again: list[str] = []

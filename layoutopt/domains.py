@@ -1,4 +1,5 @@
-"""What each dimension may be split over: tuples of mesh axes that divide it, less what the user pins and forbids."""
+"""What each dimension may be split over: tuples of mesh axes that divide it, less what the user pins and
+forbids."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def domains(
       forbid: dimension -> axes it may not be split over.
 
     Raises:
-      UserError: a pin or prohibition on an unknown dimension or axis, or a pin that the dimension's size does not allow.
+      UserError: a pin or prohibition on an unknown dimension or axis, or a pin that the dimension's size
+      does not allow.
     """
     sizes = graph.dims()
     counted = {b.dim.name for b in graph.blocks if b.dim is not None}
@@ -32,7 +34,9 @@ def domains(
     for what, rules in (("pin", pins), ("forbid", forbid)):
         for name, axes in rules.items():
             if name not in sizes:
-                raise UserError(f"--{what} {name}: no operation has this dimension; {known_names(name, sizes)}")
+                raise UserError(
+                    f"--{what} {name}: no operation has this dimension; {known_names(name, sizes)}"
+                )
             for axis in axes:
                 mesh.size(axis)
     out: dict[str, tuple[Axes, ...]] = {}
@@ -60,12 +64,12 @@ def _why_not(name: str, axes: Axes, mesh: Mesh, sizes: set[int], counted: bool, 
     if counted:
         return f"{asked}: {name!r} counts the layers of a loop and cannot be split; drop this pin"
     if set(axes) & set(forbidden):
-        return f"{asked}: the same split is forbidden by --forbid {name}:{'+'.join(forbidden)}; drop one of the two"
+        return f"{asked}: --forbid {name}:{'+'.join(forbidden)} forbids the same split; drop one of the two"
     ways = mesh.group_size(axes)
     for size in sorted(sizes):
         if size % ways:
             return (
-                f"{asked}: {name!r} has size {size}, which the {ways} devices of {'+'.join(axes)} do not divide; "
+                f"{asked}: {name!r} has size {size}, not divisible by the {ways} devices of {'+'.join(axes)}; "
                 "choose another axis or size"
             )
     if any(mesh.size(a) == 1 for a in axes):

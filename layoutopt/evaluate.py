@@ -1,4 +1,5 @@
-"""The independent judge: lowers the whole graph under a layout and prices what would run. No table, no solver."""
+"""The independent judge: lowers the whole graph under a layout and prices what would run. No table, no
+solver."""
 
 from __future__ import annotations
 

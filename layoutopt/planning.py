@@ -1,4 +1,5 @@
-"""From the best layout to a plan: prices, proof, the baselines beside it, names for the axes of a searched mesh."""
+"""From the best layout to a plan: prices, proof, the baselines beside it, names for the axes of a searched
+mesh."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from layoutopt.baselines import axis_names, named_layouts
 from layoutopt.domains import domains
 from layoutopt.evaluate import Evaluation, alternative
 from layoutopt.mesh_search import Found, MeshSearch
-from layoutopt.plan import FORMAT, Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
+from layoutopt.plan import Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
 from layoutopt.request import EXACT, Request
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
@@ -39,7 +40,7 @@ def make_plan(
     """
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
     data = PlanFile(
-        format=FORMAT,
+        format="layoutopt-plan/1",
         model=ModelInfo(
             name=request.model.name,
             fingerprint=request.model.fingerprint,
@@ -90,7 +91,7 @@ def _notes(best: Found) -> list[str]:
         return []
     return [
         f"the tables sum to {table:.9g} s and the lowered program costs {value:.9g} s "
-        f"({(table / value - 1) * 100:+.2g} %), because messages that travel together share more than their latency"
+        f"({(table / value - 1) * 100:+.2g} %): what operations share is not all in the tables"
     ]
 
 
@@ -132,7 +133,8 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
 def _alternatives(
     request: Request, search: MeshSearch, best: Found, names: Mapping[str, str]
 ) -> list[Alternative]:
-    """Named baselines on the answer's mesh, the best layout that leaves the batch whole, and the next best ones."""
+    """Named baselines on the answer's mesh, the best layout that leaves the batch whole, and the next best
+    ones."""
     model, hardware, limit = request.model, request.hardware, request.limit
     mesh = _mesh(best.mesh, names)
     options = domains(model.graph, mesh)

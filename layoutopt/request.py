@@ -13,7 +13,8 @@ Progress = Callable[[str, float, float], None]
 """on_progress(mesh, best seconds so far, proven bound on this mesh)."""
 OBJECTIVES = ("time", "memory", "pareto")
 EXACT = 1e-7
-"""Relative gap below which a bound equals its objective: solvers count costs in whole units of about this size."""
+"""Relative gap below which a bound equals its objective: solvers count costs in whole units of about this
+size."""
 Rules = str | Mapping[str, Axes] | None
 
 

@@ -1,7 +1,9 @@
 """The search over mesh shapes and microbatches: each one's integer program, and the best of them.
 
-Microbatches are tried in rising number. More of them never make a step faster if memory is no object (the same work in
-smaller pieces, with as many messages or more), so once the best time without a memory limit is no better than what is
+Microbatches are tried in rising number. More of them never make a step faster if memory is no object (the
+same work in
+smaller pieces, with as many messages or more), so once the best time without a memory limit is no better
+than what is
 known to fit, larger numbers cannot win and are not tried.
 """
 
@@ -12,8 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from costmodels.hardware import Hardware, load_hardware
-from costmodels.topology import Cluster
+from costmodels.hardware import Cluster, Hardware, load_hardware
 from layoutopt.baselines import mesh_shapes
 from layoutopt.decisions import decisions
 from layoutopt.domains import domains, parse_rules
@@ -54,13 +55,15 @@ def search(
       mesh: the mesh; or give `devices`, and its shape (up to `max_axes` axes) is searched too.
       hardware: a preset's name, a file, or a Hardware.
       memory: bytes that a device may hold (None: what the hardware has).
-      objective: `time` (least seconds that fit), `memory` (least peak), or `pareto` (adds the frontier of both).
+      objective: `time` (least seconds that fit), `memory` (least peak), or `pareto` (adds the frontier of
+      both).
       pins, forbid: rules such as "batch:data"; `batch:none` pins a dimension to not being split.
       top: how many of the best layouts to list.
       time_limit: seconds.
       storage: stages that variables may be stored at, of "layout", "zero1", "zero2", "zero3".
       recompute: whether the bodies of loops may, must or must not run again in backward.
-      microbatches: numbers of parts that the batch may be split into; those that do not divide it are left out.
+      microbatches: numbers of parts that the batch may be split into; those that do not divide it are left
+      out.
 
     Raises:
       InfeasibleError: proven that nothing fits; the message names the largest tensors.

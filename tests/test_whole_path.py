@@ -1,4 +1,5 @@
-"""The whole path on the TensorFlow engine: one model, many layouts, the same losses, the bytes of the plan."""
+"""The whole path on the TensorFlow engine: one model, many layouts, the same losses, the bytes of the
+plan."""
 
 from __future__ import annotations
 
