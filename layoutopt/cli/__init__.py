@@ -20,6 +20,7 @@ from layoutopt.cli import (
     solve_problem,
     train,
     validate,
+    verify,
 )
 from layoutopt.cli.group import Group
 
@@ -56,6 +57,7 @@ app.command(epilog=train.EXAMPLES, rich_help_panel=RUN)(train.train)
 app.command(epilog=calibrate.EXAMPLES, rich_help_panel=RUN)(calibrate.calibrate)
 app.command(epilog=validate.EXAMPLES, rich_help_panel=RUN)(validate.validate)
 app.command(epilog=measure.EXAMPLES, rich_help_panel=RUN)(measure.measure)
+app.command(epilog=verify.EXAMPLES, rich_help_panel=RUN)(verify.verify)
 app.command(epilog=lower.EXAMPLES, rich_help_panel=SHARE)(lower.lower)
 app.command(epilog=report.EXAMPLES, rich_help_panel=SHARE)(report.report)
 app.command(epilog=export.EXAMPLES, rich_help_panel=SHARE)(export.export)

@@ -85,14 +85,8 @@ def _emit(program: Program, form: Form) -> str:
 
     if form is Form.PROGRAM:
         return text(program)
-    return _stablehlo(program)
+    from layoutopt.cli.running import hushed
+    from mesh_tf_core.engines.jax_compile import stablehlo
 
-
-def _stablehlo(program: Program) -> str:
-    from importlib.util import find_spec
-
-    from mesh_tf_core.errors import UserError
-
-    if find_spec("jax") is None:
-        raise UserError("--emit stablehlo needs the optional packages of 'tpu'; install layoutopt[tpu]")
-    raise UserError("--emit stablehlo: this version has no StableHLO yet; use --emit program")
+    with hushed():
+        return stablehlo(program)

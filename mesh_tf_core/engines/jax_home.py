@@ -95,7 +95,9 @@ def topology_mesh(topology: str, mesh: Mesh) -> Any:
     from jax.experimental import mesh_utils, topologies
 
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, **_chip_config(topology)
+        ).devices
     except Exception as error:  # the compiler's own kinds of error; all say that the name is not one
         said = " ".join(str(error).split())
         raise UserError(
@@ -111,6 +113,11 @@ def topology_mesh(topology: str, mesh: Mesh) -> Any:
     except (NotImplementedError, ValueError):
         placed = list(found)  # an axis that fits no combination of torus axes: in the compiler's own order
     return device_mesh(mesh, placed)
+
+
+def _chip_config(topology: str) -> dict[str, str]:
+    """A v4 chip is sold as one device of two cores, but compiled for as two unless the compiler is told."""
+    return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 
 def sharding(mesh: Any, splits: Sequence[tuple[str, ...]]) -> Any:
@@ -141,3 +148,10 @@ def wide_numbers(needed: bool) -> AbstractContextManager[Any]:
     import jax
 
     return jax.enable_x64(True)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What a compiler that refuses a program raises."""
+    import jax
+
+    return (jax.errors.JaxRuntimeError, NotImplementedError)

@@ -67,7 +67,7 @@ class JaxProgram:
             {name: jax_home.partition(p.values[id].splits) for name, id in p.feeds.items()},
         )
         results = {name: jax_home.partition(p.values[id].splits) for name, id in p.results.items()}
-        step = jax_home.per_device(self._replica, self.mesh, specs, (specs[0], results))
+        step = jax_home.per_device(self.replica, self.mesh, specs, (specs[0], results))
         return jax.jit(step, donate_argnums=0)
 
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -93,7 +93,7 @@ class JaxProgram:
             tuple(sizes), np_dtype(dtype), sharding=jax_home.sharding(self.mesh, splits)
         )
 
-    def _replica(
+    def replica(
         self, variables: Mapping[str, Any], batch: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """What one device does with its pieces."""

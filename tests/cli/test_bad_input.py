@@ -135,10 +135,7 @@ def test_hardware_of_no_such_name(refused: Callable[..., str]) -> None:
     assert "did you mean 'tpu-v2'? known: a100" in refused("hardware", "tpu-v22")
 
 
-def test_stablehlo_says_what_it_needs(refused: Callable[..., str]) -> None:
-    assert "--emit stablehlo" in refused(
-        "lower", "examples/mlp.py", "--mesh", "data:4", "--emit", "stablehlo"
-    )
+def test_forms_of_a_program(refused: Callable[..., str]) -> None:
     assert "'program', 'stablehlo'" in refused(
         "lower", "examples/mlp.py", "--mesh", "data:4", "--emit", "hlo"
     )

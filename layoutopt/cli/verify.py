@@ -1,0 +1,240 @@
+"""`layoutopt verify`: a program through the real TPU compiler, without a TPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layoutopt.cli.options import (
+    JsonOption,
+    LayoutOption,
+    MeshOption,
+    MicrobatchesOption,
+    QuietOption,
+    RecomputeOption,
+    SetOption,
+    StorageOption,
+    check_out,
+    examples,
+    read_hardware,
+    read_layout,
+)
+from layoutopt.cli.plans import ModelOption, open_plan
+from layoutopt.cli.results import layout_json, layout_text, model_json, options_json
+from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.units import bytes_text, duration_text, seconds_text, times_text
+
+if TYPE_CHECKING:
+    from layoutopt.cli.options import Given
+    from layoutopt.evaluate import Evaluation
+    from layoutopt.loading import Loaded
+    from layoutopt.verify import Verified
+
+EXAMPLES = examples(
+    'layoutopt verify examples/transformer_lm.py --topology v5e:2x4 --mesh "data:2;model:4" '
+    '--layout "batch:data;heads:model;d_ff:model;vocab:model"',
+    "layoutopt verify plan.json --topology v5p:4x4x4 --json",
+)
+PROVEN_IMPOSSIBLE = 3
+
+
+def verify(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_PLAN",
+            help="FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a file made by `search --out`.",
+            show_default=False,
+        ),
+    ],
+    topology: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Chips, as the compiler names them: v4:2x2x1, v5e:2x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x1.",
+            show_default=False,
+        ),
+    ],
+    mesh: MeshOption = None,
+    layout: LayoutOption = None,
+    storage: StorageOption = None,
+    recompute: RecomputeOption = None,
+    microbatches: MicrobatchesOption = 1,
+    settings: SetOption = None,
+    model: ModelOption = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the compiled program (HLO) there.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Compile with the real TPU compiler: collectives, peak memory and compute time against ours."""
+    from layoutopt.cli.running import hushed
+    from layoutopt.evaluate import evaluate
+    from layoutopt.verify import generation
+    from layoutopt.verify import verify as compiled
+
+    terminal = Terminal(as_json, quiet)
+    check_out(text, "--text")
+    machine = read_hardware(generation(topology).hardware)
+    loaded, given = _asked(source, model, settings, mesh, layout, storage, recompute, microbatches)
+    evaluation = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
+    terminal.say(f"compiling for {topology}; large models take minutes")
+    with hushed():
+        found = compiled(evaluation, topology, machine)
+    if text is not None and found.compiled is not None:
+        text.write_text(found.compiled.text, encoding="utf-8")
+        terminal.say(f"wrote {text}")
+    terminal.result(_json(loaded, given, evaluation, found))
+    if not as_json:
+        _show(terminal, loaded, given, evaluation, found)
+    if found.refusal is not None:
+        typer.echo(f"error: {_verdict(found)}", err=True)
+        raise typer.Exit(PROVEN_IMPOSSIBLE)
+
+
+def _asked(
+    source: str,
+    model: str | None,
+    settings: list[str] | None,
+    mesh: str | None,
+    layout: str | None,
+    storage: list[str] | None,
+    recompute: list[str] | None,
+    microbatches: int,
+) -> tuple[Loaded, Given]:
+    """The model and what is decided about it: a plan gives everything, a model file nothing."""
+    from layoutopt.cli.options import Given
+    from layoutopt.loading import load_model
+    from mesh_tf_core import UserError
+
+    if not source.endswith(".json"):
+        if model is not None:
+            raise UserError(
+                f"--model names the model of a plan, but {source!r} is not a PLAN.json; leave it out"
+            )
+        loaded = load_model(source, settings or ())
+        return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches)
+    if settings or mesh or layout or storage or recompute or microbatches > 1:
+        raise UserError(
+            f"{source} says the hyperparameters, the mesh, the layout and how variables are stored; "
+            "leave these options out, or give the MODEL"
+        )
+    planned = open_plan(Path(source), model)
+    plan = planned.plan
+    return planned.loaded, Given(plan.mesh, plan.layout, plan.options, plan)
+
+
+def _json(loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> dict[str, Any]:
+    from layoutopt.verify import counted
+
+    def listed(collectives: Any) -> list[dict[str, Any]]:
+        return [{"kind": k, "group_size": n, "count": c} for k, n, c in counted(collectives)]
+
+    made, refusal = found.compiled, found.refusal
+    return {
+        "topology": found.topology,
+        "compiled": made is not None,
+        "out_of_memory": refusal is not None and refusal.out_of_memory,
+        "reason": refusal and refusal.reason,
+        "model": model_json(loaded.model),
+        "mesh": given.mesh.as_dict(),
+        "layout": layout_json(given.layout),
+        **options_json(given.options),
+        "collectives": listed(made.collectives) if made else [],
+        "predicted_collectives": listed(found.predicted),
+        "moved": [
+            {
+                "family": m.family,
+                "group_size": m.group_size,
+                "count": {"compiler": m.compiler_count, "predicted": m.predicted_count},
+                "bytes": {"compiler": m.compiler_bytes, "predicted": m.predicted_bytes},
+            }
+            for m in found.moved
+        ],
+        "same_collectives": found.same_collectives if made else None,
+        "peak_memory_bytes": {
+            "compiler": made.peak_bytes if made else refusal and refusal.used,
+            "predicted": evaluation.memory.peak,
+        },
+        "allocated_bytes": made and made.allocated_bytes,
+        "compute_seconds": {
+            "compiler": made and made.compute_seconds,
+            "predicted": evaluation.cost.compute_seconds,
+        },
+        "unknown_loops": made and made.unknown_loops,
+        "compile_seconds": made and made.compile_seconds,
+    }
+
+
+def _verdict(found: Verified) -> str:
+    assert found.refusal is not None
+    what = "does not fit on a device" if found.refusal.out_of_memory else "was refused"
+    return f"the program {what}, says the compiler for {found.topology}: {found.refusal.reason}"
+
+
+def _show(terminal: Terminal, loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> None:
+    price, peak = evaluation.cost, evaluation.memory.peak
+    rows = [
+        ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
+        ("mesh", f"{given.mesh} on {found.topology}"),
+        ("layout", layout_text(given.layout)),
+    ]
+    made = found.compiled
+    if made is None:
+        assert found.refusal is not None
+        used = f"; the compiler needs {bytes_text(found.refusal.used)}" if found.refusal.used else ""
+        rows += [("compiled", "no"), ("memory", f"{bytes_text(peak)} predicted{used}")]
+        terminal.show(facts(rows))
+        return
+    rows += [
+        ("compiled", f"yes, in {duration_text(made.compile_seconds)}"),
+        (
+            "memory",
+            f"peak {bytes_text(made.peak_bytes)}, predicted {bytes_text(peak)} "
+            f"({times_text(peak, made.peak_bytes)}); {bytes_text(made.allocated_bytes)} reserved",
+        ),
+        (
+            "compute",
+            f"{seconds_text(made.compute_seconds)} by the compiler's estimate, predicted "
+            f"{seconds_text(price.compute_seconds)} "
+            f"({times_text(price.compute_seconds, made.compute_seconds)})",
+        ),
+        ("collectives", "as the program says" if found.same_collectives else "not all as the program says"),
+    ]
+    if made.unknown_loops:
+        rows.append(("note", f"{made.unknown_loops} loops of unknown length count once"))
+    terminal.show(facts(rows))
+    if found.moved:
+        terminal.show("", _moved_table(found))
+
+
+def _moved_table(found: Verified) -> Any:
+    return table(
+        "Collectives of a step: how many, and bytes that a device puts in",
+        ("kind", "group", "predicted", "bytes", "compiled", "bytes", ""),
+        [
+            (
+                _NAMES.get(m.family, m.family),
+                str(m.group_size),
+                f"{m.predicted_count:,}",
+                bytes_text(m.predicted_bytes),
+                f"{m.compiler_count:,}",
+                bytes_text(m.compiler_bytes),
+                "same" if m.same else f"{m.ratio:.3g} times",
+            )
+            for m in found.moved
+        ],
+        numbers=(1, 2, 3, 4, 5),
+    )
+
+
+_NAMES = {
+    "sum": "all-reduce, reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "permute": "permute",
+}
