@@ -1,10 +1,12 @@
 """Clusters: the smallest groups of operations whose prices add up to the price of the whole program.
 
-Lowering treats most operations alone. The exceptions couple operations, and a cluster holds together what they couple:
+Lowering treats most operations alone. The exceptions couple operations, and a cluster holds together what
+they couple:
   - a sum that may wait behind linear operations (pass `pending sums`), also out of a loop;
   - the update of one variable, all of it;
   - the casts and gathers of one variable that is stored split, in every block that reads it.
-A cluster is lowered by itself, with everything around it given; equal clusters (unrolled layers) are priced once, with a
+A cluster is lowered by itself, with everything around it given; equal clusters (unrolled layers) are priced
+once, with a
 multiplicity.
 """
 
@@ -255,9 +257,9 @@ class _Builder:
                     extra_homes.add((b, t))
             for cast in casts:
                 twin = backward.captured.get(cast.outputs[0], -1)
-                if self.coupling.home[cast.index].id == forward.id and cast.index in needed:
-                    if not any(twin in c.outputs for c in casts):
-                        extra_casts.append(cast)
+                runs = self.coupling.home[cast.index].id == forward.id and cast.index in needed
+                if runs and not any(twin in c.outputs for c in casts):
+                    extra_casts.append(cast)
         if not extra_homes and not extra_casts:
             return None
         chain = [n for n in casts if any(n.outputs[0] == t for _, t in extra_homes)]
@@ -267,7 +269,8 @@ class _Builder:
 
 
 def _own(node: Node) -> tuple[int, ...]:
-    """What a node computes itself: of a loop's results only the final carries, its body's nodes make the others."""
+    """What a node computes itself: of a loop's results only the final carries, its body's nodes make the
+    others."""
     return node.outputs if node.body is None else node.outputs[: len(node.body.carry_in)]
 
 

@@ -5,13 +5,13 @@ Variables
   y_k       for every group k = (axes, dtype) of small gradient messages: whether any message of it is sent
 
 Objective
-  (1) sum_c m_c T_c(x)       time of cluster c with multiplicity m_c                           `_time_terms`
-  (2) sum_k alpha_k y_k      the latency that the messages of a group share                    `_message_terms`
+  (1) sum_c m_c T_c(x)       time of cluster c with multiplicity m_c                     `_time_terms`
+  (2) sum_k alpha_k y_k      the latency that the messages of a group share                 `_message_terms`
 Constraints
-  (3) y_k = 1 if some cluster sends a small message of group k under x                         `_message_terms`
-  (4) assignments that lowering refuses are not in a cluster's table                           `_time_terms`
+  (3) y_k = 1 if some cluster sends a small message of group k under x                      `_message_terms`
+  (4) assignments that lowering refuses are not in a cluster's table                        `_time_terms`
   (5) sum_v bytes_v(x) over the values alive at point t <= memory, for every point t that can be the peak
-                                                                                               `memory_rows`
+                                                                                            `memory_rows`
 """
 
 from __future__ import annotations

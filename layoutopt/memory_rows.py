@@ -1,20 +1,24 @@
 """Memory rows of the integer program: what every point of a step holds, as tables over the decisions.
 
 A row counts the values that live at a point under any layout: variables, optimizer state, saved activations,
-gradients, temporaries. Copies that only some layouts need (operands gathered whole) are not in it, so it never
+gradients, temporaries. Copies that only some layouts need (operands gathered whole) are not in it, so it
+never
 forbids a layout that fits; `mesh_search` checks the exact peak of what the solver returns. Each value depends
 on its dimensions, and further:
 
   variable v         split further (as the state of v) from stage 3 on
   state of v         split further from stage 1 on
-  gradient of v      split further from stage 1 on while v is updated; before that, if a loop makes it, from 2 on
-  its casts          a sum that is scattered (stage 1, in a loop 2) is scattered before it is cast: until then only
+  gradient of v      split further from stage 1 on while v is updated; before that, if a loop makes it, from
+  2 on
+  its casts          a sum that is scattered (stage 1, in a loop 2) is scattered before it is cast: until
+  then only
                      the narrow value exists
   part of v          a layer's piece or a cast: split further from stage 3 on
   gathered v         a whole copy from stage 3 on, from its first reader to its last
   update of v        split further from stage 1 on
   saved by a loop    gone when the loop is recomputed
-  result of softmax  and of other operations along a dimension: gone where it is split, for then smaller operations
+  result of softmax  and of other operations along a dimension: gone where it is split, for then smaller
+  operations
                      run instead, in place
 """
 
@@ -156,7 +160,8 @@ class _Rows:
             yield Row(name, memory, tuple(self._entry(k, s, n) for (k, s), n in sizes.items()))
 
     def _gathered(self, trace: Sequence[Alive]) -> list[list[Held]]:
-        """For every point the gathered copies of variables: from the first to the last reader in their block."""
+        """For every point the gathered copies of variables: from the first to the last reader in their
+        block."""
         found: list[list[Held]] = [[] for _ in trace]
         runs: dict[int, list[int]] = {}
         for point in trace:
@@ -237,7 +242,8 @@ class _Rows:
             found.setdefault(t, replace(gradient, narrow=min(sizes[i:])))
 
     def _entry(self, kind: Kind, shape: Shape, size: int) -> Entry:
-        """Bytes for every assignment of the decisions that matter. `size`: bytes in all, or per element of `shape`."""
+        """Bytes for every assignment of the decisions that matter. `size`: bytes in all, or per element of
+        `shape`."""
         if (kind, shape) not in self._shares:
             self._shares[kind, shape] = self._share(kind, shape)
         scope, listed, shares = self._shares[kind, shape]

@@ -1,7 +1,10 @@
-"""The search on one mesh: solve the integer program, judge the answer, exclude what does not really fit, again.
+"""The search on one mesh: solve the integer program, judge the answer, exclude what does not really fit,
+again.
 
-The answer of a solver is never believed: `evaluate` lowers the whole graph under it and computes time and memory anew.
-The memory rows of the integer program never forbid a layout that fits (see `extract`), so a layout that the judge finds
+The answer of a solver is never believed: `evaluate` lowers the whole graph under it and computes time and
+memory anew.
+The memory rows of the integer program never forbid a layout that fits (see `extract`), so a layout that the
+judge finds
 too large is excluded by itself, and what remains is proven best among the layouts that fit.
 """
 
@@ -31,7 +34,8 @@ ATTEMPTS = 6
 """How many answers are judged; the second half under a lowered limit."""
 MOST_POINTS = 200
 ROW_SLACK = 1.02
-"""The memory rows have been seen to count up to 0.9 % too much (tests/layoutopt); the slack keeps them from forbidding what
+"""The memory rows have been seen to count up to 0.9 % too much (tests/layoutopt); the slack keeps them from
+forbidding what
 fits, and the judge decides."""
 
 
@@ -104,10 +108,13 @@ class MeshSearch:
         excluded: tuple[tuple[int, ...], ...] = (),
         pinned: Mapping[str, Choice] | None = None,
     ) -> Outcome:
-        """The fastest layout whose exact peak is at most `limit` bytes and that takes at most `upper` seconds.
+        """The fastest layout whose exact peak is at most `limit` bytes and that takes at most `upper`
+        seconds.
 
-        A layout that the rows let pass and the judge does not is excluded and the problem solved again. If that
-        happens too often, the limit of the rows is lowered by what they were seen to miss: the answer is then not proven
+        A layout that the rows let pass and the judge does not is excluded and the problem solved again. If
+        that
+        happens too often, the limit of the rows is lowered by what they were seen to miss: the answer is
+        then not proven
         best, and the outcome's bound says by how much it may be missed.
 
         Args:
@@ -150,7 +157,8 @@ class MeshSearch:
     def frontier(
         self, limit: float, deadline: float | None = None, objective: str = "pareto"
     ) -> list[Outcome]:
-        """Fastest layout within `limit`, then within less than that one takes, and so on: time against memory, exact.
+        """Fastest layout within `limit`, then within less than that one takes, and so on: time against
+        memory, exact.
 
         For the objective `memory` only the last one, the leanest, is looked for.
         """
@@ -166,7 +174,8 @@ class MeshSearch:
         return out
 
     def lean(self, deadline: float | None = None) -> Found | None:
-        """A layout with little memory: the row that is largest is made as small as can be, three times over."""
+        """A layout with little memory: the row that is largest is made as small as can be, three times
+        over."""
         problem = limited(self.extraction.problem, math.inf)
         best: Found | None = None
         row = max(problem.rows, key=lambda r: sum(float(_values(e).max()) for e in r.entries), default=None)
@@ -184,7 +193,8 @@ class MeshSearch:
         return best
 
     def least_memory(self, limit: float = math.inf, deadline: float | None = None) -> Outcome:
-        """The layout with the least peak, and among those the fastest: from a lean one down until nothing fits."""
+        """The layout with the least peak, and among those the fastest: from a lean one down until nothing
+        fits."""
         start = self.lean(deadline)
         if start is None or start.peak > limit:
             return self.fastest(limit, deadline=deadline)
