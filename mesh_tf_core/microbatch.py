@@ -20,6 +20,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.ops.random import FoldIn
+from mesh_tf_core.ops.shape import Rename
 from mesh_tf_core.structure import Feed, Read
 from mesh_tf_core.tensor import Tensor
 
@@ -40,6 +41,22 @@ def accumulate(
     return _Copy(graph, batch, parts).run(wanted)
 
 
+def _names_of(graph: Graph, batch: str) -> set[str]:
+    """The batch dimension's name and those that operations rename it to."""
+    names = {batch}
+    while True:
+        more = {
+            new
+            for node, _ in graph.walk()
+            if isinstance(node.op, Rename)
+            for old, new in node.op.names
+            if old in names
+        }
+        if more <= names:
+            return names
+        names |= more
+
+
 class _Copy:
     def __init__(self, graph: Graph, batch: str, parts: int) -> None:
         sizes = {t.shape.dim(batch).size for t in graph.inputs.values() if batch in t.shape.names}
@@ -51,7 +68,14 @@ class _Copy:
                 f"microbatches={parts}: {batch!r} has size {self.size}, which is not divisible by it; "
                 f"choose a divisor of {self.size}"
             )
-        self.whole, self.part = Dim(batch, self.size), Dim(batch, self.size // parts)
+        self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in _names_of(graph, batch)}
+        for t in graph.tensors:
+            both = [d.name for d in t.shape if d in self.smaller]
+            if len(both) > 1:
+                raise UserError(
+                    f"microbatches={parts}: a tensor [{t.shape}] has the batch twice ({' and '.join(both)}); "
+                    "examples of different parts would not meet; use one microbatch"
+                )
         self.new = Graph(graph.name)
         self.new.variables.update(graph.variables)
         self.tensors: dict[int, Tensor] = {}
@@ -84,12 +108,12 @@ class _Copy:
         return self.new, sums
 
     def _shape(self, shape: Shape) -> Shape:
-        return Shape(self.part if d == self.whole else d for d in shape)
+        return Shape(self.smaller.get(d, d) for d in shape)
 
     def _substituted(self, value: Any) -> Any:
         """The same description with the smaller batch."""
         if isinstance(value, Dim):
-            return self.part if value == self.whole else value
+            return self.smaller.get(value, value)
         if isinstance(value, Shape):
             return self._shape(value)
         if isinstance(value, tuple):

@@ -1,0 +1,110 @@
+"""A decoder-only language model whose feed-forward blocks are mixtures of experts (Lepikhin et al. 2021,
+"GShard"; Fedus et al. 2022, "Switch Transformer").
+
+    layoutopt search examples/moe_lm.py --mesh "data:4;model:2"
+    layoutopt train examples/moe_lm.py --layout "batch:data;experts:data" --mesh "data:8" --steps 200
+
+Splitting `experts` over the axis that splits `batch` sends tokens to their experts by all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+import mesh_tf_core as mtf
+from mesh_tf_core import layers as nn
+from mesh_tf_core.optimizers import by_name
+
+
+def model(
+    layers: int = 4,
+    d_model: int = 256,
+    d_kv: int = 32,
+    heads: int = 8,
+    kv_heads: int = 0,
+    d_ff: int = 1024,
+    gated: bool = False,
+    experts: int = 8,
+    chosen: int = 2,
+    capacity_factor: float = 1.25,
+    balance: float = 0.01,
+    vocab: int = 256,
+    batch: int = 16,
+    length: int = 128,
+    positions: str = "learned",
+    tied: bool = False,
+    dtype: str = "float32",
+    optimizer: str = "adam",
+    learning_rate: float = 0.001,
+    warmup: int = 0,
+    dropout: float = 0.0,
+) -> mtf.Model:
+    """Builds the model; a sequence is a group whose tokens compete for places at the experts.
+
+    Args:
+      d_kv: size of one head.
+      kv_heads: heads of keys and values (grouped-query attention); 0 means as many as `heads`.
+      gated: three matrices per expert, silu(x a) * (x b), instead of two with relu.
+      experts: feed-forward blocks per layer, of which a token uses `chosen` (1 or 2).
+      capacity_factor: places at the experts, relative to an even distribution.
+      balance: weight of the load-balance loss.
+      positions: learned, rotary, none, or the number of learned positions.
+      tied: the output projection is the embedding.
+      dtype: of activations; variables and their updates are float32.
+      warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
+    """
+    g = mtf.Graph("moe_lm")
+    text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
+    d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)
+    attention = nn.Attention(
+        mtf.Dim("heads", heads),
+        mtf.Dim("d_kv", d_kv),
+        kv_heads,
+        causal=True,
+        rotary=nn.Rotary() if positions == "rotary" else None,
+        dropout=dropout,
+    )
+    mixture = nn.MixtureOfExperts(
+        mtf.Dim("experts", experts),
+        mtf.Dim("d_ff", d_ff),
+        chosen,
+        capacity_factor,
+        "silu" if gated else "relu",
+        gated,
+        dropout,
+    )
+    tokens, targets = g.input("tokens", text), g.input("targets", text)
+    embedding = nn.Embedding(v, d, dtype)
+    table = embedding.table(g)
+    x = embedding(table, tokens)
+    if positions not in ("rotary", "none"):
+        x = nn.LearnedPositions(length if positions == "learned" else int(positions))(x)
+
+    def layer(carry: tuple[mtf.Tensor, mtf.Tensor]) -> tuple[mtf.Tensor, mtf.Tensor]:
+        x, unbalance = carry
+        x = x + mtf.dropout(attention(nn.LayerNorm(name="attention_norm")(x)), dropout)
+        y, loss = mixture(nn.LayerNorm(name="experts_norm")(x))
+        return x + mtf.dropout(y, dropout), unbalance + loss
+
+    none = mtf.reduce_sum(targets.cast("float32") * 0.0)
+    x, unbalance = mtf.scan(layer, (mtf.dropout(x, dropout), none), mtf.Dim("layers", layers))
+    logits = embedding.logits(nn.LayerNorm(name="final_norm")(x), table if tied else None)
+    entropy = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v))
+    unbalance = unbalance * (1.0 / layers)
+    return mtf.Model(
+        entropy + unbalance * balance,
+        by_name(optimizer, mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate),
+        metrics={"cross_entropy": entropy, "unbalance": unbalance},
+        name="moe_lm",
+    )
+
+
+def data(
+    batch: int = 16, length: int = 128, vocab: int = 256, split: str = "train", **_: object
+) -> Iterator[dict[str, np.ndarray]]:
+    """Windows of the standard library's sources, byte by byte; "held-out" gives files not trained on."""
+    from examples.text import batches
+
+    return batches(batch, length, vocab, split)

@@ -1,0 +1,54 @@
+"""Trains an example for a few steps on the lockstep engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.program import Program
+from mesh_tf_core.verify import verify
+
+Result = tuple[list[float], dict[str, Any]]
+
+
+def batches(example: ModuleType, hparams: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    source = example.data(**hparams)
+    return [next(source) for _ in range(count)]
+
+
+def train(
+    example: ModuleType,
+    hparams: Mapping[str, Any],
+    mesh: str = "one:1",
+    layout: str = "",
+    steps: int = 3,
+    seen: Callable[[Program], None] | None = None,
+    **options: Any,
+) -> Result:
+    """Losses of some steps, and the variables afterwards."""
+    model = example.model(**hparams)
+    program = verify(model.lower(mtf.Mesh(mesh), mtf.Layout(layout), mtf.Options(**options)))
+    if seen is not None:
+        seen(program)
+    engine = LockstepEngine(program)
+    losses = []
+    for batch in batches(example, hparams, steps):
+        # With microbatches, a batch comes as parts along a first dimension of its own.
+        shaped = {n: x.reshape(program.values[program.feeds[n]].shape.sizes) for n, x in batch.items()}
+        losses.append(float(engine.step(shaped)["loss"]))
+        assert engine.communication_bytes == program.communication_bytes()
+    return losses, {name: engine.read(name) for name in program.variables}
+
+
+def check_same(got: Result, want: Result) -> None:
+    """Equal losses and variables; AssertionError names the first variable that differs."""
+    np.testing.assert_allclose(got[0], want[0], rtol=3e-5)
+    assert got[1].keys() == want[1].keys()
+    for name, value in got[1].items():
+        # Adam divides by the root of tiny second moments: noise of a gradient shows at 1e-3 of a step.
+        np.testing.assert_allclose(value, want[1][name], atol=3e-4, rtol=1e-3, err_msg=name)

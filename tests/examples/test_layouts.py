@@ -1,0 +1,133 @@
+"""Every example under several layouts gives the losses and weights of one device."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from examples import bert, moe_lm, transformer_seq2seq
+from mesh_tf_core.program import AllToAll, Program
+from tests.examples.helper import Result, batches, check_same, train
+
+SMALL: dict[str, Any] = {
+    "layers": 2,
+    "d_model": 16,
+    "d_kv": 4,
+    "heads": 4,
+    "d_ff": 32,
+    "vocab": 32,
+    "batch": 8,
+    "length": 8,
+    "learning_rate": 0.01,
+}
+EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "seq2seq": (transformer_seq2seq, SMALL),
+    "seq2seq, relative": (
+        transformer_seq2seq,
+        {**SMALL, "positions": "relative", "tied": True, "kv_heads": 2},
+    ),
+    "seq2seq, rotary": (
+        transformer_seq2seq,
+        {**SMALL, "positions": "rotary", "gated": True, "encoder_layers": 1},
+    ),
+    "seq2seq, dropout": (transformer_seq2seq, {**SMALL, "dropout": 0.2, "warmup": 2, "decoder_layers": 1}),
+    # A relu may flip by noise of float32, and Adam makes that visible: the gated experts are smooth.
+    "moe": (moe_lm, {**SMALL, "experts": 4, "gated": True}),
+    "moe, switch": (moe_lm, {**SMALL, "experts": 4, "chosen": 1, "gated": True, "positions": "rotary"}),
+    "moe, dropout": (moe_lm, {**SMALL, "experts": 8, "gated": True, "dropout": 0.2, "capacity_factor": 1.0}),
+    "bert": (bert, {**SMALL, "warmup": 2}),
+}
+COMMON = [
+    ("x:2;y:2", "batch:x+y"),
+    ("x:2;y:2", "batch:x;d_ff:y;heads:y;vocab:y"),
+    ("x:2;y:2", "d_model:x;batch:y"),
+    ("x:2;y:2", "length:x;memory_length:y;vocab:y"),
+]
+EXPERTS = [
+    ("x:4", "batch:x;experts:x"),
+    ("x:2;y:2", "batch:x;experts:x;d_ff:y;heads:y;vocab:y"),
+    ("x:2;y:2", "batch:x+y;experts:x"),
+    ("x:2;y:2", "batch:x;expert_batch:x;experts:y;heads:y;vocab:y"),
+    ("x:2;y:2", "batch:x;experts:y"),
+    ("x:2;y:2", "length:x;experts:x;router:y"),
+]
+TASKS = [(name, *task) for name in EXAMPLES for task in COMMON] + [
+    (name, *task) for name in EXAMPLES if name.startswith("moe") for task in EXPERTS
+]
+
+
+@cache
+def dense(name: str) -> Result:
+    return train(*EXAMPLES[name])
+
+
+@pytest.mark.parametrize(("name", "mesh", "layout"), TASKS)
+def test_layouts(name: str, mesh: str, layout: str) -> None:
+    check_same(train(*EXAMPLES[name], mesh, layout), dense(name))
+
+
+@pytest.mark.parametrize("name", ["seq2seq, dropout", "moe, dropout", "bert"])
+def test_recompute_and_split_storage(name: str) -> None:
+    example, hparams = EXAMPLES[name]
+    model = example.model(**hparams)
+    variables = [v for v in model.graph.variables if v != "step"]
+    loops = {b.dim.name for b in model.graph.blocks if b.dim is not None}
+    assert loops
+    mesh, layout = COMMON[1]
+    options = {"storage": dict.fromkeys(variables, 3), "recompute": frozenset(loops)}
+    check_same(train(example, hparams, mesh, layout, **options), dense(name))
+
+
+@pytest.mark.parametrize("name", ["seq2seq", "moe", "bert"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_microbatches(name: str, at: int) -> None:
+    """The renamed batch of the experts is cut with the batch."""
+    mesh, layout = COMMON[at]
+    check_same(train(*EXAMPLES[name], mesh, layout, microbatches=2), dense(name))
+
+
+def test_microbatches_of_split_experts() -> None:
+    check_same(train(*EXAMPLES["moe"], *EXPERTS[0], microbatches=2), dense("moe"))
+
+
+def test_experts_and_batch_on_one_axis_exchange_tokens() -> None:
+    def seen(program: Program) -> None:
+        kinds = [i for i, _ in program.walk() if isinstance(i, AllToAll) and "experts" in i.origin.scope]
+        assert sum(i.origin.phase == "forward" for i in kinds) == 2
+        assert sum(i.origin.phase == "backward" for i in kinds) == 2
+
+    train(*EXAMPLES["moe"], *EXPERTS[0], steps=1, seen=seen)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_batches_fit_the_model(name: str) -> None:
+    example, hparams = EXAMPLES[name]
+    (batch,) = batches(example, hparams, 1)
+    inputs = example.model(**hparams).graph.inputs
+    assert {n: x.shape for n, x in batch.items()} == {n: t.shape.sizes for n, t in inputs.items()}
+    for n, x in batch.items():
+        limit = hparams["length"] if n == "positions" else hparams["vocab"]
+        assert x.min() >= 0
+        assert x.max() < limit
+
+
+@pytest.mark.parametrize("example", [transformer_seq2seq, moe_lm, bert])
+def test_held_out_batches_are_others(example: Any) -> None:
+    hparams = {"batch": 8, "length": 64, "vocab": 256}
+    train_batch = next(example.data(**hparams))
+    held = next(example.data(**hparams, split="held-out"))
+    assert any((train_batch[n] != held[n]).any() for n in held)
+    with pytest.raises(ValueError, match="use 'train' or 'held-out'"):
+        next(example.data(**hparams, split="test"))
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(mtf.UserError, match="heads=4 must be a multiple of kv_heads=3"):
+        transformer_seq2seq.model(**{**SMALL, "kv_heads": 3})
+    with pytest.raises(mtf.UserError, match="count=4 is fewer than length=8"):
+        transformer_seq2seq.model(**{**SMALL, "positions": "4"})
+    with pytest.raises(mtf.UserError, match="chosen=5 must be from 1 to the 4 experts"):
+        moe_lm.model(**{**SMALL, "experts": 4, "chosen": 5})
