@@ -65,6 +65,7 @@ class Kind:
       gathered: a whole copy that exists only from the stage on.
       absent: stages at which it does not exist.
       unless: dimensions that make it disappear when they are split.
+      replaced: disappears once a whole copy of it is gathered.
     """
 
     names: tuple[str, ...]
@@ -74,6 +75,7 @@ class Kind:
     gathered: bool = False
     absent: tuple[int, ...] = ()
     unless: tuple[str, ...] = ()
+    replaced: bool = False
 
 
 Held = tuple[Kind, Shape, int]
@@ -134,6 +136,8 @@ class _Rows:
         self.origin = {o: i.origin for i, _ in program.walk() for o in i.outputs}
         self.nodes = {n.index: n for n, _ in graph.walk()}
         self.gradients = self._gradients()
+        self.trace = alive(program)
+        self.whole = self._gathered()
         self._shares: dict[tuple[Kind, Shape], Share] = {}
 
     def rows(self, memory: float) -> Iterator[Row]:
@@ -144,13 +148,11 @@ class _Rows:
             kind = Kind(v.shape.names, owner if self._classed(owner) else None, stage)
             base[kind, v.shape, itemsize(v.dtype)] += 1
         points: list[tuple[str, Counter[Held]]] = []
-        trace = alive(self.program)
-        gathered = self._gathered(trace)
-        for point in trace:
+        for point in self.trace:
             held = base.copy()
             for i in point.values:
                 held.update(self._held_as(self.program.values[i], point))
-            held.update(gathered[point.position])
+            held.update(self.whole[point.position].values())
             points.append((f"memory at {point.name} #{point.position}", held))
         for name, held in undominated(points):
             sizes: Counter[tuple[Kind, Shape]] = Counter()
@@ -159,12 +161,11 @@ class _Rows:
                 sizes[kind, unit] += count * element * (1 if kind.variable else shape.size)
             yield Row(name, memory, tuple(self._entry(k, s, n) for (k, s), n in sizes.items()))
 
-    def _gathered(self, trace: Sequence[Alive]) -> list[list[Held]]:
-        """For every point the gathered copies of variables: from the first to the last reader in their
-        block."""
-        found: list[list[Held]] = [[] for _ in trace]
+    def _gathered(self) -> list[dict[int, Held]]:
+        """For every point the gathered copies: from the first to the last reader in their block."""
+        found: list[dict[int, Held]] = [{} for _ in self.trace]
         runs: dict[int, list[int]] = {}
-        for point in trace:
+        for point in self.trace:
             runs.setdefault(point.node, []).append(point.position)
         for name, variable in self.graph.variables.items():
             if not self._classed(name):
@@ -172,9 +173,9 @@ class _Rows:
             for (_, tensor), readers in self.coupling.homes(name).items():
                 positions = [p for r in readers for p in runs.get(r.index, ())]
                 t = self.graph.tensor(tensor)
-                kind = Kind(t.shape.names, variable.name, 3, gathered=True)
+                held = Kind(t.shape.names, variable.name, 3, gathered=True), t.shape, itemsize(t.dtype)
                 for position in range(min(positions, default=0), max(positions, default=-1) + 1):
-                    found[position].append((kind, t.shape, itemsize(t.dtype)))
+                    found[position][tensor] = held
         return found
 
     def _classed(self, name: str | None) -> bool:
@@ -187,7 +188,8 @@ class _Rows:
         origin = self.origin.get(value.id)
         part_of = self.coupling.owner.get(value.tensor)
         if part_of is not None and self._classed(part_of):
-            return [(Kind(names, part_of, 3), shape, element)]
+            replaced = value.tensor in self.whole[point.position]
+            return [(Kind(names, part_of, 3, replaced=replaced), shape, element)]
         if value.tensor in self.gradients:
             return self._gradient(value, point)
         if origin is not None and origin.phase == "update" and self._classed(origin.scope) and names:
@@ -286,7 +288,8 @@ class _Rows:
         split = number >= kind.stage
         try:
             further = shard_layout(variable, layout, self.mesh) if split else layout
-            if kind.gathered and further.splits(variable.shape, "") == layout.splits(variable.shape, ""):
+            moved = further.splits(variable.shape, "") != layout.splits(variable.shape, "")
+            if (kind.gathered and not moved) or (kind.replaced and moved):
                 return 0.0
             if not kind.gathered:
                 layout = further

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mesh_tf_core.layout import Axes
-from mesh_tf_core.program import AllReduce, Instr, Program, Value
+from mesh_tf_core.program import AllReduce, Instr, Program, ReduceScatter, Value
 
 SMALL_BYTES = 1 << 16
 """A message below this size costs mostly latency (64 KiB: on every network of the presets the time of a
@@ -39,11 +39,17 @@ def combine_small(program: Program) -> Program:
 
 
 def combinable(program: Program) -> dict[Key, list[AllReduce]]:
-    """The top-level sums that may travel together, by axes and dtype."""
+    """The top-level sums that may travel together, by axes and dtype.
+
+    The rest of a sum that was scattered is taken just before its update; it would be late for the others.
+    """
     early: set[int] = set()
+    scattered: set[int] = set()
     for instr in program.code:
         if instr.origin.phase != "update":
             early.update(instr.inputs)
+        if isinstance(instr, ReduceScatter):
+            scattered.update(instr.outputs)
     early.update(program.results.values())
     groups: dict[Key, list[AllReduce]] = {}
     first: dict[int, int] = {}
@@ -53,7 +59,7 @@ def combinable(program: Program) -> dict[Key, list[AllReduce]]:
             first.setdefault(i, at)
         if not isinstance(instr, AllReduce) or instr.combine != "sum" or instr.origin.phase == "update":
             continue
-        if instr.outputs[0] not in early:
+        if instr.outputs[0] not in early and instr.inputs[0] not in scattered:
             place[instr.outputs[0]] = at
             value: Value = program.values[instr.inputs[0]]
             if value.local_bytes(program.mesh) <= SMALL_BYTES:
