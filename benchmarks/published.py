@@ -123,7 +123,7 @@ def main() -> None:
         )
     full = [abs(r.error) for r in found[1:] if r.recompute == "full"]
     print(
-        f"mean absolute error of the {len(full)} MaxText rows, priced with full recomputation: {sum(full) / len(full):.1%}"
+        f"mean absolute error of the {len(full)} MaxText rows, with full recomputation: {sum(full) / len(full):.1%}"
     )
 
 
