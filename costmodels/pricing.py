@@ -17,7 +17,7 @@ its start and its stored variables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -116,6 +116,7 @@ class Pricer:
     placement: Placement
     _compute: dict[Quantity, float] = field(default_factory=dict)
     _collective: dict[tuple[str, Axes, int], float] = field(default_factory=dict)
+    _quantities: dict[Hashable, Quantity] = field(default_factory=dict)
     _kernel: dict[KernelKey, float | None] = field(default_factory=dict)
 
     @property
@@ -168,7 +169,7 @@ class Pricer:
         return self.hardware.contention(self.devices) / self.hardware.contention(curve.devices)
 
     def local(self, program: Program, instr: Local, times: int) -> Line:
-        quantity = quantity_of(program, instr)
+        quantity = self._quantity(program, instr)
         seconds = self._called(program, instr) if self.by_call else None
         if seconds is None:
             seconds = self._priced(quantity)
@@ -265,6 +266,14 @@ class Pricer:
         together."""
         total = sum(self._message(kind, axes, payload) for payload in payloads)
         return total - (len(payloads) - 1) * self._message(kind, axes, 1)
+
+    def _quantity(self, program: Program, instr: Local) -> Quantity:
+        """What an instruction does, remembered by its operation and placed operands."""
+        values = (program.values[i] for i in (*instr.inputs, *instr.outputs))
+        key = (instr.op, tuple((v.shape, v.splits, v.dtype) for v in values))
+        if key not in self._quantities:
+            self._quantities[key] = quantity_of(program, instr)
+        return self._quantities[key]
 
     def _message(self, kind: str, axes: Axes, payload: int) -> float:
         key = (kind, axes, payload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mesh_tf_core.errors import UserError, known_names
 
@@ -31,18 +31,42 @@ class Dim:
         return f"{self.name}:{self.size}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shape:
-    """An ordered tuple of dimensions with unique names."""
+    """An ordered tuple of dimensions with unique names.
+
+    Attributes:
+      names, sizes: of the dimensions, in order.
+      size: number of elements.
+    """
 
     dims: tuple[Dim, ...]
+    # What follows from `dims` is kept: lowering asks for it at every step.
+    names: tuple[str, ...] = field(init=False, repr=False)
+    sizes: tuple[int, ...] = field(init=False, repr=False)
+    size: int = field(init=False, repr=False)
+    _hash: int = field(init=False, repr=False)
 
     def __init__(self, dims: Iterable[Dim] = ()) -> None:
-        object.__setattr__(self, "dims", tuple(dims))
-        names = [d.name for d in self.dims]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"shape [{self}]: dimension {name!r} appears twice; rename one of the two")
+        found = tuple(dims)
+        names = tuple(d.name for d in found)
+        sizes = tuple(d.size for d in found)
+        object.__setattr__(self, "dims", found)
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "size", math.prod(sizes))
+        object.__setattr__(self, "_hash", hash((names, sizes)))
+        if len(set(names)) < len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise UserError(f"shape [{self}]: dimension {twice!r} appears twice; rename one of the two")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Shape):
+            return NotImplemented
+        return self is other or (self._hash == other._hash and self.dims == other.dims)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __iter__(self) -> Iterator[Dim]:
         return iter(self.dims)
@@ -55,19 +79,6 @@ class Shape:
 
     def __str__(self) -> str:
         return " ".join(map(str, self.dims))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(d.name for d in self.dims)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(d.size for d in self.dims)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(d.size for d in self.dims)
 
     def index(self, name: str) -> int:
         """Position of the dimension called `name`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mesh_tf_core.dims import Shape
 from mesh_tf_core.errors import LayoutError, UserError, known_names
@@ -12,7 +12,7 @@ from mesh_tf_core.mesh import Mesh
 Axes = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout(Mapping[str, Axes]):
     """Maps dimension names to tuples of mesh axes; dimensions that are not named are not split.
 
@@ -21,6 +21,8 @@ class Layout(Mapping[str, Axes]):
     """
 
     rules: tuple[tuple[str, Axes], ...]
+    _table: dict[str, Axes] = field(init=False, repr=False)
+    _hash: int = field(init=False, repr=False)
 
     def __init__(self, rules: str | Mapping[str, str | Iterable[str]] = "") -> None:
         items = _parse(rules) if isinstance(rules, str) else rules.items()
@@ -32,13 +34,19 @@ class Layout(Mapping[str, Axes]):
             if len(set(axes)) != len(axes):
                 raise UserError(f"layout: dimension {name!r} names an axis twice: {'+'.join(axes)}")
             table[name] = axes
-        object.__setattr__(self, "rules", tuple(sorted((n, a) for n, a in table.items() if a)))
+        rules_ = tuple(sorted((n, a) for n, a in table.items() if a))
+        object.__setattr__(self, "rules", rules_)
+        object.__setattr__(self, "_table", dict(rules_))
+        object.__setattr__(self, "_hash", hash(rules_))
+
+    def __eq__(self, other: object) -> bool:
+        return self.rules == other.rules if isinstance(other, Layout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __getitem__(self, name: str) -> Axes:
-        for n, axes in self.rules:
-            if n == name:
-                return axes
-        raise KeyError(name)
+        return self._table[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(n for n, _ in self.rules)
@@ -51,7 +59,7 @@ class Layout(Mapping[str, Axes]):
 
     def axes(self, name: str) -> Axes:
         """The mesh axes over which dimension `name` is split."""
-        return self.get(name, ())
+        return self._table.get(name, ())
 
     def check(self, mesh: Mesh, known_dims: Mapping[str, int]) -> None:
         """Raises LayoutError unless every axis and dimension exists and every size divides.
