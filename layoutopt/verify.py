@@ -1,4 +1,4 @@
-"""What the real TPU compiler makes of a program, beside our prediction: collectives, peak memory, compute time.
+"""What the real TPU compiler makes of a program beside our prediction: collectives, peak memory, compute.
 
 The compiler may merge equal collectives, let several travel as one, and write a reduce-scatter as an
 all-reduce and a slice. So collectives are compared by what they move: for every group size, the bytes that a
@@ -31,7 +31,7 @@ class Generation:
     """A TPU: our preset, and its FLOPs per cycle and device in bfloat16.
 
     docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages per version give the matrix units;
-    for v6e, whose pages say 2 or 4, and v7 the compiler's estimates of large products only fit 4 of 256 x 256.
+    for v6e, whose pages say 2 or 4, and v7 the compiler's estimates of large products fit 4 of 256 x 256.
     """
 
     hardware: str

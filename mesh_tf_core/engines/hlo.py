@@ -1,7 +1,7 @@
 """Reads compiled HLO text: collectives and their groups, how often each runs, the compiler's cycle estimates.
 
 Plain text processing: nothing is loaded. What is read: computations and their instructions; `while` loops
-that count from 0 to a constant, as `lax.scan` makes them; and, in the TPU compiler's text, `estimated_cycles`.
+that count from 0 to a constant, as `lax.scan` makes them; `estimated_cycles` of the TPU compiler.
 """
 
 from __future__ import annotations

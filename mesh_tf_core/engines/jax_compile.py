@@ -79,17 +79,18 @@ def stablehlo(program: Program) -> str:
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_AMOUNTS = (
+    re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
+    re.compile(r"required for .*? \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
+)
 
 
 def _refusal(said: str) -> Refusal:
-    """The compiler's error; its first sentence says all that a user needs."""
-    found = _USED.search(said)
-    memory = found is not None or "RESOURCE_EXHAUSTED" in said
-    used, limit = (
-        (round(float(n) * _UNITS[u]) for n, u in (found.group(1, 2), found.group(3, 4)))
-        if found
-        else (None, None)
-    )
+    """The compiler's error: its first line says all that a user needs."""
+    found = next((m for m in (pattern.search(said) for pattern in _AMOUNTS) if m), None)
     first = next((line.strip() for line in said.splitlines() if line.strip()), "no reason given")
+    memory = found is not None or "RESOURCE_EXHAUSTED" in said
+    if found is None:
+        return Refusal(first[:500], memory)
+    used, limit = (round(float(n) * _UNITS[u]) for n, u in (found.group(1, 2), found.group(3, 4)))
     return Refusal(first[:500], memory, used, limit)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mesh_tf_core.kernels.contraction import parse
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 T = Any
@@ -95,6 +96,12 @@ _REDUCE: dict[str, Callable[..., T]] = {
 _SPATIAL = "DHW"
 
 
+def _sums_alone(spec: str) -> bool:
+    """Whether an operand is summed before it meets another: outside of a product nothing widens the sum."""
+    terms, out = parse(spec)
+    return any(sum(c in t for t in terms) == 1 and c not in out for term in terms for c in term)
+
+
 class JaxKernel:
     """JAX's implementation of `protocol.Kernel`, for traced and concrete arrays alike."""
 
@@ -110,13 +117,17 @@ class JaxKernel:
     def reduce(self, fn: str, x: T, axes: Sequence[int]) -> T:
         if not len(axes):
             return x
-        # JAX widens sums and products of small integers; two-byte floats it already adds up in float32.
-        wide = {"dtype": x.dtype} if fn in ("sum", "prod") else {}
-        return _REDUCE[fn](x, axis=tuple(axes), **wide)
+        if fn == "sum" and x.dtype.itemsize == 2:
+            return jnp.sum(x.astype(jnp.float32), axis=tuple(axes)).astype(x.dtype)
+        # JAX widens sums and products of small integers.
+        same = {"dtype": x.dtype} if fn in ("sum", "prod") else {}
+        return _REDUCE[fn](x, axis=tuple(axes), **same)
 
     def einsum(self, spec: str, *xs: T) -> T:
         if xs[0].dtype == jnp.bool_:
             return jnp.einsum(spec, *(x.astype(jnp.int32) for x in xs)) > 0
+        if xs[0].dtype.itemsize == 2 and _sums_alone(spec):
+            return jnp.einsum(spec, *(x.astype(jnp.float32) for x in xs)).astype(xs[0].dtype)
         return jnp.einsum(spec, *xs)
 
     def conv(self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int]) -> T:

@@ -1,0 +1,140 @@
+"""Programs on eight virtual JAX devices against the lockstep oracle; TensorFlow is never loaded.
+
+    JAX_PLATFORMS=cpu python -m tests.engines.jax_cases
+
+Prints one JSON object: case -> what was wrong ("" if nothing was).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines import open_engine
+from mesh_tf_core.engines.jax_home import devices
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.program import Loop, Program
+from tests.engines.programs import every_collective, language_model, numbers, tokens
+
+AXES = [("a:2", ("a",)), ("a:1;b:2", ("a",))] + [
+    (mesh, axes) for mesh in ("a:2;b:2", "a:2;b:4") for axes in (("a",), ("b",), ("a", "b"), ("b", "a"))
+]
+MODELS: list[tuple[str, str, dict[str, Any]]] = [
+    ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b", {"dropout": 0.2, "optimizer": "sgd", "layers": 3}),
+    ("a:2;b:4", "batch:b+a", {"optimizer": "adafactor"}),
+    ("a:2;b:4", "batch:a;d_model:b", {"optimizer": "adam", "dtype": "bfloat16"}),
+]
+
+
+def equal(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, (name, found[name].dtype, array.dtype)
+        np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def one_step(program: Program, tolerance: float) -> None:
+    """Results and counted bytes of one step."""
+    engine, batch = open_engine(program, "jax"), numbers(program)
+    equal(engine.step(batch), open_engine(program, "lockstep").step(batch), tolerance)
+    assert engine.communication_bytes == program.communication_bytes()
+
+
+def training(mesh: str, layout: str, hparams: dict[str, Any]) -> None:
+    """Three steps, and all variables afterwards."""
+    program = language_model(mesh, layout, **hparams)
+    engine, oracle = open_engine(program, "jax"), open_engine(program, "lockstep")
+    low = hparams.get("dtype") == "bfloat16"
+    for seed in range(3):
+        batch = tokens(program, seed)
+        equal(engine.step(batch), oracle.step(batch), 0.02 if low else 2e-5)
+    for name in () if low else program.variables:
+        np.testing.assert_allclose(engine.read(name), oracle.read(name), 2e-3, 2e-4, err_msg=name)
+    assert engine.communication_bytes == program.communication_bytes()
+    assert engine.variable_bytes == oracle.variable_bytes
+    assert engine.compile_seconds > 0
+
+
+def loops() -> None:
+    """A loop in a loop with sums over devices in the inner one, stacked and sliced values; their gradients run
+    from the last iteration and add up what the loop's variable is given."""
+    g = mtf.Graph()
+    b, d, i, j = mtf.Dim("b", 8), mtf.Dim("d", 4), mtf.Dim("i", 3), mtf.Dim("j", 2)
+    x = g.input("x", [b, d], dtype="float64")
+    given = g.input("given", [i, b, d], dtype="float64")
+
+    w = g.input("w", [d], dtype="float64")
+
+    def inner(c: Any, part: Any) -> tuple[Any, list[Any]]:
+        mean = mtf.broadcast(mtf.reduce_mean(mtf.tanh(c * w), b), [b, d])
+        new = c * 0.5 + mean + part
+        return new, [mtf.tanh(new)]
+
+    def outer(c: Any) -> Any:
+        final, (stacked,) = mtf.scan(inner, c, i, [given])
+        return final + mtf.reduce_sum(stacked, i)
+
+    loss = mtf.reduce_sum(mtf.square(mtf.scan(outer, x, j)))
+    found = mtf.gradients(loss, [x, given, w])
+    results = {"loss": loss, **{f"gradient {n}": dx for n, dx in enumerate(found)}}
+    program = mtf.lower(g, mtf.Mesh("a:4"), mtf.Layout("b:a"), results)
+    kinds = [instr for instr, _ in program.walk() if isinstance(instr, Loop)]
+    assert any(loop.reverse for loop in kinds) and any(loop.summed for loop in kinds)
+    assert any(loop.stacked for loop in kinds) and any(loop.sliced for loop in kinds)
+    one_step(program, 1e-10)
+
+
+def state() -> None:
+    """What is written is read, split any way; what is not there is refused."""
+    program = language_model("a:2;b:2", "vocab:b+a;d_ff:b;heads:a")
+    engine = open_engine(program, "jax")
+    for name, stored in program.variables.items():
+        array = np.arange(stored.variable.shape.size).reshape(stored.variable.shape.sizes)
+        engine.write(name, array)
+        np.testing.assert_array_equal(engine.read(name), array)
+    refused(lambda: engine.read("nothing"), "there is no variable 'nothing'")
+    refused(lambda: engine.write(name, np.zeros([1, 1, 1, 1, 1])), "has shape")
+    refused(lambda: open_engine(language_model("a:64", ""), "jax"), "needs 64 devices, but JAX runs")
+    engine.close()
+
+
+def refused(call: Callable[[], Any], why: str) -> None:
+    try:
+        call()
+    except UserError as error:
+        assert why in str(error), str(error)
+        return
+    raise AssertionError(f"not refused: {why}")
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{
+        f"collectives {m} {'+'.join(a)}": lambda m=m, a=a: one_step(every_collective(m, a), 1e-12)
+        for m, a in AXES
+    },
+    **{f"training {m} {layout}": lambda m=m, n=layout, h=h: training(m, n, h) for m, layout, h in MODELS},
+    "loops": loops,
+    "state": state,
+}
+
+
+def main() -> None:
+    devices(8)
+    said = {}
+    for name, case in CASES.items():
+        try:
+            case()
+            said[name] = ""
+        except Exception as error:  # every case reports; the test says which failed
+            said[name] = f"{type(error).__name__}: {error}"
+    said["no TensorFlow"] = "TensorFlow was loaded" if "tensorflow" in sys.modules else ""
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
