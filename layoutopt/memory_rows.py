@@ -274,6 +274,7 @@ class _Rows:
     def _held(
         self, kind: Kind, variable: Variable | None, shape: Shape, chosen: Mapping[str, Choice]
     ) -> float | None:
+        chosen = {**self.decided.fixed, **chosen}
         if kind.loop and chosen.get(kind.loop):
             return 0.0
         layout = self.decided.read(chosen)[0]

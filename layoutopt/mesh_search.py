@@ -22,7 +22,7 @@ from costmodels.pricing import pricer
 from layoutopt.decisions import Choice, Decisions
 from layoutopt.evaluate import Evaluation, evaluate
 from layoutopt.extract import Extraction, extract
-from layoutopt.problem import Entry, Problem, Solution, Sparse, Status, Term, solve
+from layoutopt.problem import Entry, Problem, Row, Solution, Sparse, Status, Term, solve
 from layoutopt.problem import evaluate as judge_problem
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
@@ -30,13 +30,13 @@ from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 
 Listener = Callable[[float, float], None]
-ATTEMPTS = 6
-"""How many answers are judged; the second half under a lowered limit."""
+ATTEMPTS = (3, 300)
+"""How many answers are judged at least and at most before the limit is lowered, and then `ATTEMPTS[0]` times more."""
+CELLS = 30_000
+"""Table cells that may be solved anew: what is small enough is solved as often as it takes."""
 MOST_POINTS = 200
-ROW_SLACK = 1.02
-"""The memory rows have been seen to count up to 0.9 % too much (tests/layoutopt); the slack keeps them from
-forbidding what
-fits, and the judge decides."""
+ROW_SLACK = 1.0 + 1e-9
+"""The memory rows never count more than the judge (tests/layoutopt/test_tables.py) but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -122,29 +122,33 @@ class MeshSearch:
           pinned: decisions that are taken already.
         """
         bound, share = 0.0, 1.0
-        banned = list(excluded)
-        for attempt in range(ATTEMPTS):
-            exact = attempt < ATTEMPTS // 2
+        banned = [choices[: len(self.extraction.names)] for choices in excluded]
+        tries = self._tries()
+        for attempt in range(tries + ATTEMPTS[0]):
+            exact = attempt < tries
             rows_limit = limit * ROW_SLACK if exact else limit * share
             problem = self._pinned(limited(self.extraction.problem, rows_limit), pinned or {})
-            solution = solve(
-                problem, time_limit=_left(deadline), upper_bound=upper, excluded=banned, on_progress=listener
-            )
+            problem = replace(problem, rows=(*problem.rows, *(unlike(b, problem.sizes) for b in banned)))
+            solution = solve(problem, time_limit=_left(deadline), upper_bound=upper, on_progress=listener)
             if exact:
                 bound = max(bound, solution.bound)
             if solution.choices is None:
                 proven = exact and solution.status is Status.INFEASIBLE
                 return Outcome(None, math.inf if proven else bound, proven)
-            choices = simplest(problem, self.extraction, solution.choices, banned)
+            choices = simplest(problem, self.extraction, solution.choices)
             judged = self.judge(choices)
             if judged.memory.peak <= limit:
                 layout, options = self.extraction.read(choices)
                 found = Found(self.mesh, layout, options, judged, replace(solution, choices=choices))
                 return Outcome(found, bound, exact and solution.status is Status.OPTIMAL)
-            counted = max(row.use(choices) for row in problem.rows)
+            counted = max(row.use(choices) for row in self.extraction.problem.rows)
             share = min(share, counted / judged.memory.peak)
-            banned += [choices, solution.choices]
+            banned.append(choices[: len(self.extraction.names)])
         return Outcome(None, bound, False)
+
+    def _tries(self) -> int:
+        cells = sum(_values(term).size for term in self.extraction.problem.terms)
+        return min(max(CELLS // max(cells, 1), ATTEMPTS[0]), ATTEMPTS[1])
 
     def _pinned(self, problem: Problem, pinned: Mapping[str, Choice]) -> Problem:
         terms = []
@@ -223,9 +227,14 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.01)
 
 
-def simplest(
-    problem: Problem, extraction: Extraction, choices: tuple[int, ...], banned: Sequence[tuple[int, ...]]
-) -> tuple[int, ...]:
+def unlike(decided: tuple[int, ...], sizes: Sequence[int]) -> Row:
+    """A row that forbids one choice of all decisions, whatever the message groups."""
+    tables = (np.arange(size) == choice for choice, size in zip(decided, sizes, strict=False))
+    entries = tuple(Entry((i,), table.astype(float)) for i, table in enumerate(tables))
+    return Row(f"not {decided}", len(decided) - 1.0, entries)
+
+
+def simplest(problem: Problem, extraction: Extraction, choices: tuple[int, ...]) -> tuple[int, ...]:
     """Choices that cost no more, with the plain option wherever it makes no difference."""
     best = list(choices)
     value = judge_problem(problem, choices).objective
@@ -234,10 +243,7 @@ def simplest(
         for option in sorted({plain, *range(best[i])}, key=lambda o: (o != plain, o)):
             if option == best[i]:
                 break
-            other = (*best[:i], option, *best[i + 1 :])
-            if other in banned:
-                continue
-            found = judge_problem(problem, other)
+            found = judge_problem(problem, (*best[:i], option, *best[i + 1 :]))
             if found.feasible and found.objective <= value:
                 best[i] = option
                 break

@@ -159,15 +159,11 @@ def _alternatives(
 def _next_best(request: Request, search: MeshSearch, best: Found) -> list[Found]:
     """The second best distinct plan on the answer's mesh, the third, and so on."""
     out: list[Found] = []
-    banned = [best.solution.choices or ()]
-    seen = {(best.layout, str(best.options))}
+    banned = [best.claimed]
     while len(out) < request.top - 1:
         found = search.fastest(request.limit, deadline=request.deadline, excluded=tuple(banned)).found
         if found is None:
             break
         banned.append(found.claimed)
-        key = (found.layout, str(found.options))
-        if key not in seen:  # otherwise the same plan with a message group opened in vain
-            seen.add(key)
-            out.append(found)
+        out.append(found)
     return out
