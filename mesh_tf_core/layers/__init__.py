@@ -6,6 +6,7 @@ variables are stored in float32 and used in the dtype of its input.
 
 from mesh_tf_core.layers.attention import Attention, LocalAttention
 from mesh_tf_core.layers.base import ACTIVATIONS
+from mesh_tf_core.layers.conv import Conv, GroupNorm
 from mesh_tf_core.layers.dense import Dense, FeedForward
 from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
 from mesh_tf_core.layers.moe import MixtureOfExperts
@@ -15,9 +16,11 @@ from mesh_tf_core.layers.positions import RelativeBias, Rotary
 __all__ = [
     "ACTIVATIONS",
     "Attention",
+    "Conv",
     "Dense",
     "Embedding",
     "FeedForward",
+    "GroupNorm",
     "LayerNorm",
     "LearnedPositions",
     "LocalAttention",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
-from examples import bert, moe_lm, transformer_seq2seq
-from mesh_tf_core.program import AllToAll, Program
+from examples import bert, moe_lm, resnet, transformer_seq2seq, unet3d
+from mesh_tf_core.program import AllGather, AllToAll, Permute, Program
 from tests.examples.helper import Result, batches, check_same, train
 
 SMALL: dict[str, Any] = {
@@ -40,6 +41,19 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "moe, dropout": (moe_lm, {**SMALL, "experts": 8, "gated": True, "dropout": 0.2, "capacity_factor": 1.0}),
     "bert": (bert, {**SMALL, "warmup": 2}),
 }
+IMAGE: dict[str, Any] = {"batch": 4, "size": 16, "channels": 4, "groups": 2}
+SPATIAL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "resnet": (resnet, {**IMAGE, "stages": 2, "blocks": 3}),
+    "unet3d": (unet3d, {**IMAGE, "size": 8, "levels": 1, "learning_rate": 0.001}),
+}
+PARTITIONS = [
+    ("x:2;y:2", "height:x;width:y"),
+    ("x:2;y:2", "batch:x;height:y"),
+    ("x:4", "width:x"),
+    ("x:2;y:2", "batch:x;channels:y"),
+    ("x:2;y:2", "channels:x;channels_in:y"),
+    ("x:2;y:2", "channels:x;channels_groups:x;height:y"),
+]
 COMMON = [
     ("x:2;y:2", "batch:x+y"),
     ("x:2;y:2", "batch:x;d_ff:y;heads:y;vocab:y"),
@@ -54,19 +68,24 @@ EXPERTS = [
     ("x:2;y:2", "batch:x;experts:y"),
     ("x:2;y:2", "length:x;experts:x;router:y"),
 ]
-TASKS = [(name, *task) for name in EXAMPLES for task in COMMON] + [
-    (name, *task) for name in EXAMPLES if name.startswith("moe") for task in EXPERTS
+TASKS = [
+    *((name, *task) for name in EXAMPLES for task in COMMON),
+    *((name, *task) for name in EXAMPLES if name.startswith("moe") for task in EXPERTS),
+    *((name, *task) for name in SPATIAL for task in PARTITIONS),
+    ("unet3d", "x:4", "depth:x"),
+    ("unet3d", "x:2;y:2", "depth:x;width:y"),
 ]
+ALL = {**EXAMPLES, **SPATIAL}
 
 
 @cache
 def dense(name: str) -> Result:
-    return train(*EXAMPLES[name])
+    return train(*ALL[name])
 
 
 @pytest.mark.parametrize(("name", "mesh", "layout"), TASKS)
 def test_layouts(name: str, mesh: str, layout: str) -> None:
-    check_same(train(*EXAMPLES[name], mesh, layout), dense(name))
+    check_same(train(*ALL[name], mesh, layout), dense(name))
 
 
 @pytest.mark.parametrize("name", ["seq2seq, dropout", "moe, dropout", "bert"])
@@ -102,21 +121,42 @@ def test_experts_and_batch_on_one_axis_exchange_tokens() -> None:
     train(*EXAMPLES["moe"], *EXPERTS[0], steps=1, seen=seen)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", SPATIAL)
+def test_split_images_are_not_gathered(name: str) -> None:
+    """Convolutions send borders to neighbours: no device gets more than its part of an image."""
+
+    def seen(program: Program) -> None:
+        moves = [
+            i for i, _ in program.walk() if not i.origin.scope.endswith("norm") or isinstance(i, Permute)
+        ]
+        assert any(isinstance(i, Permute) for i in moves)
+        assert not any(isinstance(i, AllGather | AllToAll) for i in moves)
+
+    train(*SPATIAL[name], "x:4", "height:x", steps=1, seen=seen)
+
+
+@pytest.mark.parametrize("name", SPATIAL)
+def test_microbatches_of_images(name: str) -> None:
+    check_same(train(*SPATIAL[name], "x:2;y:2", "batch:x;height:y", microbatches=2), dense(name))
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_batches_fit_the_model(name: str) -> None:
-    example, hparams = EXAMPLES[name]
+    example, hparams = ALL[name]
     (batch,) = batches(example, hparams, 1)
     inputs = example.model(**hparams).graph.inputs
     assert {n: x.shape for n, x in batch.items()} == {n: t.shape.sizes for n, t in inputs.items()}
+    limits = {"positions": "length", "label": 10, "filled": 2}
     for n, x in batch.items():
-        limit = hparams["length"] if n == "positions" else hparams["vocab"]
-        assert x.min() >= 0
-        assert x.max() < limit
+        if x.dtype == np.int32:
+            limit = limits.get(n, "vocab")
+            assert x.min() >= 0
+            assert x.max() < (hparams[limit] if isinstance(limit, str) else limit)
 
 
-@pytest.mark.parametrize("example", [transformer_seq2seq, moe_lm, bert])
+@pytest.mark.parametrize("example", [transformer_seq2seq, moe_lm, bert, resnet, unet3d])
 def test_held_out_batches_are_others(example: Any) -> None:
-    hparams = {"batch": 8, "length": 64, "vocab": 256}
+    hparams = {"batch": 8, "length": 64, "vocab": 256, "size": 8}
     train_batch = next(example.data(**hparams))
     held = next(example.data(**hparams, split="held-out"))
     assert any((train_batch[n] != held[n]).any() for n in held)
