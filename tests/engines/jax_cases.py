@@ -61,8 +61,8 @@ def training(mesh: str, layout: str, hparams: dict[str, Any]) -> None:
 
 
 def loops() -> None:
-    """A loop in a loop with sums over devices in the inner one, stacked and sliced values; their gradients run
-    from the last iteration and add up what the loop's variable is given."""
+    """A loop in a loop with sums over devices in the inner one, stacked and sliced values; their gradients
+    run from the last iteration and add up what a value from outside is given."""
     g = mtf.Graph()
     b, d, i, j = mtf.Dim("b", 8), mtf.Dim("d", 4), mtf.Dim("i", 3), mtf.Dim("j", 2)
     x = g.input("x", [b, d], dtype="float64")
