@@ -9,6 +9,7 @@ from mesh_tf_core.layers.base import ACTIVATIONS
 from mesh_tf_core.layers.conv import Conv, GroupNorm
 from mesh_tf_core.layers.dense import Dense, FeedForward
 from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
+from mesh_tf_core.layers.loss import CrossEntropy
 from mesh_tf_core.layers.moe import MixtureOfExperts
 from mesh_tf_core.layers.norm import LayerNorm, RMSNorm
 from mesh_tf_core.layers.positions import RelativeBias, Rotary
@@ -17,6 +18,7 @@ __all__ = [
     "ACTIVATIONS",
     "Attention",
     "Conv",
+    "CrossEntropy",
     "Dense",
     "Embedding",
     "FeedForward",

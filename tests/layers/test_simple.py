@@ -103,3 +103,26 @@ def test_activations_run_in_the_dtype_of_the_input() -> None:
 def test_errors(make: Any, message: str) -> None:
     with pytest.raises(mtf.UserError, match=message):
         make()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy(smoothing: float, z_loss: float) -> None:
+    vocab = mtf.Dim("vocab", 16)
+    logits = ("batch:4 length:8 vocab:16", RNG.normal(size=(4, 8, 16)))
+    layer = layers.CrossEntropy(vocab, smoothing, z_loss)
+
+    def build(g: mtf.Graph, logits: mtf.Tensor, ids: mtf.Tensor) -> mtf.Tensor:
+        return layer(logits * g.variable("scale", [vocab], mtf.ONES), ids.cast("int32"))
+
+    layouts = [("x:2;y:2", "vocab:x+y"), ("x:2;y:2", "batch:x;vocab:y")]
+    dense = check_layouts(build, {"logits": logits, "ids": IDS}, layouts)
+    lse = np.log(np.exp(logits[1]).sum(-1))
+    log_p = logits[1] - lse[..., None]
+    q = (1 - smoothing) * np.eye(16)[IDS[1].astype(int)] + smoothing / 16
+    np.testing.assert_allclose(dense.out, -(q * log_p).sum(-1) + z_loss * lse**2, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bad_share_is_refused() -> None:
+    with pytest.raises(mtf.UserError, match=r"label_smoothing must be in \[0, 1\), found 1"):
+        layers.CrossEntropy(mtf.Dim("vocab", 16), 1.0)

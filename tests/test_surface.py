@@ -1,0 +1,44 @@
+"""The comparison with Mesh-TensorFlow names only what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import mesh_tf_core as mtf
+
+ROOT = Path(__file__).parents[1]
+MARKS = {"=", "+", "~", "–"}
+
+
+def rows() -> list[list[str]]:
+    """Cells of every row that compares: theirs, ours, mark, note."""
+    lines = (ROOT / "docs" / "mesh_tensorflow.md").read_text(encoding="utf-8").splitlines()
+    cells = [[c.strip() for c in line.strip().strip("|").split(" | ")] for line in lines if line[:1] == "|"]
+    return [row for row in cells if len(row) == 4 and row[0] not in ("theirs", "---")]
+
+
+def ours() -> list[str]:
+    return sorted({name for row in rows() for name in re.findall(r"`([^`]+)`", row[1])})
+
+
+@pytest.mark.parametrize("name", ours())
+def test_what_is_named_exists(name: str) -> None:
+    if name.startswith("examples/"):
+        assert (ROOT / name).is_file()
+        return
+    if name.startswith("layoutopt "):
+        assert (ROOT / "layoutopt" / "cli" / f"{name.split()[1]}.py").is_file()
+        return
+    found: object = mtf
+    for part in name.split("(")[0].removeprefix("mtf.").split("."):
+        found = getattr(found, part)
+
+
+def test_every_row_has_a_mark_and_what_is_missing_is_marked() -> None:
+    assert len(rows()) > 60
+    for theirs, own, mark, _ in rows():
+        assert mark in MARKS, theirs
+        assert (mark == "–") == (own == "–"), theirs
