@@ -99,3 +99,19 @@ def test_every_direct_dependency_is_pinned() -> None:
 def test_installed_version_is_the_printed_one() -> None:
     done = subprocess.run([COMMAND, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == metadata.version("layoutopt")
+
+
+def test_tensorflow_loads_after_highs_has_solved() -> None:
+    """MathOpt and TensorFlow cannot share a process in this order, so HiGHS runs in its own."""
+    code = (
+        "import numpy as np\n"
+        "from layoutopt.problem import Problem, Term, Variable, solve\n"
+        "problem = Problem('p', (Variable('a', 2), Variable('b', 2)),"
+        " (Term((0, 1), np.array([[3.0, 1.0], [2.0, 5.0]])), Term((0,), np.array([0.0, 0.5]))))\n"
+        "print(solve(problem, 'highs').choices)\n"
+        "import tensorflow as tf\n"
+        "print(int(tf.constant(1) + 1))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["(0,", "1)", "2"]

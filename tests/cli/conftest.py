@@ -23,6 +23,7 @@ def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     """The repository as working directory, an empty cache, and no trace of loaded model files afterwards."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("COLUMNS", raising=False)  # parallel test runners set it for their workers
     monkeypatch.setattr(sys, "path", list(sys.path))
     modules = set(sys.modules)
     yield
