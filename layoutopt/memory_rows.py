@@ -20,6 +20,7 @@ on its dimensions, and further:
   result of softmax  and of other operations along a dimension: gone where it is split, for then smaller
   operations
                      run instead, in place
+  elementwise y      gone where it has the size of an operand that is smaller while nothing is split
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from mesh_tf_core.dtypes import itemsize
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.lower.storage import STAGES, shard_layout, stage_number
+from mesh_tf_core.layout import Layout
 from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.op import TensorType
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import Program, Value
 from mesh_tf_core.structure import Scan, Variable
@@ -65,6 +68,7 @@ class Kind:
       gathered: a whole copy that exists only from the stage on.
       absent: stages at which it does not exist.
       unless: dimensions that make it disappear when they are split.
+      rivals: shapes and bytes of an element of values whose place it may take, where it is of their size.
       replaced: disappears once a whole copy of it is gathered.
     """
 
@@ -75,6 +79,7 @@ class Kind:
     gathered: bool = False
     absent: tuple[int, ...] = ()
     unless: tuple[str, ...] = ()
+    rivals: tuple[tuple[Shape, int], ...] = ()
     replaced: bool = False
 
 
@@ -194,12 +199,25 @@ class _Rows:
             return self._gradient(value, point)
         if origin is not None and origin.phase == "update" and self._classed(origin.scope) and names:
             return [(Kind(names, origin.scope, 1), shape, element)]
+        loop = self.saved.get(value.tensor)
         node = self.nodes[point.node]
-        unless: tuple[str, ...] = ()
-        if value.tensor in node.outputs and node.op.expands():
+        if value.tensor not in node.outputs:
+            return [(Kind(names, loop=loop), shape, element)]
+        types = [self.graph.tensor(i).type for i in node.inputs]
+        if node.op.expands():
             # Where these dimensions are split, smaller operations run instead, some of them in place.
-            unless = tuple(node.op.roles(*(self.graph.tensor(i).type for i in node.inputs)).whole)
-        return [(Kind(names, loop=self.saved.get(value.tensor), unless=unless), shape, element)]
+            kind = Kind(names, loop=loop, unless=tuple(node.op.roles(*types).whole))
+        elif node.op.kind == "elementwise":
+            kind = Kind(names, loop=loop, rivals=self._rivals(value, types))
+        else:
+            kind = Kind(names, loop=loop)
+        return [(kind, shape, element)]
+
+    def _rivals(self, value: Value, types: Sequence[TensorType]) -> tuple[tuple[Shape, int], ...]:
+        """Operands of another size, which some layouts make the same."""
+        own = value.shape.size * itemsize(value.dtype)
+        found = {(t.shape, itemsize(t.dtype)) for t in types if t.shape.size * itemsize(t.dtype) < own}
+        return ((value.shape, itemsize(value.dtype)), *sorted(found, key=str)) if found else ()
 
     def _gradient(self, value: Value, point: Alive) -> list[Held]:
         """A gradient, or what loops or casts make one of."""
@@ -255,7 +273,7 @@ class _Rows:
         """The part of the whole that a device holds, for every assignment."""
         variable = self.graph.variables[kind.variable] if kind.variable else None
         dims = variable.shape.names if variable else kind.names
-        wanted = [*dims, *kind.unless]
+        wanted = [*dims, *kind.unless, *(n for shape_, _ in kind.rivals for n in shape_.names)]
         if variable:
             wanted.append(storage_class(variable))
         if kind.loop:
@@ -280,6 +298,8 @@ class _Rows:
         layout = self.decided.read(chosen)[0]
         if any(layout.axes(n) for n in kind.unless):
             return 0.0
+        if kind.rivals and self._same_size(kind.rivals, layout):
+            return 0.0
         if variable is None:
             return 1.0 / self.mesh.group_size(a for n in kind.names for a in layout.axes(n))
         stage = chosen.get(storage_class(variable), ())
@@ -298,6 +318,14 @@ class _Rows:
         except LayoutError:
             return None
         return 1.0 / self.mesh.group_size(a for axes in splits for a in axes)
+
+    def _same_size(self, values: Sequence[tuple[Shape, int]], layout: Layout) -> bool:
+        """Whether a device's part of the first value has as many bytes as its part of another."""
+        own, *others = (
+            element * shape.size // self.mesh.group_size(a for n in shape.names for a in layout.axes(n))
+            for shape, element in values
+        )
+        return own in others
 
 
 def undominated(points: Sequence[tuple[str, Counter[Key]]]) -> list[tuple[str, Counter[Key]]]:

@@ -30,7 +30,7 @@ from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 
 Listener = Callable[[float, float], None]
-ATTEMPTS = (3, 300)
+ATTEMPTS = (3, 100)
 """How many answers are judged at least and at most before the limit is lowered, and then `ATTEMPTS[0]` times more."""
 CELLS = 30_000
 """Table cells that may be solved anew: what is small enough is solved as often as it takes."""
@@ -182,7 +182,7 @@ class MeshSearch:
         over."""
         problem = limited(self.extraction.problem, math.inf)
         best: Found | None = None
-        row = max(problem.rows, key=lambda r: sum(float(_values(e).max()) for e in r.entries), default=None)
+        row = max(problem.rows, key=lambda r: sum(float(_values(e).max(initial=0.0)) for e in r.entries), default=None)
         forbidden = [_legal(t) for t in problem.terms]
         for _ in range(3 if row is not None else 0):
             assert row is not None

@@ -1,0 +1,176 @@
+"""Models for the tests of the search: the examples in small, and random ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import mesh_tf_core as mtf
+from costmodels.hardware import Hardware
+from costmodels.pricing import pricer
+from examples.mlp import model as mlp
+from examples.transformer_lm import model as transformer
+from layoutopt.decisions import Choice, Decisions, decisions
+from layoutopt.domains import domains
+from layoutopt.evaluate import evaluate
+from mesh_tf_core.layout import Axes
+from mesh_tf_core.optimizers import by_name
+
+SMALL = {
+    "layers": 3,
+    "d_model": 16,
+    "d_kv": 4,
+    "heads": 4,
+    "d_ff": 32,
+    "vocab": 32,
+    "batch": 8,
+    "length": 16,
+}
+EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
+    "transformer": lambda: transformer(**SMALL),
+    "transformer in bfloat16": lambda: transformer(
+        **SMALL, kv_heads=2, gated=True, tied=True, dtype="bfloat16", optimizer="adafactor", dropout=0.1
+    ),
+    "transformer with more positions": lambda: transformer(
+        **SMALL, kv_heads=1, positions="24", optimizer="sgd", dropout=0.2
+    ),
+    "mlp": lambda: mlp(batch=8, hidden=16, layers=3),
+    "mlp in bfloat16": lambda: mlp(batch=8, hidden=16, dtype="bfloat16", optimizer="sgd"),
+}
+
+
+HARDWARE = ("tpu-v3", "a100", "h100", "cpu-local", "tpu-v5e")
+
+
+def some_choices(decided: Decisions, rng: random.Random) -> dict[str, Choice]:
+    """Random choices, legal or not; half of them plain."""
+    return {n: rng.choice(o) if rng.random() < 0.5 else o[0] for n, o in decided.options.items()}
+
+
+# -- random models --
+
+
+def random_model(seed: int) -> mtf.Model:
+    """A chain of a few random operations on two or three dimensions, sometimes with a loop."""
+    rng = random.Random(seed)
+    g = mtf.Graph(f"random {seed}")
+    dtype = rng.choice(["float32", "float32", "bfloat16"])
+    b = mtf.Dim("batch", rng.choice([4, 8]))
+    spare = [mtf.Dim(n, rng.choice([2, 4, 6, 8, 32])) for n in "abcd"]
+    x = g.input("x", [b, *([mtf.Dim("length", 4)] if rng.random() < 0.4 else []), spare[0]], "float32")
+    x = x.cast(dtype)
+    made = itertools.count()
+
+    def weight(dims: list[mtf.Dim]) -> mtf.Tensor:
+        return g.variable(f"w{next(made)}", dims, mtf.Normal(0.1), activation_dtype=dtype)
+
+    def linear(x: mtf.Tensor, to: mtf.Dim) -> mtf.Tensor:
+        here = x.shape.dims[-1]
+        if here == to:
+            return x + mtf.einsum([x, weight([to])], x.shape.dims)
+        return mtf.einsum([x, weight([here, to])], [*x.shape.dims[:-1], to])
+
+    def step(x: mtf.Tensor) -> mtf.Tensor:
+        kind = rng.choice(["linear", "linear", "bias", "norm", "softmax", "unary", "twice"])
+        last = x.shape.dims[-1]
+        if kind == "linear":
+            return linear(x, rng.choice(spare))
+        if kind == "bias":
+            return x + weight([last])
+        if kind == "norm":
+            return mtf.layer_norm(x, last, weight([last]))
+        if kind == "softmax":
+            return mtf.softmax(x, last)
+        if kind == "unary":
+            return rng.choice([mtf.relu, mtf.gelu, mtf.tanh])(x) * 0.5
+        other = rng.choice(spare)
+        w = weight([last] if last == other else [last, other])
+        y = mtf.relu(mtf.einsum([x, w], [*x.shape.dims[:-1], other]))
+        return y if last == other else mtf.einsum([y, w], x.shape.dims)
+
+    def layer(x: mtf.Tensor) -> mtf.Tensor:
+        here, inner = x.shape.dims[-1], rng.choice([d for d in spare if d != x.shape.dims[-1]])
+        hidden = mtf.relu(linear(mtf.layer_norm(x, here, weight([here])), inner))
+        return x + linear(hidden, here)
+
+    x = linear(x, rng.choice(spare))
+    for _ in range(rng.randint(0, 2)):
+        x = step(x)
+    if rng.random() < 0.5:
+        x = mtf.scan(layer, x, mtf.Dim("layers", rng.choice([2, 3])))
+    for _ in range(rng.randint(0, 2)):
+        x = step(x)
+    last = x.shape.dims[-1]
+    if rng.random() < 0.5:
+        labels = g.input("labels", x.shape.dims[:-1])
+        loss = mtf.reduce_mean(mtf.softmax_cross_entropy(x, labels, last))
+    else:
+        loss = mtf.reduce_mean(mtf.square(x.cast("float32")))
+    return mtf.Model(loss, by_name(rng.choice(["sgd", "adam", "adafactor"]), 0.1), name=f"random {seed}")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a search may choose, few enough to try all of it."""
+
+    mesh: mtf.Mesh
+    storage: tuple[str, ...]
+    recompute: tuple[bool, ...]
+    microbatches: tuple[int, ...]
+    pins: dict[str, Axes]
+
+    def decided(self, model: mtf.Model) -> Iterator[Decisions]:
+        for parts in self.microbatches:
+            graph = model.training_step(parts).graph
+            yield decisions(
+                graph, domains(graph, self.mesh, self.pins), self.storage, self.recompute, parts
+            )
+
+
+def random_question(model: mtf.Model, seed: int, most: int) -> Question:
+    """A question about a model with at most `most` combinations: dimensions are pinned until there are so few."""
+    rng = random.Random(seed)
+    found = Question(
+        mtf.Mesh(rng.choice(["x:2;y:2", "x:2;y:2", "x:4", "x:2"])),
+        rng.choice([("layout",), ("layout", "zero3"), ("layout", "zero1"), ("layout", "zero2"), ("zero3",)]),
+        rng.choice([(False,), (False, True), (True,)]),
+        rng.choice([(1,), (1, 2), (2,)]),
+        {},
+    )
+    free = sorted(d for d in model.graph.dims() if d != "layers")
+    rng.shuffle(free)
+
+    def count() -> int:
+        return sum(math.prod(map(len, d.options.values())) for d in found.decided(model))
+
+    while free and count() > most:
+        name = free.pop()
+        options = domains(model.training_step(max(found.microbatches)).graph, found.mesh)[name]
+        found.pins[name] = rng.choice(options) if rng.random() < 0.3 else ()
+    if count() > most:
+        found = replace(found, storage=found.storage[-1:])
+    return found
+
+
+@dataclass(frozen=True)
+class Point:
+    seconds: float
+    peak: int
+
+
+def all_points(model: mtf.Model, question: Question, hardware: Hardware) -> list[Point]:
+    """The judge's opinion about every legal combination."""
+    prices = pricer(hardware, question.mesh)
+    points = []
+    for decided in question.decided(model):
+        for picked in itertools.product(*decided.options.values()):
+            layout, options = decided.read(dict(zip(decided.options, picked, strict=True)))
+            try:
+                found = evaluate(model, question.mesh, layout, hardware, options, prices)
+            except mtf.LayoutError:
+                continue
+            points.append(Point(found.cost.step_seconds, found.memory.peak))
+    return points

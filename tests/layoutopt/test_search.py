@@ -1,0 +1,193 @@
+"""What a search answers, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from examples.mlp import model as mlp
+from examples.transformer_lm import model as transformer
+from layoutopt import Plan, load_plan, search
+from layoutopt.evaluate import evaluate
+from layoutopt.plan import check_plan_model
+from tests.layoutopt.models import EXAMPLES
+
+MESH = "data:2;model:2"
+PLAIN = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
+
+
+@pytest.fixture(scope="module")
+def model() -> mtf.Model:
+    return EXAMPLES["mlp"]()
+
+
+def small(model: mtf.Model, **asked: object) -> Plan:
+    return search(model, **{"mesh": MESH, "hardware": "tpu-v3", **PLAIN, **asked})  # type: ignore[arg-type]
+
+
+def test_infeasible_names_the_largest_tensors(model: mtf.Model) -> None:
+    with pytest.raises(mtf.InfeasibleError) as caught:
+        small(model, memory=5000)
+    said = str(caught.value)
+    assert "no layout of 'mlp' fits into 4.88 KiB a device" in said
+    assert "its largest tensors: " in said and "variable layer_0/weight" in said
+    assert "over; " in said and "\n" not in said
+    assert mtf.InfeasibleError.exit_code == 3
+
+
+def test_pins_are_honoured(model: mtf.Model) -> None:
+    assert small(model, pins="hidden_1:model").layout.axes("hidden_1") == ("model",)
+    assert small(model, pins="batch:none").layout.axes("batch") == ()
+    both = small(model, pins={"batch": ("data", "model")})
+    assert both.layout.axes("batch") == ("data", "model")
+
+
+def test_prohibitions_are_honoured(model: mtf.Model) -> None:
+    free = small(model)
+    forbidden = ";".join(f"{name}:{'+'.join(axes)}" for name, axes in free.layout.items())
+    other = small(model, forbid=forbidden)
+    assert all(not set(axes) & set(free.layout.axes(name)) for name, axes in other.layout.items())
+    assert other.predicted.step_seconds >= free.predicted.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"pins": "bach:data"}, "--pin bach: no operation has this dimension; .*batch"),
+        ({"forbid": "bach:data"}, "--forbid bach: no operation has this dimension"),
+        ({"pins": "batch:dat"}, "'dat'"),
+        ({"pins": "classes:data+model"}, "has size 10, (not divisible by|which) the 4 devices"),
+        ({"pins": "batch:data;batch:model"}, "batch"),
+        ({"pins": "batch:data", "forbid": "batch:data"}, "--forbid batch:data forbids the same split; drop one"),
+        ({"pins": "batch:model+data"}, r"order of the mesh, data\+model"),
+        ({"memory": 0}, "needs a positive number of bytes"),
+        ({"top": 0}, "--top 0: needs at least 1"),
+        ({"time_limit": 0}, "--time-limit 0: needs a positive number"),
+        ({"objective": "speed"}, "choose one of time, memory, pareto"),
+        ({"mesh": None}, "either a mesh .* or a number of devices"),
+        ({"devices": 4}, "either a mesh .* or a number of devices"),
+        ({"mesh": None, "devices": 0}, "--devices 0: needs at least one device"),
+        ({"mesh": None, "devices": 4, "max_axes": 0}, "--max-axes 0: needs at least one axis"),
+        ({"mesh": None, "devices": 4, "pins": "batch:data"}, "give the mesh with --mesh"),
+        ({"storage": ("zero4",)}, "zero4"),
+    ],
+)
+def test_bad_input(model: mtf.Model, asked: dict[str, object], message: str) -> None:
+    with pytest.raises(mtf.UserError, match=message) as caught:
+        small(model, **asked)
+    assert "\n" not in str(caught.value)
+
+
+def test_contradictory_pins_leave_nothing(model: mtf.Model) -> None:
+    with pytest.raises(mtf.InfeasibleError, match="allow no legal layout; drop one of them"):
+        small(model, pins="batch:data;pixels:data")
+
+
+def test_the_mesh_is_searched_too() -> None:
+    model = mlp(batch=16, hidden=64)
+    plan = small(model, mesh=None, devices=8, max_axes=3)
+    assert plan.mesh.devices == 8
+    assert set(plan.mesh.names) <= {"data", "data2", "data3", "model", "model2", "model3"}
+    for text in ("a:8", "a:4;b:2", "a:2;b:4", "a:2;b:2;c:2"):
+        given = small(model, mesh=text)
+        assert plan.predicted.step_seconds <= given.predicted.step_seconds * (1 + 1e-9)
+    assert plan.data.solver.status == "OPTIMAL"
+
+
+def test_prime_and_single_devices(model: mtf.Model) -> None:
+    assert small(model, mesh=None, devices=7).mesh.devices == 7  # nothing divides: replicated
+    assert small(model, mesh=None, devices=7).layout == mtf.Layout()
+    assert small(model, mesh=None, devices=1).mesh.devices == 1
+
+
+def test_the_best_are_distinct_and_sorted(model: mtf.Model) -> None:
+    plan = small(model, top=6)
+    listed = [a for a in plan.alternatives if a.name.startswith("number ")]
+    assert [a.name for a in listed] == [f"number {i}" for i in range(2, 7)]
+    seconds = [plan.predicted.step_seconds, *(a.predicted.step_seconds for a in listed if a.predicted)]
+    assert seconds == sorted(seconds)
+    layouts = [json.dumps(plan.data.layout), *(json.dumps(a.layout) for a in listed)]
+    assert len(set(layouts)) == 6
+
+
+def test_no_point_of_the_frontier_is_dominated(model: mtf.Model) -> None:
+    plan = small(model, objective="pareto")
+    assert plan.data.frontier and len(plan.data.frontier) > 1
+    points = [
+        (p.predicted.step_seconds, p.predicted.peak_memory_bytes) for p in plan.data.frontier if p.predicted
+    ]
+    for (fast, big), (slow, lean) in itertools.pairwise(points):
+        assert fast < slow and big > lean
+    fastest, leanest = small(model), small(model, objective="memory")
+    assert points[0][0] == pytest.approx(fastest.predicted.step_seconds, rel=1e-9)
+    assert points[-1][1] == leanest.predicted.peak_memory_bytes
+    for point in plan.data.frontier:
+        assert point.predicted
+        within = small(model, memory=point.predicted.peak_memory_bytes)
+        assert within.predicted.step_seconds == pytest.approx(point.predicted.step_seconds, rel=1e-9)
+
+
+def test_least_memory(model: mtf.Model) -> None:
+    plan = small(model, objective="memory", storage=("layout", "zero3"))
+    assert plan.solver.status == "OPTIMAL"
+    for each in (*plan.alternatives, small(model)):
+        if each.predicted is not None:
+            assert plan.predicted.peak_memory_bytes <= each.predicted.peak_memory_bytes
+
+
+def test_plans_survive_files(model: mtf.Model, tmp_path: Path) -> None:
+    plan = small(model, memory=20_000, storage=("layout", "zero3"), microbatches=(1, 2), top=2)
+    path = tmp_path / "deep" / "plan.json"
+    plan.save(path)
+    again = load_plan(path)
+    assert again.to_json() == plan.to_json()
+    assert (again.mesh, again.layout, again.options) == (plan.mesh, plan.layout, plan.options)
+    judged = evaluate(model, again.mesh, again.layout, load_hardware("tpu-v3"), again.options)
+    assert judged.predicted == plan.predicted
+    check_plan_model(again, model)
+
+
+def test_a_plan_for_another_model_names_the_difference() -> None:
+    one, other = (transformer(layers=2, d_model=16, d_kv=8, heads=2, d_ff=n, vocab=32) for n in (32, 64))
+    one.hparams, other.hparams = {"d_ff": 32}, {"d_ff": 64}
+    plan = small(one)
+    with pytest.raises(mtf.UserError, match="d_ff=32 there, 64 here; .* parameters there, .* here"):
+        check_plan_model(plan, other)
+    with pytest.raises(mtf.UserError, match="its model is 'transformer_lm', this one 'mlp'"):
+        check_plan_model(plan, mlp())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not whole JSON"),
+        ("[1]", "has format None"),
+        ('{"format": "layoutopt-plan/9"}', "has format 'layoutopt-plan/9'"),
+        ('{"format": "layoutopt-plan/1"}', r"model: Field required \(and \d+ more\)"),
+    ],
+)
+def test_files_that_are_no_plans(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(mtf.UserError, match=message):
+        load_plan(path)
+    with pytest.raises(mtf.UserError, match="cannot be read"):
+        load_plan(tmp_path / "none.json")
+
+
+@pytest.mark.slow
+def test_the_papers_layout_is_beside_and_not_better() -> None:
+    model = transformer(
+        layers=12, d_model=1024, d_kv=128, heads=256, d_ff=262144, vocab=32768, batch=256, length=256
+    )
+    plan = search(model, devices=512, hardware="tpu-v2", **PLAIN)  # type: ignore[arg-type]
+    (paper,) = [a for a in plan.alternatives if a.name == "Mesh-TensorFlow paper"]
+    assert paper.mesh == {"batch": 16, "model": 32}
+    assert paper.predicted is not None
+    assert plan.predicted.step_seconds <= paper.predicted.step_seconds
+    assert plan.solver.status == "OPTIMAL"

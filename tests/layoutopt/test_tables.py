@@ -1,0 +1,109 @@
+"""The tables add up to the price of the program, and the memory rows never count more than its peak."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import Hardware, load_hardware
+from costmodels.pricing import pricer
+from examples.transformer_lm import model as transformer
+from layoutopt.decisions import decisions
+from layoutopt.domains import domains
+from layoutopt.evaluate import evaluate
+from layoutopt.extract import Extraction, extract
+from layoutopt.problem import evaluate as value_of
+from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, random_model, some_choices
+
+PRICE = 1e-9
+ROUNDING = 1 + 1e-12
+
+
+def extraction(model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware) -> Extraction:
+    graph = model.training_step(parts).graph
+    decided = decisions(graph, domains(graph, mesh), microbatches=parts)
+    return extract(model, mesh, decided, pricer(hardware, mesh))
+
+
+def compare(model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware, seed: int, count: int) -> None:
+    """Holds the tables and rows against the lowered program for `count` random legal choices."""
+    found = extraction(model, mesh, parts, hardware)
+    prices, rng = pricer(hardware, mesh), random.Random(seed)
+    compared = 0
+    for _ in range(40 * count):
+        layout, options = found.decided.read(some_choices(found.decided, rng))
+        choices = found.choices(layout, options)
+        try:
+            judged = evaluate(model, mesh, layout, hardware, options, prices)
+        except mtf.LayoutError:
+            assert choices is None, f"{layout} is not legal, but the tables have it"
+            continue
+        assert choices is not None, f"{layout} is legal, but the tables refuse it"
+        where = f"{model.name} on {mesh}: {layout}, {options}"
+        objective = value_of(found.problem, choices).objective
+        assert objective == pytest.approx(judged.cost.step_seconds, rel=PRICE), where
+        counted = max(row.use(choices) for row in found.problem.rows)
+        assert counted <= judged.memory.peak * ROUNDING, where
+        assert found.read(choices) == (layout, options)
+        compared += 1
+        if compared == count:
+            break
+    assert compared >= min(count, 3)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name: str, parts: int) -> None:
+    mesh = mtf.Mesh("data:2;model:2" if parts == 1 else "x:4")
+    compare(EXAMPLES[name](), mesh, parts, load_hardware("tpu-v3"), seed=parts, count=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", ["a100", "tpu-v5e", "cpu-local"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:
+    for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
+        compare(EXAMPLES[name](), mtf.Mesh(mesh), parts, load_hardware(hardware), seed=7, count=40)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_models(seed: int) -> None:
+    check_random(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(12, 112, 20))
+def test_many_random_models(first: int) -> None:
+    for seed in range(first, first + 20):
+        check_random(seed)
+
+
+def check_random(seed: int) -> None:
+    mesh = mtf.Mesh(["x:2;y:2", "x:4", "x:2;y:4"][seed % 3])
+    hardware = load_hardware(HARDWARE[seed % len(HARDWARE)])
+    for parts in (1, 2):
+        compare(random_model(seed), mesh, parts, hardware, seed, count=8)
+
+
+def test_rows_are_close_to_the_peak_of_an_unsplit_model() -> None:
+    model, mesh = EXAMPLES["transformer"](), mtf.Mesh("data:2;model:2")
+    found = extraction(model, mesh, 1, load_hardware("tpu-v3"))
+    choices = found.choices(mtf.Layout(), mtf.Options())
+    assert choices is not None
+    peak = evaluate(model, mesh, mtf.Layout(), load_hardware("tpu-v3")).memory.peak
+    assert max(row.use(choices) for row in found.problem.rows) == peak
+
+
+def test_the_problem_does_not_grow_with_the_layers() -> None:
+    few, many = (
+        extraction(
+            transformer(**{**SMALL, "layers": n}), mtf.Mesh("data:2;model:2"), 1, load_hardware("tpu-v3")
+        ).problem
+        for n in (4, 48)
+    )
+    assert few.sizes == many.sizes
+    # A stack of more layers is a larger message, so fewer of them travel together.
+    assert len(many.terms) <= len(few.terms)
+    assert [len(r.entries) for r in few.rows] == [len(r.entries) for r in many.rows]
