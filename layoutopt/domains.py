@@ -65,11 +65,11 @@ def _why_not(name: str, axes: Axes, mesh: Mesh, sizes: set[int], counted: bool, 
         return f"{asked}: {name!r} counts the layers of a loop and cannot be split; drop this pin"
     if set(axes) & set(forbidden):
         return f"{asked}: --forbid {name}:{'+'.join(forbidden)} forbids the same split; drop one of the two"
-    ways = mesh.group_size(axes)
+    ways, over = mesh.group_size(axes), "+".join(axes)
     for size in sorted(sizes):
         if size % ways:
             return (
-                f"{asked}: {name!r} has size {size}, not divisible by the {ways} devices of {'+'.join(axes)}; "
+                f"{asked}: {name!r} has size {size}, not divisible by the {ways} devices of {over}; "
                 "choose another axis or size"
             )
     if any(mesh.size(a) == 1 for a in axes):
