@@ -41,8 +41,8 @@ from mesh_tf_core.dims import Shape
 from mesh_tf_core.dtypes import itemsize
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.graph import Graph
-from mesh_tf_core.lower.storage import STAGES, shard_layout, stage_number
 from mesh_tf_core.layout import Layout
+from mesh_tf_core.lower.storage import STAGES, shard_layout, stage_number
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.ops.basic import Cast

@@ -1,11 +1,9 @@
-"""The search on one mesh: solve the integer program, judge the answer, exclude what does not really fit,
-again.
+"""The search on one mesh: solve the integer program, judge the answer, exclude what does not fit, again.
 
 The answer of a solver is never believed: `evaluate` lowers the whole graph under it and computes time and
-memory anew.
-The memory rows of the integer program never forbid a layout that fits (see `extract`), so a layout that the
-judge finds
-too large is excluded by itself, and what remains is proven best among the layouts that fit.
+memory anew. The memory rows of the integer program never forbid a layout that fits (see `memory_rows`), so a
+layout that the judge finds too large is excluded by itself, and what remains is proven best among the layouts
+that fit.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from mesh_tf_core.model import Model
 
 Listener = Callable[[float, float], None]
 ATTEMPTS = (3, 100)
-"""How many answers are judged at least and at most before the limit is lowered, and then `ATTEMPTS[0]` times more."""
+"""How many answers are judged, at least and at most, before the limit is lowered; then `ATTEMPTS[0]` more."""
 CELLS = 30_000
 """Table cells that may be solved anew: what is small enough is solved as often as it takes."""
 MOST_POINTS = 200
@@ -147,7 +145,7 @@ class MeshSearch:
         return Outcome(None, bound, False)
 
     def _tries(self) -> int:
-        cells = sum(_values(term).size for term in self.extraction.problem.terms)
+        cells = sum(int(_values(term).size) for term in self.extraction.problem.terms)
         return min(max(CELLS // max(cells, 1), ATTEMPTS[0]), ATTEMPTS[1])
 
     def _pinned(self, problem: Problem, pinned: Mapping[str, Choice]) -> Problem:
@@ -182,7 +180,11 @@ class MeshSearch:
         over."""
         problem = limited(self.extraction.problem, math.inf)
         best: Found | None = None
-        row = max(problem.rows, key=lambda r: sum(float(_values(e).max(initial=0.0)) for e in r.entries), default=None)
+        row = max(
+            problem.rows,
+            key=lambda r: sum(float(_values(e).max(initial=0.0)) for e in r.entries),
+            default=None,
+        )
         forbidden = [_legal(t) for t in problem.terms]
         for _ in range(3 if row is not None else 0):
             assert row is not None
@@ -212,7 +214,7 @@ class MeshSearch:
         return best
 
 
-def _values(entry: Entry) -> np.ndarray:
+def _values(entry: Entry | Term) -> np.ndarray:
     return entry.table.values if isinstance(entry.table, Sparse) else entry.table
 
 

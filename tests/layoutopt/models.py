@@ -125,13 +125,11 @@ class Question:
     def decided(self, model: mtf.Model) -> Iterator[Decisions]:
         for parts in self.microbatches:
             graph = model.training_step(parts).graph
-            yield decisions(
-                graph, domains(graph, self.mesh, self.pins), self.storage, self.recompute, parts
-            )
+            yield decisions(graph, domains(graph, self.mesh, self.pins), self.storage, self.recompute, parts)
 
 
 def random_question(model: mtf.Model, seed: int, most: int) -> Question:
-    """A question about a model with at most `most` combinations: dimensions are pinned until there are so few."""
+    """A question about a model: dimensions are pinned until there are at most about `most` combinations."""
     rng = random.Random(seed)
     found = Question(
         mtf.Mesh(rng.choice(["x:2;y:2", "x:2;y:2", "x:4", "x:2"])),
