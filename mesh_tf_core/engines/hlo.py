@@ -34,6 +34,7 @@ _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(-?\d+)"')
+_CHAIN = re.compile(r'\bchain_id="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -93,6 +94,7 @@ class _Reader:
         self.found: list[Found] = []
         self.cycles = 0
         self.unknown = 0
+        self.chains: set[str] = set()
 
     def run(self) -> Compiled:
         if self.entry:
@@ -121,7 +123,8 @@ class _Reader:
         for line in lines:
             kind = KINDS.get(line.opcode.removesuffix("-start"))
             if kind:
-                self.found.append(_collective(kind, line, types, times))
+                if self._is_first(line):
+                    self.found.append(_collective(kind, line, types, times))
                 continue
             cycles = _CYCLES.search(line.rest)
             if computing and cycles:
@@ -132,6 +135,18 @@ class _Reader:
                 inside = computing and line.opcode in ("call", "conditional", "async-start")
                 for called in _callees(line):
                     self._visit(called, times, inside)
+
+    def _is_first(self, line: _Line) -> bool:
+        """Whether this is not a further step of a collective that the compiler runs in steps under compute.
+
+        Such steps lie in several fusions, each of which shows the whole collective with the same chain.
+        """
+        chain = _CHAIN.search(line.rest)
+        if chain is None:
+            return True
+        new = chain[1] not in self.chains
+        self.chains.add(chain[1])
+        return new
 
     def _loop(self, line: _Line, times: int, computing: bool) -> None:
         names = {key: _named(key, line.rest) for key in ("condition", "body")}

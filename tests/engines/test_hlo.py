@@ -82,6 +82,14 @@ def test_done_is_not_another_one() -> None:
     assert len(found(*lines)) == 1
 
 
+def test_steps_of_one_collective_are_one() -> None:
+    step = (
+        "%s{} = f32[32,4]{{1,0}} all-gather(%p), replica_groups=[2,4]<=[8], "
+        'frontend_attributes={{chain_id="{}"}}'
+    )
+    assert len(found(step.format(1, 7), step.format(2, 7), step.format(3, 8))) == 2
+
+
 LOOP = (
     HEADER
     + ADD
