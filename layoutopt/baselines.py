@@ -32,6 +32,8 @@ def named_layouts(
             trained = (v.name for v in model.graph.variables.values() if v.trainable and len(v.shape))
             yield "fully sharded (FSDP)", mesh, Layout({batch: widest}), Options(dict.fromkeys(trained, 3))
     expert = [n for n in EXPERT_DIMS if len(options.get(n, ())) > 1]
+    if "experts" in expert and "d_ff" in expert:
+        expert.remove("d_ff")  # an expert's matrices have both; the axis goes to the experts
     if expert:
         rules = {n: max(options[n], key=mesh.group_size) for n in expert}
         yield "model parallel (expert)", mesh, Layout(rules), plain
