@@ -93,9 +93,8 @@ def main() -> None:
     usual = [i for i, p in enumerate(PAIRS) if args.large or not p.large]
     numbers = usual if args.only is None else args.only
     rows = []
-    print(
-        f"{'':>2} {'topology':<10} {'mesh':<16} {'layout':<46} {'params':>8}  compile  collectives  memory  compute"
-    )
+    head = f"{'':>2} {'topology':<10} {'mesh':<16} {'layout':<46} {'params':>8}"
+    print(f"{head}  compile  collectives  memory  compute")
     for number in numbers:
         rows.append(row(PAIRS[number]))
         print(f"{number:>2} {line(PAIRS[number], rows[-1])}", flush=True)
