@@ -9,6 +9,7 @@ import hypothesis
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 # Two busy cores make any deadline a coin toss; derandomised, a failure is the same failure everywhere.

@@ -43,6 +43,8 @@ def stay_on_cpu() -> None:
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Without a chip nothing is shared, so several processes may compile at once.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 def devices(count: int) -> tuple[Any, ...]:
