@@ -1,10 +1,8 @@
 """The search over mesh shapes and microbatches: each one's integer program, and the best of them.
 
-Microbatches are tried in rising number. More of them never make a step faster if memory is no object (the
-same work in
-smaller pieces, with as many messages or more), so once the best time without a memory limit is no better
-than what is
-known to fit, larger numbers cannot win and are not tried.
+Every number of microbatches is looked at. More of them mostly cost time, but not always (a piece may be
+priced as another kind of work than the whole), so none is ruled out before its own best time without a
+memory limit, a bound on all its layouts, is known to be no better than what was found.
 """
 
 from __future__ import annotations
@@ -149,14 +147,13 @@ class _Results:
     searches: dict[tuple[Mesh, int], MeshSearch] = field(default_factory=dict)
 
     def add(self, mesh: Mesh) -> None:
-        """Searches one mesh shape, with one microbatch, then with more as long as they may help."""
+        """Searches one mesh shape, with every number of microbatches."""
         for parts in self._parts():
             search = self._open(mesh, parts)
             if search is None:
                 break
             if self.request.objective == "time":
-                if not self._fastest(search, mesh):
-                    break
+                self._fastest(search, mesh)
             else:
                 for outcome in search.frontier(
                     self.request.limit, self.request.deadline, self.request.objective
@@ -186,17 +183,15 @@ class _Results:
         search = self.searches[mesh, parts] = MeshSearch(request.model, mesh, decided, request.hardware)
         return search
 
-    def _fastest(self, search: MeshSearch, mesh: Mesh) -> bool:
-        """Looks for something faster than the best so far; whether more microbatches may still win."""
+    def _fastest(self, search: MeshSearch, mesh: Mesh) -> None:
+        """Looks for something faster than the best so far."""
         request = self.request
         upper = self.best.seconds if self.best else None
-        free = search.relaxed(request.deadline)
-        if upper is not None and free >= upper:
-            return False
-        self._take(
-            search.fastest(request.limit, upper, request.deadline, lambda a, b: self._tell(mesh, a, b))
-        )
-        return self.best is None or free < self.best.seconds * (1 - EXACT)
+        if upper is None or search.relaxed(request.deadline) < upper * (1 - EXACT):
+            outcome = search.fastest(
+                request.limit, upper, request.deadline, lambda a, b: self._tell(mesh, a, b)
+            )
+            self._take(outcome)
 
     def _take(self, outcome: Outcome) -> None:
         self.proven &= outcome.proven
