@@ -180,6 +180,10 @@ class ScatterAdd(Op):
         return (dy.graph.apply(Gather(self.dim.name), dy, inputs[1]), None)
 
 
+_MOST_POSITIONS = 2**31
+"""Flat positions beyond int32 are not computed: larger tensors are picked from by comparison."""
+
+
 @dataclass(frozen=True)
 class Pick(Op):
     """The element of x [..., dim] at an index of its own for every other position: [...]."""
@@ -205,8 +209,13 @@ class Pick(Op):
         x = k.transpose(x, order) if order != list(range(len(order))) else x
         rows = math.prod(wanted.sizes)
         relative, inside = local_ids(k, at, k.reshape(ids, (rows,)), self.dim, n)
-        base = k.binary("mul", k.iota(rows, "int32"), k.scalar(n, "int32"))
-        found = k.take(k.reshape(x, (rows * n,)), k.binary("add", base, relative))
+        if rows * n < _MOST_POSITIONS:
+            base = k.binary("mul", k.iota(rows, "int32"), k.scalar(n, "int32"))
+            found = k.take(k.reshape(x, (rows * n,)), k.binary("add", base, relative))
+        else:
+            hot = k.binary("eq", k.reshape(relative, (rows, 1)), k.reshape(k.iota(n, "int32"), (1, n)))
+            zero = k.scalar(0, at.inputs[0].dtype)
+            found = k.reduce("sum", k.where(hot, k.reshape(x, (rows, n)), zero), [1])
         return k.reshape(k.where(inside, found, k.scalar(0, at.inputs[0].dtype)), wanted.sizes)
 
     def flops(self, *local: TensorType) -> float:
