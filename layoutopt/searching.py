@@ -169,15 +169,16 @@ class _Results:
         return [m for m in self.request.microbatches if size % m == 0] or [1]
 
     def _open(self, mesh: Mesh, parts: int) -> MeshSearch | None:
-        """The problem of one mesh and number of microbatches; None if the model cannot be split so."""
+        """The problem of one mesh and number of microbatches; None if more of them cannot be had: the model
+        cannot be split so, or what is pinned does not divide the smaller batch."""
         request = self.request
         try:
             graph = request.model.training_step(parts).graph
+            splits = domains(graph, mesh, request.pins, request.forbid)
         except UserError:
-            if parts == 1:
+            if parts == self._parts()[0]:
                 raise
             return None
-        splits = domains(graph, mesh, request.pins, request.forbid)
         decided = decisions(graph, splits, request.storage, request.recompute, parts)
         self.considered += count_layouts(decided.options)
         search = self.searches[mesh, parts] = MeshSearch(request.model, mesh, decided, request.hardware)
