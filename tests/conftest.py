@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import hypothesis
+import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,3 +16,11 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Two busy cores make any deadline a coin toss; derandomised, a failure is the same failure everywhere.
 hypothesis.settings.register_profile("layoutopt", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("layoutopt")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> None:
+    """TensorFlow fixes its devices when it first runs anything; any test of a process may be the first."""
+    from mesh_tf_core.engines import prepare
+
+    prepare(8)
