@@ -152,11 +152,12 @@ class _Builder:
         name = f"{first.scope or 'model'}/{first.op.name}" + (
             f" ({first.phase})" if first.phase != "forward" else ""
         )
+        keep = self._keep(nodes)
         again = frozenset(n.index for n in nodes if n.index in self.rerun)
         return Cluster(
             name,
-            self._keep(nodes),
-            Keep(again, self._keep(nodes).blocks) if again else None,
+            keep,
+            Keep(again, keep.blocks) if again else None,
             *self._dims(nodes),
             early,
             multiplicity,
@@ -203,7 +204,7 @@ class _Builder:
                 if found is not None:
                     key, cluster = found
                     merged[key].append(cluster)
-        return [_times(found[0], len(found)) for found in merged.values()]
+        return [replace(found[0], multiplicity=len(found)) for found in merged.values()]
 
     def _access(self, variable: Variable) -> tuple[Hashable, Cluster] | None:
         reads = self.coupling.reads[variable.name]
@@ -277,7 +278,3 @@ def _own(node: Node) -> tuple[int, ...]:
 def _bare(node: Node) -> Hashable:
     """The operation without the name of a variable in it."""
     return "assign" if isinstance(node.op, Assign) else node.op
-
-
-def _times(cluster: Cluster, count: int) -> Cluster:
-    return replace(cluster, multiplicity=count)

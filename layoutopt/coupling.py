@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Set
 
-from mesh_tf_core.blocks import MICROBATCH, Block, Node
+from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import Program
@@ -174,15 +174,6 @@ class Coupling:
             times.append(block.dim.size)
             block = self.graph.blocks[block.parent]
         return tuple(times)
-
-    def in_parts(self, node: Node) -> bool:
-        """Whether a node runs once per microbatch."""
-        block: Block | None = self.home[node.index]
-        while block is not None and block.parent is not None:
-            if block.dim is not None and block.dim.name == MICROBATCH:
-                return True
-            block = self.graph.blocks[block.parent]
-        return False
 
     def early(self, tensor: int, inside: Set[int]) -> bool:
         """Whether something that is not the update, and not one of the nodes `inside`, reads a tensor."""

@@ -81,7 +81,6 @@ class _Sums:
     def _casts(self, instr: Slice, out: list[Instr], sums: dict[int, AllReduce]) -> list[Local] | None:
         """Rule (3): the casts between a sum and a slice of it, none of them read elsewhere; None if it does
         not apply."""
-        made = {o: i for i in out for o in i.outputs}
         chain: list[Local] = []
         id = instr.inputs[0]
         while self.uses[id] == 1:
@@ -89,7 +88,7 @@ class _Sums:
                 axes, wanted = sums[id].axes, instr.axes
                 nested = set(wanted) <= set(axes) or wanted[: len(axes)] == axes
                 return chain[::-1] if nested else None
-            found = made.get(id)
+            found = next((i for i in reversed(out) if id in i.outputs), None)
             if not (isinstance(found, Local) and isinstance(found.op, Cast)):
                 return None
             chain.append(found)
