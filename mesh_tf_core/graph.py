@@ -36,6 +36,8 @@ class Graph:
         self._scope: list[str] = []
         self._phase = "forward"
         self._reads: dict[str, Tensor] = {}
+        self._shared: int | None = None
+        self._assigned: list[tuple[Variable, Tensor, str]] = []
         self._keys = 0
         self._count = 0
 
@@ -91,6 +93,22 @@ class Graph:
             yield
         finally:
             self._phase, self._scope = saved
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Variables made inside are shared: a loop opened inside has one value for all its iterations, and a
+        name that is made again is the same variable. So one block is applied again and again:
+
+            with graph.sharing():
+                x = mtf.scan(block, x, Dim("steps", 6))
+        """
+        saved = self._shared
+        if saved is None:
+            self._shared = sum(b.dim is not None for b in self._stack)
+        try:
+            yield
+        finally:
+            self._shared = saved
 
     def new_tensor(self, type: TensorType, block: Block) -> Tensor:
         tensor = Tensor(self, len(self.tensors), type, block.id)
@@ -226,7 +244,8 @@ class Graph:
         activation_dtype: str | None = None,
         trainable: bool = True,
     ) -> Tensor:
-        """A trained (or only stored) tensor. Inside a scan it has one value per iteration.
+        """A trained (or only stored) tensor. Inside a scan it has one value per iteration, unless `sharing`
+        was opened outside of it.
 
         Args:
           name: unique below the current scope.
@@ -234,14 +253,22 @@ class Graph:
           activation_dtype: in which the returned tensor is (None: dtype).
         """
         full = "/".join([*self._scope, name])
-        loops = [b for b in self._stack if b.dim is not None]
+        loops = [b for b in self._stack if b.dim is not None][: self._shared]
         shape = Shape([*(b.dim for b in loops if b.dim), *dims])
-        if full in self.variables:
-            raise UserError(
-                f"variable {full!r} exists already; give it another name, or use the first one's tensor"
-            )
         variable = Variable(full, shape, check_dtype(dtype), initializer, trainable, len(loops))
-        self.variables[full] = variable
+        found = self.variables.get(full)
+        if found is not None and self._shared is None:
+            raise UserError(
+                f"variable {full!r} exists already; give it another name, use the first one's tensor, or "
+                "make both inside graph.sharing()"
+            )
+        if found is not None and found.type != variable.type:
+            raise UserError(
+                f"variable {full!r} is shared, but was made as {found.type} and is now asked for as "
+                f"{variable.type}; give it another name"
+            )
+        self.variables.setdefault(full, variable)
+        variable = self.variables[full]
         value = self.read(variable)
         for block in loops:
             value = self._slice(block, value)
@@ -255,17 +282,23 @@ class Graph:
         return self._reads[variable.name]
 
     def assign(self, variable: Variable, value: Tensor) -> None:
-        """Stores `value` into the variable at the end of the step."""
-        if value.type != TensorType(variable.shape, variable.dtype):
+        """Stores `value` into the variable at the end of the step; inside a loop, every iteration's value of a
+        variable that has one per iteration."""
+        loops = [b for b in self._stack if b.dim is not None]
+        shape = Shape([*(b.dim for b in loops if b.dim), *value.shape])
+        if TensorType(shape, value.dtype) != variable.type:
             raise UserError(
                 f"assign to variable {variable.name!r} of {variable.dtype}[{variable.shape}]: "
                 f"found {value.type}"
+                + (f" inside a loop over {', '.join(str(b.dim) for b in loops)}" if loops else "")
             )
-        if self.block.id:
-            raise UserError(
-                f"assign to variable {variable.name!r}: not inside a loop; return the value from the body"
-            )
-        self._append(Assign(variable), [self.visible(value)], [], None)
+        value = self.visible(value)
+        for block in reversed(loops):
+            value = self.stack_output(block, value)
+        if not loops:
+            self._append(Assign(variable), [value], [], None)
+        else:
+            self._assigned.append((variable, value, "/".join(self._scope)))
 
     def lookup(self, name: str) -> Variable:
         if name not in self.variables:
@@ -339,4 +372,13 @@ class Graph:
         outs = [*finals, *(self.tensors[o] for _, o in [*block.stacked, *block.summed])]
         assert block.dim is not None
         self._append(Scan(block.dim), init, outs, block)
+        if not self.block.id:
+            self._assign_stacked()
         return finals
+
+    def _assign_stacked(self) -> None:
+        """Assignments that were made inside the loop that has just been closed."""
+        for variable, value, scope in self._assigned:
+            with self.phase(self._phase, scope):
+                self._append(Assign(variable), [value], [], None)
+        self._assigned.clear()

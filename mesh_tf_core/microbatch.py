@@ -21,7 +21,7 @@ from mesh_tf_core.graph import Graph
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.ops.shape import Rename
-from mesh_tf_core.structure import Feed, Read
+from mesh_tf_core.structure import Assign, Feed, Read
 from mesh_tf_core.tensor import Tensor
 
 
@@ -84,6 +84,12 @@ class _Copy:
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
         """Reads and inputs stay outside; everything else goes into the loop's body."""
         kept = [n for n in self.old.nodes if n.phase != "update"]
+        for node in kept:
+            if isinstance(node.op, Assign):
+                raise UserError(
+                    f"microbatches={self.parts}: variable {node.op.variable.name!r} is assigned once per step, "
+                    "from the whole batch; use one microbatch"
+                )
         feeds: dict[int, Tensor] = {}
         for node in kept:
             if isinstance(node.op, Read):

@@ -1,0 +1,100 @@
+"""Variables that iterations share, and values that every iteration stores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core import layers
+from tests.layers.helper import check_layouts, run
+
+X = ("batch:4 d_model:8", np.random.default_rng(0).normal(size=(4, 8)))
+D = mtf.Dim("d_model", 8)
+LAYOUTS = [("x:2;y:2", "batch:x;d_model:y"), ("x:2;y:2", "batch:x+y")]
+
+
+def step(x: mtf.Tensor) -> mtf.Tensor:
+    inner = mtf.rename(x, d_model="inner")
+    return mtf.tanh(layers.Dense((D,), ("inner",))(inner)) + x
+
+
+def test_a_loop_applies_one_block_again_and_again() -> None:
+    """The same numbers as the block written out three times with one weight, and the same gradient."""
+
+    def looped(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        with g.sharing():
+            return mtf.scan(step, x, mtf.Dim("steps", 3))
+
+    def written_out(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        with g.sharing():
+            return step(step(step(x)))
+
+    dense = check_layouts(looped, {"x": X}, LAYOUTS)
+    assert dense.variables["dense/weight"].shape == (8, 8)
+    want = run(written_out, {"x": X})
+    np.testing.assert_allclose(dense.out, want.out, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dense.after["dense/weight"], want.after["dense/weight"], rtol=1e-5, atol=1e-6)
+    y, w = X[1], dense.variables["dense/weight"]
+    for _ in range(3):
+        y = np.tanh(y @ w) + y
+    np.testing.assert_allclose(dense.out, y, rtol=1e-5, atol=1e-6)
+
+
+def test_shared_inside_a_layer_of_its_own() -> None:
+    """Two layers with a weight each, which both apply twice."""
+
+    def layer(x: mtf.Tensor) -> mtf.Tensor:
+        with x.graph.sharing():
+            return mtf.scan(step, x, mtf.Dim("steps", 2))
+
+    def build(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        return mtf.scan(layer, x, mtf.Dim("layers", 2))
+
+    dense = check_layouts(build, {"x": X}, LAYOUTS)
+    y, w = X[1], dense.variables["dense/weight"]
+    assert w.shape == (2, 8, 8)
+    for i in (0, 0, 1, 1):
+        y = np.tanh(y @ w[i]) + y
+    np.testing.assert_allclose(dense.out, y, rtol=1e-5, atol=1e-6)
+
+
+def test_shared_under_one_name_needs_one_type() -> None:
+    g = mtf.Graph()
+    with g.sharing():
+        a, b = (g.variable("w", [D], mtf.ONES) for _ in range(2))
+        assert a.id == b.id
+        with pytest.raises(mtf.UserError, match=r"'w' is shared, but was made as float32\[d_model:8\] and"):
+            g.variable("w", [mtf.Dim("d_model", 4)], mtf.ONES)
+    with pytest.raises(mtf.UserError, match=r"exists already; .* make both inside graph.sharing"):
+        g.variable("w", [D], mtf.ONES)
+
+
+def test_every_iteration_stores_its_value() -> None:
+    """Layer i of a stack keeps the mean of what it was given; nested loops have a value per pair."""
+
+    def inner(x: mtf.Tensor) -> mtf.Tensor:
+        g = x.graph
+        g.variable("seen", [D], mtf.ZEROS, trainable=False)
+        g.assign(g.lookup("seen"), mtf.reduce_mean(x, "batch"))
+        return x * 2.0 + g.variable("bias", [D], mtf.ZEROS)
+
+    def outer(x: mtf.Tensor) -> mtf.Tensor:
+        return mtf.scan(inner, x, mtf.Dim("inner_layers", 2))
+
+    def build(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        return mtf.scan(outer, x, mtf.Dim("layers", 2))
+
+    dense = check_layouts(build, {"x": X}, LAYOUTS)
+    want = X[1].mean(0) * np.array([[1.0, 2.0], [4.0, 8.0]])[..., None]
+    np.testing.assert_allclose(dense.after["seen"], want, rtol=1e-5, atol=1e-6)
+
+
+def test_an_assignment_from_the_batch_has_no_microbatches() -> None:
+    g = mtf.Graph()
+    x = g.input("x", [mtf.Dim("batch", 4), D], "float32")
+    g.variable("seen", [D], mtf.ZEROS, trainable=False)
+    g.assign(g.lookup("seen"), mtf.reduce_mean(x, "batch"))
+    model = mtf.Model(mtf.reduce_sum(x * g.variable("w", [D], mtf.ONES)))
+    with pytest.raises(mtf.UserError, match="microbatches=2: variable 'seen' is assigned once per step"):
+        model.training_step(2)
