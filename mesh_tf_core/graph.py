@@ -282,8 +282,8 @@ class Graph:
         return self._reads[variable.name]
 
     def assign(self, variable: Variable, value: Tensor) -> None:
-        """Stores `value` into the variable at the end of the step; inside a loop, every iteration's value of a
-        variable that has one per iteration."""
+        """Stores `value` into the variable at the end of the step; inside a loop, every iteration's value of
+        a variable that has one per iteration."""
         loops = [b for b in self._stack if b.dim is not None]
         shape = Shape([*(b.dim for b in loops if b.dim), *value.shape])
         if TensorType(shape, value.dtype) != variable.type:

@@ -86,9 +86,10 @@ class _Copy:
         kept = [n for n in self.old.nodes if n.phase != "update"]
         for node in kept:
             if isinstance(node.op, Assign):
+                name = node.op.variable.name
                 raise UserError(
-                    f"microbatches={self.parts}: variable {node.op.variable.name!r} is assigned once per step, "
-                    "from the whole batch; use one microbatch"
+                    f"microbatches={self.parts}: variable {name!r} is assigned once per step, from the whole "
+                    "batch; use one microbatch"
                 )
         feeds: dict[int, Tensor] = {}
         for node in kept:
