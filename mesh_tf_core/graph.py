@@ -37,6 +37,8 @@ class Graph:
         self._phase = "forward"
         self._reads: dict[str, Tensor] = {}
         self._shared: int | None = None
+        self._around: int | None = None
+        self._frozen = False
         self._assigned: list[tuple[Variable, Tensor, str]] = []
         self._keys = 0
         self._count = 0
@@ -109,6 +111,27 @@ class Graph:
             yield
         finally:
             self._shared = saved
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Variables made inside are stored, but not trained: those of a teacher, say."""
+        saved, self._frozen = self._frozen, True
+        try:
+            yield
+        finally:
+            self._frozen = saved
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Model code that has run before, once more: a variable that exists is the same one, whatever loops
+        were opened around this since. So one layer stack is used for whole texts and, in a loop, for one
+        position at a time (see `decoding`)."""
+        saved = self._around
+        self._around = sum(b.dim is not None for b in self._stack)
+        try:
+            yield
+        finally:
+            self._around = saved
 
     def new_tensor(self, type: TensorType, block: Block) -> Tensor:
         tensor = Tensor(self, len(self.tensors), type, block.id)
@@ -253,11 +276,12 @@ class Graph:
           activation_dtype: in which the returned tensor is (None: dtype).
         """
         full = "/".join([*self._scope, name])
-        loops = [b for b in self._stack if b.dim is not None][: self._shared]
+        loops = [b for b in self._stack if b.dim is not None][self._around : self._shared]
         shape = Shape([*(b.dim for b in loops if b.dim), *dims])
-        variable = Variable(full, shape, check_dtype(dtype), initializer, trainable, len(loops))
+        trained = trainable and not self._frozen
+        variable = Variable(full, shape, check_dtype(dtype), initializer, trained, len(loops))
         found = self.variables.get(full)
-        if found is not None and self._shared is None:
+        if found is not None and self._shared is None and self._around is None:
             raise UserError(
                 f"variable {full!r} exists already; give it another name, use the first one's tensor, or "
                 "make both inside graph.sharing()"
@@ -301,6 +325,10 @@ class Graph:
             self._assigned.append((variable, value, "/".join(self._scope)))
 
     def lookup(self, name: str) -> Variable:
+        """The variable of this name below the current scope, or of this whole name."""
+        below = "/".join([*self._scope, name])
+        if below in self.variables:
+            return self.variables[below]
         if name not in self.variables:
             raise UserError(
                 f"graph {self.name!r} has no variable {name!r}; {known_names(name, self.variables)}"

@@ -6,28 +6,37 @@ variables are stored in float32 and used in the dtype of its input.
 
 from mesh_tf_core.layers.attention import Attention, LocalAttention
 from mesh_tf_core.layers.base import ACTIVATIONS
+from mesh_tf_core.layers.batch_norm import BatchNorm
 from mesh_tf_core.layers.conv import Conv, GroupNorm
 from mesh_tf_core.layers.dense import Dense, FeedForward
 from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
-from mesh_tf_core.layers.loss import CrossEntropy
+from mesh_tf_core.layers.loss import CrossEntropy, sigmoid_cross_entropy
 from mesh_tf_core.layers.moe import MixtureOfExperts
-from mesh_tf_core.layers.norm import LayerNorm, RMSNorm
-from mesh_tf_core.layers.positions import RelativeBias, Rotary
+from mesh_tf_core.layers.noise import AnnealedDropout, Jitter
+from mesh_tf_core.layers.norm import LayerNorm, ReZero, RMSNorm, ScaleNorm
+from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
 
 __all__ = [
     "ACTIVATIONS",
+    "AnnealedDropout",
     "Attention",
+    "BatchNorm",
     "Conv",
     "CrossEntropy",
     "Dense",
     "Embedding",
     "FeedForward",
     "GroupNorm",
+    "Jitter",
     "LayerNorm",
     "LearnedPositions",
     "LocalAttention",
     "MixtureOfExperts",
     "RMSNorm",
+    "ReZero",
     "RelativeBias",
     "Rotary",
+    "ScaleNorm",
+    "Sinusoids",
+    "sigmoid_cross_entropy",
 ]

@@ -1,4 +1,4 @@
-"""Losses over a vocabulary."""
+"""Losses over classes: one of them, or each by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ops.basic import cast
-from mesh_tf_core.ops.reduce import reduce_mean
+from mesh_tf_core.ops.math import softplus
+from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.softmax import logsumexp, softmax_cross_entropy
 from mesh_tf_core.tensor import Tensor
 
@@ -32,11 +33,41 @@ class CrossEntropy:
             raise UserError(f"CrossEntropy: label_smoothing must be in [0, 1), found {self.label_smoothing}")
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits [others, dim], targets int32 [others] -> [others]."""
-        if not self.label_smoothing:
+        """Loss [others].
+
+        Args:
+          logits: [others, dim].
+          targets: int32 [others], or distributions [others, dim], which need not be one-hot (a teacher's,
+            say).
+        """
+        soft = self.dim.name in targets.shape.names
+        if not self.label_smoothing and not soft:
             return softmax_cross_entropy(logits, targets, self.dim, self.z_loss)
         logits = logits if logits.dtype == "float64" else cast(logits, "float32")
-        sharp = softmax_cross_entropy(logits, targets, self.dim)
         lse = logsumexp(logits, self.dim)
+        if not soft:
+            sharp = softmax_cross_entropy(logits, targets, self.dim)
+        elif set(targets.shape) == set(logits.shape):
+            sharp = reduce_sum((lse - logits) * cast(targets, logits.dtype), self.dim)
+        else:
+            raise UserError(
+                f"CrossEntropy: targets [{targets.shape}] that are distributions need the dimensions of the "
+                f"logits [{logits.shape}]"
+            )
         loss = sharp + (lse - reduce_mean(logits, self.dim) - sharp) * self.label_smoothing
         return loss + lse * lse * self.z_loss if self.z_loss else loss
+
+
+def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """-t log(sigmoid(x)) - (1 - t) log(1 - sigmoid(x)) for every element, in float32: softplus(x) - x t.
+
+    Args:
+      targets: probabilities t, of the logits' dimensions.
+    """
+    if set(targets.shape) != set(logits.shape):
+        raise UserError(
+            f"sigmoid_cross_entropy: logits [{logits.shape}] and targets [{targets.shape}] need the same "
+            "dimensions"
+        )
+    logits = logits if logits.dtype == "float64" else cast(logits, "float32")
+    return softplus(logits) - logits * cast(targets, logits.dtype)

@@ -1,10 +1,10 @@
-"""Normalisations with learned scales."""
+"""Normalisations with learned scales, and a learned scale of a block's output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mesh_tf_core.initializers import ONES, ZEROS
+from mesh_tf_core.initializers import ONES, ZEROS, Constant
 from mesh_tf_core.ops.norm import layer_norm, rms_norm
 from mesh_tf_core.tensor import Tensor
 
@@ -42,3 +42,35 @@ class RMSNorm:
         with x.graph.scope(self.name):
             scale = x.graph.variable("scale", [x.dim(self.dim)], ONES, activation_dtype=x.dtype)
             return rms_norm(x, self.dim, scale)
+
+
+@dataclass(frozen=True)
+class ScaleNorm:
+    """Root mean square 1 along `dim`, times one learned number: length sqrt(d) x / |x| (Nguyen & Salazar
+    2019, section 2.2)."""
+
+    dim: str = "d_model"
+    name: str = "norm"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same dimensions as x."""
+        with x.graph.scope(self.name):
+            return rms_norm(x, self.dim) * x.graph.variable("scale", [], ONES, activation_dtype=x.dtype)
+
+
+@dataclass(frozen=True)
+class ReZero:
+    """One learned number, at first 0, times the output of a residual block, which so begins as the identity:
+    x + ReZero()(block(x)) (Bachlechner et al. 2021, "ReZero is all you need").
+
+    Attributes:
+      initial: the number at first.
+    """
+
+    initial: float = 0.0
+    name: str = "rezero"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same dimensions as x."""
+        with x.graph.scope(self.name):
+            return x * x.graph.variable("scale", [], Constant(self.initial), activation_dtype=x.dtype)

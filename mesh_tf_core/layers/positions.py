@@ -1,4 +1,4 @@
-"""Positions inside attention: relative biases in buckets, and rotations."""
+"""Positions: sinusoids added to the input; inside attention relative biases in buckets, and rotations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,33 @@ from mesh_tf_core.ops.index import gather, mtf_range
 from mesh_tf_core.ops.math import abs, cos, exp, log, maximum, minimum, sin
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Sinusoids:
+    """Sines, then cosines, of the position in wavelengths that grow geometrically from 2 pi to 2 pi base,
+    added to x (Vaswani et al. 2017, section 3.5, with the features in the order of tensor2tensor's).
+
+    Attributes:
+      length, d_model: names of x's positions and of its features, of which there is an even number.
+    """
+
+    base: float = 10000.0
+    length: str = "length"
+    d_model: str = "d_model"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Same dimensions as x."""
+        g, d = x.graph, x.dim(self.d_model)
+        half = d.size // 2
+        if d.size % 2 or half < 2:
+            raise UserError(f"Sinusoids: {d} must be an even number of at least 4, half sines, half cosines")
+        feature = mtf_range(g, d)
+        cosine = feature >= half
+        wave = (feature - cosine.cast("int32") * half).cast("float32")
+        rate = exp(wave * (-math.log(self.base) / (half - 1)))
+        angle = mtf_range(g, x.dim(self.length)).cast("float32") * rate
+        return x + where(cosine, cos(angle), sin(angle)).cast(x.dtype)
 
 
 @dataclass(frozen=True)

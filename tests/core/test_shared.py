@@ -98,3 +98,23 @@ def test_an_assignment_from_the_batch_has_no_microbatches() -> None:
     model = mtf.Model(mtf.reduce_sum(x * g.variable("w", [D], mtf.ONES)))
     with pytest.raises(mtf.UserError, match="microbatches=2: variable 'seen' is assigned once per step"):
         model.training_step(2)
+
+
+def test_frozen_variables_are_stored_only() -> None:
+    def build(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        with g.frozen():
+            teacher = layers.LayerNorm(name="teacher")(x)
+        return teacher * layers.LayerNorm(name="student")(x)
+
+    got = run(build, {"x": X})
+    np.testing.assert_array_equal(got.after["teacher/scale"], got.variables["teacher/scale"])
+    assert np.abs(got.after["student/scale"] - got.variables["student/scale"]).max() > 1e-3
+
+
+def test_lookup_below_the_scope_first() -> None:
+    g = mtf.Graph()
+    g.variable("w", [], mtf.ONES)
+    with g.scope("block"):
+        assert g.lookup("w").name == "w"
+        g.variable("w", [D], mtf.ONES)
+        assert g.lookup("w").name == "block/w"

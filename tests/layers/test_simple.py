@@ -123,6 +123,51 @@ def test_cross_entropy(smoothing: float, z_loss: float) -> None:
     np.testing.assert_allclose(dense.out, -(q * log_p).sum(-1) + z_loss * lse**2, rtol=1e-4, atol=1e-5)
 
 
+def test_cross_entropy_with_distributions() -> None:
+    """A one-hot distribution gives what its id gives; others the mean over what they draw."""
+    vocab = mtf.Dim("vocab", 16)
+    x = ("batch:4 vocab:16", RNG.normal(size=(4, 16)))
+    q = RNG.dirichlet(np.ones(16), 4)
+    q[0] = np.eye(16)[3]
+    layer = layers.CrossEntropy(vocab, 0.1, 0.01)
+
+    def build(g: mtf.Graph, x: mtf.Tensor, q: mtf.Tensor) -> mtf.Tensor:
+        return layer(x * g.variable("scale", [vocab], mtf.ONES), q)
+
+    layouts = [("x:2;y:2", "vocab:x+y"), ("x:2;y:2", "batch:x;vocab:y")]
+    dense = check_layouts(build, {"x": x, "q": ("batch:4 vocab:16", q)}, layouts)
+    lse = np.log(np.exp(x[1]).sum(-1))
+    target = 0.9 * q + 0.1 / 16
+    want = (target * (lse[:, None] - x[1])).sum(-1) + 0.01 * lse**2
+    np.testing.assert_allclose(dense.out, want, rtol=1e-4, atol=1e-5)
+    ids = run(lambda g, x, i: layer(x, i.cast("int32")), {"x": x, "i": ("batch:4", np.full(4, 3.0))})
+    np.testing.assert_allclose(ids.out[0], dense.out[0], rtol=1e-5)
+
+
+def test_sigmoid_cross_entropy() -> None:
+    t = ("batch:4 length:8 d_model:8", RNG.uniform(size=(4, 8, 8)))
+
+    def build(g: mtf.Graph, x: mtf.Tensor, t: mtf.Tensor) -> mtf.Tensor:
+        return layers.sigmoid_cross_entropy(x * g.variable("scale", [D], mtf.ONES), t)
+
+    layouts = [("x:2;y:2", "batch:x;d_model:y"), ("x:2;y:2", "length:y;d_model:x")]
+    dense = check_layouts(build, {"x": X, "t": t}, layouts)
+    p = 1 / (1 + np.exp(-X[1]))
+    want = -t[1] * np.log(p) - (1 - t[1]) * np.log(1 - p)
+    np.testing.assert_allclose(dense.out, want, rtol=1e-4, atol=1e-5)
+    far = {"x": ("a:2", np.array([90.0, -90.0]))}
+    large = run(lambda g, x: layers.sigmoid_cross_entropy(x, x * 0.0), far)
+    np.testing.assert_allclose(large.out, [90.0, 0.0], atol=1e-6)
+
+
+def test_losses_refuse_other_dimensions() -> None:
+    q = ("length:8 d_model:8", RNG.uniform(size=(8, 8)))
+    with pytest.raises(mtf.UserError, match="that are distributions need the dimensions of the logits"):
+        run(lambda g, x, q: layers.CrossEntropy(D)(x, q), {"x": X, "q": q})
+    with pytest.raises(mtf.UserError, match=r"targets \[length:8 d_model:8\] need the same dimensions"):
+        run(lambda g, x, q: layers.sigmoid_cross_entropy(x, q), {"x": X, "q": q})
+
+
 def test_a_bad_share_is_refused() -> None:
     with pytest.raises(mtf.UserError, match=r"label_smoothing must be in \[0, 1\), found 1"):
         layers.CrossEntropy(mtf.Dim("vocab", 16), 1.0)
