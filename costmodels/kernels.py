@@ -197,6 +197,11 @@ class Tally:
         part = replace(x, shape=tuple(sizes))
         return x if x.shape == part.shape else self._note("copy.slice", sizes, x.dtype, part)
 
+    def put(self, x: Piece, piece: Piece, axis: int, place: Any) -> Piece:
+        """Written where x lies: only the piece is touched."""
+        self._note("copy.put", piece.shape, x.dtype, piece)
+        return replace(x, constant=False)
+
     def pad(self, x: Piece, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> Piece:
         shape = [n + a + b for n, (a, b) in zip(x.shape, paddings, strict=True)]
         return self._note("copy.pad", shape, x.dtype, x)
@@ -221,6 +226,9 @@ class Tally:
 
     def iota(self, n: int, dtype: str) -> Piece:
         return Piece((n,), dtype, constant=True)
+
+    def vector(self, values: Sequence[int], dtype: str) -> Piece:
+        return Piece((len(values),), dtype, constant=True)
 
     def scalar(self, value: Any, dtype: str) -> Piece:
         return Piece((), dtype, constant=not isinstance(value, Piece) or value.constant)

@@ -293,12 +293,10 @@ def _stacks(program: Program) -> dict[int, int]:
 
 
 def quantity_of(program: Program, instr: Local) -> Quantity:
-    """What one device does in a local instruction: FLOPs of the operation, bytes of its operands and
-    results.
-    """
+    """What one device does in a local instruction: FLOPs of the operation, bytes that it reads and writes."""
     inputs = [program.local(i) for i in instr.inputs]
     outputs = [program.local(o) for o in instr.outputs]
-    moved = float(sum(t.bytes for t in (*inputs, *outputs)))
+    moved = instr.op.moved(inputs, outputs)
     dims = instr.op.contraction(*inputs)
     matmul = (dims[1], dims[2], dims[3], dims[0]) if dims else None
     kind = instr.op.kind

@@ -92,6 +92,14 @@ class Op:
         """Floating-point operations on inputs of the given local sizes."""
         raise NotImplementedError
 
+    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
+        """Bytes that a device reads and writes, by default those of all operands and results.
+
+        Args:
+          inputs, outputs: types of the local pieces.
+        """
+        return float(sum(t.bytes for t in (*inputs, *outputs)))
+
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         """Gradient with respect to every input (None: not differentiable), built from operations."""
         raise NotImplementedError

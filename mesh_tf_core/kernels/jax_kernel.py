@@ -181,6 +181,9 @@ class JaxKernel:
         first = [int(b) for b in begin]
         return lax.slice(x, first, [b + n for b, n in zip(first, sizes, strict=True)])
 
+    def put(self, x: T, piece: T, axis: int, place: Any) -> T:
+        return lax.dynamic_update_index_in_dim(x, piece, jnp.asarray(place, jnp.int32), axis)
+
     def pad(self, x: T, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> T:
         return lax.pad(x, _like(value, x), [(before, after, 0) for before, after in paddings])
 
@@ -204,6 +207,9 @@ class JaxKernel:
 
     def iota(self, n: int, dtype: str) -> T:
         return lax.iota(np_dtype(dtype), n)
+
+    def vector(self, values: Sequence[int], dtype: str) -> T:
+        return jnp.asarray(np.asarray(values, np_dtype(dtype)))
 
     def cast(self, x: T, dtype: str) -> T:
         x = jnp.asarray(x)

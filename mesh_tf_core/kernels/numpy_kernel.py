@@ -162,6 +162,11 @@ class NumpyKernel:
     def slice(self, x: A, begin: Sequence[Any], sizes: Sequence[int]) -> A:
         return x[tuple(slice(int(b), int(b) + n) for b, n in zip(begin, sizes, strict=True))]
 
+    def put(self, x: A, piece: A, axis: int, place: Any) -> A:
+        out = np.array(x)
+        np.moveaxis(out, axis, 0)[int(place)] = piece
+        return out
+
     def pad(self, x: A, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> A:
         return np.pad(x, list(paddings), constant_values=value)
 
@@ -185,6 +190,9 @@ class NumpyKernel:
 
     def iota(self, n: int, dtype: str) -> A:
         return np.arange(n).astype(np_dtype(dtype))
+
+    def vector(self, values: Sequence[int], dtype: str) -> A:
+        return np.asarray(values, np_dtype(dtype))
 
     def cast(self, x: A, dtype: str) -> A:
         return np.asarray(x).astype(np_dtype(dtype))

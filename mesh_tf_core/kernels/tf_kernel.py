@@ -191,6 +191,14 @@ class TfKernel:
             return x
         return tf.slice(x, list(begin), list(sizes))
 
+    def put(self, x: T, piece: T, axis: int, place: Any) -> T:
+        sizes = x.shape.as_list()
+        rows, inner = math.prod(sizes[:axis]), sizes[axis + 1 :]
+        first = tf.range(rows) * sizes[axis] + tf.cast(place, tf.int32)
+        flat = tf.reshape(x, [rows * sizes[axis], *inner])
+        flat = tf.tensor_scatter_nd_update(flat, first[:, None], tf.reshape(piece, [rows, *inner]))
+        return tf.reshape(flat, sizes)
+
     def pad(self, x: T, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> T:
         return tf.pad(x, list(paddings), constant_values=self.scalar(value, x.dtype.name))
 
@@ -210,6 +218,9 @@ class TfKernel:
 
     def iota(self, n: int, dtype: str) -> T:
         return tf.cast(tf.range(n), dtype)
+
+    def vector(self, values: Sequence[int], dtype: str) -> T:
+        return tf.constant(list(values), tf.as_dtype(dtype))
 
     def cast(self, x: T, dtype: str) -> T:
         x = tf.convert_to_tensor(x)

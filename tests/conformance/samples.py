@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.conformance import (
     samples_contract,
+    samples_dynamic,
     samples_elementwise,
     samples_move,
     samples_order,
@@ -17,4 +18,5 @@ SAMPLES: tuple[Sample, ...] = (
     *samples_move.SAMPLES,
     *samples_order.SAMPLES,
     *samples_spatial.SAMPLES,
+    *samples_dynamic.SAMPLES,
 )

@@ -21,12 +21,14 @@ from mesh_tf_core.ops import (
     basic,
     conv,
     cumulative,
+    dynamic,
     einsum,
     index,
     norm,
     order,
     pieces,
     pool,
+    rearrange,
     reduce,
     shape,
     softmax,
@@ -65,13 +67,11 @@ def caught(*names: str, match: str = "", mesh: str = "x:2;y:2") -> None:
         (index.Gather, "gather"),
         (index.ScatterAdd, "scatter_add"),
         (index.Pick, "pick"),
-        (shape.Concat, "concat"),
-        (shape.SliceDim, "slice"),
-        (shape.Pad, "pad"),
         (order.ArgMax, "argmax"),
         (order.Sort, "sort"),
         (along.TakeAlong, "take_along"),
         (along.PutAlong, "put_along"),
+        (dynamic.DynamicSlice, "dynamic_slice"),
         (conv.Conv, "conv 1d"),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
@@ -140,6 +140,7 @@ def test_pass_that_drops_a_loop_result(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(At, "offset", lambda self, name: 0)
     caught("range", "one_hot", "gather", "scatter_add", "pick", "cross_entropy", "uniform", "dropout")
+    caught("dynamic_slice in the last piece, and outside", "dynamic_update")
 
 
 def test_random_numbers_by_local_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +184,7 @@ def test_group_in_the_wrong_order(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         return exchanged(self, instr, turned, v)
 
     monkeypatch.setattr(lockstep.LockstepEngine, "exchanged", broken)
-    caught("rename swaps" if kind == "AllToAll" else "concat")
+    caught("rename swaps" if kind == "AllToAll" else "sort")
 
 
 def test_candidates_without_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +221,22 @@ def test_halo_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pieces, "_moved", broken)
     caught("conv 1d wide", "max_pool wide", "shift 3", mesh="x:2;y:4")
+
+
+def test_run_sent_to_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = program_module.Permute.links
+
+    def broken(self: Any, n: int) -> Any:
+        return tuple((a, n - 1 - b) for a, b in links(self, n)) if self.pairs else links(self, n)
+
+    monkeypatch.setattr(program_module.Permute, "links", broken)
+    caught("concat", "slice", "pad", match="off the dense|disagrees")
+
+
+def test_run_put_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = rearrange._looked_up
+    monkeypatch.setattr(rearrange, "_looked_up", lambda k, at, dim, table: looked_up(k, at, dim, table[::-1]))
+    caught("concat", "slice rough", "pad", match="off the dense|disagrees")
 
 
 def test_uncounted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +280,7 @@ def _half(inner: Callable[..., Any]) -> Callable[..., Any]:
         (random_ops.Dropout, "dropout"),
         (order.TopK, "top_k"),
         (cumulative.CumSum, "cumsum"),
+        (dynamic.DynamicUpdate, "dynamic_update"),
         (conv.Conv, "conv 1d"),
         (pool.Pool, "max_pool"),
     ],

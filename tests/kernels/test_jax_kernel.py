@@ -152,6 +152,8 @@ def test_moving_data(dtype: str) -> None:
     both("broadcast_to", x[:, :1], (3, 4, 5), exact=True)
     both("concat", [x, x], 1, exact=True)
     both("slice", x, (1, 0, 2), (2, 4, 3), exact=True)
+    both("put", x, x[:, 0], 1, np.int32(2), exact=True)
+    both("put", x, x[1], 0, np.int32(0), exact=True)
     both("pad", x, [(0, 1), (2, 0), (0, 0)], exact=True)
     both("flip", x, 1, exact=True)
     both("take", x, np.array([[2, 0], [1, 1]], np.int32), exact=True)

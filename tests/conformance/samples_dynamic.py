@@ -1,0 +1,59 @@
+"""Samples: one element read and written at a position that is known when the program runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import mesh_tf_core as mtf
+from tests.conformance.helper import Arg, Sample
+
+AB = Arg("a:8 b:4")
+
+
+def _read(x: np.ndarray, i: Any, axis: int) -> np.ndarray:
+    return x.take(int(i), axis) if 0 <= i < x.shape[axis] else np.zeros_like(x.take(0, axis))
+
+
+def _written(x: np.ndarray, piece: np.ndarray, i: Any, axis: int) -> np.ndarray:
+    out = x.copy()
+    if 0 <= i < x.shape[axis]:
+        np.moveaxis(out, axis, 0)[int(i)] = piece
+    return out
+
+
+SAMPLES = (
+    Sample(
+        "dynamic_slice",
+        "dynamic",
+        lambda g, x, i: (mtf.dynamic_slice(x, i, "a"), mtf.dynamic_slice(x, i, "b")),
+        (AB, Arg("", "int:4")),
+        lambda x, i: (_read(x, i, 0), _read(x, i, 1)),
+    ),
+    Sample(
+        "dynamic_slice in the last piece, and outside",
+        "dynamic",
+        lambda g, x, i: (mtf.dynamic_slice(x, i + 4, "a"), mtf.dynamic_slice(x, i + 8, "a")),
+        (AB, Arg("", "int:4")),
+        lambda x, i: (_read(x, i + 4, 0), _read(x, i + 8, 0)),
+    ),
+    Sample(
+        "dynamic_update",
+        "dynamic",
+        lambda g, x, row, i: mtf.dynamic_update(x, row, i, "a"),
+        (AB, Arg("b:4"), Arg("", "int:8")),
+        lambda x, row, i: _written(x, row, i, 0),
+    ),
+    Sample(
+        "dynamic_update along an inner dimension, before and behind its ends",
+        "dynamic",
+        lambda g, x, piece, i: (
+            mtf.dynamic_update(x, piece, i, "b"),
+            mtf.dynamic_update(x, piece, i - 4, "b"),
+            mtf.dynamic_update(x, piece, i + 4, "b"),
+        ),
+        (Arg("a:4 b:4 c:2"), Arg("c:2 a:4"), Arg("", "int:4")),
+        lambda x, piece, i: tuple(_written(x, piece.T, i + by, 1) for by in (0, -4, 4)),
+    ),
+)
