@@ -22,6 +22,7 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.conv import conv, conv_transpose
 from mesh_tf_core.ops.cumulative import cumsum
 from mesh_tf_core.ops.custom import custom_gradient
+from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast, einsum
 from mesh_tf_core.ops.index import gather, mtf_range, one_hot, pick, scatter_add
 from mesh_tf_core.ops.math import (
@@ -108,6 +109,7 @@ from mesh_tf_core.optimizers import (
     WarmupRsqrt,
 )
 from mesh_tf_core.program import Program
+from mesh_tf_core.reversible import reversible_scan
 from mesh_tf_core.tensor import Tensor
 from mesh_tf_core.trainer import Trainer
 
@@ -162,6 +164,8 @@ __all__ = [
     "divide",
     "dropout",
     "dynamic_shift",
+    "dynamic_slice",
+    "dynamic_update",
     "einsum",
     "elu",
     "equal",
@@ -222,6 +226,7 @@ __all__ = [
     "rename",
     "rename_dimension",
     "reshape",
+    "reversible_scan",
     "rms_norm",
     "rsqrt",
     "sample_with_temperature",

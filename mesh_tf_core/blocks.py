@@ -31,6 +31,27 @@ class Node:
     body: Block | None = None
 
 
+def reads(node: Node) -> set[int]:
+    """The tensors that a node reads, also from inside its loop's body."""
+    found = set(node.inputs)
+    body = node.body
+    if body is not None:
+        found.update(outer for outer, _ in body.sliced)
+        found.update((*body.carry_out, *(inner for inner, _ in (*body.stacked, *body.summed))))
+        for inner in body.nodes:
+            found |= reads(inner)
+    return found
+
+
+@dataclass(frozen=True)
+class Half:
+    """One function of a reversible body: what it reads, what it gives, and the nodes in between."""
+
+    argument: int
+    result: int
+    nodes: tuple[Node, ...]
+
+
 @dataclass
 class Block:
     """The nodes of a graph or of a loop body, and how a body's tensors connect to those outside.
@@ -44,6 +65,8 @@ class Block:
       stacked: (body tensor, outer tensor that stacks it along `dim`).
       summed: (body tensor, outer tensor that sums it over the iterations).
       saved: body tensor -> outer stacked tensor, for values that the backward loop reads.
+      captured: tensor of `forward` -> its value here, in the backward.
+      halves: f and g of a reversible body, whose backward finds its inputs from its outputs.
     """
 
     id: int
@@ -60,3 +83,4 @@ class Block:
     summed: list[tuple[int, int]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)
     captured: dict[int, int] = field(default_factory=dict)
+    halves: tuple[Half, ...] = ()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mesh_tf_core.blocks import Block, Node
+from mesh_tf_core.blocks import Block, Half, Node
 from mesh_tf_core.dtypes import is_float
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.ops.basic import Constant, add_n
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import transpose
+from mesh_tf_core.replay import Replay
 from mesh_tf_core.tensor import Tensor
 
 
@@ -27,7 +28,7 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     needed = _depends_on(graph, [x.id for x in wrt])
     with graph.phase("backward"):
         one: Tensor = graph.apply(Constant(1.0, loss.dtype))
-        found = _Backward(graph, needed).run(graph.blocks[0], {loss.id: [one]}, list(graph.nodes))
+        found = _Backward(graph, needed).run({loss.id: [one]}, list(graph.nodes))
     return [found.get(x.id) for x in wrt]
 
 
@@ -65,8 +66,8 @@ class _Backward:
     def __init__(self, graph: Graph, needed: set[int]) -> None:
         self.graph, self.needed = graph, needed
 
-    def run(self, block: Block, seeds: dict[int, list[Tensor]], nodes: Sequence[Node]) -> dict[int, Tensor]:
-        """Gradients of every tensor that `block` reads or computes, given those of its results."""
+    def run(self, seeds: dict[int, list[Tensor]], nodes: Sequence[Node]) -> dict[int, Tensor]:
+        """Gradients of every tensor that `nodes` read or compute, given those of their results."""
         pending = {i: list(terms) for i, terms in seeds.items()}
         done: dict[int, Tensor] = {}
 
@@ -91,7 +92,8 @@ class _Backward:
 
     def _node(self, node: Node, dys: list[Tensor | None]) -> list[tuple[int, Tensor | None]]:
         if node.body is not None:
-            return self._scan(node, node.body, dys)
+            backward = self._reversible if node.body.halves else self._scan
+            return backward(node, node.body, dys)
         if not any(i in self.needed for i in node.inputs):
             return []
         inputs = [self.graph.tensor(i) for i in node.inputs]
@@ -126,13 +128,59 @@ class _Backward:
                     stacked = len(dy.shape) > len(graph.tensor(inner).shape)
                     part = graph.slice_into(block, graph.visible(dy)) if stacked else dy
                     seeds.setdefault(inner, []).append(part)
-            found = self.run(body, seeds, list(body.nodes))
+            found = self.run(seeds, list(body.nodes))
             block.carry_in = tuple(s.id for s in states)
             outs = [self._known(found.get(body.carry_in[j]), s) for j, s in zip(carried, states, strict=True)]
             block.carry_out = tuple(x.id for x in outs)
             result = self._outward(body, block, found)
         closed = graph.close_loop(block, init)
         return [(node.inputs[j], dx) for j, dx in zip(carried, closed, strict=True)] + result
+
+    def _reversible(
+        self, node: Node, body: Block, dys: list[Tensor | None]
+    ) -> list[tuple[int, Tensor | None]]:
+        """The backward of a reversible loop carries the state too, and undoes it half by half."""
+        graph = self.graph
+        finals = [graph.visible(graph.tensor(o)) for o in node.outputs[:2]]
+        init = [*finals, *(self._known(dy, y) for dy, y in zip(dys, finals, strict=False))]
+        f, g = body.halves
+        assert body.dim is not None
+        with graph.loop(body.dim, not body.reverse, body) as block:
+            states = [graph.body_input(block, x) for x in init]
+            y1, y2, dy1, dy2 = states
+            x2, dx1, of_g = self._undone(g, y1, y2, dy1, dy2)
+            x1, dx2, of_f = self._undone(f, x2, y1, dy2, dx1)
+            found = {
+                i: transpose(add_n([of[i] for of in (of_g, of_f) if i in of]), graph.tensor(i).shape)
+                for i in dict.fromkeys([*of_g, *of_f])
+            }
+            block.carry_in = tuple(s.id for s in states)
+            block.carry_out = tuple(x.id for x in (x1, x2, dx1, dx2))
+            result = self._outward(body, block, found)
+        closed = graph.close_loop(block, init)
+        return [*zip(node.inputs, closed[2:], strict=True), *result]
+
+    def _undone(
+        self, half: Half, kept: Tensor, changed: Tensor, dkept: Tensor, dchanged: Tensor
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """One half, changed = x + half(kept), backwards.
+
+        Returns:
+          x; the gradient of kept; the gradients of what half reads besides, by tensor of the forward.
+        """
+        graph = self.graph
+        again = Replay(graph, {half.argument: kept})
+        again.run(half.nodes)
+        result = again.tensor(half.result)
+        with graph.phase("recompute"):
+            x = changed - result
+        sources = {new.id: old for old, new in again.made.items()}
+        self.needed.add(kept.id)
+        self.needed.update(new for new, old in sources.items() if old in self.needed)
+        seeds = {kept.id: [dkept]}
+        seeds.setdefault(result.id, []).append(dchanged)
+        found = self.run(seeds, again.nodes)
+        return x, found.pop(kept.id), {sources.get(i, i): dx for i, dx in found.items()}
 
     def _outward(
         self, body: Block, block: Block, found: dict[int, Tensor]

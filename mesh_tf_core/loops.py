@@ -8,6 +8,7 @@ from typing import Any, overload
 from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
+from mesh_tf_core.ops.shape import transpose
 from mesh_tf_core.tensor import Tensor
 
 
@@ -33,11 +34,10 @@ def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
         raise UserError("scan: needs a tensor to carry, found none")
     graph: Graph = init[0].graph
     init = [graph.visible(x, "scan") for x in init]
-    for x in xs:
-        x.shape.index(dim.name)
+    stacks = along(xs, dim)
     with graph.loop(dim) as block:
         state = [graph.body_input(block, x) for x in init]
-        parts = [graph.slice_into(block, x) for x in xs]
+        parts = [graph.slice_into(block, x) for x in stacks]
         result = fn(state[0] if single else tuple(state), *parts)
         ys: Sequence[Tensor] | None = None
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple | list):
@@ -54,3 +54,11 @@ def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
     finals = graph.close_loop(block, init)
     done = finals[0] if single else tuple(finals)
     return done if ys is None else (done, tuple(stacked))
+
+
+def along(xs: Sequence[Tensor], dim: Dim) -> list[Tensor]:
+    """`xs` with `dim` as their first dimension, so that an iteration's part is a slice of memory."""
+    for x in xs:
+        if x.shape.dim(dim.name) != dim:
+            raise UserError(f"scan over {dim}: {x!r} has another number of iterations")
+    return [transpose(x, [dim, *x.shape.without(dim.name)]) for x in xs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mesh_tf_core.blocks import Block, Node
+from mesh_tf_core.blocks import Block, Node, reads
 from mesh_tf_core.dims import Shape
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.op import TensorType
@@ -179,16 +179,5 @@ def leading_to(wanted: set[int], block: Block) -> list[Node]:
         made = (*node.outputs, *(node.body.saved.values() if node.body else ()))
         if any(o in needed for o in made):
             chosen.append(node)
-            needed |= _reads(node)
+            needed |= reads(node)
     return chosen[::-1]
-
-
-def _reads(node: Node) -> set[int]:
-    """The tensors that a node reads, also from inside its loop's body."""
-    found = set(node.inputs)
-    if node.body is not None:
-        found.update(outer for outer, _ in node.body.sliced)
-        found.update((*node.body.carry_out, *(inner for inner, _ in (*node.body.stacked, *node.body.summed))))
-        for inner in node.body.nodes:
-            found |= _reads(inner)
-    return found
