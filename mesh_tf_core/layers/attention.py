@@ -14,7 +14,7 @@ from mesh_tf_core.ops.math import logical_and
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import concat, rename, reshape
-from mesh_tf_core.ops.softmax import masked_softmax, softmax
+from mesh_tf_core.ops.softmax import masked_softmax
 from mesh_tf_core.tensor import Tensor
 
 
@@ -33,6 +33,8 @@ class Attention:
       window: a query sees fewer than so many positions back (not causal: and ahead); 0 sees all.
       rotary: turns queries and keys by their positions.
       dropout: rate on the weights.
+      shared_kv: keys are the values: one projection for both.
+      extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
       length, memory_length, d_model: names of the positions of queries and of keys, and of the features.
     """
 
@@ -43,6 +45,8 @@ class Attention:
     window: int = 0
     rotary: Rotary | None = None
     dropout: float = 0.0
+    shared_kv: bool = False
+    extra_logit: float | None = None
     length: str = "length"
     memory_length: str = "memory_length"
     d_model: str = "d_model"
@@ -87,28 +91,39 @@ class Attention:
             where it holds.
           bias: added to the logits, as from `RelativeBias`.
         """
-        if memory is None:
-            memory = rename(x, **{self.length: self.memory_length})
-        elif self.causal or self.window or self.rotary:
-            raise UserError(
-                f"{type(self).__name__}: a memory of its own has no positions in common with the queries; "
-                "use neither causal, window nor rotary with it"
-            )
+        memory = self.memory_of(x, memory)
         with x.graph.scope(self.name):
             q, k, v = self.projections(x, memory)
             if self.rotary is not None:
                 q = self.rotary(q, self.length, self.d_kv.name)
                 k = self.rotary(k, self.memory_length, self.d_kv.name)
-            if self.causal or self.window:
-                relative = self.relative(x)
-                mask = both(mask, self.allowed(relative))
-            mixed = self.mix(q, k, v, self.length, self.memory_length, mask, bias)
+            mixed = self.mix(q, k, v, self.length, self.memory_length, self.seen(x, mask), bias)
             return self.joined(mixed, x)
+
+    def memory_of(self, x: Tensor, memory: Tensor | None) -> Tensor:
+        """What is attended to: x itself under the memory's name if no memory is given."""
+        if memory is None:
+            return rename(x, **{self.length: self.memory_length})
+        if self.causal or self.window or self.rotary:
+            raise UserError(
+                f"{type(self).__name__}: a memory of its own has no positions in common with the queries; "
+                "use neither causal, window nor rotary with it"
+            )
+        return memory
+
+    def seen(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Where both the mask and the positions let a query see a key."""
+        if self.causal or self.window:
+            return both(mask, self.allowed(self.relative(x)))
+        return mask
 
     def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, keys and values of the memory."""
         d = x.dim(self.d_model)
         q = project(x, "q", [d], [*self.head_dims, self.d_kv])
+        if self.shared_kv:
+            kv = project(memory, "kv", [d], [*self.kv_dims, self.d_kv])
+            return q, kv, kv
         k = project(memory, "k", [d], [*self.kv_dims, self.d_kv])
         return q, k, project(memory, "v", [d], [*self.kv_dims, self.d_kv])
 
@@ -142,10 +157,12 @@ class Attention:
         others = [d for d in q.shape if d.name not in (*heads, length, self.d_kv.name)]
         dims = Shape([*others, *self.head_dims, q.dim(length), k.dim(memory)])
         logits = einsum([q, k], dims) * self.d_kv.size**-0.5
-        if bias is not None:
-            logits = logits + bias.cast(logits.dtype)
-        weights = softmax(logits, memory) if mask is None else masked_softmax(logits, mask, memory)
+        weights = self.weights(logits if bias is None else logits + bias.cast(logits.dtype), mask, memory)
         return einsum([dropout(weights, self.dropout), v], q.shape)
+
+    def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
+        """How much of every key's value a query takes: the logits' dimensions."""
+        return masked_softmax(logits, mask, memory, self.extra_logit)
 
     def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
         """The heads' outputs projected to x's dimensions."""

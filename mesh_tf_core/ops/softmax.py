@@ -212,9 +212,16 @@ def log_softmax(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = 
     return x - logsumexp(x, dim, extra_logit)
 
 
-def masked_softmax(x: Tensor, mask: Tensor, dim: Dim | str) -> Tensor:
-    """Softmax over the positions where `mask` holds."""
-    return softmax(where(mask, x, constant_like(x, -1e9 if x.dtype != "float16" else -6e4)), dim)
+def masked_softmax(
+    x: Tensor, mask: Tensor | None, dim: Dim | str, extra_logit: Tensor | float | None = None
+) -> Tensor:
+    """Softmax over the positions where `mask` holds (None: everywhere)."""
+    return softmax(x if mask is None else masked(x, mask), dim, extra_logit)
+
+
+def masked(logits: Tensor, mask: Tensor) -> Tensor:
+    """The logits, and where `mask` does not hold a number that no softmax sees."""
+    return where(mask, logits, constant_like(logits, -1e9 if logits.dtype != "float16" else -6e4))
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor, dim: Dim | str, z_loss: float = 0.0) -> Tensor:

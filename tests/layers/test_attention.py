@@ -31,6 +31,8 @@ KINDS: dict[str, layers.Attention] = {
     "causal window, rotary": layers.Attention(H, K, causal=True, window=3, rotary=layers.Rotary(100.0)),
     "grouped": layers.Attention(H, K, kv_heads=2, causal=True),
     "one key head": layers.Attention(H, K, kv_heads=1),
+    "keys are values": layers.Attention(H, K, kv_heads=2, shared_kv=True, rotary=layers.Rotary(100.0)),
+    "an extra logit": layers.Attention(H, K, causal=True, extra_logit=0.5),
 }
 
 
@@ -47,7 +49,8 @@ def reference(kind: layers.Attention, w: dict[str, Any], x: Any, memory: Any, bi
     """The published formula, head by head."""
     count = kind.kv_heads or H.size
     q = np.tensordot(x, w["attention/q"], 1).reshape(*x.shape[:2], H.size, K.size)
-    k, v = (np.tensordot(memory, w[f"attention/{n}"], 1) for n in "kv")
+    names = ("kv", "kv") if kind.shared_kv else ("k", "v")
+    k, v = (np.tensordot(memory, w[f"attention/{n}"], 1) for n in names)
     k, v = (t.reshape(*memory.shape[:2], count, K.size) for t in (k, v))
     if kind.rotary:
         q, k = rotated(q, kind.rotary.base), rotated(k, kind.rotary.base)
@@ -60,7 +63,8 @@ def reference(kind: layers.Attention, w: dict[str, Any], x: Any, memory: Any, bi
     if kind.window:
         seen &= abs(apart) < kind.window
     e = np.where(seen, np.exp(logits), 0)
-    mixed = np.einsum("bhlm,bmhk->blhk", e / e.sum(-1, keepdims=True), v)
+    total = e.sum(-1, keepdims=True) + (0 if kind.extra_logit is None else np.exp(kind.extra_logit))
+    mixed = np.einsum("bhlm,bmhk->blhk", e / total, v)
     return np.tensordot(mixed.reshape(*x.shape[:2], -1), w["attention/o"].reshape(-1, 8), 1)
 
 
