@@ -12,7 +12,7 @@ device puts into sums (all-reduce and reduce-scatter together), gathers, exchang
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from costmodels.hardware import Hardware
@@ -154,18 +154,19 @@ def collectives(program: Program) -> tuple[Found, ...]:
             continue
         size = program.mesh.group_size(instr.axes)
         if isinstance(instr, Permute):
-            size = _linked(size, instr.shift, instr.wrap)
+            size = _linked(instr.links(size))
         payload = sum(program.values[i].local_bytes(program.mesh) for i in instr.inputs)
         if size > 1:
             out.append(Found(instr.name, size, len(instr.inputs), payload, times))
     return tuple(out)
 
 
-def _linked(n: int, shift: int, wrap: bool) -> int:
-    """Devices that a shift along n devices connects: none if all would send over the end."""
-    if not wrap and abs(shift) >= n:
-        return 1
-    return n // math.gcd(shift, n) if wrap else -(-n // abs(shift))
+def _linked(links: Sequence[tuple[int, int]]) -> int:
+    """Devices that a permutation connects with its first sender: none (1) if nobody sends."""
+    seen = {links[0][0]} if links else {0}
+    while more := {end for link in links for end in link if not seen.isdisjoint(link)} - seen:
+        seen |= more
+    return len(seen)
 
 
 def _sized(found: Found, devices: int) -> Found:

@@ -171,14 +171,28 @@ class AllToAll(Collective):
 
 @dataclass(frozen=True)
 class Permute(Collective):
-    """Every device sends its piece `shift` places along one axis; places that nobody sends to get zeros
-    unless `wrap`."""
+    """Every device sends its piece `shift` places along its group; places that nobody sends to get zeros
+    unless `wrap`.
+
+    Attributes:
+      pairs: instead of a shift, who sends to whom, by position in the group; nobody sends or gets twice.
+    """
 
     shift: int = 1
     wrap: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def links(self, n: int) -> tuple[tuple[int, int], ...]:
+        """(source, target) of every piece that is sent in a group of n devices."""
+        if self.pairs:
+            return self.pairs
+        moves = ((i, i + self.shift) for i in range(n))
+        return tuple((i, to % n) for i, to in moves if self.wrap or 0 <= to < n)
 
     def text(self) -> str:
-        return f"permute({self.axes[0]}, {self.shift:+d}{', wrap' if self.wrap else ''})"
+        how = " ".join(f"{i}>{to}" for i, to in self.pairs)
+        how = how or f"{self.shift:+d}{', wrap' if self.wrap else ''}"
+        return f"permute({'+'.join(self.axes)}, {how})"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mesh_tf_core.engines.replica import Replica
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.layout import Axes
+from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.program import (
     AllGather,
     AllReduce,
@@ -172,13 +173,13 @@ class _Device(Replica):
         payload = sum(x.size * x.dtype.itemsize for x in pieces)
         self.sent[id(instr)] = (instr.axes, instr.name, payload, times)
         for o, i, x in zip(instr.outputs, instr.inputs, pieces, strict=True):
-            env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh.group_size(instr.axes))
+            env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh)
 
 
-def _exchanged(instr: Collective, x: Any, v: Value, n: int) -> Any:
-    """One piece after a collective over groups of n devices."""
+def _exchanged(instr: Collective, x: Any, v: Value, mesh: Mesh) -> Any:
+    """One piece after a collective."""
     if x.dtype == jnp.bool_:
-        return _exchanged(instr, x.astype(jnp.int32), v, n) != 0
+        return _exchanged(instr, x.astype(jnp.int32), v, mesh) != 0
     axes = instr.axes
     if isinstance(instr, AllReduce):
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[instr.combine](x, axes)
@@ -189,7 +190,13 @@ def _exchanged(instr: Collective, x: Any, v: Value, n: int) -> Any:
     if isinstance(instr, AllToAll):
         return lax.all_to_all(x, axes, v.shape.index(instr.split), v.shape.index(instr.concat), tiled=True)
     if isinstance(instr, Permute):
-        moves = [(i, i + instr.shift) for i in range(n)]
-        kept = [(i, to % n) for i, to in moves if instr.wrap or 0 <= to < n]
-        return lax.ppermute(x, axes[0], kept) if kept else jnp.zeros_like(x)
+        links = _numbered(mesh, axes, instr.links(mesh.group_size(axes)))
+        return lax.ppermute(x, axes, links) if links else jnp.zeros_like(x)
     raise TypeError(f"JAX engine: unknown instruction {instr.text()}")
+
+
+def _numbered(mesh: Mesh, axes: Axes, links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Positions in a group as JAX's permutation counts them: in the mesh's order of axes, not in theirs."""
+    group = mesh.groups(axes)[0]
+    place = [sorted(group).index(rank) for rank in group]
+    return [(place[i], place[to]) for i, to in links]

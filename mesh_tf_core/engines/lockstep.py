@@ -7,10 +7,13 @@ simple.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
+from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.stepping import Stepping, check_beside
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
 from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.layout import Axes
@@ -36,14 +39,17 @@ from mesh_tf_core.program import (
 Pieces = list[Any]
 
 
-class LockstepEngine:
+class LockstepEngine(Stepping):
     """See `engines.protocol.Engine`. Arrays are NumPy's unless another kernel is given."""
+
+    is_chief = True
 
     def __init__(self, program: Program, kernel: Kernel | None = None) -> None:
         self.program, self.mesh = program, program.mesh
         self.k: Kernel = kernel or NumpyKernel()
         self.devices = range(program.mesh.devices)
         self.state: dict[str, Pieces] = {}
+        self._owner = True
         self.communication_bytes: dict[str, float] = {}
         self.compile_seconds = 0.0
 
@@ -100,6 +106,15 @@ class LockstepEngine:
         v = self._stored(name)
         self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(np.asarray(array), v)]
 
+    def snapshot(self) -> Mapping[str, Any]:
+        return {name: self.read(name) for name in self.program.variables}
+
+    def beside(self, program: Program) -> LockstepEngine:
+        check_beside(self.program, program)
+        other = LockstepEngine(program, self.k)
+        other.state, other._owner = self.state, False
+        return other
+
     @property
     def variable_bytes(self) -> int:
         if not self.state:
@@ -111,24 +126,25 @@ class LockstepEngine:
         return None
 
     def close(self) -> None:
-        self.state.clear()
+        if self._owner:
+            self.state.clear()
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def steps(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [self.step(b) for b in batches]
+    def feed(self, batch: Mapping[str, Any]) -> Any:
+        return check_batch(self.program, batch)
 
-    def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, fed: Any) -> dict[str, Any]:
         if not self.state and self.program.variables:
             self.initialize()
         self.communication_bytes = dict.fromkeys(self.mesh.names, 0.0)
         env: dict[int, Pieces] = {}
         new: dict[str, Pieces] = {}
-        self.run(self.program.code, env, batch, new)
+        self.run_code(self.program.code, env, fed, new)
         self.state.update(new)
         return {n: self.join(env[i], self.program.values[i]) for n, i in self.program.results.items()}
 
-    def run(
+    def run_code(
         self, code: Sequence[Instr], env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]
     ) -> None:
         for instr in code:
@@ -138,7 +154,7 @@ class LockstepEngine:
                 self.local(instr, env)
             elif isinstance(instr, Input):
                 v = self.program.values[instr.outputs[0]]
-                env[v.id] = self.cut(np.asarray(batch[instr.feed]).astype(np_dtype(v.dtype)), v)
+                env[v.id] = self.cut(batch[instr.feed], v)
             elif isinstance(instr, ReadVariable):
                 env[instr.outputs[0]] = self.state[instr.variable]
             elif isinstance(instr, WriteVariable):
@@ -151,6 +167,10 @@ class LockstepEngine:
                     env[o] = self.collective(instr, env[i], self.program.values[i], self.program.values[o])
             else:
                 raise TypeError(f"lockstep engine: unknown instruction {instr.text()}")
+
+    def on(self, rank: int) -> AbstractContextManager[Any]:
+        """Where a device's own work is done."""
+        return nullcontext()
 
     def local(self, instr: Local, env: dict[int, Pieces]) -> None:
         values = [self.program.values[i] for i in (*instr.inputs, *instr.outputs)]
@@ -165,7 +185,8 @@ class LockstepEngine:
                 return self.mesh.group_index(rank, where[name]) * size[name]
 
             at = At(tuple(types[:n]), tuple(types[n:]), frozenset(where), offset)
-            made = instr.op.kernel(self.k, at, *(env[i][rank] for i in instr.inputs))
+            with self.on(rank):
+                made = instr.op.kernel(self.k, at, *(env[i][rank] for i in instr.inputs))
             results.append(made if isinstance(made, tuple) else (made,))
         for j, o in enumerate(instr.outputs):
             env[o] = [r[j] for r in results]
@@ -184,7 +205,7 @@ class LockstepEngine:
                 inner[i] = x
             for outer, i in loop.sliced:
                 inner[i] = [x[step] for x in env[outer]]
-            self.run(loop.body, inner, batch, new)
+            self.run_code(loop.body, inner, batch, new)
             state = [inner[out] for _, _, out, _ in loop.carried]
             for i, o in loop.stacked:
                 stacks[o][step] = inner[i]
@@ -248,8 +269,8 @@ class LockstepEngine:
             return [self.k.concat(members, v.shape.index(dim))] * n
         assert isinstance(instr, Permute)
         zeros = self.k.full(members[0].shape, 0, v.dtype)
-        sources = [i - instr.shift for i in range(n)]
-        return [members[s % n] if instr.wrap or 0 <= s < n else zeros for s in sources]
+        sources = {to: i for i, to in instr.links(n)}
+        return [members[sources[i]] if i in sources else zeros for i in range(n)]
 
 
 def _joined(v: Value, instr: AllToAll) -> Value:

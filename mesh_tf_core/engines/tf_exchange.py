@@ -84,11 +84,8 @@ class LocalExchange:
         return [self.writer.concat(xs, concat, self.devices[r]) for xs, r in zip(cut, group, strict=True)]
 
     def _shifted(self, members: Pieces, group: Sequence[int], instr: Permute) -> Pieces:
-        n, out = len(members), []
-        for i, rank in enumerate(group):
-            source = i - instr.shift
-            if instr.wrap or 0 <= source < n:
-                out.append(members[source % n])
-            else:
-                out.append(self.writer.zeros_like(members[i], self.devices[rank]))
-        return out
+        sources = {to: i for i, to in instr.links(len(members))}
+        return [
+            members[sources[i]] if i in sources else self.writer.zeros_like(members[i], self.devices[rank])
+            for i, rank in enumerate(group)
+        ]

@@ -151,15 +151,17 @@ class GroupExchange:
 
     def _shifted(self, instr: Permute, x: Any) -> Any:
         """A padded all-to-all: one row holds the piece."""
-        (axis,), n = instr.axes, self.mesh.group_size(instr.axes)
-        table = [self.mesh.group_index(rank, (axis,)) for rank in range(self.mesh.devices)]
-        place = tf.constant(table)[self.rank]
+        n, order = self.mesh.group_size(instr.axes), self.groups.order(instr.axes)
+        targets, sources = [-1] * n, [-1] * n
+        for i, to in instr.links(n):
+            targets[i], sources[to] = order[to], order[i]
+        places = [self.mesh.group_index(rank, instr.axes) for rank in range(self.mesh.devices)]
+        place = tf.constant(places)[self.rank]
+        target, source = tf.constant(targets)[place], tf.constant(sources)[place]
         zeros = tf.zeros_like(x)
-        column = [n, *([1] * x.shape.rank)]
-        mine = tf.reshape(tf.equal(tf.range(n), (place + instr.shift) % n), column)
-        found = self._sent(instr, tf.where(mine, x[None], zeros[None]))[(place - instr.shift) % n]
-        inside = (place - instr.shift >= 0) & (place - instr.shift < n)
-        return found if instr.wrap else tf.where(inside, found, zeros)
+        mine = tf.reshape(tf.equal(tf.range(n), target), [n, *([1] * x.shape.rank)])
+        found = self._sent(instr, tf.where(mine, x[None], zeros[None]))[tf.maximum(source, 0)]
+        return tf.where(source >= 0, found, zeros)
 
 
 def _joined(rows: Any, axis: int) -> Any:

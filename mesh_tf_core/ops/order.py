@@ -193,7 +193,13 @@ class BestOf(Op):
 @dataclass(frozen=True)
 class Sort(Op):
     """The elements in order along one dimension, and the int32 positions that they had; equal ones keep
-    theirs."""
+    theirs.
+
+    A split dimension is gathered. A sort between n devices that merges pieces (Batcher 1968) has
+    log2(n) (log2(n) + 1) / 2 rounds, in each of which a device sends its piece of the values and of their
+    positions; a gather sends n - 1 pieces of the values alone. In float32 with n = 2, 4, 8, 16, 32 that is
+    2, 6, 12, 20, 30 pieces against 1, 3, 7, 15, 31: below 32 devices the gather sends less.
+    """
 
     dim: str
     descending: bool

@@ -1,4 +1,7 @@
-"""Operations that move elements: rename, reshape, concat, slice, pad."""
+"""Operations that move elements: rename, reshape, concat, slice, pad.
+
+Along a split dimension concat, slice and pad send only what has to lie on another device (`rearrange`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import align, listing, same_dtype
+from mesh_tf_core.ops.rearrange import rearranged
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
@@ -182,6 +186,14 @@ class Concat(Op):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        parts, begin = [], 0
+        for i in inputs:
+            size = low.values[i].shape.dim(self.dim).size
+            parts.append((begin, 0, size))
+            begin += size
+        return [rearranged(low, self, inputs, types[0], self.dim, parts)]
+
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         grads, begin = [], 0
         for x in inputs:
@@ -225,6 +237,9 @@ class SliceDim(Op):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        return [rearranged(low, self, inputs, types[0], self.dim, [(0, self.begin, self.size)])]
+
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         total = inputs[0].shape.dim(self.dim).size
         return (pad(dy, self.dim, self.begin, total - self.begin - self.size),)
@@ -257,6 +272,10 @@ class Pad(Op):
 
     def flops(self, *local: TensorType) -> float:
         return 0.0
+
+    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        size = low.values[inputs[0]].shape.dim(self.dim).size
+        return [rearranged(low, self, inputs, types[0], self.dim, [(self.before, 0, size)], self.value)]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (slice_dim(dy, self.dim, self.before, inputs[0].shape.dim(self.dim).size),)
@@ -298,8 +317,14 @@ def transpose(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
 
 
 def concat(xs: Sequence[Tensor], dim: Dim | str) -> Tensor:
-    """Joins tensors along `dim`; the other dimensions must agree."""
-    return xs[0] if len(xs) == 1 else xs[0].graph.apply(Concat(_name(dim)), *xs)
+    """Joins tensors along `dim`; the other dimensions must agree. The result has the first one's order."""
+    if not xs:
+        raise UserError("concat: needs at least one tensor")
+    if len(xs) == 1:
+        return xs[0]
+    names = xs[0].shape.names
+    alike = [x if set(x.shape.names) != set(names) else transpose(x, [x.dim(n) for n in names]) for x in xs]
+    return xs[0].graph.apply(Concat(_name(dim)), *alike)
 
 
 def slice_dim(x: Tensor, dim: Dim | str, begin: int, size: int) -> Tensor:

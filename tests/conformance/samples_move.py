@@ -99,6 +99,20 @@ SHAPE = (
         lambda x, y: np.concatenate([x, y]),
     ),
     Sample("slice", "shape", lambda g, x: mtf.slice_dim(x, "a", 2, 4), (AB,), lambda x: x[2:6]),
+    Sample(
+        "concat of three sizes",
+        "shape",
+        lambda g, x, y, z: mtf.concat([x, y, z], "a"),
+        (Arg("a:8 b:2"), Arg("b:2 a:16"), Arg("a:8 b:2")),
+        lambda x, y, z: np.concatenate([x, y.T, z]),
+    ),
+    Sample(
+        "split",
+        "shape",
+        lambda g, x: tuple(mtf.split(x, "a", [4, 8, 4])),
+        (Arg("b:2 a:16"),),
+        lambda x: (x[:, :4], x[:, 4:12], x[:, 12:]),
+    ),
     Sample("slice rough", "shape", lambda g, x: mtf.slice_dim(x, "a", 3, 5), (ABC,), lambda x: x[3:]),
     Sample(
         "pad",

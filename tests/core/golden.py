@@ -58,10 +58,18 @@ def training_step() -> Built:
     return model.step_graph, {"loss": model.loss}
 
 
+def moved() -> Built:
+    """Half of a split dimension, put behind another tensor: only what changes devices is sent."""
+    g = mtf.Graph()
+    x, y = g.input("x", [B, D], "float32"), g.input("y", [mtf.Dim("batch", 4), D], "float32")
+    return g, {"out": mtf.concat([y, mtf.slice_dim(x, B, 4, 4)], "batch")}
+
+
 CASES: dict[str, tuple[Callable[[], Built], str, str]] = {
     "residual": (residual, "x:2;y:2", "batch:x;f:y"),
     "scattered": (scattered, "x:2;y:2", "batch:x;f:y;out:y"),
     "unused": (unused, "x:2", "f:x"),
+    "moved": (moved, "x:2", "batch:x"),
     "training_step": (training_step, "x:2;y:2", "batch:x;f:y"),
 }
 

@@ -73,9 +73,10 @@ def every_collective(mesh, axes):
         b.add(AllGather, [columns], [b.value([P, Q], ((), axes[:1]))], axes[1:], "q")
     b.add(AllToAll, [rows], [b.value([P, Q], ((), axes))], axes, "q", "p")
     b.add(AllToAll, [columns], [b.value([P, Q], (axes, ()))], axes, "p", "q")
-    if len(axes) == 1:
-        for shift, wrap in ((1, False), (-1, False), (1, True), (-2, True)):
-            b.add(Permute, [rows], [b.value([P, Q], (axes, ()))], axes, shift, wrap)
+    for shift, wrap in ((1, False), (-1, False), (1, True), (-2, True)):
+        b.add(Permute, [rows], [b.value([P, Q], (axes, ()))], axes, shift, wrap)
+    pairs = ((0, b.mesh.group_size(axes) - 1),)
+    b.add(Permute, [rows], [b.value([P, Q], (axes, ()))], axes, pairs=pairs)
     return b.program()
 
 

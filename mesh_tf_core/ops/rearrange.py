@@ -1,0 +1,263 @@
+"""Any fixed rearrangement of elements along a split dimension: only what lies on another device is sent.
+
+What an operation moves is a list of runs, "these elements of that piece go to this place of this piece". The
+runs between different devices are put into rounds in which nobody sends or receives twice, the longest first,
+so that runs of about one length share a round; a round is one `Permute` of pieces as long as its longest run.
+Where that would send as many bytes as gathering the dimension whole, it is gathered: that is one message per
+operand, and happens only where nearly every device needs nearly everything (as of one tensor repeated).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.pieces import PieceJoin, resized
+from mesh_tf_core.program import Permute, wire_bytes
+
+if TYPE_CHECKING:
+    from mesh_tf_core.lower.base import Lowering
+    from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Run:
+    """`size` neighbouring elements, from place `begin` of piece `source` to place `at` of piece `target`."""
+
+    source: int
+    begin: int
+    target: int
+    at: int
+    size: int
+
+
+Source = tuple[int, int, int]
+"""Elements that stay together: where the first one goes in the whole result, which operand's they are
+(counted over the operands' sizes: its first element there), how many."""
+
+
+def runs(parts: Sequence[Source], sizes: Sequence[int], pieces: int, length: int) -> list[Run]:
+    """What goes where if every operand and the result are cut into as many pieces.
+
+    Args:
+      parts: (place in the result, operand's first element, number of elements), one per operand.
+      sizes: of the operands along the dimension; a device holds its pieces of them end to end.
+      length: of one piece of the result.
+    """
+    out, before = [], 0
+    for (place, first, count), size in zip(parts, sizes, strict=True):
+        step, done = size // pieces, 0
+        while done < count:
+            source, inside = divmod(first + done, step)
+            target, at = divmod(place + done, length)
+            span = min(count - done, step - inside, length - at)
+            out.append(Run(source, before + inside, target, at, span))
+            done += span
+        before += step
+    return list(_joined(out))
+
+
+def _joined(found: Sequence[Run]) -> Iterator[Run]:
+    """Runs that follow each other at both ends as one."""
+    last: Run | None = None
+    for run in found:
+        if last is not None and replace(last, size=run.size) == Run(
+            run.source, run.begin - last.size, run.target, run.at - last.size, run.size
+        ):
+            last = replace(last, size=last.size + run.size)
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
+
+
+def rounds(found: Sequence[Run]) -> list[list[Run]]:
+    """The runs between different devices, so that in a round nobody sends or receives twice."""
+    out: list[list[Run]] = []
+    for run in sorted((r for r in found if r.source != r.target), key=lambda r: -r.size):
+        for taken in out:
+            if all(run.source != r.source and run.target != r.target for r in taken):
+                taken.append(run)
+                break
+        else:
+            out.append([run])
+    return out
+
+
+@dataclass(frozen=True)
+class PieceTake(Op):
+    """`size` elements of every device's piece of `dim`, from `begins[number of the piece]`."""
+
+    dim: str
+    begins: tuple[int, ...]
+    size: int
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return resized(inputs[0], self.dim, self.size * len(self.begins))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        begin = _looked_up(k, at, self.dim, self.begins)
+        return k.slice(
+            slices[0],
+            [begin if n == self.dim else 0 for n in at.inputs[0].shape.names],
+            at.outputs[0].shape.sizes,
+        )
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("parts of pieces are made by lowering and have no gradient of their own")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What a device puts of one operand: per piece (begin in the operand, place in the result, elements)."""
+
+    operand: int
+    table: tuple[tuple[int, int, int], ...]
+
+    def __str__(self) -> str:
+        return f"{self.operand}: " + " ".join(f"{begin}>{at}*{size}" for begin, at, size in self.table)
+
+
+@dataclass(frozen=True)
+class PiecePut(Op):
+    """Pieces of `length` elements along `dim`, made of runs of the operands; the other elements are
+    `fill`."""
+
+    dim: str
+    length: int
+    fill: float
+    slots: tuple[Slot, ...]
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return resized(inputs[0], self.dim, self.length * len(self.slots[0].table))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        type = at.outputs[0]
+        axis = type.shape.index(self.dim)
+        out = k.scalar(self.fill, type.dtype)
+        column = [self.length if i == axis else 1 for i in range(len(type.shape))]
+        places = k.reshape(k.iota(self.length, "int32"), column)
+        for slot in self.slots:
+            part = self._moved(k, at, slot, slices[slot.operand], axis)
+            if any((first, size) != (0, self.length) for _, first, size in slot.table):
+                first = _looked_up(k, at, self.dim, [first for _, first, _ in slot.table])
+                last = _looked_up(k, at, self.dim, [first + size for _, first, size in slot.table])
+                inside = k.binary("and", k.binary("ge", places, first), k.binary("lt", places, last))
+                part = k.where(inside, part, out)
+            out = part
+        return out
+
+    def _moved(self, k: Kernel, at: At, slot: Slot, x: Any, axis: int) -> Any:
+        """The operand as long as the result, so that the slot's run lies in its place; elsewhere anything."""
+        size, shape = x.shape[axis], at.outputs[0].shape
+        starts = [begin - first for begin, first, _ in slot.table]
+        before, after = max(0, -min(starts)), max(0, max(starts) + self.length - size)
+        if before or after:
+            x = k.pad(x, [(before, after) if i == axis else (0, 0) for i in range(len(shape))])
+        start = _looked_up(k, at, self.dim, [s + before for s in starts])
+        return k.slice(x, [start if i == axis else 0 for i in range(len(shape))], shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("pieces put together are made by lowering and have no gradient of their own")
+
+
+def _looked_up(k: Kernel, at: At, dim: str, table: Sequence[int]) -> Any:
+    """The number for this device's piece of `dim`."""
+    if len(set(table)) == 1:
+        return table[0]
+    return k.take(k.vector(table, "int32"), k.scalar(at.shard(dim), "int32"))
+
+
+def rearranged(
+    low: Lowering,
+    op: Op,
+    inputs: Sequence[int],
+    type: TensorType,
+    dim: str,
+    parts: Sequence[Source],
+    fill: float = 0.0,
+) -> int:
+    """The result of `op`, which puts `parts` (see `runs`) of its operands along `dim` and `fill` elsewhere.
+
+    The operands lie as the layout says, and so does the result if it was worth to exchange pieces; where
+    `dim` is not split, and where it is cheaper to gather it, `op` itself is run.
+    """
+    values = [low.values[i] for i in inputs]
+    kept = low.natural(type.shape)
+    count = low.mesh.group_size(low.layout.axes(dim))
+    sizes = [v.shape.dim(dim).size for v in values]
+    length = type.shape.dim(dim).size // count
+    found = runs(parts, sizes, count, length) if count > 1 else []
+    steps = rounds(found)
+    once = sum(low.values[i].shape.dim(dim).size for i in set(inputs))
+    whole = wire_bytes("all_gather", once // count, count)
+    if count == 1 or sum(step[0].size for step in steps) >= whole:
+        whole_inputs = [low.without(i, [dim]) for i in inputs]
+        splits = tuple(() if n == dim else s for n, s in zip(type.shape.names, kept, strict=True))
+        return low.local(op, whole_inputs, [type], [splits])[0]
+    own = inputs[0]
+    if len(inputs) > 1:
+        join = PieceJoin(dim, 0, 0, count)
+        joined = join.infer(*(TensorType(v.shape, v.dtype) for v in values))
+        (own,) = low.local(join, inputs, [joined], [kept])
+    operands, slots = [own], _own_slots([r for r in found if r.source == r.target], count)
+    for number, step in enumerate(steps, 1):
+        operand, slot = _sent(low, own, dim, step, number, count)
+        operands.append(operand)
+        slots.append(slot)
+    used = sorted({slot.operand for slot in slots})
+    slots = [replace(slot, operand=used.index(slot.operand)) for slot in slots]
+    put = PiecePut(dim, length, fill, tuple(slots))
+    return low.local(put, [operands[i] for i in used], [type], [kept])[0]
+
+
+def _own_slots(own: Sequence[Run], count: int) -> list[Slot]:
+    """What a device has itself: as many slots as any device has runs."""
+    by_device = [[(r.begin, r.at, r.size) for r in own if r.target == device] for device in range(count)]
+    most = max(map(len, by_device))
+    return [Slot(0, tuple(r[n] if n < len(r) else _NOTHING for r in by_device)) for n in range(most)]
+
+
+_NOTHING = (0, 0, 0)
+
+
+def _sent(
+    low: Lowering, own: int, dim: str, step: Sequence[Run], number: int, count: int
+) -> tuple[int, Slot]:
+    """One round: what every device sends, and where its receiver puts it."""
+    v = low.values[own]
+    longest, piece = step[0].size, v.shape.dim(dim).size // count
+    begins, table = [0] * count, [_NOTHING] * count
+    for run in step:
+        begins[run.source] = min(run.begin, piece - longest)
+        table[run.target] = (run.begin - begins[run.source], run.at, run.size)
+    source = own
+    if longest < piece:
+        take = PieceTake(dim, tuple(begins), longest)
+        (source,) = low.local(take, [own], [take.infer(TensorType(v.shape, v.dtype))], [v.splits])
+    s = low.values[source]
+    out = low.new(TensorType(s.shape, s.dtype), s.splits)
+    pairs = tuple(sorted((run.source, run.target) for run in step))
+    low.emit(Permute((source,), (out,), low.origin, v.split_of(dim), pairs=pairs))
+    return out, Slot(number, tuple(table))
