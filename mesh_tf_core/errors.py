@@ -31,6 +31,12 @@ class LimitError(UserError):
     exit_code = 4
 
 
+class ClusterError(UserError):
+    """A process of a job of several was lost or did not come; the job can go on from its last checkpoint."""
+
+    exit_code = 5
+
+
 def known_names(asked: str, known: Iterable[str]) -> str:
     """Says which names exist, the nearest first: the tail of every 'unknown name' message."""
     names = sorted(known)

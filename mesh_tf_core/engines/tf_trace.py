@@ -31,7 +31,8 @@ class Trace:
     Args:
       devices: device names by rank.
       count: called with every collective and the bytes of the piece that a device puts in.
-      returned: for every result in the program's order, the ranks whose pieces the step returns.
+      returned: for every result in the program's order, which of the devices' pieces the step returns.
+      first: rank of the first of the devices; the others follow it.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Trace:
         variables: Variables,
         count: Callable[[Collective, int], None],
         returned: Sequence[Sequence[int]],
+        first: int = 0,
     ) -> None:
         self.program, self.devices, self.variables = program, tuple(devices), variables
+        self.first = first
         self.count, self.returned = count, returned
         self.writer = GraphWriter()
         self.exchange = LocalExchange(program, self.devices, self.writer)
@@ -52,7 +55,7 @@ class Trace:
         """The step as a function of the pieces of every input, rank by rank, input by input."""
         program = self.program
         self.feeds = {name: self._inputs(id) for name, id in program.feeds.items()}
-        self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices)]
+        self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices, self.first)]
         writes = {i.variable: i.inputs[0] for i in program.code if isinstance(i, WriteVariable)}
         wanted = [*program.results.values(), *writes.values()]
         made = self._computed(wanted)

@@ -20,10 +20,10 @@ _engines = itertools.count()
 
 
 class Variables:
-    """The shards of a program's variables on `devices`."""
+    """The shards of a program's variables on `devices`, whose ranks count from `first`."""
 
-    def __init__(self, program: Program, devices: Sequence[str]) -> None:
-        self.program, self.devices = program, tuple(devices)
+    def __init__(self, program: Program, devices: Sequence[str], first: int = 0) -> None:
+        self.program, self.devices, self.first = program, tuple(devices), first
         self.prefix = f"layoutopt_{next(_engines)}"
         self.values = {
             name: Value(-1, s.variable.shape, s.variable.dtype, s.splits)
@@ -79,7 +79,7 @@ class Variables:
 
     def _fill(self, name: str, piece: Any) -> None:
         made: dict[tuple[int, ...], Any] = {}
-        for rank, device in enumerate(self.devices):
+        for rank, device in enumerate(self.devices, self.first):
             begin = self.begin(name, rank)
             if begin not in made:
                 made[begin] = piece(begin).reshape(self.sizes[name])
@@ -91,7 +91,7 @@ class Variables:
         v = self.values[name]
         out = np.empty(v.shape.sizes, np_dtype(v.dtype))
         seen: set[tuple[int, ...]] = set()
-        for rank, device in enumerate(self.devices):
+        for rank, device in enumerate(self.devices, self.first):
             begin = self.begin(name, rank)
             if begin in seen:
                 continue
