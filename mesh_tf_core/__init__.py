@@ -6,6 +6,7 @@ Use it as `import mesh_tf_core as mtf`. Nothing here loads TensorFlow before a p
 from mesh_tf_core import layers
 from mesh_tf_core.control import cond, while_loop
 from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.eager import Eager
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError, UserError
 from mesh_tf_core.gradients import gradients
 from mesh_tf_core.graph import Graph
@@ -14,7 +15,7 @@ from mesh_tf_core.layout import Layout
 from mesh_tf_core.loops import scan
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.model import Model
+from mesh_tf_core.model import Model, minimize
 from mesh_tf_core.ops.activations import clip, elu, leaky_relu, logical_xor, selu
 from mesh_tf_core.ops.along import put_along, take_along
 from mesh_tf_core.ops.basic import add_n, cast, scale, stop_gradient
@@ -121,6 +122,7 @@ __all__ = [
     "Adam",
     "Constant",
     "Dim",
+    "Eager",
     "Graph",
     "InfeasibleError",
     "Initializer",
@@ -197,6 +199,7 @@ __all__ = [
     "masked_softmax",
     "max_pool",
     "maximum",
+    "minimize",
     "minimum",
     "mod",
     "mtf_range",

@@ -120,6 +120,11 @@ class Model:
         return lower(step.graph, mesh, layout, step.results, options)
 
 
+def minimize(loss: Tensor, optimizer: Optimizer) -> None:
+    """Adds to the loss's graph its gradients and the update of every trained variable."""
+    Model(loss, optimizer).training_step()
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     """The graph of one step.

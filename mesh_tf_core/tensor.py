@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
@@ -14,6 +14,8 @@ from mesh_tf_core.ops.unary import unary
 
 if TYPE_CHECKING:
     from mesh_tf_core.graph import Graph
+
+_RETURN = "return it as a result, or run this code with mtf.Eager outside of loops and staged functions"
 
 
 class Tensor:
@@ -46,9 +48,25 @@ class Tensor:
         return f"Tensor(%{self.id} {self.type})"
 
     def __bool__(self) -> bool:
-        raise UserError(
-            f"{self!r} has no value while the model is being built; use mtf.where or mtf.scan instead of if"
-        )
+        self._no_value("use mtf.where or mtf.scan instead of if, or run this code with mtf.Eager")
+
+    def __float__(self) -> float:
+        self._no_value(_RETURN)
+
+    def __int__(self) -> int:
+        self._no_value(_RETURN)
+
+    def numpy(self) -> Any:
+        """The whole array, of a tensor that holds its value (`mtf.Eager`)."""
+        self._no_value(_RETURN)
+
+    def shards(self) -> dict[tuple[int, ...], Any]:
+        """Every device's piece, of a tensor that holds its value (`mtf.Eager`)."""
+        self._no_value(_RETURN)
+
+    def _no_value(self, advice: str) -> NoReturn:
+        where = " (a loop's body is built first, then run whole)" if self.block else ""
+        raise UserError(f"{self!r} has no value while the model is being built{where}; {advice}")
 
     def __add__(self, other: Tensor | float) -> Tensor:
         return binary("add", self, other)

@@ -1,0 +1,15 @@
+"""Model code that runs at once, operation by operation, on a mesh under a layout; or staged into one program.
+
+The idea is TensorFlow Eager's (Agrawal et al. 2019, "TensorFlow Eager: a multi-stage, Python-embedded DSL for
+machine learning"). What is run is what is staged: an operation is lowered alone by the same rules, and its
+instructions are run on the shards at once.
+"""
+
+from __future__ import annotations
+
+from mesh_tf_core.eager.context import Eager
+from mesh_tf_core.eager.staged import Staged
+from mesh_tf_core.eager.step import EagerStep
+from mesh_tf_core.eager.tensor import EagerTensor
+
+__all__ = ["Eager", "EagerStep", "EagerTensor", "Staged"]

@@ -1,0 +1,67 @@
+"""The eager context: a mesh, a layout and the variables' values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mesh_tf_core.eager.machine import Machine
+from mesh_tf_core.eager.staged import Staged
+from mesh_tf_core.eager.step import EagerStep
+from mesh_tf_core.eager.store import Store
+from mesh_tf_core.layout import Layout
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.structure import Variable
+
+
+class Eager:
+    """Runs model code at once, operation by operation, on a mesh under a layout.
+
+        run = mtf.Eager("data:2;model:2", "batch:data;d_ff:model")
+        with run.step() as g:                # a graph whose tensors have values
+            x = g.constant(array, [batch, d_model])
+            h = mtf.layers.Dense([d_ff])(x)
+            print(h)                         # dimensions, splits, values; h.shards(), h.numpy()
+
+    Variables keep their values from step to step: code that makes a variable of a name again gets the present
+    value. `staged` makes one program of a function instead.
+
+    Args:
+      mesh, layout: where and how.
+      engine: `local` (TensorFlow, also `auto`) or `lockstep` (NumPy, exact).
+    """
+
+    def __init__(self, mesh: Mesh | str, layout: Layout | str = "", engine: str = "auto") -> None:
+        self.mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+        self.layout = Layout(layout) if isinstance(layout, str) else layout
+        self.machine = Machine(self.mesh, self.layout, engine)
+        self.store = Store(self.machine)
+
+    def step(self, batch: Mapping[str, Any] | None = None) -> EagerStep:
+        """A new step.
+
+        Args:
+          batch: arrays by name, for code that declares inputs (`graph.input`).
+        """
+        return EagerStep(self.machine, self.store, batch or {})
+
+    def staged(self, fn: Callable[..., Any]) -> Staged:
+        """`fn` traced into one program, once per signature; a decorator.
+
+        Args:
+          fn: takes tensors (in tuples, lists and dicts too) and hashable values; returns tensors.
+        """
+        return Staged(fn, self.machine, self.store)
+
+    @property
+    def variables(self) -> dict[str, Variable]:
+        """The variables made so far, by name."""
+        return {name: held.variable for name, held in self.store.held.items()}
+
+    def read(self, name: str) -> Any:
+        """The global array of a variable, as the last finished step left it."""
+        return self.store.read(name)
+
+    def write(self, name: str, array: Any) -> None:
+        """Replaces the value of a variable."""
+        self.store.write(name, array)

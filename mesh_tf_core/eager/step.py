@@ -1,0 +1,201 @@
+"""A step that runs while it is written: a graph whose operations are executed when they are added to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.blocks import Block, Node
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.dtypes import check_dtype
+from mesh_tf_core.eager.machine import Machine
+from mesh_tf_core.eager.store import Store
+from mesh_tf_core.eager.tensor import EagerTensor
+from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.lockstep import Pieces
+from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.program import Program
+from mesh_tf_core.structure import Assign, Feed, Read, Variable
+from mesh_tf_core.tensor import Tensor
+
+PACKAGE = __name__.partition(".")[0]
+
+
+class EagerStep(Graph):
+    """One step of an eager context (`Eager.step` makes it): model code takes it wherever it takes a graph.
+
+    As in a staged step, variables are read as they were when the step began; what is assigned is stored when
+    the step is finished: at the end of `with`, or by `finish`. An error inside `with` leaves all variables as
+    they were. What is computed is kept for gradients until then; tensors that are held keep their values.
+
+    Args:
+      batch: arrays that `input` takes, by name.
+    """
+
+    def __init__(self, machine: Machine, store: Store, batch: Mapping[str, Any]) -> None:
+        super().__init__("eager step")
+        self.machine, self.store, self.batch = machine, store, batch
+        self._sent_before = dict(machine.sent)
+        self._fed: dict[str, Any] = {}
+        self._written: dict[str, tuple[Variable, Pieces]] = {}
+        self._over = False
+
+    # -- what a user calls -----------------------------------------------------------------------------------
+
+    def constant(self, value: Any, dims: Sequence[Dim] | Shape | None = None, dtype: str = "") -> EagerTensor:
+        """An array as a tensor, cut into pieces as the layout says.
+
+        Args:
+          value: an array; numbers in lists (float32, int32 or bool); or a tensor of another step or context,
+            whose value is taken (gradients do not reach back into that step).
+          dims: its dimensions; a tensor brings its own.
+          dtype: by default the array's.
+        """
+        shape = Shape(value.shape if dims is None and isinstance(value, Tensor) else dims or ())
+        array = value.numpy() if isinstance(value, Tensor) else _array(value)
+        if array.shape != shape.sizes:
+            raise UserError(f"constant of dimensions [{shape}]: the array has shape {list(array.shape)}")
+        name = f"constant {len(self.tensors)}"
+        self._fed[name] = array
+        try:
+            with self._at_root():
+                made: EagerTensor = self.apply(
+                    Feed(name, TensorType(shape, check_dtype(dtype or array.dtype.name)))
+                )
+        finally:
+            del self._fed[name]
+        return made
+
+    def input(self, name: str, dims: Sequence[Dim], dtype: str = "int32") -> Tensor:
+        """The batch's array `name`."""
+        type = TensorType(Shape(dims), check_dtype(dtype))
+        value = self.machine.value(type, f"input {name!r}")
+        asked = Program(self.machine.mesh, self.machine.layout, (value,), (), feeds={name: 0})
+        self._fed.update(check_batch(asked, self.batch))
+        return super().input(name, dims, dtype)
+
+    @property
+    def communication_bytes(self) -> dict[str, float]:
+        """Bytes that a device has sent since the step began, per mesh axis."""
+        return {axes: n - self._sent_before.get(axes, 0.0) for axes, n in self.machine.sent.items()}
+
+    def finish(self) -> None:
+        """Stores what was assigned and ends the step."""
+        for variable, pieces in self._written.values():
+            self.store.put(variable, pieces)
+        self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        self._written.clear()
+        super().__init__(self.name)
+
+    def __enter__(self) -> EagerStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._over:
+            return
+        if kind is None:
+            self.finish()
+        else:
+            self._end()
+
+    # -- what a graph does, done at once ---------------------------------------------------------------------
+
+    def new_tensor(self, type: TensorType, block: Block) -> Tensor:
+        if block.id:
+            return super().new_tensor(type, block)
+        self.tensors.append(EagerTensor(self, len(self.tensors), type))
+        return self.tensors[-1]
+
+    def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
+        if self._over:
+            raise UserError(
+                f"{getattr(user, 'name', user)}: this eager step is over; begin another (Eager.step) and "
+                "take values into it with its constant(x)"
+            )
+        if isinstance(x, Tensor) and x.graph is not self:
+            raise UserError(f"{getattr(user, 'name', user)}: {self._foreign(x)}")
+        return super().visible(x, user, level)
+
+    def _foreign(self, x: Tensor) -> str:
+        if not isinstance(x, EagerTensor):
+            return (
+                f"{x!r} belongs to graph {x.graph.name!r}, which is being built and holds no values; "
+                "make the operands in one graph or in one eager step"
+            )
+        whose = "another step" if x.graph.store is self.store else "another eager context"
+        return f"{x!r} belongs to {whose}; take its value into this one with step.constant(x)"
+
+    def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
+        node = super()._append(op, inputs, outs, body)
+        if not self.block.id:
+            try:
+                self._run(node)
+            except BaseException as error:
+                self._forget(node)
+                if isinstance(error, LayoutError):
+                    raise LayoutError(f"{op.name} at {_line()}: {error}") from None
+                raise
+        return node
+
+    def _forget(self, node: Node) -> None:
+        self.block.nodes.remove(node)
+        for o in node.outputs:
+            self.producer.pop(o, None)
+
+    def _run(self, node: Node) -> None:
+        op = node.op
+        if isinstance(op, Feed):
+            self._set(node.outputs[0], self.machine.placed(self._fed[op.feed], op.type, f"input {op.feed!r}"))
+        elif isinstance(op, Read):
+            self._set(node.outputs[0], self.store.pieces(op.variable))
+        elif isinstance(op, Assign):
+            self._written[op.variable.name] = op.variable, self._pieces(node.inputs[0])
+        else:
+            for tensor, pieces in self.machine.run(self, node, self._pieces).items():
+                self._set(tensor, pieces)
+
+    def _set(self, id: int, pieces: Pieces) -> None:
+        tensor = self.tensors[id]
+        assert isinstance(tensor, EagerTensor)
+        tensor.pieces = pieces
+
+    def _pieces(self, id: int) -> Pieces:
+        tensor = self.tensors[id]
+        assert isinstance(tensor, EagerTensor)
+        if tensor.pieces is None:
+            self._save(id)
+        assert tensor.pieces is not None
+        return tensor.pieces
+
+    def _save(self, id: int) -> None:
+        """Runs a loop again for values of its body that its backward turned out to read."""
+        loop = next(n for n in self.nodes if n.body is not None and id in n.body.saved.values())
+        for tensor, pieces in self.machine.run(self, loop, self._pieces).items():
+            self._set(tensor, pieces)
+
+
+def _array(value: Any) -> Any:
+    """A NumPy array; Python's numbers become float32 and int32, as everywhere in models."""
+    array = np.asarray(value)
+    if not hasattr(value, "dtype"):
+        array = array.astype({"f": "float32", "i": "int32"}.get(array.dtype.kind, array.dtype))
+    return array
+
+
+def _line() -> str:
+    """The line of the model that is being run: the innermost one outside of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

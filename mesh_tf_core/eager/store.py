@@ -1,0 +1,100 @@
+"""The variables of an eager context: each lies in pieces here, in engines of staged functions, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.eager.machine import Machine
+from mesh_tf_core.engines import Engine
+from mesh_tf_core.engines.lockstep import Pieces
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.structure import Variable
+
+
+@dataclass
+class Held:
+    """Where the value of a variable is.
+
+    Attributes:
+      engines: those whose copy is the present one.
+    """
+
+    variable: Variable
+    pieces: Pieces | None = None
+    engines: list[Engine] = field(default_factory=list)
+
+
+class Store:
+    """Variables by name. A value is copied only when it is asked for where it does not lie."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.held: dict[str, Held] = {}
+
+    def pieces(self, variable: Variable) -> Pieces:
+        """The value, as eager operations read it; a variable that is new is initialised."""
+        held = self._known(variable)
+        if held is None:
+            sizes = variable.shape.sizes
+            array = variable.initializer.piece(variable.name, sizes, [0] * len(sizes), sizes)
+            held = self.held[variable.name] = Held(variable, self._placed(variable, array))
+        elif held.pieces is None:
+            held.pieces = self._placed(variable, held.engines[0].read(variable.name))
+        assert held.pieces is not None
+        return held.pieces
+
+    def put(self, variable: Variable, pieces: Pieces) -> None:
+        """Replaces the value."""
+        self.held[variable.name] = Held(variable, pieces)
+
+    def bring(self, variable: Variable, engine: Engine) -> None:
+        """Makes the engine's copy the present one. An engine's variables begin with their initial values."""
+        held = self._known(variable)
+        if held is None:
+            self.held[variable.name] = Held(variable, None, [engine])
+        elif not any(e is engine for e in held.engines):
+            engine.write(variable.name, self.read(variable.name))
+            held.engines.append(engine)
+
+    def wrote(self, variable: Variable, engine: Engine) -> None:
+        """A step of the engine has replaced the value."""
+        self.held[variable.name] = Held(variable, None, [engine])
+
+    def read(self, name: str) -> Any:
+        """The global array."""
+        held = self._named(name)
+        if held.pieces is None:
+            return held.engines[0].read(name)
+        return self.machine.joined(held.pieces, held.variable.type)
+
+    def write(self, name: str, array: Any) -> None:
+        """Replaces the value by a global array."""
+        variable = self._named(name).variable
+        if np.shape(array) != variable.shape.sizes:
+            raise UserError(
+                f"variable {name!r} has shape [{variable.shape}], found {list(np.shape(array))}; "
+                "give an array of that shape"
+            )
+        self.put(variable, self._placed(variable, array))
+
+    def _named(self, name: str) -> Held:
+        if name not in self.held:
+            raise UserError(f"no step has made a variable {name!r}; {known_names(name, self.held)}")
+        return self.held[name]
+
+    def _known(self, variable: Variable) -> Held | None:
+        held = self.held.get(variable.name)
+        if held is not None and held.variable.type != variable.type:
+            raise UserError(
+                f"variable {variable.name!r} is {held.variable.type} since an earlier step and is now "
+                f"asked for as {variable.type}; give it another name, or begin with a new mtf.Eager"
+            )
+        return held
+
+    def _placed(self, variable: Variable, array: Any) -> Pieces:
+        array = np.asarray(array).astype(np_dtype(variable.dtype))
+        return self.machine.placed(array, variable.type, f"variable {variable.name!r}")
