@@ -16,17 +16,20 @@ import numpy as np
 from mesh_tf_core.engines import jax_home
 from mesh_tf_core.engines.feeds import check_batch
 from mesh_tf_core.engines.jax_program import JaxProgram, is_wide
+from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.program import Program, Stored, wire_bytes
 
 
-class JaxEngine:
+class JaxEngine(Stepping):
     """See `engines.protocol.Engine`. Variables are sharded arrays, replaced in place by every step.
 
     Args:
       devices: JAX's devices by rank; by default the first ones of the process.
     """
+
+    is_chief = True
 
     def __init__(self, program: Program, devices: Sequence[Any] | None = None) -> None:
         self.program = program
@@ -35,6 +38,7 @@ class JaxEngine:
         self.compile_seconds = 0.0
         self.communication_bytes: dict[str, float] = {}
         self._state: dict[str, Any] = {}
+        self._owner = True
         self._compiled: Any = None
         self._bytes: dict[str, float] = {}
         self._wide = is_wide(program)
@@ -42,7 +46,8 @@ class JaxEngine:
     # -- state -----------------------------------------------------------------------------------------------
 
     def initialize(self) -> None:
-        self._state = {name: self._initial(name, stored) for name, stored in self.program.variables.items()}
+        for name, stored in self.program.variables.items():
+            self._state[name] = self._initial(name, stored)
 
     def _initial(self, name: str, stored: Stored) -> Any:
         variable = stored.variable
@@ -79,6 +84,19 @@ class JaxEngine:
         with jax_home.wide_numbers(self._wide):
             self._state[name] = jax.device_put(value, self._sharding(stored))
 
+    def snapshot(self) -> Mapping[str, Any]:
+        self._ready()
+        # The next step gives the arrays' memory away.
+        kept = {name: self._state[name].copy() for name in self.program.variables}
+        return OneByOne(kept, np.asarray)
+
+    def beside(self, program: Program) -> JaxEngine:
+        check_beside(self.program, program)
+        self._ready()
+        other = JaxEngine(program, self.devices)
+        other._state, other._owner = self._state, False
+        return other
+
     def _stored(self, name: str) -> Stored:
         if name not in self.program.variables:
             raise UserError(f"there is no variable {name!r}; {known_names(name, self.program.variables)}")
@@ -95,27 +113,29 @@ class JaxEngine:
         return max(int(s["peak_bytes_in_use"]) for s in stats) if all(stats) else None
 
     def close(self) -> None:
-        for array in self._state.values():
+        for array in self._state.values() if self._owner else ():
             array.delete()
         self._state, self._compiled = {}, None
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def steps(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [self.step(b) for b in batches]
-
-    def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        self._ready()
+    def feed(self, batch: Mapping[str, Any]) -> Any:
         arrays = check_batch(self.program, batch)
         values = self.program.values
         with jax_home.wide_numbers(self._wide):
+            return {
+                name: jax.device_put(arrays[name], jax_home.sharding(self.mesh, values[id].splits))
+                for name, id in self.program.feeds.items()
+            }
+
+    def run(self, fed: Any) -> dict[str, Any]:
+        self._ready()
+        with jax_home.wide_numbers(self._wide):
             if self._compiled is None:
                 self._compile()
-            fed = {
-                name: jax.device_put(array, jax_home.sharding(self.mesh, values[id].splits))
-                for name, array, id in ((n, arrays[n], i) for n, i in self.program.feeds.items())
-            }
-            self._state, results = self._compiled(self._state, fed)
+            state = {name: self._state[name] for name in self.program.variables}
+            state, results = self._compiled(state, fed)
+            self._state.update(state)
         self.communication_bytes = dict(self._bytes)
         return {name: np.asarray(array) for name, array in results.items()}
 

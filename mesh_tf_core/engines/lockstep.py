@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.engines.feeds import check_batch
-from mesh_tf_core.engines.stepping import Stepping, check_beside
+from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
 from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.layout import Axes
@@ -107,7 +107,8 @@ class LockstepEngine(Stepping):
         self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(np.asarray(array), v)]
 
     def snapshot(self) -> Mapping[str, Any]:
-        return {name: self.read(name) for name in self.program.variables}
+        kept = {name: (self.state[name], self._stored(name)) for name in self.program.variables}
+        return OneByOne(kept, lambda found: self.join(*found))
 
     def beside(self, program: Program) -> LockstepEngine:
         check_beside(self.program, program)

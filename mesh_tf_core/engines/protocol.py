@@ -31,12 +31,38 @@ class Engine(Protocol):
         """Runs one step per batch."""
         ...
 
+    def feed(self, batch: Mapping[str, Any]) -> Any:
+        """Checks a batch and hands its pieces to the devices, for `run`.
+
+        May be called in another thread while a step runs.
+        """
+        ...
+
+    def run(self, fed: Any) -> dict[str, Any]:
+        """`step` on what `feed` returned."""
+        ...
+
     def read(self, name: str) -> Any:
         """The global value of a variable."""
         ...
 
     def write(self, name: str, array: Any) -> None:
         """Replaces the global value of a variable."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """The global values that all variables have now, whatever later steps do.
+
+        A value is put together when it is asked for, at most once, and may be asked for in another thread.
+        """
+        ...
+
+    def beside(self, program: Program) -> Engine:
+        """An engine for another program on the same devices and variables (evaluation beside training).
+
+        Raises:
+          UserError: the program has a variable that this one lacks or stores differently.
+        """
         ...
 
     @property

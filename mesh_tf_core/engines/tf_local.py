@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.stepping import Stepping, check_beside
 from mesh_tf_core.engines.tf_group_trace import GroupTrace
 from mesh_tf_core.engines.tf_trace import Trace
 from mesh_tf_core.engines.tf_variables import Variables
@@ -21,19 +22,28 @@ from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.program import Collective, Program, Value, wire_bytes
 
 
-class TfLocalEngine:
+class TfLocalEngine(Stepping):
     """See `engines.protocol.Engine`.
 
     Args:
       devices: device names by rank (`tf_devices.prepare` makes them).
       exchange: how pieces travel: `direct` as operations of the graph around the devices, `group` by
         TensorFlow's collectives; by default `direct` on CPU and `group` on GPU.
+      shared: another engine's variables, to be used here too.
     """
 
-    def __init__(self, program: Program, devices: Sequence[str], exchange: str | None = None) -> None:
+    is_chief = True
+
+    def __init__(
+        self,
+        program: Program,
+        devices: Sequence[str],
+        exchange: str | None = None,
+        shared: Variables | None = None,
+    ) -> None:
         self.exchange = exchange or ("direct" if len(devices) == 1 or "CPU" in devices[0] else "group")
         self.program, self.devices = program, tuple(devices)
-        self.variables = Variables(program, self.devices)
+        self.variables = Variables(program, self.devices, shared=shared)
         self.compile_seconds = 0.0
         self.communication_bytes: dict[str, float] = {}
         self._bytes: dict[str, float] = dict.fromkeys(program.mesh.names, 0.0)
@@ -52,6 +62,15 @@ class TfLocalEngine:
     def write(self, name: str, array: Any) -> None:
         self._ready()
         self.variables.write(name, array)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        self._ready()
+        return self.variables.snapshot()
+
+    def beside(self, program: Program) -> TfLocalEngine:
+        check_beside(self.program, program)
+        self._ready()
+        return TfLocalEngine(program, self.devices, self.exchange, self.variables)
 
     def _ready(self) -> None:
         if not self.variables.initialized:
@@ -74,17 +93,15 @@ class TfLocalEngine:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def steps(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [self.step(b) for b in batches]
+    def feed(self, batch: Mapping[str, Any]) -> Any:
+        return [tf.constant(x) for x in self._pieces(check_batch(self.program, batch))]
 
-    def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, fed: Any) -> dict[str, Any]:
         self._ready()
-        arrays = check_batch(self.program, batch)
         if self._step is None:
             self._step = self._traced()
-        pieces = [tf.constant(x) for x in self._pieces(arrays)]
         start = time.perf_counter()
-        found = [t.numpy() for t in self._step(*pieces)]
+        found = [t.numpy() for t in self._step(*fed)]
         if not self._ran:
             self.compile_seconds += time.perf_counter() - start
             self._ran = True

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from mesh_tf_core.engines.stepping import OneByOne
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.program import Program, Value
 
@@ -20,17 +21,24 @@ _engines = itertools.count()
 
 
 class Variables:
-    """The shards of a program's variables on `devices`, whose ranks count from `first`."""
+    """The shards of a program's variables on `devices`, whose ranks count from `first`.
 
-    def __init__(self, program: Program, devices: Sequence[str], first: int = 0) -> None:
+    Args:
+      shared: another program's variables, whose shards these are too.
+    """
+
+    def __init__(
+        self, program: Program, devices: Sequence[str], first: int = 0, shared: Variables | None = None
+    ) -> None:
         self.program, self.devices, self.first = program, tuple(devices), first
-        self.prefix = f"layoutopt_{next(_engines)}"
+        self.prefix = shared.prefix if shared else f"layoutopt_{next(_engines)}"
+        self._owner = shared is None
         self.values = {
             name: Value(-1, s.variable.shape, s.variable.dtype, s.splits)
             for name, s in program.variables.items()
         }
         self.sizes = {name: v.local(program.mesh).shape.sizes for name, v in self.values.items()}
-        self.initialized = False
+        self.initialized = shared is not None
 
     def handle(self, name: str) -> Any:
         """The shard on the current device, in a traced function or eagerly."""
@@ -88,17 +96,29 @@ class Variables:
 
     def read(self, name: str) -> Any:
         """The global array."""
-        v = self.values[name]
-        out = np.empty(v.shape.sizes, np_dtype(v.dtype))
-        seen: set[tuple[int, ...]] = set()
+        return self._joined((name, self._pieces(name)))
+
+    def snapshot(self) -> OneByOne:
+        """All values as they are now. No copy: a step stores new tensors, and the old ones live while they
+        are kept here."""
+        return OneByOne({name: (name, self._pieces(name)) for name in self.values}, self._joined)
+
+    def _pieces(self, name: str) -> dict[tuple[int, ...], Any]:
+        """Index of the first element -> tensor, of all different pieces."""
+        found: dict[tuple[int, ...], Any] = {}
         for rank, device in enumerate(self.devices, self.first):
             begin = self.begin(name, rank)
-            if begin in seen:
-                continue
-            seen.add(begin)
-            with tf.device(device):
-                piece = self.value(name).numpy()
-            out[tuple(slice(b, b + n) for b, n in zip(begin, self.sizes[name], strict=True))] = piece
+            if begin not in found:
+                with tf.device(device):
+                    found[begin] = self.value(name)
+        return found
+
+    def _joined(self, named: tuple[str, dict[tuple[int, ...], Any]]) -> Any:
+        name, pieces = named
+        v, sizes = self.values[name], self.sizes[name]
+        out = np.empty(v.shape.sizes, np_dtype(v.dtype))
+        for begin, piece in pieces.items():
+            out[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))] = piece.numpy()
         return out
 
     @property
@@ -113,7 +133,7 @@ class Variables:
 
     def delete(self) -> None:
         """Gives the shards' memory back."""
-        for device in self.devices if self.initialized else ():
+        for device in self.devices if self.initialized and self._owner else ():
             with tf.device(device):
                 for name in self.values:
                     tf.raw_ops.DestroyResourceOp(resource=self.handle(name), ignore_lookup_error=True)

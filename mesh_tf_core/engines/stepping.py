@@ -1,0 +1,61 @@
+"""What engines share: steps made of a feed and a run, variables shared with another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.program import Program
+
+
+class Stepping:
+    """A step from its two halves (see `engines.protocol.Engine`)."""
+
+    def feed(self, batch: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def run(self, fed: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return self.run(self.feed(batch))
+
+    def steps(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [self.step(batch) for batch in batches]
+
+
+class OneByOne(Mapping[str, Any]):
+    """Values made from what is kept of them; what is kept is let go when its value is asked for.
+
+    Args:
+      join: what is kept of a variable -> its global value.
+    """
+
+    def __init__(self, kept: Mapping[str, Any], join: Callable[[Any], Any]) -> None:
+        self._kept: dict[str, Any] = dict(kept)
+        self._join = join
+
+    def __getitem__(self, name: str) -> Any:
+        return self._join(self._kept.pop(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._kept))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def check_beside(program: Program, other: Program) -> None:
+    """Raises UserError unless `other` can use the variables of `program`."""
+    if other.mesh != program.mesh:
+        raise UserError(f"a program for mesh [{other.mesh}] cannot run beside one for [{program.mesh}]")
+    for name, stored in other.variables.items():
+        if name not in program.variables:
+            raise UserError(f"there is no variable {name!r}; {known_names(name, program.variables)}")
+        own = program.variables[name]
+        if (own.variable.type, own.splits) != (stored.variable.type, stored.splits):
+            raise UserError(
+                f"variable {name!r} is {own.variable.type} stored over {own.splits} here, "
+                f"{stored.variable.type} over {stored.splits} in the other program"
+            )
