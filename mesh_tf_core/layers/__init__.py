@@ -5,25 +5,39 @@ variables are stored in float32 and used in the dtype of its input.
 """
 
 from mesh_tf_core.layers.attention import Attention, LocalAttention
+from mesh_tf_core.layers.attention_kinds import (
+    BilinearAttention,
+    BranchedAttention,
+    CompressedAttention,
+    DoublyNormalizedAttention,
+)
 from mesh_tf_core.layers.base import ACTIVATIONS
 from mesh_tf_core.layers.batch_norm import BatchNorm
 from mesh_tf_core.layers.conv import Conv, GroupNorm
 from mesh_tf_core.layers.dense import Dense, FeedForward
 from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
+from mesh_tf_core.layers.local_2d import LocalAttention2D
 from mesh_tf_core.layers.loss import CrossEntropy, sigmoid_cross_entropy
+from mesh_tf_core.layers.masks import causal_mask, padding_mask, segment_mask
 from mesh_tf_core.layers.moe import MixtureOfExperts
 from mesh_tf_core.layers.noise import AnnealedDropout, Jitter
 from mesh_tf_core.layers.norm import LayerNorm, ReZero, RMSNorm, ScaleNorm
 from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
+from mesh_tf_core.layers.synthesizer import Synthesizer
+from mesh_tf_core.layers.talking_heads import TalkingHeadsAttention
 
 __all__ = [
     "ACTIVATIONS",
     "AnnealedDropout",
     "Attention",
     "BatchNorm",
+    "BilinearAttention",
+    "BranchedAttention",
+    "CompressedAttention",
     "Conv",
     "CrossEntropy",
     "Dense",
+    "DoublyNormalizedAttention",
     "Embedding",
     "FeedForward",
     "GroupNorm",
@@ -31,6 +45,7 @@ __all__ = [
     "LayerNorm",
     "LearnedPositions",
     "LocalAttention",
+    "LocalAttention2D",
     "MixtureOfExperts",
     "RMSNorm",
     "ReZero",
@@ -38,5 +53,10 @@ __all__ = [
     "Rotary",
     "ScaleNorm",
     "Sinusoids",
+    "Synthesizer",
+    "TalkingHeadsAttention",
+    "causal_mask",
+    "padding_mask",
+    "segment_mask",
     "sigmoid_cross_entropy",
 ]
