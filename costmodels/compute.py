@@ -5,7 +5,9 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
 (3) TPU padding: n and k to the width of the matrix unit, m to sublanes, in the better of the two orientations
 (4) GPU padding: tiles = ceil(m / tile) · ceil(n / tile) · batch run in waves of one tile per multiprocessor;
     the last wave takes as long as a full one; the tile is the best of the whole one and its halves
-(5) flop seconds of anything else = FLOPs / vector rate, when the hardware file has one
+(5) flop seconds of anything else = FLOPs / vector rate, when the hardware file has one; a product that pads
+    so badly that it is faster there (a few rows, columns or terms) runs there too; work that is fused with a
+    product runs beside it: the longer of both counts
 (6) memory seconds = bytes / (bandwidth · efficiency)
 (7) virtual devices share cores: everything takes max(1, devices / cores) times as long
 (8) measured: t = max(curve(FLOPs or bytes) · contention / contention then, FLOPs / peak, memory seconds)
@@ -35,6 +37,7 @@ class Quantity:
       dtype: element type of the operands.
       matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]; None when unknown: no
       padding then.
+      vector: FLOPs of the element-wise work that is fused with a product, beside `flops`.
     """
 
     flops: float
@@ -42,6 +45,7 @@ class Quantity:
     op_class: str
     dtype: str
     matmul_dims: tuple[int, int, int, int] | None = None
+    vector: float = 0.0
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.bytes < 0:
@@ -92,8 +96,10 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         padding = padding_ratio(hardware.chip.matrix_unit, quantity)
         padded = quantity.flops * padding
         flops = contention * padded / (hardware.peak_flops(quantity.dtype) * _efficiency(hardware, padded))
-    elif hardware.chip.vector_flops is not None:
-        flops = contention * quantity.flops * hardware.devices_per_chip / hardware.chip.vector_flops.value
+        flops = min(flops, contention * _vector_seconds(hardware, quantity.flops, math.inf))
+        flops = max(flops, contention * _vector_seconds(hardware, quantity.vector, 0.0))
+    else:
+        flops = contention * _vector_seconds(hardware, quantity.flops, 0.0)
     launch = contention * hardware.chip.launch_overhead.value
     bound = "launch" if launch > max(flops, memory) else "flops" if flops >= memory else "memory"
     words = (
@@ -101,6 +107,12 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         f"{padding:.3g}; {memory * 1e6:.4g} us for {quantity.bytes:.4g} bytes)"
     )
     return ComputeCost(launch + max(flops, memory), flops, memory, launch, padding, bound, words)
+
+
+def _vector_seconds(hardware: Hardware, flops: float, unknown: float) -> float:
+    """Equation (5); `unknown` when the file has no vector rate."""
+    rate = hardware.chip.vector_flops
+    return unknown if rate is None else flops * hardware.devices_per_chip / rate.value
 
 
 def padding_ratio(unit: MatrixUnit, quantity: Quantity) -> float:

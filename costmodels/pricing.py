@@ -9,6 +9,9 @@
 
 Quantities add up over instructions; seconds come last.
 
+Hardware whose compiler fuses (`fuses` in its file) is priced kernel by kernel (`costmodels.fusion`): (1) is
+then a sum over kernels, of the FLOPs of all their operations and the bytes that they read and write together.
+
 Hardware whose file has curves of classes `kernel.…` (a calibrated machine that runs the local engine) is
 priced call by call (`costmodels.kernels`), as that engine works: values that a loop stacks stay in parts,
 which travel one by one; values that travel together are summed one by one; and a step has a fixed part for
@@ -18,11 +21,12 @@ its start and its stored variables.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from costmodels.collectives import collective_seconds, full_bytes
 from costmodels.compute import Quantity, compute_seconds
+from costmodels.fusion import Kernel, fused
 from costmodels.hardware import ComputeCurve, Hardware
 from costmodels.kernels import call_seconds, calls
 from costmodels.topology import Placement, place
@@ -38,7 +42,7 @@ class Line:
     """One instruction's share of the price.
 
     Attributes:
-      times: how often it runs in a step; every other number is of one run on one device.
+      times: how often it runs in a step (`Loop.times`); every other number is of one run on one device.
       seconds: all of it, hidden or not.
       exposed: seconds that the step waits for.
       flops, bytes: of computation.
@@ -49,7 +53,7 @@ class Line:
     text: str
     origin: Origin
     kind: str
-    times: int
+    times: float
     seconds: float
     exposed: float
     flops: float = 0.0
@@ -128,6 +132,15 @@ class Pricer:
         """Whether this hardware is priced call by call, as the local engine works."""
         return "kernel" in self._curves
 
+    @property
+    def pieces_cost_more(self) -> bool:
+        """Whether n times the price of an n-th of some work is never less than the price of the whole.
+
+        True of rooflines with padding and of latency and bandwidth (tests/costmodels/test_pieces.py);
+        measured curves may say otherwise, where pieces fit into a cache.
+        """
+        return not self.hardware.compute_curves and not self.hardware.collective_curves
+
     @cached_property
     def _curves(self) -> dict[str, ComputeCurve]:
         return {c.op_class: c for c in self.hardware.compute_curves if c.op_class.split(".")[0] == "kernel"}
@@ -135,7 +148,7 @@ class Pricer:
     def lines(self, program: Program) -> Iterable[Line]:
         """One line per instruction that takes time."""
         stacks = _stacks(program) if self.by_call else {}
-        for instr, times in program.walk():
+        for instr, times in program.expected():
             if isinstance(instr, Local) and not instr.op.free:
                 yield self.local(program, instr, times)
             elif isinstance(instr, AllReduce) and self.by_call:
@@ -150,9 +163,10 @@ class Pricer:
         start = (Line("step", "", Origin(-1, "step", "update"), "step", 1, fixed, fixed),) if fixed else ()
         return Cost((*self.lines(program), *start))
 
-    def seconds(self, program: Program) -> float:
-        """Seconds of the instructions alone: the price of a step without its fixed part."""
-        return sum(line.exposed * line.times for line in self.lines(program))
+    def seconds(self, program: Program, again: bool = False) -> float:
+        """Seconds of the instructions alone: the price of a step without its fixed part; `again` as in
+        `lines`."""
+        return sum(line.exposed * line.times for line in self.lines(program, again))
 
     def fixed_seconds(self, program: Program) -> float:
         """What a step takes under every layout: its start, and storing its variables."""
@@ -168,7 +182,7 @@ class Pricer:
     def _contended(self, curve: ComputeCurve) -> float:
         return self.hardware.contention(self.devices) / self.hardware.contention(curve.devices)
 
-    def local(self, program: Program, instr: Local, times: int) -> Line:
+    def local(self, program: Program, instr: Local, times: float) -> Line:
         quantity = self._quantity(program, instr)
         seconds = self._called(program, instr) if self.by_call else None
         if seconds is None:
@@ -184,6 +198,21 @@ class Pricer:
             quantity.flops,
             quantity.bytes,
         )
+
+    def kernel(self, program: Program, kernel: Kernel, times: int) -> Line:
+        """A line for operations that run as one."""
+        first = kernel.product or kernel.instrs[0]
+        moved = kernel.read + kernel.written
+        own = self._quantity(program, first)
+        if kernel.product is not None:
+            quantity = replace(own, bytes=moved, vector=kernel.vector)
+        else:
+            quantity = Quantity(kernel.vector, moved, "elementwise", own.dtype)
+        seconds = self._priced(quantity)
+        flops = sum(self._quantity(program, instr).flops for instr in kernel.instrs)
+        text = " + ".join(instr.name for instr in kernel.instrs) if len(kernel.instrs) > 1 else ""
+        kind = quantity.op_class if kernel.product is not None else own.op_class
+        return Line(first.name, text, first.origin, kind, times, seconds, seconds, flops, moved)
 
     def _priced(self, quantity: Quantity) -> float:
         seconds = self._compute.get(quantity)
@@ -218,7 +247,7 @@ class Pricer:
         share = self._contended(found)
         return lambda amount: found.seconds(amount) * share
 
-    def stacking(self, program: Program, loop: Loop, times: int) -> Iterable[Line]:
+    def stacking(self, program: Program, loop: Loop, times: float) -> Iterable[Line]:
         """A loop writes what it stacks; reading a part back is a view.
 
         The local engine keeps parts, and joins them only for readers other than loops: the update, of
@@ -233,7 +262,7 @@ class Pricer:
             seconds = self._priced(Quantity(0.0, size, "data", value.dtype))
             yield Line("stack", loop.text(), loop.origin, "data", times, seconds, seconds, 0.0, size)
 
-    def _sums(self, program: Program, instr: AllReduce, times: int, stacks: dict[int, int]) -> Line:
+    def _sums(self, program: Program, instr: AllReduce, times: float, stacks: dict[int, int]) -> Line:
         """An all-reduce whose values, and the parts of stacked ones, are summed one by one."""
         seconds = 0.0
         for i in instr.inputs:
@@ -246,7 +275,7 @@ class Pricer:
             instr.name, text, instr.origin, instr.name, times, seconds, exposed, axes=instr.axes, sent=sent
         )
 
-    def collective(self, program: Program, instr: Collective, times: int) -> Line:
+    def collective(self, program: Program, instr: Collective, times: float) -> Line:
         kind = instr.name
         seconds = self._joined(
             kind, instr.axes, [program.values[i].local_bytes(program.mesh) for i in instr.inputs]

@@ -1,8 +1,9 @@
 """The search over mesh shapes and microbatches: each one's integer program, and the best of them.
 
-Every number of microbatches is looked at. More of them mostly cost time, but not always (a piece may be
-priced as another kind of work than the whole), so none is ruled out before its own best time without a
-memory limit, a bound on all its layouts, is known to be no better than what was found.
+The best time of a mesh without a memory limit bounds all its layouts; where that is no better than what was
+found already, nothing else is solved. Where the hardware's prices say that a piece never costs less than its
+share of the whole (`Pricer.pieces_cost_more`), the bound holds for every larger number of microbatches too,
+and their tables are not even made; a calibrated machine may be faster in pieces, so there each is looked at.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from costmodels.hardware import Cluster, Hardware, load_hardware
 from layoutopt.baselines import mesh_shapes
-from layoutopt.decisions import decisions
+from layoutopt.decisions import Decisions, decisions
 from layoutopt.domains import domains, parse_rules
 from layoutopt.evaluate import gib
 from layoutopt.extract import count_layouts
@@ -86,8 +87,7 @@ def search(
         tuple(sorted(set(microbatches))),
     )
     results = _Results(request)
-    for shape in _meshes(mesh, devices, max_axes, chosen):
-        results.add(shape)
+    results.add(_meshes(mesh, devices, max_axes, chosen))
     best = results.answer()
     known = results.searches[best.mesh, best.options.microbatches]
     return make_plan(
@@ -146,19 +146,37 @@ class _Results:
     frontier: list[Found] = field(default_factory=list)
     searches: dict[tuple[Mesh, int], MeshSearch] = field(default_factory=dict)
 
-    def add(self, mesh: Mesh) -> None:
-        """Searches one mesh shape, with every number of microbatches."""
-        for parts in self._parts():
-            search = self._open(mesh, parts)
-            if search is None:
-                break
-            if self.request.objective == "time":
-                self._fastest(search, mesh)
-            else:
+    def add(self, meshes: Sequence[Mesh]) -> None:
+        """Searches mesh shapes, each with every number of microbatches."""
+        if self.request.objective == "time":
+            self._add_fastest(meshes)
+            return
+        for mesh in meshes:
+            for parts in self._parts():
+                decided = self._decided(mesh, parts)
+                if decided is None:
+                    break
+                search = self._open(mesh, decided)
                 for outcome in search.frontier(
                     self.request.limit, self.request.deadline, self.request.objective
                 ):
                     self._take(outcome)
+
+    def _add_fastest(self, meshes: Sequence[Mesh]) -> None:
+        """The fewest microbatches of every mesh first: what they find rules out most of the others."""
+        least: dict[tuple[Mesh, int], float] = {}
+        for parts in self._parts():
+            for mesh in meshes:
+                decided = self._decided(mesh, parts)
+                known = (t for (m, whole), t in least.items() if m == mesh and parts % whole == 0)
+                if decided is not None and self._promising(max(known, default=0.0)):
+                    search = self._open(mesh, decided)
+                    seconds = self._fastest(search, mesh)
+                    least[mesh, parts] = seconds if search.prices.pieces_cost_more else 0.0
+
+    def _promising(self, bound: float) -> bool:
+        """Whether something with this bound on its seconds may still be the best."""
+        return self.best is None or bound < self.best.seconds * (1 - EXACT)
 
     def _parts(self) -> list[int]:
         """The numbers of microbatches to try; for the frontier and the least memory, of one each."""
@@ -168,8 +186,8 @@ class _Results:
         size = min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
         return [m for m in self.request.microbatches if size % m == 0] or [1]
 
-    def _open(self, mesh: Mesh, parts: int) -> MeshSearch | None:
-        """The problem of one mesh and number of microbatches; None if more of them cannot be had: the model
+    def _decided(self, mesh: Mesh, parts: int) -> Decisions | None:
+        """What is decided on one mesh with some microbatches; None if more of them cannot be had: the model
         cannot be split so, or what is pinned does not divide the smaller batch."""
         request = self.request
         try:
@@ -181,18 +199,24 @@ class _Results:
             return None
         decided = decisions(graph, splits, request.storage, request.recompute, parts)
         self.considered += count_layouts(decided.options)
-        search = self.searches[mesh, parts] = MeshSearch(request.model, mesh, decided, request.hardware)
+        return decided
+
+    def _open(self, mesh: Mesh, decided: Decisions) -> MeshSearch:
+        search = MeshSearch(self.request.model, mesh, decided, self.request.hardware)
+        self.searches[mesh, decided.microbatches] = search
         return search
 
-    def _fastest(self, search: MeshSearch, mesh: Mesh) -> None:
-        """Looks for something faster than the best so far."""
+    def _fastest(self, search: MeshSearch, mesh: Mesh) -> float:
+        """Looks for something faster than the best so far; returns a bound on `search`, whatever memory
+        it takes."""
         request = self.request
-        upper = self.best.seconds if self.best else None
-        if upper is None or search.relaxed(request.deadline) < upper * (1 - EXACT):
-            outcome = search.fastest(
-                request.limit, upper, request.deadline, lambda a, b: self._tell(mesh, a, b)
+        least = search.relaxed(request.deadline)
+        if self._promising(least):
+            upper = self.best.seconds if self.best else None
+            self._take(
+                search.fastest(request.limit, upper, request.deadline, lambda a, b: self._tell(mesh, a, b))
             )
-            self._take(outcome)
+        return least
 
     def _take(self, outcome: Outcome) -> None:
         self.proven &= outcome.proven

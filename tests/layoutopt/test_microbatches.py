@@ -1,0 +1,43 @@
+"""More microbatches: what the bound that rules them out says, and that it rules out nothing better."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from costmodels.hardware import load_hardware
+from layoutopt import search
+from layoutopt.decisions import decisions
+from layoutopt.domains import domains
+from layoutopt.mesh_search import MeshSearch
+from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.mesh import Mesh
+from tests.layoutopt.models import EXAMPLES
+
+
+def bound(name: str, mesh: Mesh, parts: int, hardware: str) -> float:
+    """No layout of an example takes fewer seconds with so many microbatches."""
+    model = EXAMPLES[name]()
+    graph = model.training_step(parts).graph
+    decided = decisions(graph, domains(graph, mesh), STAGES, (False, True), parts)
+    return MeshSearch(model, mesh, decided, load_hardware(hardware)).relaxed()
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware"), [("transformer in bfloat16", "tpu-v3"), ("transformer", "a100"), ("mlp", "tpu-v6e")]
+)
+def test_pieces_of_a_batch_take_no_less_time(name: str, hardware: str) -> None:
+    mesh = Mesh("data:2;model:2")
+    bounds = [bound(name, mesh, parts, hardware) for parts in (1, 4)]
+    assert bounds == sorted(bounds)
+
+
+def test_the_bound_rules_out_nothing_better() -> None:
+    model = EXAMPLES["mlp"]()
+    asked: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3"}
+    limit = 0.7 * search(model, **asked).predicted.peak_memory_bytes
+    together = search(model, **asked, memory=limit)
+    alone = [search(model, **asked, memory=limit, microbatches=[m]) for m in (1, 2, 4, 8)]
+    assert together.solver.status == "OPTIMAL"
+    assert together.predicted.step_seconds == min(plan.predicted.step_seconds for plan in alone)
