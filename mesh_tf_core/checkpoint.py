@@ -1,123 +1,207 @@
 """Checkpoints that no layout is part of: whole variables, checked by checksums, written atomically.
 
-A checkpoint is a directory `step-N` with one .npy file per variable and a `manifest.json` (format, step,
-extra state, SHA-256 and shape of every file). It is written under a temporary name and renamed when it is
-complete.
+    step-000000100/
+      00000.npy ...     one whole variable each
+      manifest.json     step, extra state; shape, dtype and SHA-256 of every file, and of the manifest itself
+
+A checkpoint is written under a temporary name and renamed when all of it is on the disk. Variables are
+written one after the other, so the host needs room for one of them, not for all.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, known_names
 
-FORMAT = "layoutopt-checkpoint/1"
+FORMAT = "layoutopt-checkpoint/2"
+MANIFEST = "manifest.json"
+CHUNK = 1 << 22
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is torn or edited, and an older one is used."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A variable's file."""
+
+    file: str
+    sha256: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint held.
+    """A checkpoint whose files all agree with their checksums.
 
     Attributes:
-      arrays: variable name -> whole array (bfloat16 as its uint16 bits, see `dtypes`).
-      extra: whatever the trainer added (data position, losses).
+      extra: what the trainer added (the data's position, the layout at the time).
+      skipped: newer checkpoints that were passed over, and why.
     """
 
+    path: Path
     step: int
-    arrays: Mapping[str, Any]
+    variables: Mapping[str, Entry]
     extra: Mapping[str, Any]
     skipped: tuple[str, ...] = ()
 
+    def read(self, name: str) -> Any:
+        """A whole variable."""
+        if name not in self.variables:
+            raise UserError(
+                f"checkpoint {str(self.path)!r} has no variable {name!r}; {known_names(name, self.variables)}"
+            )
+        entry = self.variables[name]
+        array = np.load(self.path / entry.file, allow_pickle=False)
+        if entry.dtype != "bfloat16":
+            return array
+        import ml_dtypes
 
-def save(
-    directory: str | Path,
-    step: int,
-    read: Callable[[str], Any],
-    names: list[str],
-    extra: Mapping[str, Any],
-    keep: int = 3,
+        return array.view(ml_dtypes.bfloat16)
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def write(
+    directory: str | Path, step: int, variables: Mapping[str, Any], extra: Mapping[str, Any], keep: int = 3
 ) -> Path:
     """Writes `step-N` and removes all but the newest `keep`.
 
     Args:
-      read: name -> whole array.
+      variables: name -> whole array; every one is asked for once, in order, and forgotten once it is written.
+      extra: plain data (what JSON holds).
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(".step-*"):  # by a process that was ended while it wrote
+        shutil.rmtree(left, ignore_errors=True)
     final, temporary = root / f"step-{step:09d}", root / f".step-{step:09d}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    files = {}
-    for number, name in enumerate(names):
-        array = np.asarray(read(name))
-        dtype = str(array.dtype)
-        buffer = io.BytesIO()
-        np.save(buffer, array.view(np.uint16) if dtype == "bfloat16" else array, allow_pickle=False)
-        content = buffer.getvalue()
-        file = f"{number:05d}.npy"
-        _write(temporary / file, content)
-        files[name] = {
-            "file": file,
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "dtype": dtype,
-            "shape": list(array.shape),
-        }
-    manifest = {"format": FORMAT, "step": step, "variables": files, "extra": dict(extra)}
-    _write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
-    shutil.rmtree(final, ignore_errors=True)
+    files = {
+        name: _write_array(temporary / f"{number:05d}.npy", variables[name])
+        for number, name in enumerate(variables)
+    }
+    _write_manifest(temporary, {"format": FORMAT, "step": step, "variables": files, "extra": dict(extra)})
+    _sync(temporary)
+    if final.exists():
+        final.rename(root / f".step-{step:09d}.replaced")
     temporary.rename(final)
-    for old in sorted(root.glob("step-*"))[:-keep]:
+    _sync(root)
+    others = sorted(p for p in root.glob("step-*") if p != final)
+    for old in [*root.glob(".step-*"), *others[: max(0, len(others) - (keep - 1))]]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
+def _write_array(path: Path, array: Any) -> dict[str, Any]:
+    """The variable's entry in the manifest."""
+    array = np.asarray(array, order="C")
+    dtype = str(array.dtype)
+    with path.open("wb") as file:
+        hashing = _Hashing(file)
+        plain = array.view(np.uint16) if dtype == "bfloat16" else array
+        np.lib.format.write_array(hashing, plain, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"file": path.name, "sha256": hashing.hexdigest(), "dtype": dtype, "shape": list(array.shape)}
 
 
-def restore(directory: str | Path) -> Checkpoint | None:
-    """The newest whole checkpoint; torn or edited ones are passed over and named in `skipped`. None if there
-    is none."""
+class _Hashing:
+    """A file that hashes what is written; NumPy writes an array to it in parts, without a copy of all."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self._digest = file, hashlib.sha256()
+
+    def write(self, content: bytes) -> int:
+        self._digest.update(content)
+        return self.file.write(content)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump({**manifest, "sha256": _own_digest(manifest)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _own_digest(manifest: Mapping[str, Any]) -> str:
+    plain = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Puts a folder's names on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def newest(directory: str | Path) -> Checkpoint | None:
+    """The newest whole checkpoint, every file checked; torn or edited ones are named in `skipped`.
+
+    None if there is no checkpoint at all.
+
+    Raises:
+      UserError: there are checkpoints, and none is whole.
+    """
     skipped: list[str] = []
-    found = sorted(Path(directory).glob("step-*"), reverse=True)
-    for path in found:
+    for path in sorted(Path(directory).glob("step-*"), reverse=True):
         try:
-            loaded = _load(path)
-        except (OSError, ValueError, KeyError) as error:
-            skipped.append(f"{path.name}: {error}")
-            continue
-        return Checkpoint(loaded.step, loaded.arrays, loaded.extra, tuple(skipped))
+            return _checked(path, tuple(skipped))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            skipped.append(f"{path.name}: {_reason(error)}")
     if skipped:
-        raise UserError(f"checkpoint {str(directory)!r}: no whole checkpoint in it ({'; '.join(skipped)})")
+        raise UserError(
+            f"checkpoint {str(directory)!r}: no whole checkpoint in it ({'; '.join(skipped)}); "
+            "give another directory, or remove this one to start anew"
+        )
     return None
 
 
-def _load(path: Path) -> Checkpoint:
-    manifest = json.loads((path / "manifest.json").read_text())
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"format {manifest.get('format')!r} instead of {FORMAT!r}")
-    arrays = {}
-    for name, entry in manifest["variables"].items():
-        content = (path / entry["file"]).read_bytes()
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise ValueError(f"variable {name!r} differs from its checksum")
-        array = np.load(io.BytesIO(content), allow_pickle=False)
-        if entry["dtype"] == "bfloat16":
-            import ml_dtypes
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{Path(error.filename).name} cannot be read ({error.strerror})"
+    return f"lacks {error}" if isinstance(error, KeyError) else str(error)
 
-            array = array.view(ml_dtypes.bfloat16)
-        arrays[name] = array
-    return Checkpoint(int(manifest["step"]), arrays, manifest["extra"])
+
+def _checked(path: Path, skipped: tuple[str, ...]) -> Checkpoint:
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"format {manifest['format']!r} instead of {FORMAT!r}")
+    if manifest["sha256"] != _own_digest(manifest):
+        raise ValueError(f"{MANIFEST} differs from its checksum")
+    entries = {}
+    for name, e in manifest["variables"].items():
+        entries[name] = Entry(e["file"], e["sha256"], e["dtype"], tuple(e["shape"]))
+        if _digest(path / e["file"]) != e["sha256"]:
+            raise ValueError(f"variable {name!r} differs from its checksum")
+    return Checkpoint(path, int(manifest["step"]), entries, manifest["extra"], skipped)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while content := file.read(CHUNK):
+            digest.update(content)
+    return digest.hexdigest()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,9 +20,26 @@ from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
+from mesh_tf_core.prefetch import Prefetch
+from mesh_tf_core.saving import Saver
 
 DEFAULT = Options()
 OnStep = Callable[[int, dict[str, Any], float], None]
+SKIPPED = 20
+"""Steps in a row that a loss scale may leave out before the run is given up."""
+
+
+class Planned(Protocol):
+    """What a plan decides; `layoutopt.search` gives one."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def options(self) -> Options: ...
 
 
 class Trainer:
@@ -27,32 +47,45 @@ class Trainer:
 
     Args:
       mesh, layout: where and how; `layout="auto"` searches the best one for this machine (needs `layoutopt`).
-      options: recomputation and storage, from a plan.
+        A plan in place of the mesh decides everything: `Trainer(model, plan)`.
+      options: storage, recomputation and microbatches.
       engine: `auto`, `local` (TensorFlow) or `lockstep` (NumPy, exact and slow).
 
     Attributes:
       layout: the layout in use; plan: the plan that it came from, if it was searched.
       step_number: steps done so far, also those before a resumed checkpoint.
+      position: where the data stood after the last step, None if it cannot tell.
+      waited: share of the time of the last `fit` that the devices waited for input.
     """
 
     def __init__(
         self,
         model: Model,
-        mesh: Mesh | str,
+        mesh: Mesh | str | Planned,
         layout: Layout | str = "",
         options: Options = DEFAULT,
         engine: str = "auto",
     ) -> None:
         self.model = model
-        self.mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         self.plan: Any = None
+        if not isinstance(mesh, Mesh | str):
+            if layout or options != DEFAULT:
+                raise UserError("Trainer: a plan decides the layout and the options; leave them out")
+            self.plan, layout, options = mesh, mesh.layout, mesh.options
+            mesh = mesh.mesh
+        self.mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         if layout == "auto":
             layout, options = self._searched()
         self.layout = Layout(layout) if isinstance(layout, str) else layout
+        self.options = options
         self.program = model.lower(self.mesh, self.layout, options)
         self.engine: Engine = open_engine(self.program, engine)
         self.engine.initialize()
         self.step_number = 0
+        self.position: Any = None
+        self.waited = 0.0
+        self._saver = Saver()
+        self._skipped = 0
 
     def _searched(self) -> tuple[Layout, Options]:
         try:
@@ -66,8 +99,14 @@ class Trainer:
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """One training step; returns the loss and the model's metrics (of before the update) as numbers."""
+        return self._run(self._feed(batch))
+
+    def _feed(self, batch: Mapping[str, Any]) -> Any:
         self._check(batch)
-        found = self.engine.step(self._shaped(batch))
+        return self.engine.feed(self._shaped(batch))
+
+    def _run(self, fed: Any) -> dict[str, Any]:
+        found = self.engine.run(fed)
         self.step_number += 1
         return {
             name: value.item() if getattr(value, "ndim", 1) == 0 else value for name, value in found.items()
@@ -83,56 +122,109 @@ class Trainer:
     ) -> list[dict[str, Any]]:
         """Trains until `steps` steps are done; returns the results of those done here.
 
+        The next batches are made in a thread while a step runs, and checkpoints are written while the next
+        steps run; an error in writing one is raised where the next one is due, or at the end.
+
         Args:
           batches: one dict of arrays per step, from the first step on: a resumed run skips those already
-            used.
+            used. An iterator with `get_state()` and `set_state(state)` (state: what JSON can hold) is set to
+            its place instead.
           checkpoint: directory to resume from and to save into, every `every` steps and at the end.
           on_step: called with (step number, results, seconds of the step).
+
+        Raises:
+          UserError: the loss is not a finite number, the data ended, a checkpoint is of another model.
         """
         if checkpoint is not None:
             self.restore(checkpoint)
         history: list[dict[str, Any]] = []
-        stream: Iterator[Mapping[str, Any]] = itertools.islice(iter(batches), self.step_number, steps)
-        for batch in stream:
-            began = time.perf_counter()
-            history.append(self.step(batch))
-            if on_step is not None:
-                on_step(self.step_number, history[-1], time.perf_counter() - began)
-            if checkpoint is not None and self.step_number % every == 0 and self.step_number < steps:
-                self.save(checkpoint)
-        if self.step_number < steps:
-            raise UserError(
-                f"the data ended after {self.step_number} of {steps} steps; give more batches or fewer steps"
-            )
-        if checkpoint is not None and history:
-            self.save(checkpoint)
+        stream, left = self._continued(iter(batches)), max(0, steps - self.step_number)
+        began = last = time.perf_counter()
+        try:
+            with Prefetch(stream, self._feed, left) as ready:
+                for item in ready:
+                    history.append(self._run(item.fed))
+                    self.position = item.position
+                    self._check_loss(history[-1]["loss"])
+                    now = time.perf_counter()
+                    if on_step is not None:
+                        on_step(self.step_number, history[-1], now - last)
+                    last = now
+                    self.waited = ready.waited / (now - began)
+                    if checkpoint is not None and self.step_number % every == 0 and self.step_number < steps:
+                        self.save(checkpoint, wait=False)
+            if self.step_number < steps:
+                raise UserError(
+                    f"the data ended after {self.step_number} of {steps} steps; "
+                    "give more batches or fewer steps"
+                )
+            if checkpoint is not None and history:
+                self.save(checkpoint, wait=False)
+        finally:
+            self._saver.wait()
         return history
 
-    def save(self, directory: str | Path) -> Path:
-        """Writes a checkpoint that any mesh and layout can read."""
-        names = list(self.program.variables)
-        return checkpoints.save(
-            directory, self.step_number, self.engine.read, names, {"layout": str(self.layout)}
+    def _continued(self, stream: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """The stream from the next step's batch on."""
+        if self.position is not None and hasattr(stream, "set_state"):
+            stream.set_state(self.position)
+        else:
+            collections.deque(itertools.islice(stream, self.step_number), maxlen=0)
+        return stream
+
+    def _check_loss(self, loss: float) -> None:
+        if math.isfinite(loss):
+            self._skipped = 0
+            return
+        self._skipped += 1
+        scaled = self.model.optimizer.loss_scale is not None
+        if scaled and self._skipped < SKIPPED:
+            return
+        tried = f"and in the {SKIPPED - 1} before it, which the loss scale left out" if scaled else ""
+        raise UserError(
+            f"the loss is {loss} in step {self.step_number}{f', {tried}' if tried else ''}; try a smaller "
+            "learning rate, a warm-up, clip_norm in the optimizer, or float32 activations, and look at that "
+            "step's batch"
         )
 
+    def save(self, directory: str | Path, wait: bool = True) -> None:
+        """Writes a checkpoint that any mesh and layout can read.
+
+        Args:
+          wait: False returns at once; an error is raised by the next `save`.
+        """
+        extra = {"layout": str(self.layout), "data": self.position}
+        snapshot = self.engine.snapshot()
+        if self.engine.is_chief:
+            self._saver.save(directory, self.step_number, snapshot, extra)
+            if wait:
+                self._saver.wait()
+
     def restore(self, directory: str | Path) -> bool:
-        """Continues from the newest checkpoint of a directory, if it has one."""
-        found = checkpoints.restore(directory)
+        """Continues from the newest whole checkpoint of a directory, if it has one; warns of those that are
+        torn or edited."""
+        self._saver.wait()
+        found = checkpoints.newest(directory)
         if found is None:
             return False
+        for text in found.skipped:
+            warnings.warn(
+                f"checkpoint {text}; {found.path.name} is used", checkpoints.CheckpointWarning, stacklevel=2
+            )
         for name, stored in self.program.variables.items():
-            if name not in found.arrays:
+            if name not in found.variables:
                 raise UserError(
                     f"checkpoint {str(directory)!r} has no variable {name!r}: it is of another model"
                 )
-            if tuple(found.arrays[name].shape) != stored.variable.shape.sizes:
+            shape = found.variables[name].shape
+            if shape != stored.variable.shape.sizes:
                 raise UserError(
-                    f"checkpoint {str(directory)!r}: variable {name!r} has shape "
-                    f"{tuple(found.arrays[name].shape)} there, "
+                    f"checkpoint {str(directory)!r}: variable {name!r} has shape {shape} there, "
                     f"{stored.variable.shape.sizes} here; use the same hyperparameters"
                 )
-            self.engine.write(name, found.arrays[name])
-        self.step_number = found.step
+        for name in self.program.variables:
+            self.engine.write(name, found.read(name))
+        self.step_number, self.position = found.step, found.extra.get("data")
         return True
 
     def _shaped(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,11 @@ class Engine(Protocol):
 
     program: Program
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes checkpoints and speaks for all; of several processes one does."""
+        ...
+
     def initialize(self) -> None:
         """Sets every variable to its initial value."""
         ...

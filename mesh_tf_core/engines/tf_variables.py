@@ -31,7 +31,7 @@ class Variables:
         self, program: Program, devices: Sequence[str], first: int = 0, shared: Variables | None = None
     ) -> None:
         self.program, self.devices, self.first = program, tuple(devices), first
-        self.prefix = shared.prefix if shared else f"layoutopt_{next(_engines)}"
+        self.prefix: str = shared.prefix if shared else f"layoutopt_{next(_engines)}"
         self._owner = shared is None
         self.values = {
             name: Value(-1, s.variable.shape, s.variable.dtype, s.splits)
@@ -96,14 +96,14 @@ class Variables:
 
     def read(self, name: str) -> Any:
         """The global array."""
-        return self._joined((name, self._pieces(name)))
+        return self._joined((name, self.pieces(name)))
 
     def snapshot(self) -> OneByOne:
         """All values as they are now. No copy: a step stores new tensors, and the old ones live while they
         are kept here."""
-        return OneByOne({name: (name, self._pieces(name)) for name in self.values}, self._joined)
+        return OneByOne({name: (name, self.pieces(name)) for name in self.values}, self._joined)
 
-    def _pieces(self, name: str) -> dict[tuple[int, ...], Any]:
+    def pieces(self, name: str) -> dict[tuple[int, ...], Any]:
         """Index of the first element -> tensor, of all different pieces."""
         found: dict[tuple[int, ...], Any] = {}
         for rank, device in enumerate(self.devices, self.first):

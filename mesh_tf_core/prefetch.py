@@ -1,0 +1,92 @@
+"""Input that is ready when a step wants it: the next batches are made in a thread while the devices work."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+DEPTH = 2
+"""Batches that wait ready: one for the step after the running one, one for a batch that takes longer."""
+
+
+def position(stream: Any) -> Any:
+    """Where an iterator stands, if it can tell (`get_state`, as iterators of the library Grain have it), or
+    None."""
+    return stream.get_state() if hasattr(stream, "get_state") and hasattr(stream, "set_state") else None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prepared batch.
+
+    Attributes:
+      position: where the data stands after it, None if the data cannot tell.
+    """
+
+    fed: Any
+    position: Any
+
+
+class Prefetch:
+    """The next `count` batches of a stream, prepared in a thread.
+
+    Args:
+      prepare: batch -> what a step takes; runs in the thread.
+
+    Attributes:
+      waited: seconds that the consumer has waited for input.
+    """
+
+    def __init__(self, stream: Iterator[Any], prepare: Callable[[Any], Any], count: int) -> None:
+        self.waited = 0.0
+        self._stream, self._prepare, self._count = stream, prepare, count
+        self._ready: queue.Queue[Ready | BaseException | None] = queue.Queue(DEPTH)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="input", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for _ in range(self._count):
+                try:
+                    batch = next(self._stream)
+                except StopIteration:
+                    break
+                if not self._put(Ready(self._prepare(batch), position(self._stream))):
+                    return
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: Ready | BaseException | None) -> bool:
+        """False if nobody wants it any more."""
+        while not self._stopped.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def __iter__(self) -> Iterator[Ready]:
+        while True:
+            began = time.perf_counter()
+            item = self._ready.get()
+            self.waited += time.perf_counter() - began
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                return
+            yield item
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the thread; it may have taken batches that nobody used."""
+        self._stopped.set()
+        self._thread.join()
