@@ -3,7 +3,7 @@
 Use it as `import mesh_tf_core as mtf`. Nothing here loads TensorFlow before a program is run.
 """
 
-from mesh_tf_core import layers
+from mesh_tf_core import decoding, layers
 from mesh_tf_core.control import cond, while_loop
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.eager import Eager
@@ -163,6 +163,7 @@ __all__ = [
     "cos",
     "cumsum",
     "custom_gradient",
+    "decoding",
     "divide",
     "dropout",
     "dynamic_shift",

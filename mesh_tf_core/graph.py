@@ -85,6 +85,10 @@ class Graph:
         finally:
             self._scope.pop()
 
+    def path(self, name: str) -> str:
+        """The whole name of something below the current scope."""
+        return "/".join([*self._scope, name])
+
     @contextmanager
     def phase(self, name: str, scope: str | None = None) -> Iterator[None]:
         """Marks operations as backward or update; `scope` replaces the path of names."""
@@ -275,7 +279,7 @@ class Graph:
           dtype: in which it is stored and updated (the master copy).
           activation_dtype: in which the returned tensor is (None: dtype).
         """
-        full = "/".join([*self._scope, name])
+        full = self.path(name)
         loops = [b for b in self._stack if b.dim is not None][self._around : self._shared]
         shape = Shape([*(b.dim for b in loops if b.dim), *dims])
         trained = trainable and not self._frozen
@@ -326,7 +330,7 @@ class Graph:
 
     def lookup(self, name: str) -> Variable:
         """The variable of this name below the current scope, or of this whole name."""
-        below = "/".join([*self._scope, name])
+        below = self.path(name)
         if below in self.variables:
             return self.variables[below]
         if name not in self.variables:

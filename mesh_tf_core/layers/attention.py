@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.layers.base import check_rate, project
+from mesh_tf_core.layers.caching import keys_at, last_positions, one_of_all, remembered
 from mesh_tf_core.layers.positions import Rotary
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import mtf_range
@@ -16,6 +18,10 @@ from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import concat, rename, reshape
 from mesh_tf_core.ops.softmax import masked_softmax
 from mesh_tf_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from mesh_tf_core.decoding.cache import Cache
+    from mesh_tf_core.layers.caching import AtPosition
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Attention:
     memory_length: str = "memory_length"
     d_model: str = "d_model"
     name: str = "attention"
+    cached: ClassVar[bool] = True
+    """Whether it can decode position by position."""
 
     def __post_init__(self) -> None:
         check_rate(self, self.dropout)
@@ -82,6 +90,7 @@ class Attention:
         memory: Tensor | None = None,
         mask: Tensor | None = None,
         bias: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """[others, length, d_model] -> the same.
 
@@ -90,13 +99,20 @@ class Attention:
           mask: bool with any of the logits' dimensions [others, heads, length, memory_length]; keys count
             where it holds.
           bias: added to the logits, as from `RelativeBias`.
+          cache: of a text that grows (see `decoding`). At a position, x is [others, d_model]; keys and values
+            of a memory are those of when the prompts were read.
         """
-        memory = self.memory_of(x, memory)
+        self.check_cached(cache, memory, mask)
+        if one_of_all(cache):
+            return self.at_position(x, memory is not None, mask, bias, cache)
+        crosses, memory = memory is not None, self.memory_of(x, memory)
         with x.graph.scope(self.name):
             q, k, v = self.projections(x, memory)
             if self.rotary is not None:
                 q = self.rotary(q, self.length, self.d_kv.name)
                 k = self.rotary(k, self.memory_length, self.d_kv.name)
+            if cache is not None:
+                self.remember(cache, k, v, crosses)
             mixed = self.mix(q, k, v, self.length, self.memory_length, self.seen(x, mask), bias)
             return self.joined(mixed, x)
 
@@ -117,21 +133,70 @@ class Attention:
             return both(mask, self.allowed(self.relative(x)))
         return mask
 
+    def check_cached(self, cache: Cache | None, memory: Tensor | None, mask: Tensor | None) -> None:
+        """UserError unless this attention can read a text that grows."""
+        if cache is not None and not self.cached:
+            raise UserError(f"{type(self).__name__}: cannot decode with a cache; use Attention")
+        if cache is not None and memory is None and (mask is not None or not self.causal):
+            raise UserError(
+                f"{type(self).__name__}: a text that grows is read from left to right; with a cache, use "
+                "causal=True and no mask"
+            )
+
+    def remember(self, cache: Cache, k: Tensor, v: Tensor, crosses: bool) -> None:
+        """Leaves the keys and values of the prompts in a cache: of a memory all, of a text as many as its
+        window can see."""
+        count = k.dim(self.memory_length).size if crosses else self.kept(cache)
+        cache.put("keys", last_positions(k, self.memory_length, count, cache), not crosses)
+        if v is not k:
+            cache.put("values", last_positions(v, self.memory_length, count, cache), not crosses)
+
+    def at_position(
+        self, x: Tensor, crosses: bool, mask: Tensor | None, bias: Tensor | None, cache: AtPosition
+    ) -> Tensor:
+        """[others, d_model], the position of the cache alone -> the same."""
+        with x.graph.scope(self.name):
+            if crosses:
+                q = self.queries(x)
+                k, v = remembered(x.graph, cache)
+            else:
+                q, k, v = self.projections(x, x)
+                if self.rotary is not None:
+                    q, k = (self.rotary(t, self.length, self.d_kv.name, cache.position) for t in (q, k))
+                k, v = remembered(x.graph, cache, k, v, self.memory_length)
+                relative = self.relative_at(x, cache)
+                mask = logical_and(self.allowed(relative), relative >= -cache.position)
+            return self.joined(self.mix(q, k, v, self.length, self.memory_length, mask, bias), x)
+
+    def kept(self, cache: Cache) -> int:
+        """Positions whose keys and values a cache holds."""
+        return min(self.window or cache.length, cache.length)
+
     def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, keys and values of the memory."""
-        d = x.dim(self.d_model)
-        q = project(x, "q", [d], [*self.head_dims, self.d_kv])
+        q, d = self.queries(x), x.dim(self.d_model)
         if self.shared_kv:
             kv = project(memory, "kv", [d], [*self.kv_dims, self.d_kv])
             return q, kv, kv
         k = project(memory, "k", [d], [*self.kv_dims, self.d_kv])
         return q, k, project(memory, "v", [d], [*self.kv_dims, self.d_kv])
 
+    def queries(self, x: Tensor) -> Tensor:
+        """[others, d_model] -> [others, heads, d_kv]."""
+        return project(x, "q", [x.dim(self.d_model)], [*self.head_dims, self.d_kv])
+
     def relative(self, x: Tensor) -> Tensor:
         """int32 [length, memory_length]: the key's position minus the query's, for `RelativeBias`."""
         size = x.dim(self.length).size
         keys = mtf_range(x.graph, Dim(self.memory_length, size))
         return -(mtf_range(x.graph, Dim(self.length, size)) - keys)
+
+    def relative_at(self, x: Tensor, cache: Cache | None) -> Tensor:
+        """`relative`; where a cache is at a position, [memory_length]: of the keys that it holds (one that is
+        not there yet would lie before position 0)."""
+        if not one_of_all(cache):
+            return self.relative(x)
+        return keys_at(x.graph, Dim(self.memory_length, self.kept(cache)), cache)
 
     def allowed(self, relative: Tensor) -> Tensor:
         """Bool: which keys a query sees by their relative positions."""
@@ -155,7 +220,8 @@ class Attention:
         """Values weighted by the softmax of queries times keys: q's dimensions."""
         heads = [d.name for d in self.head_dims]
         others = [d for d in q.shape if d.name not in (*heads, length, self.d_kv.name)]
-        dims = Shape([*others, *self.head_dims, q.dim(length), k.dim(memory)])
+        positions = [d for d in q.shape if d.name == length]
+        dims = Shape([*others, *self.head_dims, *positions, k.dim(memory)])
         logits = einsum([q, k], dims) * self.d_kv.size**-0.5
         weights = self.weights(logits if bias is None else logits + bias.cast(logits.dtype), mask, memory)
         return einsum([dropout(weights, self.dropout), v], q.shape)
@@ -199,15 +265,20 @@ class LocalAttention(Attention):
         memory: Tensor | None = None,
         mask: Tensor | None = None,
         bias: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """[others, length, d_model] -> the same.
 
         Args:
           memory, mask: not supported.
           bias: [block_length, block_memory_length, heads], from `RelativeBias` of `relative(x)`.
+          cache: as `Attention`'s; it holds as many positions as the window sees.
         """
         if memory is not None or mask is not None:
             raise UserError("LocalAttention: takes neither a memory nor a mask of its own; use Attention")
+        self.check_cached(cache, memory, mask)
+        if one_of_all(cache):
+            return self.at_position(x, False, None, bias, cache)
         size, g = x.dim(self.length).size, x.graph
         if size % self.window:
             raise UserError(
@@ -220,6 +291,8 @@ class LocalAttention(Attention):
         with g.scope(self.name):
             parts = reshape(x, shape)
             q, k, v = self.projections(parts, rename(parts, **{block: around}))
+            if cache is not None:
+                self.remember(cache, self._in_line(k, around), self._in_line(v, around), False)
             k, v = (self._with_neighbours(t, around) for t in (k, v))
             relative = self.relative(x)
             keys = mtf_range(g, k.dim(around)) + mtf_range(g, blocks) * self.window
@@ -227,6 +300,13 @@ class LocalAttention(Attention):
             seen = both(self.allowed(relative), exists)
             mixed = self.mix(q, k, v, block, around, seen, bias)
             return reshape(self.joined(mixed, parts), x.shape)
+
+    def _in_line(self, t: Tensor, around: str) -> Tensor:
+        """Keys or values by position instead of by block."""
+        positions = Dim(self.memory_length, t.dim(self.blocks).size * self.window)
+        at = t.shape.index(self.blocks)
+        assert t.shape.index(around) == at + 1
+        return reshape(t, Shape([*t.shape.dims[:at], positions, *t.shape.dims[at + 2 :]]))
 
     def _with_neighbours(self, t: Tensor, around: str) -> Tensor:
         """Keys or values of a block between those of the block before and, if not causal, after."""

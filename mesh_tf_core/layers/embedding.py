@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.initializers import Normal
 from mesh_tf_core.layers.base import project
+from mesh_tf_core.layers.caching import one_of_all
+from mesh_tf_core.ops.dynamic import dynamic_slice
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import gather
 from mesh_tf_core.ops.shape import rename, slice_dim
 from mesh_tf_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from mesh_tf_core.decoding.cache import Cache
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,15 @@ class LearnedPositions:
             dims = [Dim("positions", self.count), d_model]
             return graph.variable("positions", dims, Normal(self.stddev), activation_dtype=dtype)
 
-    def __call__(self, x: Tensor, table: Tensor | None = None) -> Tensor:
-        """x [others, length, d_model] plus the first positions of the table (by default a new one)."""
+    def __call__(self, x: Tensor, table: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """x [others, length, d_model] plus the first positions of the table (by default a new one).
+
+        Args:
+          cache: of a text that grows (see `decoding`); at a position, x is [others, d_model].
+        """
+        if one_of_all(cache):
+            table = self.table(x.graph, x.dim(self.d_model), x.dtype) if table is None else table
+            return x + dynamic_slice(table, cache.position, "positions")
         size = x.dim(self.length).size
         if self.count < size:
             raise UserError(f"LearnedPositions: count={self.count} is fewer than {self.length}={size}")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.initializers import Normal
+from mesh_tf_core.layers.caching import one_of_all
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.index import gather, mtf_range
 from mesh_tf_core.ops.math import abs, cos, exp, log, maximum, minimum, sin
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from mesh_tf_core.decoding.cache import Cache
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,12 @@ class Sinusoids:
     length: str = "length"
     d_model: str = "d_model"
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Same dimensions as x."""
+    def __call__(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """Same dimensions as x.
+
+        Args:
+          cache: of a text that grows (see `decoding`); at a position, x is [others, d_model].
+        """
         g, d = x.graph, x.dim(self.d_model)
         half = d.size // 2
         if d.size % 2 or half < 2:
@@ -39,7 +48,8 @@ class Sinusoids:
         cosine = feature >= half
         wave = (feature - cosine.cast("int32") * half).cast("float32")
         rate = exp(wave * (-math.log(self.base) / (half - 1)))
-        angle = mtf_range(g, x.dim(self.length)).cast("float32") * rate
+        positions = cache.position if one_of_all(cache) else mtf_range(g, x.dim(self.length))
+        angle = positions.cast("float32") * rate
         return x + where(cosine, cos(angle), sin(angle)).cast(x.dtype)
 
 
@@ -107,8 +117,12 @@ class Rotary:
 
     base: float = 10000.0
 
-    def __call__(self, x: Tensor, length: str, d_kv: str) -> Tensor:
-        """x [others, length, d_kv], rotated; d_kv has an even size."""
+    def __call__(self, x: Tensor, length: str, d_kv: str, position: Tensor | None = None) -> Tensor:
+        """x [others, length, d_kv], rotated; d_kv has an even size.
+
+        Args:
+          position: int32 scalar, the position of all of x, which then has no dimension `length`.
+        """
         g, k = x.graph, x.dim(d_kv)
         if k.size % 2:
             raise UserError(f"Rotary: {k} must have an even size, as its elements are turned in pairs")
@@ -116,7 +130,8 @@ class Rotary:
         place = mtf_range(g, k)
         second = place >= half
         pair = (place - second.cast("int32") * half).cast("float32")
-        angle = mtf_range(g, x.dim(length)).cast("float32") * exp(pair * (-math.log(self.base) / half))
+        positions = mtf_range(g, x.dim(length)) if position is None else position
+        angle = positions.cast("float32") * exp(pair * (-math.log(self.base) / half))
         # Both halves change places: where d_kv is split, neighbours exchange them.
         other = shift(x, half, k, wrap=True)
         sign = second.cast("float32") * 2.0 - 1.0

@@ -1,0 +1,32 @@
+"""Decoding: texts that a model continues, token by token, on any mesh under any layout.
+
+    def logits(tokens, cache=None):                      # the model, as it is trained
+        x = embedding(table, tokens)
+        x = decoding.scan_layers(lambda x: x + attention(x, cache=cache), x, layers, cache)
+        return embedding.logits(x, table)
+
+    loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits(tokens), targets, vocab))     # to train it
+    texts = decoding.greedy(logits, prompts, lengths, end=0)                               # to decode
+
+Layers that look back remember what they saw in a `Cache`, handed to them explicitly; so a step costs one
+position, not the whole text, and gives what the whole text would give.
+"""
+
+from mesh_tf_core.decoding.beam import beam_search, length_penalty
+from mesh_tf_core.decoding.cache import Cache, State, scan_layers
+from mesh_tf_core.decoding.loop import Decoded, Logits, greedy, sample
+from mesh_tf_core.decoding.model import Decoder, decoder
+
+__all__ = [
+    "Cache",
+    "Decoded",
+    "Decoder",
+    "Logits",
+    "State",
+    "beam_search",
+    "decoder",
+    "greedy",
+    "length_penalty",
+    "sample",
+    "scan_layers",
+]

@@ -1,0 +1,142 @@
+"""What layers remember while a text grows, position by position.
+
+A model's function `logits(tokens, cache)` runs three ways, always the same code with the same variables:
+
+  cache = None                whole texts [.., length], as in training
+  cache.position is None      whole prompts; every layer leaves what it remembers with `put`
+  cache.position = t          one position [..]; every layer takes what it remembers with `get`, and puts the
+                              new state where it changes
+
+The second happens once, before the loop over positions; the third is the loop's body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.loops import scan
+from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """Something that a layer remembers.
+
+    Attributes:
+      changes: each position changes it; else it stays as it was put (what comes from an encoder).
+      loops: which of the model's `scan`s it was put in, by their numbers, outermost first; the tensor has
+        these loops' dimensions first.
+    """
+
+    value: Tensor
+    changes: bool
+    loops: tuple[int, ...]
+
+    def with_value(self, value: Tensor) -> State:
+        """The same state of another value."""
+        return replace(self, value=value)
+
+
+class Cache:
+    """Handed to every layer of a model that decodes.
+
+    Attributes:
+      start: int32 scalar, the position that the loop begins with; what is before it is remembered.
+      length: how many positions there are in all.
+      position: int32 scalar, the position that the layers are given (None: all, see the module's text).
+      states: by whole name.
+    """
+
+    def __init__(
+        self,
+        start: Tensor,
+        length: int,
+        position: Tensor | None = None,
+        states: Mapping[str, State] | None = None,
+    ) -> None:
+        self.start, self.length, self.position = start, length, position
+        self.states: dict[str, State] = dict(states or {})
+        self._loops: tuple[int, ...] = ()
+        self._count = 0
+
+    def put(self, name: str, value: Tensor, changes: bool = True) -> None:
+        """Remembers `value` under a name of the current scope.
+
+        Args:
+          changes: False for what all positions share.
+        """
+        full = value.graph.path(name)
+        old = self.states.get(full)
+        if self.position is None and old is not None:
+            raise UserError(f"decoding: two layers remember {full!r}; give them different names")
+        if self.position is not None:
+            old = self._known(full)
+            if old.value.type != value.type:
+                raise UserError(f"decoding: {full!r} was {old.value.type} and is now {value.type}")
+        self.states[full] = State(value, changes, self._loops)
+
+    def get(self, graph: Any, name: str) -> Tensor:
+        """What was put under a name of the current scope."""
+        return self._known(graph.path(name)).value
+
+    def _known(self, full: str) -> State:
+        if full not in self.states:
+            raise UserError(
+                f"decoding: nothing was remembered as {full!r} when the prompts were read; "
+                f"{known_names(full, self.states)}"
+            )
+        return self.states[full]
+
+    def at(self, position: Tensor, values: Sequence[Tensor]) -> Cache:
+        """For one position, with these values of the states that change."""
+        given = dict(zip(self.changing, values, strict=True))
+        states = {n: s.with_value(given.get(n, s.value)) for n, s in self.states.items()}
+        return Cache(self.start, self.length, position, states)
+
+    @property
+    def changing(self) -> list[str]:
+        """Names of the states that change, in the order in which they were put."""
+        return [name for name, state in self.states.items() if state.changes]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The states that change."""
+        return [self.states[name].value for name in self.changing]
+
+    def scan(self, fn: Callable[[Any], Any], carry: Any, dim: Dim) -> Any:
+        """A stack of layers; every one has states of its own."""
+        saved, self._loops = self._loops, (*self._loops, self._count)
+        self._count += 1
+        outside = dict(self.states)
+        depth = len(self._loops)
+        inside = [n for n, s in outside.items() if s.loops[:depth] == self._loops]
+        made: list[str] = []
+
+        def body(x: Any, *parts: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
+            for name, part in zip(inside, parts, strict=True):
+                self.states[name] = outside[name].with_value(part)
+            y = fn(x)
+            known = [n for n in inside if outside[n].changes]
+            made.extend([*known, *(n for n in self.states if n not in outside)])
+            return y, tuple(self.states[n].value for n in made)
+
+        found, stacked = scan(body, carry, dim, [outside[n].value for n in inside])
+        for name in inside:
+            self.states[name] = outside[name]
+        for name, value in zip(made, stacked, strict=True):
+            self.states[name] = self.states[name].with_value(value)
+        self._loops = saved
+        return found
+
+
+def scan_layers(fn: Callable[[Any], Any], carry: Any, dim: Dim, cache: Cache | None = None) -> Any:
+    """`mtf.scan` over a stack of equal layers, also where they decode with a cache.
+
+    Args:
+      fn: fn(carry) -> carry; hands `cache` to its layers itself.
+    """
+    return scan(fn, carry, dim) if cache is None else cache.scan(fn, carry, dim)
