@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from layoutopt.coupling import Coupling
 from layoutopt.decisions import recompute_name, storage_class
-from mesh_tf_core.blocks import Node
+from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.lower import Keep
-from mesh_tf_core.lower.loops import leading_to
+from mesh_tf_core.lower.loops import leading_to, stands_beside_backward
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.structure import Assign, Feed, Read, Scan, Variable
@@ -34,7 +34,7 @@ class Cluster:
     Attributes:
       name: for reports.
       keep: what lowering keeps of the graph.
-      again: what runs a second time when the loop around it is recomputed (None: nothing).
+      again: what runs a second time when a loop is recomputed, by the loop's dimension.
       dims: names of all dimensions of their inputs and outputs.
       switches: the other decisions that matter to it: storage classes, recomputation.
       shapes: dimension names of every tensor that they touch; a legal layout uses an axis once in each.
@@ -45,7 +45,7 @@ class Cluster:
 
     name: str
     keep: Keep
-    again: Keep | None
+    again: Mapping[str, Keep]
     dims: tuple[str, ...]
     switches: tuple[str, ...]
     shapes: tuple[tuple[str, ...], ...]
@@ -74,7 +74,7 @@ class _Builder:
         self.rerun = self._rerun()
 
     def _rerun(self) -> dict[int, tuple[str, ...]]:
-        """Node -> the recomputation decisions that make it run again."""
+        """Node -> the dimensions of the loops whose recomputation makes it run again."""
         out: dict[int, tuple[str, ...]] = {}
 
         def mark(nodes: list[Node], name: str) -> None:
@@ -84,8 +84,8 @@ class _Builder:
                     mark(node.body.nodes, name)
 
         for block in self.graph.blocks:
-            if block.saved and block.dim is not None:
-                mark(leading_to(set(block.saved), block), recompute_name(block.dim.name))
+            if stands_beside_backward(block, self.graph) and block.dim is not None:
+                mark(leading_to(set(block.saved), block), block.dim.name)
         return out
 
     # -- operations ------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class _Builder:
 
     def _switches(self, node: Node) -> tuple[str, ...]:
         """Decisions besides splits that change how a node is lowered."""
-        found: list[str] = [*self.rerun.get(node.index, ())]
+        found = [recompute_name(dim) for dim in self.rerun.get(node.index, ())]
         body = node.body
         if body is not None and body.saved and body.dim is not None:
             found.append(recompute_name(body.dim.name))
@@ -153,11 +153,14 @@ class _Builder:
             f" ({first.phase})" if first.phase != "forward" else ""
         )
         keep = self._keep(nodes)
-        again = frozenset(n.index for n in nodes if n.index in self.rerun)
+        again: dict[str, list[int]] = defaultdict(list)
+        for node in nodes:
+            for dim in self.rerun.get(node.index, ()):
+                again[dim].append(node.index)
         return Cluster(
             name,
             keep,
-            Keep(again, keep.blocks) if again else None,
+            {dim: Keep(frozenset(found), keep.blocks) for dim, found in again.items()},
             *self._dims(nodes),
             early,
             multiplicity,
@@ -218,55 +221,58 @@ class _Builder:
             return None
         nodes = [*reads, *casts]
         again = self._access_again(casts, homes)
-        switches = [storage_class(variable)]
-        switches += [name for n in casts for name in self.rerun.get(n.index, ())]
-        switches += [name for b, _ in homes for name in self._saving(b)]
+        switches = (storage_class(variable), *map(recompute_name, again))
         dims = variable.shape.names
         key = (
             variable.type,
             variable.stacked,
             tuple(sorted((self.coupling.home[n.index].id, n.op.describe()) for n in casts)),
             tuple(sorted(b for b, _ in homes)),
+            tuple((dim, len(k.nodes), tuple(sorted(b for b, _ in k.homes))) for dim, k in again.items()),
         )
         keep = self._keep(nodes, frozenset(homes))
-        return key, Cluster(
-            f"{variable.name} (access)", keep, again, dims, tuple(dict.fromkeys(switches)), (dims,), {}
-        )
+        return key, Cluster(f"{variable.name} (access)", keep, again, dims, switches, (dims,), {})
 
-    def _saving(self, block: int) -> tuple[str, ...]:
-        found = self.graph.blocks[block]
-        return (recompute_name(found.dim.name),) if found.saved and found.dim is not None else ()
+    def _access_again(self, casts: list[Node], homes: set[tuple[int, int]]) -> dict[str, Keep]:
+        """What recomputation adds: casts and gathers that the backward body does not have anyway.
 
-    def _access_again(self, casts: list[Node], homes: set[tuple[int, int]]) -> Keep | None:
-        """What recomputation adds: casts and gathers that the backward body does not have anyway."""
-        extra_homes: set[tuple[int, int]] = set()
-        extra_casts: list[Node] = []
+        What a body inside of the recomputed one does, it does once more in any case.
+        """
+        extra: dict[str, tuple[set[int], set[tuple[int, int]]]] = {}
         for backward in self.graph.blocks:
             forward = backward.forward
-            if forward is None or not forward.saved:
+            if forward is None or forward.dim is None or not stands_beside_backward(forward, self.graph):
                 continue
-            needed = {n.index for n in leading_to(set(forward.saved), forward)}
-            inside = {backward.captured.get(t) for b, t in homes if b == forward.id} - {None}
-            for b, t in homes:
-                if b != forward.id or not any(
-                    r.index in needed and r.phase != "update"
-                    for r in self.coupling.readers[t]
-                    if r not in casts
-                ):
-                    continue
-                if (backward.id, backward.captured.get(t, -1)) not in homes and t not in inside:
-                    extra_homes.add((b, t))
+            dim = forward.dim.name
+            nodes, gathers = extra.setdefault(dim, (set(), set()))
+            rerun = {i for i, dims in self.rerun.items() if dim in dims}
             for cast in casts:
+                here = self.coupling.home[cast.index]
                 twin = backward.captured.get(cast.outputs[0], -1)
-                runs = self.coupling.home[cast.index].id == forward.id and cast.index in needed
-                if runs and not any(twin in c.outputs for c in casts):
-                    extra_casts.append(cast)
-        if not extra_homes and not extra_casts:
-            return None
-        chain = [n for n in casts if any(n.outputs[0] == t for _, t in extra_homes)]
+                known = here is forward and any(twin in c.outputs for c in casts)
+                if cast.index in rerun and self._within(here, forward) and not known:
+                    nodes.add(cast.index)
+            for block, tensor in homes:
+                read = any(
+                    r.index in rerun and self.coupling.home[r.index].id == block and r not in casts
+                    for r in self.coupling.readers[tensor]
+                )
+                twin = backward.captured.get(tensor, tensor)
+                known = block == forward.id and (backward.id, twin) in homes
+                if read and self._within(self.graph.blocks[block], forward) and not known:
+                    gathers.add((block, tensor))
         reads = [n for n in self.coupling.live if isinstance(n.op, Read)]
-        wanted = [*dict.fromkeys([*extra_casts, *chain])]
-        return self._keep([*reads, *wanted], frozenset(extra_homes))
+        return {
+            dim: self._keep([*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers))
+            for dim, (nodes, gathers) in extra.items()
+            if nodes or gathers
+        }
+
+    def _within(self, block: Block, other: Block) -> bool:
+        """Whether a block is another one, or inside of it."""
+        while block is not other and block.parent is not None:
+            block = self.graph.blocks[block.parent]
+        return block is other
 
 
 def _own(node: Node) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from functools import cached_property
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Axes, Layout
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.loops import recomputable
 from mesh_tf_core.lower.storage import STAGES, stage_number
 from mesh_tf_core.structure import Variable
 
@@ -31,11 +32,6 @@ def storage_class(variable: Variable) -> str:
 def recompute_name(dim: str) -> str:
     """Name of the decision about the loops over a dimension."""
     return RECOMPUTE + dim
-
-
-def recomputable(graph: Graph) -> list[str]:
-    """Dimensions of the loops that save values for backward."""
-    return list(dict.fromkeys(b.dim.name for b in graph.blocks if b.dim is not None and b.saved))
 
 
 def stored_classes(graph: Graph) -> dict[str, list[Variable]]:

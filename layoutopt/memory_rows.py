@@ -37,11 +37,13 @@ from layoutopt.coupling import Coupling
 from layoutopt.decisions import Choice, Decisions, recompute_name, storage_class
 from layoutopt.problem import Entry, Row, Sparse
 from layoutopt.tables import assignments
+from mesh_tf_core.blocks import Block
 from mesh_tf_core.dims import Shape
 from mesh_tf_core.dtypes import itemsize
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Layout
+from mesh_tf_core.lower.loops import stands_beside_backward
 from mesh_tf_core.lower.storage import STAGES, shard_layout, stage_number
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.op import TensorType
@@ -132,7 +134,7 @@ class _Rows:
         self.mesh: Mesh = program.mesh
         self.number = {n: i for i, n in enumerate(names)}
         self.saved = {
-            outer: recompute_name(b.dim.name) for b in graph.blocks if b.dim for outer in b.saved.values()
+            outer: name for b in graph.blocks for outer in b.saved.values() if (name := self._freed(b, outer))
         }
         for block in graph.blocks:
             self.saved.update(
@@ -186,6 +188,15 @@ class _Rows:
     def _classed(self, name: str | None) -> bool:
         variable = self.graph.variables.get(name or "")
         return variable is not None and storage_class(variable) in self.decided.classes
+
+    def _freed(self, block: Block, stack: int) -> str | None:
+        """The recompute decision without which a loop saves `stack`: its own, or that of the loop around."""
+        while not stands_beside_backward(block, self.graph) and block.parent is not None:
+            block = self.graph.blocks[block.parent]
+            if stack not in block.saved:
+                return None
+            stack = block.saved[stack]
+        return recompute_name(block.dim.name) if block.dim else None
 
     def _held_as(self, value: Value, point: Alive) -> list[Held]:
         """What a value counts as while the node of a point runs."""

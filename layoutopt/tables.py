@@ -98,10 +98,11 @@ class Tabler:
                 payload = program.values[instr.inputs[0]].local_bytes(program.mesh)
                 seconds -= self.pricer.message_seconds("all_reduce", key[0], payload)
                 small[key] = (*small.get(key, ()), payload)
-        if cluster.again is not None and self.decided.read(chosen)[1].recompute:
-            second = self._lowered(cluster, cluster.again, chosen)
-            assert second is not None
-            seconds += self.pricer.seconds(second)
+        for dim in sorted(self.decided.read(chosen)[1].recompute):
+            if dim in cluster.again:
+                second = self._lowered(cluster, cluster.again[dim], chosen)
+                assert second is not None
+                seconds += self.pricer.seconds(second)
         return Entry(max(seconds, 0.0), small)
 
     def _lowered(self, cluster: Cluster, keep: Keep, chosen: Mapping[str, Choice]) -> Program | None:

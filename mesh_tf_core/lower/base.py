@@ -58,6 +58,7 @@ class Keep:
     homes: frozenset[tuple[int, int]] = frozenset()
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
+    _sources: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
     def within(self, block: Block) -> list[Node]:
         """The nodes of a block to lower, and the loops to enter."""
@@ -76,6 +77,24 @@ class Keep:
             homes = (t for b, t in self.homes if b == block.id)
             self._reads[block.id] = frozenset((*(i for n in kept for i in n.inputs), *homes))
         return self._reads[block.id]
+
+    def source(self, tensor: int, scan: Node, graph: Graph) -> int:
+        """The node that computes a tensor in the body of `scan`: what loops inside hand out belongs to the
+        node that computes it in them, and a loop's own state to the loop."""
+        if tensor not in self._sources:
+            self._sources[tensor] = _source(tensor, scan, graph)
+        return self._sources[tensor]
+
+
+def _source(tensor: int, scan: Node, graph: Graph) -> int:
+    producer = graph.producer.get(tensor, scan)
+    assert scan.body is not None
+    inner = {o: n for n in scan.body.nodes if n.body is not None for o in n.body.saved.values()}
+    loop = inner.get(tensor, producer)
+    if loop.body is None or loop is scan:
+        return producer.index
+    made = {o: i for i, o in (*loop.body.stacked, *loop.body.summed, *loop.body.saved.items())}
+    return _source(made[tensor], loop, graph) if tensor in made else loop.index
 
 
 class Lowering:
@@ -139,8 +158,12 @@ class Lowering:
         """The value of a tensor; one that nobody computes here (see `Keep`) is taken as given."""
         if tensor not in self.env:
             assert self.keep is not None, f"tensor %{tensor} is used before it is computed"
-            t = self.graph.tensor(tensor)
-            self.env[tensor] = self.new(t.type, self.natural(t.shape))
+            t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
+            splits = self.natural(t.shape)
+            if maker is not None and isinstance(maker.op, Cast) and maker.inputs[0] in self.env:
+                # A cast leaves a variable where it is stored, also one that is lowered elsewhere.
+                splits = self.values[self.env[maker.inputs[0]]].splits
+            self.env[tensor] = self.new(t.type, splits)
         return self.env[tensor]
 
     def placed(self, id: int, splits: Splits) -> int:

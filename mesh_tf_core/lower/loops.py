@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mesh_tf_core.blocks import Block, Node, reads
 from mesh_tf_core.dims import Shape
-from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.program import make_loop
 
 if TYPE_CHECKING:
+    from mesh_tf_core.graph import Graph
     from mesh_tf_core.lower.base import Lowering
 
 
@@ -20,7 +21,7 @@ class Loops:
 
     def __init__(self, low: Lowering) -> None:
         self.low = low
-        self._carry_stacks: dict[int, list[int]] = {}
+        self._carry_stacks: dict[int, dict[int, int]] = {}
 
     def loop(self, node: Node) -> None:
         block, origin = node.body, self.low.origin
@@ -50,9 +51,7 @@ class Loops:
         pairs = [*block.stacked, *self._saves(block)]
         stacked = [self._stack(block, inner, outer) for inner, outer in pairs if self._here(inner, node)]
         if self._recomputes(block):
-            stacks = [(c, self._outer(c, block)) for c in carry_in]
-            self._carry_stacks[block.id] = [o for _, o in stacks]
-            stacked += stacks
+            stacked += self._carries(block, starts)
         summed = []
         for inner, outer in block.summed:
             if self._here(inner, node):
@@ -79,19 +78,8 @@ class Loops:
 
     def _here(self, tensor: int, scan: Node) -> bool:
         """Whether this lowering computes a body tensor (a loop's own carries belong to its scan)."""
-        if self.low.keep is None:
-            return True
-        producer = self.low.graph.producer.get(tensor, scan)
-        while producer.body is not None and producer is not scan:
-            body = producer.body
-            made = {o: i for i, o in (*body.stacked, *body.summed, *body.saved.items())}
-            if tensor not in made:
-                break
-            tensor = made[tensor]
-            producer = self.low.graph.producer.get(tensor, producer)
-            if producer.body is body:
-                break
-        return producer.index in self.low.keep.nodes
+        keep = self.low.keep
+        return keep is None or keep.source(tensor, scan, self.low.graph) in keep.nodes
 
     def _sliced(self, block: Block) -> list[tuple[int, int]]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
@@ -126,7 +114,7 @@ class Loops:
         forward = block.forward
         assert forward is not None
         pairs = []
-        for stack, tensor in zip(self._carry_stacks[forward.id], forward.carry_in, strict=True):
+        for tensor, stack in self._carry_stacks[forward.id].items():
             pairs.append(self._part(stack, tensor))
         known = dict(block.sliced)
         for outer, inner in forward.sliced:
@@ -145,9 +133,16 @@ class Loops:
     def _recomputes(self, block: Block) -> bool:
         """Asked for, and the loop's backward stands beside it (a loop in a recomputed body runs again as it
         is)."""
-        if block.dim is None or block.dim.name not in self.low.recompute or not block.saved:
-            return False
-        return any(b.forward is block and b.parent == block.parent for b in self.low.graph.blocks)
+        asked = block.dim is not None and block.dim.name in self.low.recompute
+        return asked and stands_beside_backward(block, self.low.graph)
+
+    def _carries(self, block: Block, starts: Sequence[int]) -> list[tuple[int, int]]:
+        """What recomputation saves instead: the state at the beginning of every iteration, as far as it is
+        read again."""
+        read = set(block.saved).union(*map(reads, leading_to(set(block.saved), block)))
+        found = {t: self._outer(self.low.env[t], block) for t in starts if t in read}
+        self._carry_stacks[block.id] = found
+        return [(self.low.env[t], outer) for t, outer in found.items()]
 
     def _saves(self, block: Block) -> list[tuple[int, int]]:
         return [] if self._recomputes(block) else list(block.saved.items())
@@ -170,6 +165,35 @@ class Loops:
             return self.low.new(TensorType(v.shape, v.dtype), v.splits, v.partial)
         assert stack.dim is not None
         return self.low.new(TensorType(Shape([stack.dim, *v.shape]), v.dtype), ((), *v.splits), v.partial)
+
+
+def stands_beside_backward(block: Block, graph: Graph) -> bool:
+    """Whether a loop's body can run again in its backward: both loops are in the same block."""
+    return bool(block.saved) and any(b.forward is block and b.parent == block.parent for b in graph.blocks)
+
+
+def recomputable(graph: Graph) -> list[str]:
+    """Dimensions of the loops whose bodies can run again in backward."""
+    found = (b for b in graph.blocks if b.dim is not None and stands_beside_backward(b, graph))
+    return list(dict.fromkeys(b.dim.name for b in found if b.dim is not None))
+
+
+def check_recompute(graph: Graph, names: Iterable[str]) -> None:
+    """UserError for a dimension that no loop runs over, or only loops inside of others, whose values the
+    loops around them save."""
+    loops = {b.dim.name: b for b in graph.blocks if b.dim is not None}
+    can = recomputable(graph)
+    for name in names:
+        if name not in loops:
+            raise UserError(f"recompute {name!r}: no loop runs over it; {known_names(name, loops)}")
+        inner = [b for b in graph.blocks if b.dim == loops[name].dim and b.saved]
+        if name not in can and inner:
+            around = graph.blocks[inner[0].parent or 0].dim
+            assert around is not None
+            raise UserError(
+                f"recompute {name!r}: its loop is inside of the one over {around.name!r}, which saves its "
+                f"values; recompute {around.name!r} instead"
+            )
 
 
 def leading_to(wanted: set[int], block: Block) -> list[Node]:

@@ -39,7 +39,51 @@ EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
     ),
     "mlp": lambda: mlp(batch=8, hidden=16, layers=3),
     "mlp in bfloat16": lambda: mlp(batch=8, hidden=16, dtype="bfloat16", optimizer="sgd"),
+    "reversible": lambda: nested(True),
 }
+
+
+def nested(reverse: bool) -> mtf.Model:
+    """Groups of layers, in each of which a part of the batch's positions is taken at a time: three loops, one
+    inside of the other. The layers may be reversible."""
+    g = mtf.Graph("nested")
+    b, s, d, f = (mtf.Dim(n, k) for n, k in (("batch", 8), ("length", 4), ("d", 8), ("hidden", 16)))
+    x = g.input("x", [b, s, d], "float32").cast("bfloat16")
+
+    def weight(name: str, dims: list[mtf.Dim]) -> mtf.Tensor:
+        return g.variable(name, dims, mtf.Normal(0.1), activation_dtype="bfloat16")
+
+    def mixed(h: mtf.Tensor) -> mtf.Tensor:
+        y = mtf.layer_norm(h, d, weight("norm", [d]))
+        return mtf.dropout(mtf.relu(mtf.einsum([y, weight("mix", [d, f])], [b, s, f])), 0.1)
+
+    def first(h: mtf.Tensor) -> mtf.Tensor:
+        return mtf.einsum([mixed(h), weight("out", [f, d])], [b, s, d])
+
+    def second(h: mtf.Tensor) -> mtf.Tensor:
+        w, back = weight("w", [d, f]), weight("back", [f, d])
+
+        def part(total: mtf.Tensor, y: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Tensor]]:
+            hidden = mtf.relu(mtf.einsum([y, w], [b, f]))
+            return total + mtf.reduce_sum(hidden), [mtf.einsum([hidden, back], [b, d])]
+
+        _, (ys,) = mtf.scan(part, mtf.reduce_sum(h) * 0.0, s, [h])
+        return mtf.transpose(ys, h.shape)
+
+    def layer(state: tuple[mtf.Tensor, mtf.Tensor]) -> tuple[mtf.Tensor, mtf.Tensor]:
+        y1 = state[0] + first(state[1])
+        return y1, state[1] + second(y1)
+
+    def group(h: mtf.Tensor) -> mtf.Tensor:
+        layers = mtf.Dim("layers", 2)
+        if reverse:
+            y1, y2 = mtf.reversible_scan(first, second, h, h, layers)
+        else:
+            y1, y2 = mtf.scan(layer, (h, h), layers)
+        return y1 + y2
+
+    y = mtf.scan(group, x, mtf.Dim("groups", 3))
+    return mtf.Model(mtf.reduce_mean(mtf.square(y.cast("float32"))), by_name("adam", 0.1), name="nested")
 
 
 HARDWARE = ("tpu-v3", "a100", "h100", "cpu-local", "tpu-v5e")
