@@ -169,14 +169,15 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         """The job's failure, after a library said that its part of it failed.
 
         Args:
-          waited_for: what this process waited for.
+          waited_for: where this process waited for others.
           late: it waited until its time was over.
         """
         link = self._joined()
         if late:
             link.overdue(waited_for)
         text = link.settle(GRACE) or "other processes cannot be reached, though all give signs of life"
-        return ClusterError(f"{text}; {self.members.name(self.members.index)} waited for {waited_for}")
+        here = self.members.name(self.members.index)
+        return ClusterError(text if waited_for in text else f"{text}; {here} waited in {waited_for}")
 
     def _joined(self) -> Link:
         if self._link is None:

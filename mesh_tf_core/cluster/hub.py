@@ -187,10 +187,10 @@ class Hub(threading.Thread):
         late = [i for i, seen in self._seen.items() if i != index and seen.doing != doing]
         if late:
             states = ", ".join(self._seen[i].state(now) for i in late[:3])
-            self._fail(f"{self._names(late)} did not come to {what} ({doing}) in time ({states})")
+            self._fail(f"{self._names(late)} did not come to {what} in time ({states})")
         else:
             self._fail(
-                f"{self.members.name(index)} waited too long in {what} ({doing}) while every other worker is "
+                f"{self.members.name(index)} waited too long in {what} while every other worker is "
                 "there too; is a connection between workers blocked, or the step longer than the timeout?"
             )
 

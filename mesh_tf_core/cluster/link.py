@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mesh_tf_core.cluster.hub import BEAT, SILENCE
@@ -64,14 +64,11 @@ class Link(threading.Thread):
     # -- what the process says -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def doing(self, what: str) -> Any:
+    def doing(self, what: str) -> Iterator[None]:
         """What other processes are told while they wait for this one."""
-        before = self._doing, self._since
-        self._doing, self._since = what, time.monotonic()
-        try:
-            yield
-        finally:
-            self._doing, self._since = before[0], time.monotonic()
+        self._doing, self._since = f"in {what}", time.monotonic()
+        yield
+        self._doing, self._since = f"after {what}", time.monotonic()
 
     def round(self, what: str, value: Any, patient: bool = False) -> list[Any]:
         """Every process's value (what JSON holds), by index; all must call it in the same order.

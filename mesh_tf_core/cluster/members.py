@@ -46,7 +46,11 @@ class Members:
 
     def name(self, index: int) -> str:
         """How messages call a process."""
-        return f"worker {index} ({self.addresses[index]})"
+        ranks = ""
+        if self.devices is not None:
+            first, last = index * self.devices, (index + 1) * self.devices - 1
+            ranks = f", device {first}" if first == last else f", devices {first} to {last}"
+        return f"worker {index} ({self.addresses[index]}{ranks})"
 
     @property
     def job(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.engines.protocol import Engine
 from mesh_tf_core.engines.tf_devices import prepare
 from mesh_tf_core.errors import UserError, known_names
@@ -12,7 +13,12 @@ KINDS = ("auto", "local", "lockstep", "jax")
 __all__ = ["KINDS", "Engine", "open_engine", "prepare"]
 
 
-def open_engine(program: Program, kind: str = "auto", devices: tuple[str, ...] | None = None) -> Engine:
+def open_engine(
+    program: Program,
+    kind: str = "auto",
+    devices: tuple[str, ...] | None = None,
+    cluster: Cluster | None = None,
+) -> Engine:
     """An engine for the program.
 
     Args:
@@ -20,12 +26,19 @@ def open_engine(program: Program, kind: str = "auto", devices: tuple[str, ...] |
         devices), `lockstep` device by device in NumPy (slow; the oracle of tests), `jax` on the devices
         that JAX has (the extra `tpu`; no TensorFlow), `auto` the fastest of TensorFlow's.
       devices: TensorFlow's names of the devices by rank; by default the first ones.
+      cluster: the processes over which the program runs, by TensorFlow; by default this one alone.
 
     Raises:
       UserError: an unknown kind, or not enough devices.
     """
     if kind not in KINDS:
         raise UserError(f"engine {kind!r}: {known_names(kind, KINDS)}")
+    if cluster is not None:
+        if kind not in ("auto", "local"):
+            raise UserError(f"engine {kind!r} runs in one process; leave it out with a cluster")
+        from mesh_tf_core.engines.tf_cluster_engine import TfClusterEngine
+
+        return TfClusterEngine(program, cluster)
     if kind == "lockstep":
         from mesh_tf_core.engines.lockstep import LockstepEngine
 

@@ -31,7 +31,7 @@ def prepare(devices: int) -> tuple[str, ...]:
 
     if len(tf.config.list_physical_devices("GPU")) >= devices > 0:
         return tuple(d.name for d in tf.config.list_logical_devices("GPU")[:devices])
-    _configure(devices)
+    make_virtual(devices)
     found = tf.config.list_logical_devices("CPU")
     if len(found) < devices:
         raise UserError(
@@ -47,8 +47,12 @@ def _configured() -> list[int]:
     return []
 
 
-def _configure(devices: int) -> None:
-    """Makes virtual devices and sets threads, unless TensorFlow already runs."""
+def make_virtual(devices: int, processes: int = 1) -> None:
+    """Makes virtual CPU devices and sets threads, unless TensorFlow already runs.
+
+    Args:
+      processes: how many processes with as many devices share this machine.
+    """
     import tensorflow as tf
 
     if _configured():
@@ -59,7 +63,7 @@ def _configure(devices: int) -> None:
         count = max(devices, SPARE)
         try:
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-            if devices >= cores() > 1:
+            if devices * processes >= cores() > 1:
                 tf.config.threading.set_intra_op_parallelism_threads(1)
         except RuntimeError:  # TensorFlow has started; the caller compares counts
             return

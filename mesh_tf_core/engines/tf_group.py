@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,11 @@ def keys_for(runs: int) -> int:
     for _ in range(runs - 1):
         next(_blocks)
     return first * STRIDE
+
+
+def label(instr: Collective) -> str:
+    """How TensorFlow's errors call a collective."""
+    return re.sub(r"[^A-Za-z0-9_.]", "_", f"{instr.name}_{'_'.join(instr.axes)}")
 
 
 class Groups:
@@ -73,11 +79,14 @@ class GroupExchange:
       rank: number of the device, an int32 scalar.
       first_key: int32 scalar, the first instance key that this block may use.
       token: name of a resource that orders this device's collectives.
+      timeout: seconds that it waits for the others of a group.
     """
 
-    def __init__(self, program: Program, groups: Groups, rank: Any, first_key: Any, token: str) -> None:
+    def __init__(
+        self, program: Program, groups: Groups, rank: Any, first_key: Any, token: str, timeout: float
+    ) -> None:
         self.program, self.mesh, self.groups = program, program.mesh, groups
-        self.rank, self.first_key, self.token = rank, first_key, token
+        self.rank, self.first_key, self.token, self.timeout = rank, first_key, token, timeout
         self._used = itertools.count()
 
     def run(self, instr: Collective, pieces: Sequence[Any]) -> list[Any]:
@@ -107,8 +116,8 @@ class GroupExchange:
             "group_key": tf.constant(self.groups.table(instr.axes))[self.rank],
             "instance_key": self.first_key + used,
             "ordering_token": [tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=self.token)],
-            "timeout_seconds": TIMEOUT,
-            "name": f"{instr.name}_{'_'.join(instr.axes)}",
+            "timeout_seconds": self.timeout,
+            "name": label(instr),
         }
 
     def _reduced(self, instr: AllReduce, pieces: Sequence[Any]) -> list[Any]:

@@ -11,17 +11,23 @@ import tensorflow as tf
 from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
 from mesh_tf_core.engines.replica import Replica
 from mesh_tf_core.engines.tf_graph import Wire
-from mesh_tf_core.engines.tf_group import STRIDE, GroupExchange, Groups, keys_for
+from mesh_tf_core.engines.tf_group import STRIDE, TIMEOUT, GroupExchange, Groups, keys_for
 from mesh_tf_core.engines.tf_trace import Trace
 from mesh_tf_core.kernels.tf_kernel import TfKernel
-from mesh_tf_core.program import Collective
+from mesh_tf_core.program import Collective, Loop
 
 Env = dict[int, Any]
 """Value id -> this device's tensor."""
 
 
 class GroupTrace(Trace):
-    """See `tf_trace.Trace`; collectives are TensorFlow's group operations."""
+    """See `tf_trace.Trace`; collectives are TensorFlow's group operations.
+
+    Attributes:
+      timeout: seconds that a device waits in one of them.
+    """
+
+    timeout = TIMEOUT
 
     def _computed(self, wanted: Sequence[int]) -> list[list[Wire]]:
         """For every wanted value, one wire per device."""
@@ -31,7 +37,7 @@ class GroupTrace(Trace):
         def body(rank: Any, *feeds: Any) -> list[Any]:
             fed = dict(zip(names, feeds, strict=True))
             env: Env = {}
-            _Block(self, groups, rank, tf.constant(0), 1, fed).run(parts, env)
+            _Block(self, groups, rank, tf.constant(0), 1, 1.0, fed).run(parts, env)
             return [tf.convert_to_tensor(env[id]) for id in wanted]
 
         inputs = [self.ranks, *self.feeds.values()]
@@ -48,17 +54,18 @@ class _Block:
 
     Args:
       turn: int32 scalar, which run of this block it is in the step.
-      times: how often the block runs in a step.
+      times: how often the block runs in a step, at most.
+      weight: how often it is counted (see `Loop.times`).
     """
 
     def __init__(
-        self, trace: Trace, groups: Groups, rank: Any, turn: Any, times: int, feeds: dict[str, Any]
+        self, trace: GroupTrace, groups: Groups, rank: Any, turn: Any, times: int, weight: float, feeds: dict[str, Any]
     ) -> None:
         self.trace, self.groups, self.rank, self.feeds = trace, groups, rank, feeds
-        self.turn, self.times = turn, times
+        self.turn, self.times, self.weight = turn, times, weight
         first_key = tf.constant(keys_for(times)) + turn * STRIDE
         token = f"{trace.variables.prefix}/order"
-        self.exchange = GroupExchange(trace.program, groups, rank, first_key, token)
+        self.exchange = GroupExchange(trace.program, groups, rank, first_key, token, trace.timeout)
         self.replica = Replica(trace.program, TfKernel(), rank, trace.variables.value, feeds.__getitem__)
 
     def run(self, parts: Sequence[Part], env: Env) -> None:
@@ -73,8 +80,7 @@ class _Block:
     def _exchanged(self, instr: Collective, env: Env) -> None:
         pieces = [env[i] for i in instr.inputs]
         payload = sum(x.dtype.size * x.shape.num_elements() for x in pieces)
-        for _ in range(self.times):
-            self.trace.count(instr, payload)
+        self.trace.count(instr, payload, self.weight)
         env.update(zip(instr.outputs, self.exchange.run(instr, pieces), strict=True))
 
     def _loop(self, part: Repeat, env: Env) -> None:
@@ -87,8 +93,8 @@ class _Block:
 
         def body(rank: Any, turn: Any, *args: Any) -> list[Any]:
             values: Env = dict(zip(inner, args, strict=True))
-            times = self.times * loop.dim.size
-            _Block(self.trace, self.groups, rank, turn, times, self.feeds).run(part.body, values)
+            times, weight = self.times * loop.dim.size, self.weight * loop.times
+            _Block(self.trace, self.groups, rank, turn, times, weight, self.feeds).run(part.body, values)
             return [tf.convert_to_tensor(values[i]) for i in leaving]
 
         state = [env[start] for start, _, _, _ in loop.carried]
@@ -101,7 +107,7 @@ class _Block:
             if function is None:
                 specs = [tf.TensorSpec(x.shape, x.dtype) for x in (self.rank, turn, *args)]
                 function = tf.function(body, autograph=False, input_signature=specs).get_concrete_function()
-            made[step] = list(function(self.rank, turn, *args))
+            made[step] = self._iteration(loop, function, turn, dict(zip(inner, args, strict=True)))
             state = made[step][: len(loop.carried)]
         env.update(zip((final for _, _, _, final in loop.carried), state, strict=True))
         at = len(loop.carried)
@@ -109,3 +115,18 @@ class _Block:
             env[o] = tf.stack([made[s][k] for s in order])
         for k, (_, o) in enumerate(loop.summed, at + len(loop.stacked)):
             env[o] = tf.add_n([made[s][k] for s in order])
+
+    def _iteration(self, loop: Loop, function: Any, turn: Any, args: Env) -> list[Any]:
+        """One run of the body, unless the loop says that it does not run."""
+
+        def run() -> list[Any]:
+            return list(function(self.rank, turn, *args.values()))
+
+        def skip() -> list[Any]:
+            rest = [i for i, _ in (*loop.stacked, *loop.summed)]
+            zeros = [tf.zeros(t.shape.sizes, t.dtype) for t in map(self.trace.program.local, rest)]
+            return [*(tf.identity(args[i]) for _, i, _, _ in loop.carried), *zeros]
+
+        if loop.runs is None:
+            return run()
+        return list(tf.cond(args[loop.runs], run, skip))
