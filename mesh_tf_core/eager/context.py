@@ -37,13 +37,15 @@ class Eager:
         self.machine = Machine(self.mesh, self.layout, engine)
         self.store = Store(self.machine)
 
-    def step(self, batch: Mapping[str, Any] | None = None) -> EagerStep:
+    def step(self, batch: Mapping[str, Any] | None = None, unroll: bool = False) -> EagerStep:
         """A new step.
 
         Args:
           batch: arrays by name, for code that declares inputs (`graph.input`).
+          unroll: `scan` and `while_loop` run iteration by iteration: values inside their bodies can be looked
+            at. By default a loop is one operation, which is faster.
         """
-        return EagerStep(self.machine, self.store, batch or {})
+        return EagerStep(self.machine, self.store, batch or {}, unroll)
 
     def staged(self, fn: Callable[..., Any]) -> Staged:
         """`fn` traced into one program, once per signature; a decorator.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,11 +15,13 @@ from mesh_tf_core.dtypes import check_dtype
 from mesh_tf_core.eager.machine import Machine
 from mesh_tf_core.eager.store import Store
 from mesh_tf_core.eager.tensor import EagerTensor
+from mesh_tf_core.eager.unroll import Turn, Unrolled, whole
 from mesh_tf_core.engines.feeds import check_batch
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.ops.stacking import unstack
 from mesh_tf_core.program import Program
 from mesh_tf_core.structure import Assign, Feed, Read, Variable
 from mesh_tf_core.tensor import Tensor
@@ -36,15 +38,19 @@ class EagerStep(Graph):
 
     Args:
       batch: arrays that `input` takes, by name.
+      unroll: run loops iteration by iteration, so that values inside their bodies can be looked at.
     """
 
-    def __init__(self, machine: Machine, store: Store, batch: Mapping[str, Any]) -> None:
+    def __init__(
+        self, machine: Machine, store: Store, batch: Mapping[str, Any], unroll: bool = False
+    ) -> None:
         super().__init__("eager step")
-        self.machine, self.store, self.batch = machine, store, batch
+        self.machine, self.store, self.batch, self.unroll = machine, store, batch, unroll
         self._sent_before = dict(machine.sent)
-        self._fed: dict[str, Any] = {}
+        self._constants: dict[str, Any] = {}
         self._written: dict[str, tuple[Variable, Pieces]] = {}
         self._over = False
+        self._apart: dict[int, list[Tensor]] = {}
 
     # -- what a user calls -----------------------------------------------------------------------------------
 
@@ -62,23 +68,31 @@ class EagerStep(Graph):
         if array.shape != shape.sizes:
             raise UserError(f"constant of dimensions [{shape}]: the array has shape {list(array.shape)}")
         name = f"constant {len(self.tensors)}"
-        self._fed[name] = array
+        self._constants[name] = array
         try:
             with self._at_root():
                 made: EagerTensor = self.apply(
                     Feed(name, TensorType(shape, check_dtype(dtype or array.dtype.name)))
                 )
         finally:
-            del self._fed[name]
+            del self._constants[name]
         return made
 
-    def input(self, name: str, dims: Sequence[Dim], dtype: str = "int32") -> Tensor:
-        """The batch's array `name`."""
-        type = TensorType(Shape(dims), check_dtype(dtype))
-        value = self.machine.value(type, f"input {name!r}")
-        asked = Program(self.machine.mesh, self.machine.layout, (value,), (), feeds={name: 0})
-        self._fed.update(check_batch(asked, self.batch))
-        return super().input(name, dims, dtype)
+    def replay(self, graph: Graph) -> dict[Tensor, EagerTensor]:
+        """Runs the operations of a graph that was built before (`model.step_graph` of a model file), one by
+        one, on the batch and the variables of this step.
+
+        Returns:
+          Every tensor outside of loops -> its value, in the order of computation.
+        """
+        made: dict[int, EagerTensor] = {}
+        for node in graph.nodes:
+            found = self._results(graph, node, lambda i: made[i]._held())
+            for id, pieces in found.items():
+                made[id] = EagerTensor(self, len(self.tensors), graph.tensor(id).type)
+                made[id].pieces = pieces
+                self.tensors.append(made[id])
+        return {graph.tensor(id): value for id, value in made.items()}
 
     @property
     def communication_bytes(self) -> dict[str, float]:
@@ -94,6 +108,7 @@ class EagerStep(Graph):
     def _end(self) -> None:
         self._over = True
         self._written.clear()
+        self._apart.clear()
         super().__init__(self.name)
 
     def __enter__(self) -> EagerStep:
@@ -141,29 +156,41 @@ class EagerStep(Graph):
         if not self.block.id:
             try:
                 self._run(node)
-            except BaseException as error:
-                self._forget(node)
-                if isinstance(error, LayoutError):
-                    raise LayoutError(f"{op.name} at {_line()}: {error}") from None
+            except BaseException:
+                self.block.nodes.remove(node)
+                for o in node.outputs:
+                    del self.producer[o]
                 raise
         return node
 
-    def _forget(self, node: Node) -> None:
-        self.block.nodes.remove(node)
-        for o in node.outputs:
-            self.producer.pop(o, None)
-
     def _run(self, node: Node) -> None:
+        for tensor, pieces in self._results(self, node, self._pieces).items():
+            self._set(tensor, pieces)
+
+    def _results(self, graph: Graph, node: Node, pieces: Callable[[int], Pieces]) -> dict[int, Pieces]:
+        """What a node computes, by tensor id; an assignment is noted. Errors about the layout say where."""
         op = node.op
-        if isinstance(op, Feed):
-            self._set(node.outputs[0], self.machine.placed(self._fed[op.feed], op.type, f"input {op.feed!r}"))
-        elif isinstance(op, Read):
-            self._set(node.outputs[0], self.store.pieces(op.variable))
-        elif isinstance(op, Assign):
-            self._written[op.variable.name] = op.variable, self._pieces(node.inputs[0])
-        else:
-            for tensor, pieces in self.machine.run(self, node, self._pieces).items():
-                self._set(tensor, pieces)
+        try:
+            if isinstance(op, Feed):
+                return {node.outputs[0]: self._fed_pieces(op)}
+            if isinstance(op, Read):
+                return {node.outputs[0]: self.store.pieces(op.variable)}
+            if isinstance(op, Assign):
+                self._written[op.variable.name] = op.variable, pieces(node.inputs[0])
+                return {}
+            return self.machine.run(graph, node, pieces)
+        except LayoutError as error:
+            scope = f" in {node.scope!r}" if node.scope else ""
+            raise LayoutError(f"{op.name}{scope} at {_line()}: {error}") from None
+
+    def _fed_pieces(self, op: Feed) -> Pieces:
+        """A constant, or an array of the batch."""
+        what = f"input {op.feed!r}"
+        if op.feed in self._constants:
+            return self.machine.placed(self._constants[op.feed], op.type, what)
+        mesh, layout, value = self.machine.mesh, self.machine.layout, self.machine.value(op.type, what)
+        asked = Program(mesh, layout, (value,), (), feeds={op.feed: 0})
+        return self.machine.placed(check_batch(asked, self.batch)[op.feed], op.type, what)
 
     def _set(self, id: int, pieces: Pieces) -> None:
         tensor = self.tensors[id]
@@ -178,11 +205,47 @@ class EagerStep(Graph):
         assert tensor.pieces is not None
         return tensor.pieces
 
+    # -- loops -----------------------------------------------------------------------------------------------
+
+    def unrolled(
+        self, body: Callable[..., Any], init: Sequence[Tensor], dim: Dim, stacks: Sequence[Tensor]
+    ) -> Any:
+        made = Unrolled(self, dim).run(body, init, stacks)
+        self._assign_stacked()
+        return made
+
+    def apart(self, x: Tensor, dim: Dim) -> list[Tensor]:
+        """The parts of a stacked tensor, one per iteration of an unrolled loop."""
+        if x.id not in self._apart:
+            with self._at_root():
+                self._apart[x.id] = unstack(x, dim)
+        return self._apart[x.id]
+
+    def _slice(self, block: Block, outer: Tensor) -> Tensor:
+        if not isinstance(block, Turn):
+            return super()._slice(block, outer)
+        assert block.dim is not None
+        return self.apart(outer, block.dim)[block.at]
+
+    def stack_output(self, block: Block, inner: Tensor) -> Tensor:
+        return inner if isinstance(block, Turn) else super().stack_output(block, inner)
+
+    def _assign_stacked(self) -> None:
+        if len(self._stack) > 1:  # the outermost loop assigns, when all its parts are there
+            return
+        parts: dict[str, list[tuple[Variable, Tensor, str]]] = {}
+        for entry in self._assigned:
+            parts.setdefault(entry[0].name, []).append(entry)
+        self._assigned.clear()
+        for entries in parts.values():
+            variable, _, scope = entries[0]
+            with self.phase(self._phase, scope):
+                value = whole(variable, [part for _, part, _ in entries])
+                self._append(Assign(variable), [value], [], None)
+
     def _save(self, id: int) -> None:
         """Runs a loop again for values of its body that its backward turned out to read."""
-        loop = next(n for n in self.nodes if n.body is not None and id in n.body.saved.values())
-        for tensor, pieces in self.machine.run(self, loop, self._pieces).items():
-            self._set(tensor, pieces)
+        self._run(next(n for n in self.nodes if n.body is not None and id in n.body.saved.values()))
 
 
 def _array(value: Any) -> Any:

@@ -1,0 +1,84 @@
+"""Loops of an eager step run iteration by iteration, so that values inside their bodies can be looked at.
+
+Variables, random numbers and assignments are those of the loop that would be built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mesh_tf_core.blocks import Block
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ops.basic import Constant
+from mesh_tf_core.ops.stacking import stack
+from mesh_tf_core.structure import Variable
+from mesh_tf_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from mesh_tf_core.eager.step import EagerStep
+
+
+@dataclass
+class Turn(Block):
+    """The graph's own block, during iteration `at` of a loop."""
+
+    at: int = 0
+
+
+class Unrolled:
+    """One loop of a step."""
+
+    def __init__(self, step: EagerStep, dim: Dim) -> None:
+        self.step, self.dim = step, dim
+        axes = step.machine.layout.axes(dim.name)
+        if axes:
+            raise LayoutError(
+                f"layout {step.machine.layout}: {dim.name!r} counts the iterations of a loop and cannot be "
+                f"split over {'+'.join(axes)}; drop this rule"
+            )
+        self._keys, self._names = step._keys, set(step.variables)
+        # Counted as a loop that is built would be: `while_loop` names its dimension after the number.
+        step.blocks.append(Block(len(step.blocks), 0, dim))
+
+    def run(self, body: Callable[..., Any], init: Sequence[Tensor], stacks: Sequence[Tensor]) -> Any:
+        """See `Graph.unrolled`."""
+        state, collected = list(init), []
+        parts = [self.step.apart(x, self.dim) for x in stacks]
+        for at in range(self.dim.size):
+            with self._turn(at):
+                state, ys = body(state, [p[at] for p in parts])
+            collected.append(ys)
+        if collected[-1] is None:
+            return state, None
+        return state, [stack(column, self.dim.name) for column in zip(*collected, strict=True)]
+
+    @contextmanager
+    def _turn(self, at: int) -> Iterator[None]:
+        """One iteration: it makes the same variables and random keys as every other."""
+        step = self.step
+        step._keys = self._keys
+        for name in set(step.variables) - self._names:
+            del step.variables[name]
+        root = step.blocks[0]
+        turn = Turn(0, dim=self.dim, nodes=root.nodes, at=at)
+        turn.index = step.apply(Constant(at, "int32")).id
+        step._stack.append(turn)
+        try:
+            yield
+        finally:
+            step._stack.pop()
+
+
+def whole(variable: Variable, parts: Sequence[Tensor]) -> Tensor:
+    """The values that all iterations of the loops around gave to a variable, stacked; of several in one
+    iteration, the last."""
+    dims = variable.shape.dims[: len(variable.shape) - len(parts[0].shape)]
+    each = len(parts) // Shape(dims).size
+    values = list(parts[each - 1 :: each])
+    for dim in reversed(dims):
+        values = [stack(values[i : i + dim.size], dim.name) for i in range(0, len(values), dim.size)]
+    return values[0]
