@@ -110,10 +110,8 @@ class MeshSearch:
         seconds.
 
         A layout that the rows let pass and the judge does not is excluded and the problem solved again. If
-        that
-        happens too often, the limit of the rows is lowered by what they were seen to miss: the answer is
-        then not proven
-        best, and the outcome's bound says by how much it may be missed.
+        that happens too often, the limit of the rows is lowered by what they were seen to miss: the answer is
+        then not proven best, and the outcome's bound says by how much it may be missed.
 
         Args:
           excluded: solver's choices that may not be the answer.
@@ -175,10 +173,13 @@ class MeshSearch:
             limit = outcome.found.peak - 1
         return out
 
-    def lean(self, deadline: float | None = None) -> Found | None:
-        """A layout with little memory: the row that is largest is made as small as can be, three times
-        over."""
-        problem = limited(self.extraction.problem, math.inf)
+    def lean(self, deadline: float | None = None, pinned: Mapping[str, Choice] | None = None) -> Found | None:
+        """A layout with little memory: the row that is largest is made as small as can be, three times over.
+
+        Args:
+          pinned: decisions that are taken already.
+        """
+        problem = self._pinned(limited(self.extraction.problem, math.inf), pinned or {})
         best: Found | None = None
         row = max(
             problem.rows,

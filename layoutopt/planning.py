@@ -12,6 +12,7 @@ from layoutopt.evaluate import Evaluation, alternative
 from layoutopt.mesh_search import Found, MeshSearch
 from layoutopt.plan import Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
 from layoutopt.request import EXACT, Request
+from layoutopt.rivals import greedy, least_memory
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
@@ -133,8 +134,8 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
 def _alternatives(
     request: Request, search: MeshSearch, best: Found, names: Mapping[str, str]
 ) -> list[Alternative]:
-    """Named baselines on the answer's mesh, the best layout that leaves the batch whole, and the next best
-    ones."""
+    """Named baselines on the answer's mesh, the best one that leaves the batch whole, what simpler searches
+    find, and the next best ones."""
     model, hardware, limit = request.model, request.hardware, request.limit
     mesh = _mesh(best.mesh, names)
     options = domains(model.graph, mesh)
@@ -151,6 +152,10 @@ def _alternatives(
         whole = search.fastest(math.inf, deadline=request.deadline, pinned={model.batch_dim: ()}).found
         if whole is not None:
             add("model parallel (best)", whole)
+    out.append(alternative("greedy", model, mesh, _renamed(greedy(search), names), hardware, limit))
+    lean = least_memory(search, request.deadline)
+    if lean is not None:
+        add("least memory (as auto_mtf)", lean)
     for number, found in enumerate(_next_best(request, search, best), start=2):
         add(f"number {number}", found)
     return out
