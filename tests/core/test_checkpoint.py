@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path) -> Non
         and said in found.skipped[0]
     )
     harm(tmp_path / "step-000000001")
-    with pytest.raises(UserError, match="no whole checkpoint in it .step-000000002: .*; step-000000001: "):
+    with pytest.raises(UserError, match=r"no whole checkpoint in it .step-000000002: .*; step-000000001: "):
         checkpoint.newest(tmp_path)
 
 

@@ -1,0 +1,211 @@
+"""Training: resumed runs equal undisturbed ones, the same seed gives the same numbers, errors in words."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import layoutopt
+import mesh_tf_core as mtf
+from mesh_tf_core import checkpoint
+from mesh_tf_core.checkpoint import CheckpointWarning
+
+STORED = mtf.Options(storage={"wi": 3, "wo": 1}, recompute=frozenset({"layers"}))
+LAYOUTS = {
+    "data": ("a:2", "batch:a", mtf.Options()),
+    "both": ("a:2;b:2", "batch:a;hidden:b", mtf.Options()),
+    "stored": ("a:4", "batch:a", STORED),
+    "parts": ("a:2", "batch:a", mtf.Options(microbatches=2)),
+}
+
+
+def network(hidden=8, dropout=0.2, bias=False):
+    """Two residual layers in a loop, with dropout."""
+    g = mtf.Graph("network")
+    b, d, h = mtf.Dim("batch", 8), mtf.Dim("features", 4), mtf.Dim("hidden", hidden)
+
+    def layer(x):
+        inner = mtf.tanh(mtf.einsum([x, g.variable("wi", [d, h], mtf.Normal(0.5))], [b, h]))
+        if bias:
+            inner = inner + g.variable("bias", [h], mtf.ZEROS)
+        wo = g.variable("wo", [h, d], mtf.Normal(0.5))
+        return x + mtf.einsum([mtf.dropout(inner, dropout), wo], [b, d])
+
+    y = mtf.scan(layer, g.input("x", [b, d], "float32"), mtf.Dim("layers", 2))
+    return mtf.Model(mtf.reduce_mean(mtf.square(y - g.input("y", [b, d], "float32"))), mtf.Adam(0.01))
+
+
+def trainer(layout="data", **hparams):
+    mesh, rules, options = LAYOUTS[layout]
+    return mtf.Trainer(network(**hparams), mesh, rules, options)
+
+
+def batches(seed=0):
+    """Without end, and without a place."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield {name: rng.normal(size=(8, 4)).astype(np.float32) for name in "xy"}
+
+
+class Placed:
+    """Batches that know their place, and count how many were made."""
+
+    def __init__(self, end=1000):
+        self.at, self.made, self.end = 0, 0, end
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.end:
+            raise StopIteration
+        self.at, self.made = self.at + 1, self.made + 1
+        return next(batches(self.at))
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def losses(history):
+    return [found["loss"] for found in history]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_equals_the_undisturbed_one(layout: str, tmp_path: Path) -> None:
+    """With dropout and the optimizer's state; the interruption is an error in the middle of a run."""
+    whole = losses(trainer(layout).fit(batches(), 6))
+
+    def stop(step, found, seconds):
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(layout).fit(batches(), 6, tmp_path, every=3, on_step=stop)
+    assert losses(trainer(layout).fit(batches(), 6, tmp_path)) == whole[3:]
+    other = trainer("both" if layout != "both" else "data")
+    assert other.fit(batches(), 6, tmp_path) == [] and other.step_number == 6
+
+
+@pytest.mark.parametrize(("first", "second"), [("data", "both"), ("both", "stored"), ("stored", "data")])
+def test_a_run_goes_on_under_another_layout(first: str, second: str, tmp_path: Path) -> None:
+    """Random numbers do not depend on the layout, so dropout stays (with other microbatches it would
+    differ)."""
+    whole = losses(trainer(first).fit(batches(), 5))
+    trainer(first).fit(batches(), 3, tmp_path)
+    resumed = trainer(second)
+    assert losses(resumed.fit(batches(), 5, tmp_path)) == pytest.approx(whole[3:], rel=2e-5)
+    again = trainer(first)
+    again.restore(tmp_path)
+    for name in again.program.variables:
+        np.testing.assert_array_equal(again.engine.read(name), resumed.engine.read(name))
+
+
+def test_data_that_knows_its_place_is_set_there(tmp_path: Path) -> None:
+    whole = losses(trainer().fit(Placed(), 6))
+    data = Placed()
+    run = trainer()
+    run.fit(data, 4, tmp_path)
+    assert (run.position, data.made) == ({"at": 4}, 4)
+    data = Placed()
+    assert losses(trainer().fit(data, 6, tmp_path)) == whole[4:]
+    assert data.made == 2
+    # Data without a place is skipped over, also after a checkpoint that holds one.
+    counted = [next(batches(i)) for i in range(1, 8)]
+    assert losses(trainer().fit(counted, 7, tmp_path)) == losses(run.fit(Placed(), 7))[-1:]
+
+
+def test_the_same_seed_gives_the_same_numbers() -> None:
+    runs = [trainer("both") for _ in range(2)]
+    assert runs[0].fit(batches(), 4) == runs[1].fit(batches(), 4)
+    for name in runs[0].program.variables:
+        np.testing.assert_array_equal(runs[0].engine.read(name), runs[1].engine.read(name))
+    stepped = trainer("both")
+    data = batches()
+    assert [stepped.step(next(data))["loss"] for _ in range(4)] == losses(trainer("both").fit(batches(), 4))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """What is written is the state of the save, whatever steps do meanwhile."""
+    run, data = trainer(), batches()
+    run.step(next(data))
+    before = {name: run.engine.read(name) for name in run.program.variables}
+    kept = run.engine.snapshot()
+    run.step(next(data))
+    assert list(kept) == list(before) and len(kept) == len(before)
+    for name, value in before.items():
+        np.testing.assert_array_equal(kept[name], value)
+    assert len(kept) == 0
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(run.engine.read("wi"), before["wi"])
+
+
+def test_a_damaged_checkpoint_is_said_and_passed_over(tmp_path: Path) -> None:
+    trainer().fit(batches(), 3, tmp_path, every=2)
+    whole = trainer().fit(batches(), 3)
+    file = tmp_path / "step-000000003" / "00000.npy"
+    file.write_bytes(file.read_bytes()[:-4])
+    resumed = trainer()
+    with pytest.warns(CheckpointWarning, match="step-000000003: .* checksum; step-000000002 is used"):
+        assert losses(resumed.fit(batches(), 3, tmp_path)) == losses(whole[2:])
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and (found.step, found.skipped) == (3, ())
+
+
+def test_an_error_in_writing_reaches_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    run = trainer()
+    with pytest.raises(FileExistsError):
+        run.fit(batches(), 4, tmp_path / "file", every=2)
+    assert run.step_number in (2, 4)  # where the next checkpoint was due, at the latest
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    run = trainer()
+    with pytest.raises(mtf.UserError, match="the data ended after 2 of 3 steps; give more batches"):
+        run.fit([next(batches())] * 2, 3)
+    with pytest.raises(mtf.UserError, match="the batch has no 'y'; the model reads x, y"):
+        run.fit([{"x": np.zeros((8, 4), np.float32)}] * 3, 3)
+    run.save(tmp_path)
+    with pytest.raises(mtf.UserError, match=r"has shape \(2, 4, 8\) there, \(2, 4, 6\) here"):
+        trainer(hidden=6).restore(tmp_path)
+    with pytest.raises(mtf.UserError, match="has no variable 'bias': it is of another model"):
+        trainer(bias=True).restore(tmp_path)
+
+
+@pytest.mark.parametrize("scale", [False, True])
+def test_a_loss_that_is_not_finite_ends_the_run(scale: bool) -> None:
+    g = mtf.Graph("division")
+    b = mtf.Dim("batch", 4)
+    x, w = g.input("x", [b], "float32"), g.variable("w", [b], mtf.ONES)
+    loss = mtf.reduce_mean(w / x)
+    model = mtf.Model(loss, mtf.SGD(0.1, loss_scale=mtf.LossScale() if scale else None))
+    run = mtf.Trainer(model, "a:2", "batch:a")
+    good, bad = np.ones(4, np.float32), np.zeros(4, np.float32)
+    with pytest.raises(mtf.UserError, match=r"the loss is inf in step \d+.*try a smaller learning rate"):
+        run.fit([{"x": x} for x in [good, *[bad] * 30]], 31)
+    assert run.step_number == (21 if scale else 2)
+    if scale:
+        run.fit([{"x": good}] * 23, 23)
+        assert run.step_number == 23 and math.isfinite(run.engine.read("w")[0])
+
+
+def test_a_plan_decides_everything() -> None:
+    model = network()
+    plan = layoutopt.search(model, mesh="a:2", hardware="cpu-local")
+    run = mtf.Trainer(model, plan)
+    assert (run.mesh, run.layout, run.options) == (plan.mesh, plan.layout, plan.options)
+    with pytest.raises(mtf.UserError, match="a plan decides the layout and the options"):
+        mtf.Trainer(model, plan, "batch:a")
+
+
+def test_the_share_of_waiting_for_input_is_measured() -> None:
+    run = trainer()
+    assert run.waited == 0
+    run.fit(batches(), 3)
+    assert 0 < run.waited < 1
