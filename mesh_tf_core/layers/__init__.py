@@ -4,6 +4,7 @@ A layer is built from operations alone, so it is laid out, lowered, priced and d
 variables are stored in float32 and used in the dtype of its input.
 """
 
+from mesh_tf_core.layers.adaptive import AdaptiveEmbedding, AdaptiveSoftmax, Cluster
 from mesh_tf_core.layers.attention import Attention, LocalAttention
 from mesh_tf_core.layers.attention_kinds import (
     BilinearAttention,
@@ -23,16 +24,20 @@ from mesh_tf_core.layers.moe import MixtureOfExperts
 from mesh_tf_core.layers.noise import AnnealedDropout, Jitter
 from mesh_tf_core.layers.norm import LayerNorm, ReZero, RMSNorm, ScaleNorm
 from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
+from mesh_tf_core.layers.softmax_mixtures import Mixtape, MixtureOfSoftmaxes
 from mesh_tf_core.layers.synthesizer import Synthesizer
 from mesh_tf_core.layers.talking_heads import TalkingHeadsAttention
 
 __all__ = [
     "ACTIVATIONS",
+    "AdaptiveEmbedding",
+    "AdaptiveSoftmax",
     "AnnealedDropout",
     "Attention",
     "BatchNorm",
     "BilinearAttention",
     "BranchedAttention",
+    "Cluster",
     "CompressedAttention",
     "Conv",
     "CrossEntropy",
@@ -46,7 +51,9 @@ __all__ = [
     "LearnedPositions",
     "LocalAttention",
     "LocalAttention2D",
+    "Mixtape",
     "MixtureOfExperts",
+    "MixtureOfSoftmaxes",
     "RMSNorm",
     "ReZero",
     "RelativeBias",

@@ -1,0 +1,201 @@
+"""Vocabularies in clusters of equally frequent tokens: rare tokens have few features, and their probabilities
+are only computed where they occur."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.initializers import Normal
+from mesh_tf_core.layers.base import project
+from mesh_tf_core.ops.along import put_along
+from mesh_tf_core.ops.basic import add_n, cast
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.cumulative import cumsum
+from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.index import gather, one_hot, pick
+from mesh_tf_core.ops.math import greater_equal
+from mesh_tf_core.ops.shape import concat, rename
+from mesh_tf_core.ops.softmax import log_softmax, logsumexp, softmax_cross_entropy
+from mesh_tf_core.ops.stacking import unstack
+from mesh_tf_core.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Tokens that follow each other in the vocabulary.
+
+    Attributes:
+      count: how many.
+      width: features of each; 0 means as many as the model.
+      share: of a text's positions that can hold such tokens when `AdaptiveSoftmax` computes a loss; later
+        ones beyond it count as known. Not used of the first cluster.
+    """
+
+    count: int
+    width: int = 0
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.width < 0 or not 0 < self.share <= 1:
+            raise UserError(f"{self}: needs count >= 1, width >= 0 and a share in (0, 1]")
+
+
+Table = tuple[Tensor, Tensor | None]
+"""Of a cluster: [vocab_i, width or d_model], and [width, d_model] unless it is as wide as the model."""
+
+
+@dataclass(frozen=True)
+class AdaptiveEmbedding:
+    """Tables of several widths, mapped to one (Baevski & Auli 2019, "Adaptive input representations",
+    section 3). With one cluster it is a factorised table (Lan et al. 2020, "ALBERT", section 3.1).
+
+    The tokens of cluster i have a dimension of their own, `<vocab>_<i>`, to be split or not; where logits of
+    the whole vocabulary are split, every cluster must be divisible. The tables are made by `tables`, so that
+    inputs and outputs can share them.
+
+    Attributes:
+      clusters: in the order of the ids; they add up to the vocabulary.
+      vocab: name of the vocabulary, of ids and of the logits.
+      dtype, stddev: as of `Embedding`.
+    """
+
+    clusters: tuple[Cluster, ...]
+    d_model: Dim
+    vocab: str = "vocab"
+    dtype: str = "float32"
+    stddev: float = 0.02
+    name: str = "embedding"
+
+    def __post_init__(self) -> None:
+        if not self.clusters:
+            raise UserError("AdaptiveEmbedding: needs at least one cluster")
+
+    @property
+    def starts(self) -> list[int]:
+        """The first id of every cluster, and the size of the vocabulary."""
+        return [sum(c.count for c in self.clusters[:i]) for i in range(len(self.clusters) + 1)]
+
+    def dim(self, i: int) -> Dim:
+        """The tokens of cluster i."""
+        return Dim(f"{self.vocab}_{i}", self.clusters[i].count)
+
+    def tables(self, graph: Graph) -> tuple[Table, ...]:
+        """New variables."""
+        with graph.scope(self.name):
+            return tuple(self._table(graph, i, c) for i, c in enumerate(self.clusters))
+
+    def _table(self, graph: Graph, i: int, cluster: Cluster) -> Table:
+        def weight(name: str, dims: Sequence[Dim], stddev: float) -> Tensor:
+            return graph.variable(f"{name}_{i}", dims, Normal(stddev), activation_dtype=self.dtype)
+
+        if not cluster.width:
+            return weight("tokens", [self.dim(i), self.d_model], self.stddev), None
+        width = Dim(f"width_{i}", cluster.width)
+        tokens = weight("tokens", [self.dim(i), width], self.stddev)
+        return tokens, weight("up", [width, self.d_model], 1 / math.sqrt(width.size))
+
+    def __call__(self, tables: Sequence[Table], ids: Tensor) -> Tensor:
+        """ids [others] -> [others, d_model]; zeros for ids outside of the vocabulary."""
+        found = []
+        with ids.graph.scope(self.name):
+            for i, ((tokens, up), start) in enumerate(zip(tables, self.starts, strict=False)):
+                # Ids of other clusters are outside of this table, where a look-up gives zeros.
+                row = gather(tokens, ids - start, self.dim(i))
+                found.append(row if up is None else einsum([row, up], [*ids.shape, self.d_model]))
+            return add_n(found)
+
+    def logits(self, x: Tensor, tables: Sequence[Table]) -> Tensor:
+        """[others, d_model] -> [others, vocab], for an ordinary softmax."""
+        with x.graph.scope("output"):
+            parts = [self.part(x, tables, i) for i in range(len(self.clusters))]
+            named = [rename(p, **{self.dim(i).name: self.vocab}) for i, p in enumerate(parts)]
+            return concat(named, self.vocab)
+
+    def part(self, x: Tensor, tables: Sequence[Table], i: int) -> Tensor:
+        """[others, d_model] -> logits of cluster i [others, vocab_i]."""
+        tokens, up = tables[i]
+        others = x.shape.without(self.d_model.name)
+        if up is not None:
+            x = einsum([x, up], [*others, up.shape.dims[0]])
+        return einsum([x, tokens], [*others, self.dim(i)])
+
+
+@dataclass(frozen=True)
+class AdaptiveSoftmax:
+    """p(token) = p(cluster) p(token | cluster), where the first cluster's tokens stand beside the other
+    clusters in one softmax (Grave et al. 2017, "Efficient softmax approximation for GPUs", section 4).
+
+    Every cluster may be split over the mesh; none is gathered. Where a cluster has a `share`, its logits are
+    computed for that part of the positions of `length` only, those whose target it holds.
+
+    Attributes:
+      embedding: of at least two clusters, the first with the most frequent tokens.
+      length: name of the positions of a text.
+    """
+
+    embedding: AdaptiveEmbedding
+    length: str = "length"
+    name: str = "adaptive_softmax"
+
+    def __post_init__(self) -> None:
+        if len(self.embedding.clusters) < 2:
+            raise UserError("AdaptiveSoftmax: needs at least two clusters; for one, use CrossEntropy")
+
+    @property
+    def _tails(self) -> range:
+        return range(1, len(self.embedding.clusters))
+
+    def loss(self, x: Tensor, tables: Sequence[Table], targets: Tensor) -> Tensor:
+        """x [others, length, d_model], targets int32 [others, length] -> -log p(target), float32."""
+        starts = self.embedding.starts
+        with x.graph.scope(self.name):
+            head, clusters, total = self._head(x, tables)
+            cluster = add_n([greater_equal(targets, starts[i]).cast("int32") for i in self._tails]) - 1
+            chosen = pick(head, targets, self.embedding.dim(0)) + pick(clusters, cluster, "clusters")
+            return add_n([total - chosen, *(self._tail_loss(x, tables, targets, i) for i in self._tails)])
+
+    def log_probabilities(self, x: Tensor, tables: Sequence[Table]) -> Tensor:
+        """[others, d_model] -> log p [others, vocab], float32."""
+        vocab = self.embedding.vocab
+        with x.graph.scope(self.name):
+            head, clusters, total = self._head(x, tables)
+            parts = [rename(head - total, **{self.embedding.dim(0).name: vocab})]
+            for i, cluster in zip(self._tails, unstack(clusters, "clusters"), strict=True):
+                inside = log_softmax(_wide(self.embedding.part(x, tables, i)), self.embedding.dim(i))
+                parts.append(rename(inside + (cluster - total), **{self.embedding.dim(i).name: vocab}))
+            return concat(parts, vocab)
+
+    def _head(self, x: Tensor, tables: Sequence[Table]) -> tuple[Tensor, Tensor, Tensor]:
+        """Float32 logits of the first cluster's tokens [others, vocab_0] and of the other clusters [others,
+        clusters], and the logarithm of the sum over both of their exponentials [others]."""
+        d, tails = self.embedding.d_model, Dim("clusters", len(self.embedding.clusters) - 1)
+        head = _wide(self.embedding.part(x, tables, 0))
+        clusters = _wide(project(x, "clusters", [d], [tails]))
+        return head, clusters, logsumexp(head, self.embedding.dim(0), logsumexp(clusters, tails))
+
+    def _tail_loss(self, x: Tensor, tables: Sequence[Table], targets: Tensor, i: int) -> Tensor:
+        """-log p(target | cluster i) where the target is in it, else 0."""
+        e, start = self.embedding, self.embedding.starts[i]
+        inside = (targets >= start) & (targets < self.embedding.starts[i + 1])
+        cluster, length = e.clusters[i], targets.dim(self.length)
+        if cluster.share == 1:
+            loss = softmax_cross_entropy(e.part(x, tables, i), targets - start, e.dim(i))
+            return where(inside, loss, 0.0)
+        slot = Dim(f"slot_{i}", math.ceil(cluster.share * length.size))
+        place = where(inside, cumsum(inside.cast("int32"), length, exclusive=True), slot.size)
+        others = targets.shape.without(length.name)
+        here = one_hot(place, slot, x.dtype)
+        few = einsum([here, x], [*others, slot, e.d_model])
+        # A slot that stays empty has the cluster's first target, and no weight on the way back.
+        ids = put_along(where(inside, targets - start, 0), place, slot, others.names)
+        loss = softmax_cross_entropy(e.part(few, tables, i), ids, e.dim(i))
+        return einsum([here.cast(loss.dtype), loss], Shape(targets.shape))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == "float64" else cast(x, "float32")
