@@ -145,11 +145,22 @@ class Pricer:
     def _curves(self) -> dict[str, ComputeCurve]:
         return {c.op_class: c for c in self.hardware.compute_curves if c.op_class.split(".")[0] == "kernel"}
 
-    def lines(self, program: Program) -> Iterable[Line]:
-        """One line per instruction that takes time."""
+    @cached_property
+    def fuses(self) -> bool:
+        """Whether operations are priced as the kernels that a compiler makes of them."""
+        return self.hardware.fuses and not self.by_call
+
+    def lines(self, program: Program, again: bool = False) -> Iterable[Line]:
+        """One line per instruction or kernel that takes time.
+
+        Args:
+          again: `program` is part of a loop's body that runs again for backward.
+        """
         stacks = _stacks(program) if self.by_call else {}
-        for instr, times in program.expected():
-            if isinstance(instr, Local) and not instr.op.free:
+        for instr, times in fused(program, again).items if self.fuses else program.expected():
+            if isinstance(instr, Kernel):
+                yield self.kernel(program, instr, times)
+            elif isinstance(instr, Local) and not instr.op.free:
                 yield self.local(program, instr, times)
             elif isinstance(instr, AllReduce) and self.by_call:
                 yield self._sums(program, instr, times, stacks)
@@ -199,7 +210,7 @@ class Pricer:
             quantity.bytes,
         )
 
-    def kernel(self, program: Program, kernel: Kernel, times: int) -> Line:
+    def kernel(self, program: Program, kernel: Kernel, times: float) -> Line:
         """A line for operations that run as one."""
         first = kernel.product or kernel.instrs[0]
         moved = kernel.read + kernel.written

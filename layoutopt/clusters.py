@@ -13,7 +13,7 @@ multiplicity.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from layoutopt.coupling import Coupling
@@ -110,12 +110,21 @@ class _Builder:
             switches = self._switches(node)
             # On a calibrated machine a result costs more where it stays: in forward, until backward reads it.
             stays = node.phase == "forward"
-            parts.append(
-                (_bare(node), tuple(types), self.coupling.times(node), leaves, early, what, switches, stays)
-            )
+            kernel = self._kernel(node, inside)
+            times = self.coupling.times(node)
+            parts.append((_bare(node), tuple(types), times, leaves, early, what, switches, stays, kernel))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
         return tuple(parts)
+
+    def _kernel(self, node: Node, inside: Set[int]) -> Hashable:
+        """What of fusion matters to a price: with which of the nodes, and what of it others read."""
+        fusion = self.coupling.fusion
+        group = fusion.group.get(node.index)
+        others = sorted(i for i in inside if i != node.index and fusion.group.get(i) == group is not None)
+        position = {i: n for n, i in enumerate(sorted(inside))}
+        read = tuple((o in fusion.leaving, o in fusion.again) for o in node.outputs)
+        return tuple(position[i] for i in others), read
 
     def _switches(self, node: Node) -> tuple[str, ...]:
         """Decisions besides splits that change how a node is lowered."""

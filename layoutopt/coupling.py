@@ -29,10 +29,11 @@ class Coupling:
       chain: variable -> its tensors: as read, as parts in loops, and casts of these.
       reads: variable -> the nodes that read it.
       owner: tensor of a chain -> its variable.
+      fusion: what a compiler may run as one kernel.
     """
 
     def __init__(self, graph: Graph, program: Program, returned: Collection[int] = ()) -> None:
-        self.graph, self.returned = graph, frozenset(returned)
+        self.graph, self.returned, self.fusion = graph, frozenset(returned), program.fusion
         live = {instr.origin.node for instr, _ in program.walk()}
         self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]
         self.home: dict[int, Block] = {}
@@ -57,6 +58,7 @@ class Coupling:
         self._variables()
         self._sums()
         self._updates()
+        self._fused()
 
     # -- variables -------------------------------------------------------------------------------------------
 
@@ -155,6 +157,16 @@ class Coupling:
                 and not isinstance(node.op, Read)
             ):
                 self._join(first.setdefault(node.scope, node.index), node.index)
+
+    # -- kernels ---------------------------------------------------------------------------------------------
+
+    def _fused(self) -> None:
+        """What a compiler may run as one kernel is priced as one."""
+        first: dict[int, int] = {}
+        for node in self.live:
+            group = self.fusion.group.get(node.index)
+            if group is not None:
+                self._join(first.setdefault(group, node.index), node.index)
 
     def root(self, index: int) -> int:
         while self.parent.get(index, index) != index:

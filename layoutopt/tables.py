@@ -102,7 +102,7 @@ class Tabler:
             if dim in cluster.again:
                 second = self._lowered(cluster, cluster.again[dim], chosen)
                 assert second is not None
-                seconds += self.pricer.seconds(second)
+                seconds += self.pricer.seconds(second, again=True)
         return Entry(max(seconds, 0.0), small)
 
     def _lowered(self, cluster: Cluster, keep: Keep, chosen: Mapping[str, Choice]) -> Program | None:

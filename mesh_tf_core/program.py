@@ -9,8 +9,9 @@ taken yet).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.dtypes import itemsize
@@ -246,6 +247,10 @@ class Loop(Instr):
       sliced: (stacked value, body value).
       stacked: (body value, stacked value).
       summed: (body value, value of the sum over iterations).
+      runs: bool scalar, one of the carried or sliced body values or from outside: whether an iteration runs.
+        One that does not run passes its carries on, stacks zeros and adds nothing; every device decides the
+        same.
+      branch: a branch of `cond`, of two of which one runs.
       `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
       values of outside that the body reads directly.
     """
@@ -258,9 +263,18 @@ class Loop(Instr):
     stacked: tuple[tuple[int, int], ...]
     summed: tuple[tuple[int, int], ...]
     body: tuple[Instr, ...]
+    runs: int | None = None
+    branch: bool = False
 
     def text(self) -> str:
-        return f"loop({self.dim}{', reverse' if self.reverse else ''})"
+        condition = "" if self.runs is None else f", {'if' if self.branch else 'while'} %{self.runs}"
+        return f"loop({self.dim}{', reverse' if self.reverse else ''}{condition})"
+
+    @property
+    def times(self) -> float:
+        """How often a program's price counts the body: a branch half the time (the mean of the two), a loop
+        that may stop early as if it did not."""
+        return self.dim.size * 0.5 if self.branch else self.dim.size
 
 
 def make_loop(
@@ -273,10 +287,12 @@ def make_loop(
     stacked: tuple[tuple[int, int], ...],
     summed: tuple[tuple[int, int], ...],
     body: tuple[Instr, ...],
+    runs: int | None = None,
+    branch: bool = False,
 ) -> Loop:
     """A Loop whose `inputs` and `outputs` follow from its parts."""
     inside = {index, *(c[1] for c in carried), *(inner for _, inner in sliced)}
-    read: dict[int, None] = {}
+    read: dict[int, None] = dict.fromkeys(() if runs is None or runs in inside else (runs,))
     for instr in body:
         read.update((i, None) for i in instr.inputs if i not in inside)
         inside.update(instr.outputs)
@@ -284,7 +300,9 @@ def make_loop(
     read.update((i, None) for i in results if i not in inside)
     inputs = (*(c[0] for c in carried), *(outer for outer, _ in sliced), *read)
     outputs = (*(c[3] for c in carried), *(o for _, o in stacked), *(o for _, o in summed))
-    return Loop(inputs, outputs, origin, dim, reverse, index, carried, sliced, stacked, summed, body)
+    return Loop(
+        inputs, outputs, origin, dim, reverse, index, carried, sliced, stacked, summed, body, runs, branch
+    )
 
 
 @dataclass(frozen=True)
@@ -293,6 +311,21 @@ class Stored:
 
     variable: Variable
     splits: tuple[Axes, ...]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Which operations of a graph a compiler may run as one kernel (rules: `lower.fusion`).
+
+    Attributes:
+      group: node -> its group; nodes that fuse with nothing are alone in theirs or not listed.
+      leaving: tensors that are read outside of their group, or leave their block.
+      again: the same for a loop's body that runs again in backward.
+    """
+
+    group: Mapping[int, int] = field(default_factory=dict)
+    leaving: frozenset[int] = frozenset()
+    again: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -305,6 +338,7 @@ class Program:
       variables: name -> how it is stored.
       feeds: name -> value of the batch's tensor.
       results: name -> value that the step returns.
+      fusion: the groups of the graph that it was lowered from.
     """
 
     mesh: Mesh
@@ -314,17 +348,15 @@ class Program:
     variables: Mapping[str, Stored] = field(default_factory=dict)
     feeds: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
+    fusion: Fusion = field(default_factory=Fusion)
 
     def walk(self) -> Iterator[tuple[Instr, int]]:
-        """Every instruction once (loops before their bodies), with how often it runs."""
+        """Every instruction once (loops before their bodies), with how often it runs at most."""
+        return _visited(self.code, 1, lambda loop: loop.dim.size)
 
-        def visit(code: tuple[Instr, ...], times: int) -> Iterator[tuple[Instr, int]]:
-            for instr in code:
-                yield instr, times
-                if isinstance(instr, Loop):
-                    yield from visit(instr.body, times * instr.dim.size)
-
-        return visit(self.code, 1)
+    def expected(self) -> Iterator[tuple[Instr, float]]:
+        """As `walk`, with how often a price counts it (see `Loop.times`)."""
+        return _visited(self.code, 1, lambda loop: loop.times)
 
     def local(self, id: int) -> TensorType:
         """Type of one device's piece of a value."""
@@ -333,7 +365,7 @@ class Program:
     def communication_bytes(self) -> dict[str, float]:
         """Bytes that a device sends in one step, per mesh axis (axes that act together are joined by '+')."""
         out: dict[str, float] = dict.fromkeys(self.mesh.names, 0.0)
-        for instr, times in self.walk():
+        for instr, times in self.expected():
             if isinstance(instr, Collective):
                 key = "+".join(instr.axes)
                 out[key] = out.get(key, 0.0) + times * self.wire_bytes(instr)
@@ -343,6 +375,18 @@ class Program:
         """Bytes that a device sends in one run of a collective (see `wire_bytes`)."""
         payload = sum(self.values[i].local_bytes(self.mesh) for i in instr.inputs)
         return wire_bytes(instr.name, payload, self.mesh.group_size(instr.axes))
+
+
+Times = TypeVar("Times", int, float)
+
+
+def _visited(
+    code: Iterable[Instr], times: Times, of: Callable[[Loop], Times]
+) -> Iterator[tuple[Instr, Times]]:
+    for instr in code:
+        yield instr, times
+        if isinstance(instr, Loop):
+            yield from _visited(instr.body, times * of(instr), of)
 
 
 def wire_bytes(kind: str, payload: int, n: int) -> float:

@@ -207,7 +207,10 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine that programs are priced for. Everything below is per DEVICE and in SI units."""
+    """A machine that programs are priced for. Everything below is per DEVICE and in SI units.
+
+    `fuses`: programs are compiled by XLA, which makes one kernel of several operations.
+    """
 
     name: str
     kind: str
@@ -216,6 +219,7 @@ class Hardware:
     calibrated: bool
     chip: Chip
     topology: Torus | Cluster | SharedMemory
+    fuses: bool = False
     overlap: Pairs[Number] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()

@@ -247,6 +247,7 @@ class _HardwareFile(_File):
     summary: Text
     device: Text
     calibrated: bool
+    fuses: bool = False
     chip: _ChipFile
     topology: Annotated[_TorusFile | _ClusterFile | _SharedMemoryFile, Field(discriminator="kind")]
     overlap: dict[Collective, Fraction] = {}

@@ -15,6 +15,7 @@ from mesh_tf_core.dims import Shape
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Axes, Layout, check_disjoint
+from mesh_tf_core.lower.fusion import fusion
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.redistribute import plan_moves
 from mesh_tf_core.lower.storage import Storage
@@ -356,10 +357,16 @@ def lower_base(
     state.nodes(graph.blocks[0])
     if keep is not None:
         state.deliver_gradients()
-    else:
-        for tensor, id in state.env.items():
-            state.values[id] = replace(state.values[id], tensor=tensor)
+    for tensor, id in state.env.items():
+        state.values[id] = replace(state.values[id], tensor=tensor)
     returned = {name: state.at_home(state.value_of(t.id)) for name, t in (results or {}).items()}
     return Program(
-        mesh, layout, tuple(state.values), tuple(state.code), dict(state.stored), dict(state.feeds), returned
+        mesh,
+        layout,
+        tuple(state.values),
+        tuple(state.code),
+        dict(state.stored),
+        dict(state.feeds),
+        returned,
+        fusion(graph),
     )

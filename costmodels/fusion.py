@@ -1,0 +1,325 @@
+"""The kernels of a program on hardware whose compiler fuses: what each of them reads, computes, writes.
+
+`Program.fusion` says which operations may share a kernel. In a program a group falls into several kernels,
+one after the other:
+  (1) what is sent by a collective, or moved otherwise, is written first; what follows on it is a later kernel
+  (2) a reduction's result is used in a later kernel; softmax and normalisation are the reductions and maps
+      that they consist of (`Op.expand`)
+  (3) a value is written if something outside of its kernel needs it. A later kernel of its own group reads it
+      too, or computes it again from what it reads anyway, whichever moves fewer bytes
+  (4) what a loop stacks is written in its place in the stack, and priced there
+So a chain of maps behind a product costs the product, its operands and the chain's last result.
+
+All of this is local to a group, and a cluster of the search holds whole groups: prices of clusters add up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.lower.fusion import ALONE, FREE, MAP, PRODUCT, REDUCE, role
+from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.program import Instr, Local, Loop, Program
+
+Key = int | tuple[int, int]
+"""A value of the program, or (output of an instruction, number) for one inside of it."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Operations that run as one.
+
+    Attributes:
+      instrs: in order; `product` is the matrix product among them.
+      read, written: bytes of memory.
+      vector: FLOPs of all but the product.
+    """
+
+    instrs: tuple[Local, ...]
+    product: Local | None
+    read: float
+    written: float
+    vector: float
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A program as kernels.
+
+    Attributes:
+      items: instructions that are not fused, and kernels, each with how often it runs.
+      inner: values that are never written -> the written values that they are computed from.
+    """
+
+    items: tuple[tuple[Instr | Kernel, float], ...]
+    inner: dict[int, frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One map, reduction or product: its inputs and outputs as keys, the outputs' bytes."""
+
+    kind: str
+    flops: float
+    inputs: tuple[Key, ...]
+    outputs: tuple[tuple[Key, int], ...]
+    instr: Local
+
+
+def fused(program: Program, again: bool = False) -> Fused:
+    """The kernels of a program.
+
+    Args:
+      again: it is (a part of) a loop's body that runs again for backward.
+    """
+    found = _Fuser(program, again)
+    found.block(program.code, program.results.values(), (), 1)
+    return Fused(tuple(found.items), found.inner)
+
+
+class _Fuser:
+    """Walks a program block by block."""
+
+    def __init__(self, program: Program, again: bool) -> None:
+        self.program, self.again = program, again
+        self.items: list[tuple[Instr | Kernel, float]] = []
+        self.inner: dict[int, frozenset[int]] = {}
+        self.same: dict[int, int] = {}
+        self.producer: dict[int, Instr] = {}
+        self.readers: dict[int, set[_Group | None]] = defaultdict(set)
+        self.stacked: set[int] = set()
+
+    def source(self, value: int) -> int:
+        """The value that a renamed one is."""
+        return self.same.get(value, value)
+
+    def block(self, code: Sequence[Instr], ends: Iterable[int], stacked: Iterable[int], times: float) -> None:
+        """One block; `ends` are values that leave it, `stacked` those that its loop stacks."""
+        groups: dict[tuple[int, bool], _Group] = {}
+        own: dict[int, _Group] = {}
+        for instr in code:
+            if isinstance(instr, Local) and instr.op.free:
+                self.same.update((o, self.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
+                continue
+            group = self._group(instr, groups)
+            if group is not None:
+                own[id(instr)] = group
+            self.producer.update(dict.fromkeys(instr.outputs, instr))
+            for i in instr.inputs:
+                self.readers[self.source(i)].add(group)
+        for i in ends:
+            self.readers[self.source(i)].add(None)
+        self.stacked.update(map(self.source, stacked))
+        kernels = {id(g.instrs[-1]): g.kernels() for g in groups.values()}
+        for instr in code:
+            if id(instr) not in own:
+                self.items.append((instr, times))
+            self.items += [(kernel, times) for kernel in kernels.get(id(instr), ())]
+            if isinstance(instr, Loop):
+                leaving = (*(c[2] for c in instr.carried), *(i for i, _ in instr.summed))
+                stack = (i for i, _ in instr.stacked)
+                self.block(instr.body, leaving, stack, times * instr.times)
+
+    def _group(self, instr: Instr, groups: dict[tuple[int, bool], _Group]) -> _Group | None:
+        """The group that an instruction belongs to, with it in it."""
+        number = self.program.fusion.group.get(instr.origin.node)
+        if number is None or not isinstance(instr, Local):
+            return None
+        if role(instr.op, tuple(map(self.program.local, instr.inputs))) == ALONE:
+            return None
+        again = self.again or instr.origin.phase == "recompute"
+        group = groups.setdefault((number, again), _Group(self, again))
+        group.instrs.append(instr)
+        return group
+
+    def bytes(self, value: int) -> int:
+        return self.program.values[value].local_bytes(self.program.mesh)
+
+
+class _Group:
+    """One group of a block: its steps, and the kernels that they fall into."""
+
+    def __init__(self, owner: _Fuser, again: bool) -> None:
+        self.owner = owner
+        self.instrs: list[Local] = []
+        fusion = owner.program.fusion
+        self.leaving = fusion.again if again else fusion.leaving
+        self.made: dict[Key, Step] = {}
+        self.number: dict[Key, int] = {}
+        self.ready: dict[Key, int] = {}
+        self.written: set[Key] = set()
+        self.reads: dict[int, set[Key]] = defaultdict(set)
+        self.vector: dict[int, float] = defaultdict(float)
+
+    def kernels(self) -> list[Kernel]:
+        steps = [step for instr in self.instrs for step in self._steps(instr)]
+        within: set[Key] = set()
+        for step in steps:
+            number = max((self._ready(i) for i in step.inputs), default=0)
+            for key, _ in step.outputs:
+                self.made[key] = step
+                self.number[key] = number
+                self.ready[key] = number + (step.kind == REDUCE)
+            within.update(i for i in step.inputs if i in self.made)
+        self.written = {k for k in self.made if self._leaves(k, within)}
+        last: dict[int, Local] = {}
+        members: dict[int, list[Local]] = defaultdict(list)
+        products: dict[int, Local] = {}
+        for step in steps:
+            number = self.number[step.outputs[0][0]]
+            self._compute(step, number)
+            last[number] = step.instr
+            if step.instr not in members[number][-1:]:
+                members[number].append(step.instr)
+            if step.kind == PRODUCT:
+                products[number] = step.instr
+        self._inner()
+        found = []
+        for number in sorted(members):
+            made = [k for k in self.written if self.number[k] == number and not self._stacked(k)]
+            read, written = sum(map(self._bytes, self.reads[number])), sum(map(self._bytes, made))
+            instrs, product = tuple(members[number]), products.get(number)
+            found.append(Kernel(instrs, product, float(read), float(written), self.vector[number]))
+        return found
+
+    def _steps(self, instr: Local) -> list[Step]:
+        """An instruction as it is, or as the smaller ones that it equals."""
+        program, op = self.owner.program, instr.op
+        inputs = tuple(self.owner.source(i) for i in instr.inputs)
+        types = tuple(map(program.local, instr.inputs))
+        parts = _parts(op, types) if op.expands() else ()
+        if not parts:
+            outputs = tuple((o, self.owner.bytes(o)) for o in instr.outputs)
+            return [Step(role(op, types), float(op.flops(*types)), inputs, outputs, instr)]
+        (out,) = instr.outputs
+
+        def key(i: int) -> Key:
+            return inputs[i] if i < len(inputs) else out if i == parts[-1].output else (out, i)
+
+        return [
+            Step(p.kind, p.flops, tuple(map(key, p.inputs)), ((key(p.output), p.bytes),), instr)
+            for p in parts
+        ]
+
+    def _ready(self, key: Key) -> int:
+        """The first kernel of the group that may compute with a value: rules (1) and (2)."""
+        if key in self.ready or not isinstance(key, int):
+            return self.ready[key]
+        maker = self.owner.producer.get(key)
+        found = 0
+        if maker is not None and not isinstance(maker, Loop) and self._passes(maker):
+            sources = [self.owner.source(i) for i in maker.inputs]
+            found = max((self._ready(i) + 1 for i in sources if self._follows(i)), default=0)
+        self.ready[key] = found
+        return found
+
+    def _passes(self, maker: Instr) -> bool:
+        """Whether an instruction may lead from this group back to it: a move, or part of one of its nodes."""
+        number = self.owner.program.fusion.group.get
+        return not isinstance(maker, Local) or number(maker.origin.node) == number(self.instrs[0].origin.node)
+
+    def _follows(self, value: int) -> bool:
+        """Whether a value comes from this group."""
+        return value in self.made or self._ready(value) > 0
+
+    def _leaves(self, key: Key, within: set[Key]) -> bool:
+        """Rule (3): somebody else needs it (if nobody here does, then somebody whom we do not see)."""
+        if not isinstance(key, int):
+            return False
+        others = bool(self.owner.readers[key] - {self})
+        stays = self.owner.program.values[key].tensor not in self.leaving
+        return others or not stays or key not in within or key in self.owner.stacked
+
+    def _stacked(self, key: Key) -> bool:
+        """Rule (4): nobody but its loop needs it."""
+        if not isinstance(key, int) or key not in self.owner.stacked:
+            return False
+        stays = self.owner.program.values[key].tensor not in self.leaving
+        return stays and not self.owner.readers[key] - {self}
+
+    def _compute(self, step: Step, number: int) -> None:
+        """Runs a step in a kernel, and what it needs."""
+        if step.kind != PRODUCT:
+            self.vector[number] += step.flops
+        for i in step.inputs:
+            self._need(i, number)
+
+    def _need(self, key: Key, number: int) -> None:
+        if key not in self.made:
+            self.reads[number].add(key)
+        elif self.number[key] == number and self.made[key].kind != REDUCE:
+            return
+        elif key not in self.written and self._again_moves(key) < 2 * self._bytes(key):
+            self._compute(self.made[key], number)
+        else:
+            self.written.add(key)
+            self.reads[number].add(key)
+
+    def _again_moves(self, key: Key) -> float:
+        """Bytes moved if a later kernel computes a value again."""
+        step = self.made[key]
+        if step.kind != MAP:
+            return float("inf")
+        total = 0.0
+        for i in step.inputs:
+            if i not in self.made or i in self.written:
+                total += self._bytes(i)
+            else:
+                total += min(2.0 * self._bytes(i), self._again_moves(i))
+        return total
+
+    def _bytes(self, key: Key) -> int:
+        if isinstance(key, int):
+            return self.owner.bytes(key)
+        return next(size for k, size in self.made[key].outputs if k == key)
+
+    def _inner(self) -> None:
+        """Notes what is never written, or written in a stack only, and where it comes from."""
+        inner = self.owner.inner
+        for instr in self.instrs:
+            sources = map(self.owner.source, instr.inputs)
+            roots = frozenset(r for i in sources for r in inner.get(i, (i,)))
+            for o in instr.outputs:
+                if o not in self.written:
+                    inner[o] = roots
+                elif self._stacked(o):
+                    inner[o] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A step of an operation's expansion; values are numbered, the operation's inputs first."""
+
+    kind: str
+    flops: float
+    inputs: tuple[int, ...]
+    output: int
+    bytes: int
+
+
+@lru_cache(maxsize=65536)
+def _parts(op: Op, types: tuple[TensorType, ...]) -> tuple[_Part, ...]:
+    """The smaller operations that an operation equals; none if it says none."""
+    scratch = Graph(op.name)
+    handles = [scratch.new_tensor(t, scratch.blocks[0]) for t in types]
+    result = op.expand(*handles)
+    if result is None:
+        return ()
+    found = []
+    same: dict[int, int] = {}
+    for node in scratch.nodes:
+        given = tuple(scratch.tensor(i).type for i in node.inputs)
+        kind = role(node.op, given)
+        inputs = tuple(same.get(i, i) for i in node.inputs)
+        if kind == FREE and inputs:
+            same[node.outputs[0]] = inputs[0]
+            continue
+        made = scratch.tensor(node.outputs[0])
+        found.append(_Part(kind, float(node.op.flops(*given)), inputs, made.id, made.type.bytes))
+        if same.get(result.id, result.id) == made.id:
+            break
+    return tuple(found) if found and found[-1].output == same.get(result.id, result.id) else ()

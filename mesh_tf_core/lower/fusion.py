@@ -1,0 +1,253 @@
+"""Which operations a compiler may run as one kernel: a fact of the graph alone, of no layout and no machine.
+
+The rules are those of XLA, kept simple (openxla/xla, xla/service/instruction_fusion.cc, and what its TPU
+compiler makes of training steps):
+  (1) what works element by element fuses with what makes its operands and with what reads its result:
+      maps, broadcasts, casts, random masks; so do reductions, softmax and normalisations;
+  (2) a matrix product or convolution begins a kernel, and what follows on its result may join it; operands
+      come from memory;
+  (3) a kernel holds at most one product, and of two parts that join one has all dimensions of the other;
+  (4) gathers, sorts, windows, loops, reads and writes of variables, casts of a variable, and scalars (but for
+      those of an update) connect nothing; nor is there a kernel across two blocks, two phases, or the updates
+      of two variables; a reduction that makes a variable's gradient is a kernel of its own;
+  (5) no kernel waits for another one that waits for it.
+A layout breaks these groups further, at collectives, and so does a reduction whose result is used in the same
+group (`costmodels.fusion`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+from mesh_tf_core.blocks import Node, reads
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.lower.loops import leading_to
+from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.program import Fusion
+from mesh_tf_core.structure import Assign, Feed, Read, Scan
+
+FREE, PRODUCT, MAP, REDUCE, ALONE = "free", "product", "map", "reduce", "alone"
+
+
+def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
+    """How an operation fuses on operands of these types: FREE, PRODUCT, MAP, REDUCE or ALONE."""
+    if op.free:
+        return FREE
+    dims = op.contraction(*inputs)
+    if op.kind == "matmul" and (dims is None or min(dims[1:]) > 1) and len(inputs) > 1:
+        return PRODUCT
+    if hasattr(op, "lower") or op.kind == "gather":
+        return ALONE
+    if op.expands() and op.kind == "reduce":
+        return REDUCE
+    roles = op.roles(*inputs)
+    if roles.whole:
+        return ALONE
+    return REDUCE if roles.reduced else MAP
+
+
+_KNOWN: WeakKeyDictionary[Graph, tuple[int, Fusion]] = WeakKeyDictionary()
+
+
+def fusion(graph: Graph) -> Fusion:
+    """The groups of a graph, remembered until the graph grows."""
+    size = len(graph.tensors)
+    known = _KNOWN.get(graph)
+    if known is None or known[0] != size:
+        known = _KNOWN[graph] = size, _Groups(graph).found()
+    return known[1]
+
+
+class _Groups:
+    """Attributes: `group` is a forest of joined nodes; by its roots: `names` of dimensions, `before` (nodes
+    outside that it reads from), the `first` and `last` member, the makers of its product's `operands`."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.same: dict[int, int] = {}
+        self.group: dict[int, int] = {}
+        self.fuses: set[int] = set()
+        self.names: dict[int, frozenset[str]] = {}
+        self.before: dict[int, set[int]] = {}
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.operands: dict[int, frozenset[int]] = {}
+        self.stored: set[int] = set()
+        self.slices: dict[int, list[int]] = defaultdict(list)
+        for block in graph.blocks:
+            for outer, inner in block.sliced:
+                self.slices[outer].append(inner)
+
+    def found(self) -> Fusion:
+        for node, _ in self.graph.walk():
+            self._visit(node)
+        groups = {n: self._root(n) for n in self.fuses}
+        self._between(groups)
+        return Fusion(groups, *self._leaving())
+
+    def _between(self, groups: dict[int, int]) -> None:
+        """Adds the free operations between two of a group."""
+        readers: dict[int, set[int]] = defaultdict(set)
+        for node in reversed([n for n, _ in self.graph.walk()]):
+            if node.index not in self.group and node.inputs:
+                maker = groups.get(self._made(self._source(node.inputs[0])))
+                if maker is not None and any(maker in readers[o] for o in node.outputs):
+                    groups[node.index] = maker
+            if node.index in groups:
+                for i in node.inputs:
+                    readers[i].add(groups[node.index])
+
+    # -- groups ----------------------------------------------------------------------------------------------
+
+    def _visit(self, node: Node) -> None:
+        kind = self._role(node)
+        if kind == FREE:
+            self.same.update((o, self._source(i)) for i in node.inputs[:1] for o in node.outputs)
+            return
+        sources = [self._source(i) for i in sorted(reads(node))]
+        self._begin(node, (m for m in map(self._made, sources) if m in self.group))
+        if kind == ALONE:
+            return
+        self.fuses.add(node.index)
+        if kind == PRODUCT:
+            self.operands[node.index] = frozenset(self.before[node.index])
+            return
+        for i in sorted(sources, key=lambda i: -self._made(i)):
+            maker = self.graph.producer.get(i)
+            if maker is not None and maker.index in self.fuses and self._neighbours(i, maker, node):
+                self._join(maker.index, node.index)
+
+    def _role(self, node: Node) -> str:
+        op = node.op
+        if isinstance(op, Read):
+            self._store(node.outputs[0])
+        if isinstance(op, Feed | Read | Assign | Scan):
+            return ALONE
+        types = tuple(self.graph.tensor(i).type for i in node.inputs)
+        kind = role(op, types)
+        if kind == MAP and isinstance(op, Cast) and node.phase != "update" and node.inputs[0] in self.stored:
+            self._store(node.outputs[0])
+            return ALONE
+        if kind == REDUCE and any(o in self.graph.gradient_of for o in self._outwards(node.outputs)):
+            return ALONE
+        sized = any(t.shape for t in (*types, *(self.graph.tensor(o).type for o in node.outputs)))
+        return kind if kind == FREE or sized or self._updates(node) else ALONE
+
+    def _store(self, tensor: int) -> None:
+        """Notes a variable's value and its parts in loops."""
+        self.stored.add(tensor)
+        for inner in self.slices[tensor]:
+            self._store(inner)
+
+    def _outwards(self, tensors: Iterable[int]) -> list[int]:
+        """Tensors and what loops make of them outside."""
+        found = list(tensors)
+        for t in found:
+            block = self.graph.blocks[self.graph.tensor(t).block]
+            found.extend(o for i, o in (*block.stacked, *block.summed) if i == t)
+        return found
+
+    def _updates(self, node: Node) -> bool:
+        """Whether a node belongs to the update of one variable."""
+        return node.phase == "update" and node.scope in self.graph.variables
+
+    def _begin(self, node: Node, makers: Iterable[int]) -> None:
+        n = node.index
+        self.group[n] = self.first[n] = self.last[n] = n
+        self.before[n] = set(makers)
+        tensors = (self.graph.tensor(i) for i in (*node.inputs, *node.outputs))
+        self.names[n] = frozenset(name for t in tensors for name in t.shape.names)
+
+    def _made(self, tensor: int) -> int:
+        maker = self.graph.producer.get(tensor)
+        return -1 if maker is None else maker.index
+
+    def _neighbours(self, tensor: int, maker: Node, node: Node) -> bool:
+        """Rule (4) for a node and what makes one of its operands."""
+        made = self.graph.tensor(tensor)
+        if maker.phase != node.phase or made.block != self.graph.tensor(node.outputs[0]).block:
+            return False
+        return maker.scope == node.scope if self._updates(node) else bool(made.shape)
+
+    def _root(self, node: int) -> int:
+        while self.group[node] != node:
+            node = self.group[node]
+        return node
+
+    def _join(self, maker: int, node: int) -> None:
+        """Joins two groups if rules (3) and (5) allow it."""
+        one, other = self._root(maker), self._root(node)
+        names, more = self.names[one], self.names[other]
+        if one == other or not (names <= more or more <= names) or {one, other} <= self.operands.keys():
+            return
+        if any(self._waits(a, b) or self._operand(a, b) for a, b in ((one, other), (other, one))):
+            return
+        self.group[other] = one
+        self.names[one] = names | more
+        self.before[one] |= self.before.pop(other)
+        self.first[one] = min(self.first[one], self.first[other])
+        self.last[one] = max(self.last[one], self.last[other])
+        if other in self.operands:
+            self.operands[one] = self.operands[other]
+
+    def _waits(self, target: int, group: int) -> bool:
+        """Whether a group needs something else that needs `target`."""
+        others = (d for d in self.before[group] if self._root(d) not in (group, target))
+        return any(self._reaches(d, target) for d in others)
+
+    def _operand(self, target: int, group: int) -> bool:
+        """Whether a group's product reads from `target`, rule (2)."""
+        return any(self._root(d) == target for d in self.operands.get(group, ()))
+
+    def _reaches(self, node: int, target: int) -> bool:
+        """Whether the group of a node is `target`, or reads from it, directly or not."""
+        seen: set[int] = set()
+        waiting = [node]
+        while waiting:
+            root = self._root(waiting.pop())
+            if root == target:
+                return True
+            if root not in seen and self.last[root] > self.first[target]:
+                seen.add(root)
+                waiting.extend(self.before[root])
+        return False
+
+    def _source(self, tensor: int) -> int:
+        return self.same.get(tensor, tensor)
+
+    # -- what leaves a group ---------------------------------------------------------------------------------
+
+    def _leaving(self) -> tuple[frozenset[int], frozenset[int]]:
+        leaving: set[int] = set()
+        again: set[int] = set()
+        for node, _ in self.graph.walk():
+            leaving.update(self._read_by(node))
+        for block in self.graph.blocks:
+            ends = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
+            leaving.update(map(self._source, (*ends, *(o for o, _ in block.sliced))))
+        for block in self.graph.blocks:
+            if block.saved:
+                again.update(map(self._source, block.saved))
+                for node in leading_to(set(block.saved), block):
+                    again.update(self._read_in(node))
+            else:
+                again.update(t for t in leaving if self.graph.tensor(t).block == block.id)
+        return frozenset(leaving), frozenset(again)
+
+    def _read_in(self, node: Node) -> Iterable[int]:
+        """What a node and those of its body read of other groups."""
+        yield from self._read_by(node)
+        for inner in node.body.nodes if node.body is not None else ():
+            yield from self._read_in(inner)
+
+    def _read_by(self, node: Node) -> Iterable[int]:
+        """What a node reads of other groups (free operations pass it on)."""
+        if node.index not in self.group:
+            return
+        own = self._root(node.index)
+        for i in map(self._source, node.inputs):
+            if self._made(i) not in self.fuses or self._root(self._made(i)) != own:
+                yield i
