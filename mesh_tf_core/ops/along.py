@@ -29,42 +29,51 @@ def row_starts(k: Kernel, rows: int, n: int) -> Any:
     return k.reshape(k.binary("mul", k.iota(rows, "int32"), k.scalar(n, "int32")), (rows, 1))
 
 
+def _rows(x: Shape, ids: Shape) -> list[Dim]:
+    """The dimensions that x has and the ids lack: they move together."""
+    return [d for d in x if d.name not in ids.names]
+
+
 @dataclass(frozen=True)
 class TakeAlong(Op):
-    """x [common, dim] at ids [common, more]: [common, more] in the order of the ids; 0 where an id is
-    outside."""
+    """x [common, dim, rows] at ids [common, more]: [the ids' dimensions, rows]; 0 where an id is outside."""
 
     dim: str
     kind: ClassVar[str] = "gather"
 
     def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[1].shape.names, reduced=(self.dim,))
+        rows = (d.name for d in _rows(inputs[0].shape.without(self.dim), inputs[1].shape))
+        return Roles(parallel=(*inputs[1].shape.names, *rows), reduced=(self.dim,))
 
     def infer(self, *inputs: TensorType) -> TensorType:
         x, ids = inputs
         need_ints("take_along", ids)
         x.shape.index(self.dim)
-        lacking = [d for d in x.shape if d.name != self.dim and d not in ids.shape.dims]
-        if lacking or self.dim in ids.shape.names:
+        common = [d for d in x.shape if d.name in ids.shape.names]
+        if self.dim in ids.shape.names or any(d not in ids.shape.dims for d in common):
             raise UserError(
-                f"take_along of {listing(inputs)}: ids need all dimensions of x but {self.dim!r}, which they "
-                "may not have"
+                f"take_along of {listing(inputs)}: the ids may not have {self.dim!r}, and what they have in "
+                "common with x must have one size"
             )
-        return TensorType(ids.shape, x.dtype)
+        return TensorType(Shape([*ids.shape, *_rows(x.shape.without(self.dim), ids.shape)]), x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         x, ids = slices
         shape, wanted = at.inputs[0].shape, at.inputs[1].shape
         common = [n for n in wanted.names if n in shape.names]
         more = [n for n in wanted.names if n not in shape.names]
-        rows, n = math.prod(wanted.dim(c).size for c in common), shape.dim(self.dim).size
-        x = k.reshape(_ordered(k, x, shape, [*common, self.dim]), (rows * n,))
-        flat = k.reshape(_ordered(k, ids, wanted, [*common, *more]), (rows, wanted.size // rows))
+        rows = _rows(shape.without(self.dim), wanted)
+        width = [math.prod(d.size for d in rows)] if rows else []
+        count, n = math.prod(wanted.dim(c).size for c in common), shape.dim(self.dim).size
+        order = [*common, self.dim, *(d.name for d in rows)]
+        x = k.reshape(_ordered(k, x, shape, order), (count * n, *width))
+        flat = k.reshape(_ordered(k, ids, wanted, [*common, *more]), (count, wanted.size // count))
         relative, inside = local_ids(k, at, flat, self.dim, n)
-        found = k.take(x, k.binary("add", relative, row_starts(k, rows, n)))
+        found = k.take(x, k.binary("add", relative, row_starts(k, count, n)))
+        inside = k.reshape(inside, (count, wanted.size // count, *(1 for _ in width)))
         found = k.where(inside, found, k.scalar(0, at.inputs[0].dtype))
-        made = Shape(wanted.dim(name) for name in (*common, *more))
-        return _ordered(k, k.reshape(found, made.sizes), made, wanted.names)
+        made = Shape([*(wanted.dim(name) for name in (*common, *more)), *rows])
+        return _ordered(k, k.reshape(found, made.sizes), made, [*wanted.names, *(d.name for d in rows)])
 
     def flops(self, *local: TensorType) -> float:
         return 0.0
@@ -77,8 +86,10 @@ class TakeAlong(Op):
 
 @dataclass(frozen=True)
 class PutAlong(Op):
-    """Sums x [kept, more] to the places ids [kept, more] along `dim`: [kept, dim]. Ids outside are
-    dropped."""
+    """Sums x [kept, more, rows] to the places ids [kept, more] along `dim`: [kept, dim, rows].
+
+    Ids outside are dropped. Dimensions that the ids lack are rows, and need not be named in `kept`.
+    """
 
     dim: Dim
     kept: tuple[str, ...]
@@ -86,33 +97,32 @@ class PutAlong(Op):
 
     def roles(self, *inputs: TensorType) -> Roles:
         more = tuple(n for n in inputs[1].shape.names if n not in self.kept)
-        return Roles(parallel=(*self.kept, self.dim.name), reduced=more)
+        rows = (d.name for d in _rows(inputs[0].shape, inputs[1].shape))
+        return Roles(parallel=(*self._kept(inputs[1]), self.dim.name, *rows), reduced=more)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         x, ids = inputs
         need_ints("put_along", ids)
-        if set(x.shape.dims) != set(ids.shape.dims) or self.dim.name in x.shape.names:
+        if not set(ids.shape.dims) <= set(x.shape.dims) or self.dim.name in x.shape.names:
             raise UserError(
-                f"put_along of {listing(inputs)}: x and ids need the same dimensions, without "
-                f"{self.dim.name!r}"
+                f"put_along of {listing(inputs)}: x needs the dimensions of the ids, without {self.dim.name!r}"
             )
-        return TensorType(Shape([*(x.shape.dim(n) for n in self.kept), self.dim]), x.dtype)
+        kept = (x.shape.dim(n) for n in self._kept(ids))
+        return TensorType(Shape([*kept, self.dim, *_rows(x.shape, ids.shape)]), x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         x, ids = slices
-        out = at.outputs[0].shape
-        n, rows = out.sizes[-1], math.prod(out.sizes[:-1])
-        order = [*self.kept, *(name for name in at.inputs[1].shape.names if name not in self.kept)]
-        flat = [
-            k.reshape(_ordered(k, t, kind.shape, order), (rows, kind.shape.size // rows))
-            for t, kind in zip((x, ids), at.inputs, strict=True)
-        ]
-        relative, inside = local_ids(k, at, flat[1], self.dim.name, n)
-        places = k.binary("add", relative, row_starts(k, rows, n))
-        places = k.where(inside, places, k.scalar(-1, "int32"))
-        whole = (at.inputs[0].shape.size,)
-        total = k.segment_sum(k.reshape(flat[0], whole), k.reshape(places, whole), rows * n)
-        return k.reshape(total, out.sizes)
+        out, (given, wanted) = at.outputs[0].shape, (t.shape for t in at.inputs)
+        kept, rows = self._kept(at.inputs[1]), _rows(given, wanted)
+        n, count = out.dim(self.dim.name).size, math.prod(out.dim(name).size for name in kept)
+        order = [*kept, *(name for name in wanted.names if name not in kept)]
+        flat = k.reshape(_ordered(k, ids, wanted, order), (count, wanted.size // count))
+        relative, inside = local_ids(k, at, flat, self.dim.name, n)
+        places = k.binary("add", relative, row_starts(k, count, n))
+        places = k.reshape(k.where(inside, places, k.scalar(-1, "int32")), (wanted.size,))
+        width = [math.prod(d.size for d in rows)] if rows else []
+        x = k.reshape(_ordered(k, x, given, [*order, *(d.name for d in rows)]), (wanted.size, *width))
+        return k.reshape(k.segment_sum(x, places, count * n), out.sizes)
 
     def flops(self, *local: TensorType) -> float:
         return local[0].shape.size
@@ -120,12 +130,19 @@ class PutAlong(Op):
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (take_along(dy, inputs[1], self.dim), None)
 
+    def _kept(self, ids: TensorType) -> tuple[str, ...]:
+        return tuple(n for n in self.kept if n in ids.shape.names)
+
 
 def take_along(x: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
-    """x [common, dim] at index `ids` [common, more] along `dim`: [common, more]."""
+    """x [common, dim, rows] at index `ids` [common, more] along `dim`: [the ids' dimensions, rows]."""
     return x.graph.apply(TakeAlong(dim.name if isinstance(dim, Dim) else dim), x, ids)
 
 
 def put_along(x: Tensor, ids: Tensor, dim: Dim, kept: Sequence[str]) -> Tensor:
-    """Sums x to places `ids` along a new dimension `dim`; `kept` names the dimensions that stay."""
+    """Sums x to places `ids` along a new dimension `dim`: [kept, dim, what x has and the ids lack].
+
+    Args:
+      kept: names of the ids' dimensions that stay; the others are summed out.
+    """
     return x.graph.apply(PutAlong(dim, tuple(kept)), x, ids)

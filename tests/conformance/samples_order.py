@@ -119,6 +119,24 @@ ALONG = (
         together=("a b c",),
     ),
     Sample(
+        "take_along, rows",
+        "index",
+        lambda g, x, i: mtf.take_along(x, i, "a"),
+        (Arg("b:4 a:8 d:2"), Arg("c:2 b:4", "odd:8")),
+        lambda x, i: np.where(
+            (i >= 0)[..., None] & (i < 8)[..., None], x[np.arange(4), np.clip(i, 0, 7)], 0.0
+        ),
+        together=("a b c d",),
+    ),
+    Sample(
+        "put_along, rows",
+        "index",
+        lambda g, x, i: mtf.put_along(x, i, mtf.Dim("a", 8), ["b"]),
+        (Arg("d:2 b:4 c:2"), Arg("b:4 c:2", "odd:8")),
+        lambda x, i: np.stack([_put(part, i) for part in x], -1),
+        together=("a b c d",),
+    ),
+    Sample(
         "put_along",
         "index",
         lambda g, x, i: mtf.put_along(x, i, mtf.Dim("a", 8), ["b"]),

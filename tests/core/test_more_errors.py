@@ -23,9 +23,12 @@ A, B, C, K = mtf.Dim("a", 8), mtf.Dim("b", 4), mtf.Dim("c", 2), mtf.Dim("k", 3)
         (lambda x, w: mtf.take_along(x, x, "a"), "take_along: indices need int32 or int64"),
         (
             lambda x, w: mtf.take_along(x, x.cast("int32"), "a"),
-            "ids need all dimensions of x but 'a', which they",
+            "the ids may not have 'a', and what they have in",
         ),
-        (lambda x, w: mtf.put_along(x, x.cast("int32"), A, ["b"]), "the same dimensions, without 'a'"),
+        (
+            lambda x, w: mtf.put_along(x, x.cast("int32"), A, ["b"]),
+            "x needs the dimensions of the ids, without 'a'",
+        ),
         (lambda x, w: mtf.split(x, "a", 3), "'a' cannot be cut into 3 equal parts"),
         (lambda x, w: mtf.split(x, "a", [3, 4]), r"parts of 'a' \[3, 4\] add up to 7"),
         (lambda x, w: mtf.stack([], "s"), "stack: needs at least one tensor"),
