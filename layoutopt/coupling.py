@@ -179,11 +179,11 @@ class Coupling:
 
     # -- facts -----------------------------------------------------------------------------------------------
 
-    def times(self, node: Node) -> tuple[int, ...]:
+    def times(self, node: Node) -> tuple[tuple[int, bool], ...]:
         """Sizes of the loops around a node, the innermost first."""
         block, times = self.home[node.index], []
         while block.dim is not None and block.parent is not None:
-            times.append(block.dim.size)
+            times.append((block.dim.size, block.branch))
             block = self.graph.blocks[block.parent]
         return tuple(times)
 

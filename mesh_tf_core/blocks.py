@@ -38,6 +38,7 @@ def reads(node: Node) -> set[int]:
     if body is not None:
         found.update(outer for outer, _ in body.sliced)
         found.update((*body.carry_out, *(inner for inner, _ in (*body.stacked, *body.summed))))
+        found.update(() if body.runs is None else (body.runs,))
         for inner in body.nodes:
             found |= reads(inner)
     return found
@@ -66,6 +67,9 @@ class Block:
       summed: (body tensor, outer tensor that sums it over the iterations).
       saved: body tensor -> outer stacked tensor, for values that the backward loop reads.
       captured: tensor of `forward` -> its value here, in the backward.
+      runs: bool scalar, carried, a part or from outside: whether an iteration runs. One that does not run
+        passes its carries on, stacks zeros and adds nothing.
+      branch: it is a branch of `cond`: one iteration, no dimension of what is made inside.
       halves: f and g of a reversible body, whose backward finds its inputs from its outputs.
     """
 
@@ -75,6 +79,8 @@ class Block:
     reverse: bool = False
     forward: Block | None = None
     index: int | None = None
+    runs: int | None = None
+    branch: bool = False
     nodes: list[Node] = field(default_factory=list)
     carry_in: tuple[int, ...] = ()
     carry_out: tuple[int, ...] = ()

@@ -1,4 +1,9 @@
-"""Choices and loops whose course depends on values."""
+"""Choices and loops whose course depends on values.
+
+Every device has the predicate, so all take the same branch and meet in the same collectives: what is not
+chosen is not run, forward and backward. In a program both are loops that may not run (`program.Loop.runs`). A
+price counts the mean of two branches, and all steps of a while loop; memory is that of the larger branch.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +12,46 @@ from typing import Any
 
 from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.graph import Graph
 from mesh_tf_core.loops import scan
 from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.math import logical_not
+from mesh_tf_core.ops.shape import reshape
 from mesh_tf_core.tensor import Tensor
 
 
 def cond(
     predicate: Tensor, if_true: Callable[[], Any], if_false: Callable[[], Any]
 ) -> Tensor | tuple[Tensor, ...]:
-    """if_true() where the scalar `predicate` holds, else if_false().
+    """if_true() where the bool scalar `predicate` holds, else if_false(); the other one is not run.
 
-    Both are computed, as on every SPMD machine whose devices must take part in the same collectives; the
-    result and the gradients are those of the branch taken.
+    Both must give a tensor, or tuples of tensors of the same types.
     """
-    if predicate.dtype != "bool" or len(predicate.shape):
+    if not isinstance(predicate, Tensor) or predicate.dtype != "bool" or len(predicate.shape):
         raise UserError(f"cond: the predicate must be a bool scalar, found {predicate!r}")
-    yes, no = if_true(), if_false()
+    graph = predicate.graph
+    predicate = graph.visible(predicate, "cond")
+    yes, no = _branch(graph, predicate, if_true), _branch(graph, logical_not(predicate), if_false)
     if isinstance(yes, Tensor) and isinstance(no, Tensor):
         return _chosen(predicate, yes, no)
     if not isinstance(yes, tuple) or not isinstance(no, tuple) or len(yes) != len(no):
         raise UserError("cond: both branches must give a tensor, or tuples of equally many tensors")
     return tuple(_chosen(predicate, a, b) for a, b in zip(yes, no, strict=True))
+
+
+def _branch(graph: Graph, runs: Tensor, fn: Callable[[], Any]) -> Any:
+    """What fn() gives if `runs` holds, else zeros: a loop of one iteration that may not run."""
+    dim = Dim(f"branch_{len(graph.blocks)}", 1)
+    with graph.loop(dim) as block:
+        block.runs, block.branch = runs.id, True
+        made = fn()
+        listed = list(made) if isinstance(made, tuple) else [made]
+        if not all(isinstance(t, Tensor) for t in listed):
+            raise UserError("cond: both branches must give a tensor, or tuples of equally many tensors")
+        stacks = [graph.stack_output(block, graph.visible(t, "cond")) for t in listed]
+    graph.close_loop(block, [])
+    found = [reshape(t, t.shape.without(dim.name)) for t in stacks]
+    return tuple(found) if isinstance(made, tuple) else found[0]
 
 
 def _chosen(predicate: Tensor, yes: Tensor, no: Tensor) -> Tensor:
@@ -44,7 +68,7 @@ def while_loop(
 ) -> tuple[Tensor, ...]:
     """Runs `body` on the state while `condition` holds, at most `max_steps` times; differentiable.
 
-    Once the condition has failed, the state stays as it is for the remaining steps, which are still run.
+    Once the condition has failed, no further step is run, and backward begins with the last one that was.
 
     Args:
       condition: condition(*state) -> bool scalar.
@@ -56,17 +80,23 @@ def while_loop(
         raise UserError(f"while_loop: max_steps must be positive, found {max_steps}")
     graph = state[0].graph
 
+    def going(*now: Tensor) -> Tensor:
+        found = condition(*now)
+        if not isinstance(found, Tensor) or found.dtype != "bool" or len(found.shape):
+            raise UserError(f"while_loop: the condition must give a bool scalar, found {found!r}")
+        return found
+
     def step(carried: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # The body sees only state for which the condition holds or last held.
-        made = body(*carried)
+        runs, *now = carried
+        graph.runs_if(runs)
+        made = body(*now)
         new = (made,) if isinstance(made, Tensor) else tuple(made)
-        if [t.type for t in new] != [t.type for t in carried]:
+        if [t.type for t in new] != [t.type for t in now]:
             raise UserError(
-                f"while_loop: the body must return what it is given, {', '.join(map(repr, carried))}; "
+                f"while_loop: the body must return what it is given, {', '.join(map(repr, now))}; "
                 f"found {', '.join(map(repr, new))}"
             )
-        going = condition(*carried)
-        return tuple(where(going, a, b) for a, b in zip(new, carried, strict=True))
+        return (going(*new), *new)
 
-    final = scan(step, tuple(state), Dim(f"step_{len(graph.blocks)}", max_steps))
-    return tuple(final)
+    dim = Dim(f"step_{len(graph.blocks)}", max_steps)
+    return tuple(scan(step, (going(*state), *state), dim)[1:])

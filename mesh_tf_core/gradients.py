@@ -119,6 +119,9 @@ class _Backward:
         init = [self._known(finals[j], graph.tensor(body.carry_out[j])) for j in carried]
         assert body.dim is not None
         with graph.loop(body.dim, not body.reverse, body) as block:
+            # What did not run passes its gradient on.
+            block.runs = None if body.runs is None else graph.visible(graph.tensor(body.runs)).id
+            block.branch = body.branch
             states = [graph.body_input(block, x) for x in init]
             seeds: dict[int, list[Tensor]] = {}
             for j, state in zip(carried, states, strict=True):

@@ -6,7 +6,7 @@ once and runs once per element of the stacked dimension. Nothing here knows of d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,9 @@ from mesh_tf_core.tensor import Tensor
 
 class Graph:
     """A model under construction, and afterwards its operations."""
+
+    unroll = False
+    """Whether `scan` calls its body once per iteration, through `unrolled`, instead of building a loop."""
 
     def __init__(self, name: str = "model") -> None:
         self.name = name
@@ -49,6 +52,11 @@ class Graph:
     def block(self) -> Block:
         """The block that new operations go to."""
         return self._stack[-1]
+
+    @property
+    def _loops(self) -> list[Block]:
+        """The loops around new operations, whose dimensions new variables have."""
+        return [b for b in self._stack if b.dim is not None and not b.branch]
 
     @property
     def nodes(self) -> list[Node]:
@@ -110,7 +118,7 @@ class Graph:
         """
         saved = self._shared
         if saved is None:
-            self._shared = sum(b.dim is not None for b in self._stack)
+            self._shared = len(self._loops)
         try:
             yield
         finally:
@@ -131,7 +139,7 @@ class Graph:
         were opened around this since. So one layer stack is used for whole texts and, in a loop, for one
         position at a time (see `decoding`)."""
         saved = self._around
-        self._around = sum(b.dim is not None for b in self._stack)
+        self._around = len(self._loops)
         try:
             yield
         finally:
@@ -280,7 +288,7 @@ class Graph:
           activation_dtype: in which the returned tensor is (None: dtype).
         """
         full = self.path(name)
-        loops = [b for b in self._stack if b.dim is not None][self._around : self._shared]
+        loops = self._loops[self._around : self._shared]
         shape = Shape([*(b.dim for b in loops if b.dim), *dims])
         trained = trainable and not self._frozen
         variable = Variable(full, shape, check_dtype(dtype), initializer, trained, len(loops))
@@ -313,6 +321,11 @@ class Graph:
         """Stores `value` into the variable at the end of the step; inside a loop, every iteration's value of
         a variable that has one per iteration."""
         loops = [b for b in self._stack if b.dim is not None]
+        if any(b.runs is not None for b in loops):
+            raise UserError(
+                f"assign to variable {variable.name!r}: not inside a branch or a while loop, which may not run; "
+                "return the value from it"
+            )
         shape = Shape([*(b.dim for b in loops if b.dim), *value.shape])
         if TensorType(shape, value.dtype) != variable.type:
             raise UserError(
@@ -375,6 +388,17 @@ class Graph:
             yield block
         finally:
             self._stack.pop()
+
+    def runs_if(self, predicate: Tensor) -> None:
+        """The iteration whose body is being built is only run where `predicate`, part of its state, holds."""
+        self.block.runs = predicate.id
+
+    def unrolled(
+        self, body: Callable[..., Any], init: Sequence[Tensor], dim: Dim, stacks: Sequence[Tensor]
+    ) -> Any:
+        """`scan` iteration by iteration, of a graph whose operations run at once (see `eager`); None if the
+        first iteration is not to run."""
+        raise NotImplementedError
 
     def body_input(self, block: Block, like: Tensor) -> Tensor:
         return self.new_tensor(like.type, block)

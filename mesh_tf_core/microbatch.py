@@ -187,7 +187,9 @@ class _Copy:
             assert block.index is not None
             self.tensors[body.index] = self.new.tensors[block.index]
             block.carry_in = tuple(self._inner(block, i).id for i in body.carry_in)
+            block.branch = body.branch
             block.sliced = [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
+            block.runs = None if body.runs is None else self.tensors[body.runs].id
             for inner in body.nodes:
                 self._node(inner)
             block.carry_out = tuple(self.tensors[i].id for i in body.carry_out)

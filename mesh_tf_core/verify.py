@@ -75,6 +75,12 @@ class _Verifier:
         values = self.program.values
         outside = set(self.defined)
         self.defined |= {loop.index, *(c[1] for c in loop.carried), *(i for _, i in loop.sliced)}
+        if loop.runs is not None:
+            known = loop.runs in self.defined and loop.runs != loop.index
+            self.need(known, f"{loop.text()}: %{loop.runs} is not known before an iteration")
+            decides = values[loop.runs]
+            scalar = decides.dtype == "bool" and not len(decides.shape) and not decides.partial
+            self.need(scalar, f"{loop.text()}: %{loop.runs} is not a bool scalar that all devices have")
         self.block(loop.body)
         for init, inner, out, final in loop.carried:
             kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in (init, inner, out, final)}

@@ -58,7 +58,7 @@ class JaxProgram:
 
     program: Program
     mesh: Any
-    sent: dict[int, tuple[Axes, str, int, int]] = field(default_factory=dict)
+    sent: dict[int, tuple[Axes, str, int, float]] = field(default_factory=dict)
 
     def jitted(self) -> Any:
         """The step, compiled when first called; the old variables' memory becomes the new ones'."""
@@ -113,7 +113,7 @@ class _Device(Replica):
         program: Program,
         read: Callable[[str], Any],
         feed: Callable[[str], Any],
-        sent: dict[int, tuple[Axes, str, int, int]],
+        sent: dict[int, tuple[Axes, str, int, float]],
     ) -> None:
         super().__init__(program, JaxKernel(), None, read, feed)
         self.sent = sent
@@ -127,8 +127,8 @@ class _Device(Replica):
             index = index * self.program.mesh.size(axis) + self.coordinate.get(axis, 0)
         return index
 
-    def block(self, code: Sequence[Instr], env: Env, times: int) -> None:
-        """Runs instructions; `times` is how often the block runs in a step."""
+    def block(self, code: Sequence[Instr], env: Env, times: float) -> None:
+        """Runs instructions; `times` is how often the block runs in a step (see `Loop.times`)."""
         for instr in code:
             if isinstance(instr, Loop):
                 self._loop(instr, env, times)
@@ -141,7 +141,7 @@ class _Device(Replica):
 
     # -- loops -----------------------------------------------------------------------------------------------
 
-    def _loop(self, loop: Loop, env: Env, times: int) -> None:
+    def _loop(self, loop: Loop, env: Env, times: float) -> None:
         values, n = self.program.values, loop.dim.size
 
         def body(state: Any, parts: Any) -> Any:
@@ -150,10 +150,17 @@ class _Device(Replica):
             inner[loop.index] = parts[0]
             inner.update(zip((i for _, i, _, _ in loop.carried), carried, strict=True))
             inner.update(zip((i for _, i in loop.sliced), parts[1], strict=True))
-            self.block(loop.body, inner, times * n)
-            carried = [inner[out] for _, _, out, _ in loop.carried]
-            sums = [jnp.add(s, inner[i]) for s, (i, _) in zip(sums, loop.summed, strict=True)]
-            return (carried, sums), [inner[i] for i, _ in loop.stacked]
+
+            def run() -> Any:
+                self.block(loop.body, inner, times * loop.times)
+                carried = [jnp.asarray(inner[out]) for _, _, out, _ in loop.carried]
+                added = [jnp.add(s, inner[i]) for s, (i, _) in zip(sums, loop.summed, strict=True)]
+                return (carried, added), [jnp.asarray(inner[i]) for i, _ in loop.stacked]
+
+            if loop.runs is None:
+                return run()
+            nothing = [self._zeros(values[i]) for i, _ in loop.stacked]
+            return lax.cond(inner[loop.runs], run, lambda: ((carried, sums), nothing))
 
         start = [jnp.asarray(env[init]) for init, _, _, _ in loop.carried]
         zeros = [self._zeros(values[o]) for _, o in loop.summed]
@@ -168,7 +175,7 @@ class _Device(Replica):
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def _exchange(self, instr: Collective, env: Env, times: int) -> None:
+    def _exchange(self, instr: Collective, env: Env, times: float) -> None:
         pieces = [jnp.asarray(env[i]) for i in instr.inputs]
         payload = sum(x.size * x.dtype.itemsize for x in pieces)
         self.sent[id(instr)] = (instr.axes, instr.name, payload, times)

@@ -206,6 +206,10 @@ class LockstepEngine(Stepping):
                 inner[i] = x
             for outer, i in loop.sliced:
                 inner[i] = [x[step] for x in env[outer]]
+            if loop.runs is not None and not bool(np.asarray(inner[loop.runs][0])):
+                for i, o in loop.stacked:
+                    stacks[o][step] = self.zeros(i)
+                continue
             self.run_code(loop.body, inner, batch, new)
             state = [inner[out] for _, _, out, _ in loop.carried]
             for i, o in loop.stacked:
@@ -221,7 +225,12 @@ class LockstepEngine(Stepping):
             env[final] = x
         for o, parts in stacks.items():
             env[o] = [self.k_stack([parts[s][rank] for s in order]) for rank in self.devices]
-        env.update(sums)
+        env.update({o: sums[o] if o in sums else self.zeros(o) for _, o in loop.summed})
+
+    def zeros(self, id: int) -> Pieces:
+        """What a value is that no iteration computed."""
+        type = self.program.local(id)
+        return [self.k.full(type.shape.sizes, 0, type.dtype) for _ in self.devices]
 
     def k_stack(self, parts: Sequence[Any]) -> Any:
         return self.k.concat([self.k.reshape(p, (1, *p.shape)) for p in parts], 0)

@@ -97,6 +97,37 @@ class GraphWriter:
         self._results[_name(traced)] = _name(traced), [(a, *t) for a, t in zip(arguments, types, strict=True)]
         return traced
 
+    def inside(self) -> GraphWriter:
+        """The body of a function that `choice` may call, under construction."""
+        new = GraphWriter()
+        new.library, new.body = self.library, self.library.library.function.add()
+        new.functions, new._results = self.functions, self._results
+        return new
+
+    def closed(self, outputs: Sequence[Wire], name: str = "part", stateful: bool = False) -> str:
+        """Ends the function that is being written; returns its name."""
+        signature = self.body.signature
+        signature.name, signature.is_stateful = f"layoutopt_{name}_{next(_steps)}", stateful
+        for i, wire in enumerate(outputs):
+            signature.output_arg.add(name=f"result_{i}", type=wire.dtype.as_datatype_enum)
+            self.body.ret[f"result_{i}"] = wire.name
+        return str(signature.name)
+
+    def choice(
+        self, condition: Wire, if_true: str, if_false: str, inputs: Sequence[Wire], like: Sequence[Wire]
+    ) -> list[Wire]:
+        """The outputs (of the types of `like`) of one of two functions; the other one is not run."""
+        outputs = [(w.dtype, w.shape) for w in like]
+        found = self.node("StatelessIf", "", [condition, *inputs], outputs, [("Tcond", tf.bool)])
+        attr = self.body.node_def[-1].attr
+        attr["then_branch"].func.name, attr["else_branch"].func.name = if_true, if_false
+        attr["Tin"].list.type.extend(w.dtype.as_datatype_enum for w in inputs)
+        attr["Tout"].list.type.extend(dtype.as_datatype_enum for dtype, _ in outputs)
+        attr["output_shapes"].list.shape.extend(tf.TensorShape(shape).as_proto() for _, shape in outputs)
+        # Without this all of a branch would run on one device.
+        attr["_lower_using_switch_merge"].b = True
+        return found
+
     # -- operations ------------------------------------------------------------------------------------------
 
     def constant(self, value: int, device: str) -> Wire:
@@ -106,6 +137,13 @@ class GraphWriter:
             self.body.node_def[-1].attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
             self._constants[value, device] = wire
         return self._constants[value, device]
+
+    def zeros(self, dtype: Any, shape: tuple[int, ...], device: str) -> Wire:
+        (wire,) = self.node("Const", device, [], [(dtype, shape)], [("dtype", dtype)])
+        proto = tf.make_tensor_proto(0, dtype if dtype != tf.bool else tf.int32, shape)
+        proto.dtype = dtype.as_datatype_enum
+        self.body.node_def[-1].attr["value"].tensor.CopyFrom(proto)
+        return wire
 
     def combined(self, combine: str, xs: Sequence[Wire], device: str) -> Wire:
         """The element-wise sum, max or min."""
@@ -169,12 +207,7 @@ class GraphWriter:
         over the copies of all devices it only costs start-up time (a third of it, for no change per step).
         """
 
-        signature = self.body.signature
-        signature.name, signature.is_stateful = f"layoutopt_step_{next(_steps)}", True
-        for i, wire in enumerate(outputs):
-            signature.output_arg.add(name=f"result_{i}", type=wire.dtype.as_datatype_enum)
-            self.body.ret[f"result_{i}"] = wire.name
-        types, name, config = [w.dtype for w in outputs], signature.name, _config()
+        types, name, config = [w.dtype for w in outputs], self.closed(outputs, "step", True), _config()
 
         def build() -> Any:
             for function in self.functions:

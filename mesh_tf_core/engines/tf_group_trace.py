@@ -59,7 +59,14 @@ class _Block:
     """
 
     def __init__(
-        self, trace: GroupTrace, groups: Groups, rank: Any, turn: Any, times: int, weight: float, feeds: dict[str, Any]
+        self,
+        trace: GroupTrace,
+        groups: Groups,
+        rank: Any,
+        turn: Any,
+        times: int,
+        weight: float,
+        feeds: dict[str, Any],
     ) -> None:
         self.trace, self.groups, self.rank, self.feeds = trace, groups, rank, feeds
         self.turn, self.times, self.weight = turn, times, weight

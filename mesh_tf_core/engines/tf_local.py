@@ -30,6 +30,7 @@ class TfLocalEngine(Stepping):
       exchange: how pieces travel: `direct` as operations of the graph around the devices, `group` by
         TensorFlow's collectives; by default `direct` on CPU and `group` on GPU.
       shared: another engine's variables, to be used here too.
+      first: rank of the first of the devices; the others follow it.
     """
 
     is_chief = True
@@ -40,10 +41,11 @@ class TfLocalEngine(Stepping):
         devices: Sequence[str],
         exchange: str | None = None,
         shared: Variables | None = None,
+        first: int = 0,
     ) -> None:
         self.exchange = exchange or ("direct" if len(devices) == 1 or "CPU" in devices[0] else "group")
-        self.program, self.devices = program, tuple(devices)
-        self.variables = Variables(program, self.devices, shared=shared)
+        self.program, self.devices, self.first = program, tuple(devices), first
+        self.variables = Variables(program, self.devices, first, shared)
         self.compile_seconds = 0.0
         self.communication_bytes: dict[str, float] = {}
         self._bytes: dict[str, float] = dict.fromkeys(program.mesh.names, 0.0)
@@ -111,7 +113,7 @@ class TfLocalEngine(Stepping):
     def _pieces(self, arrays: Mapping[str, Any]) -> list[Any]:
         out = []
         for name, id in self.program.feeds.items():
-            for rank in range(len(self.devices)):
+            for rank in range(self.first, self.first + len(self.devices)):
                 out.append(arrays[name][self._where(self.program.values[id], rank)])
         return out
 
@@ -126,13 +128,13 @@ class TfLocalEngine(Stepping):
         for name, id in self.program.results.items():
             v = self.program.values[id]
             array = np.empty(v.shape.sizes, np_dtype(v.dtype))
-            for rank in self._holders(v):
-                array[self._where(v, rank)] = next(pieces)
+            for at in self._holders(v):
+                array[self._where(v, self.first + at)] = next(pieces)
             out[name] = array
         return out
 
     def _holders(self, v: Value) -> Sequence[int]:
-        """Ranks whose pieces make up the whole value."""
+        """Which of the devices' pieces make up the whole value."""
         return range(len(self.devices)) if any(v.splits) else (0,)
 
     # -- tracing ---------------------------------------------------------------------------------------------
@@ -154,8 +156,9 @@ class TfLocalEngine(Stepping):
         kind = Trace if self.exchange == "direct" else GroupTrace
         return kind(self.program, self.devices, self.variables, self._count, returned).step()
 
-    def _count(self, instr: Collective, payload: int) -> None:
-        """Adds what one collective sends, from the bytes of the pieces that it is given."""
+    def _count(self, instr: Collective, payload: int, times: float) -> None:
+        """Adds what a collective sends, from the bytes of the pieces that it is given and how often it runs
+        (see `Loop.times`)."""
         key = "+".join(instr.axes)
         sent = wire_bytes(instr.name, payload, self.program.mesh.group_size(instr.axes))
-        self._bytes[key] = self._bytes.get(key, 0.0) + sent
+        self._bytes[key] = self._bytes.get(key, 0.0) + times * sent

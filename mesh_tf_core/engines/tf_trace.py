@@ -8,6 +8,7 @@ body of a loop is traced once too and called per iteration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +20,7 @@ from mesh_tf_core.engines.tf_exchange import LocalExchange
 from mesh_tf_core.engines.tf_graph import GraphWriter, Wire
 from mesh_tf_core.engines.tf_variables import Variables
 from mesh_tf_core.kernels.tf_kernel import TfKernel
-from mesh_tf_core.program import Collective, Input, Program, WriteVariable
+from mesh_tf_core.program import Collective, Input, Loop, Program, WriteVariable
 
 Env = dict[int, Any]
 """Value id -> one wire per device, or a Stack of such lists."""
@@ -30,7 +31,8 @@ class Trace:
 
     Args:
       devices: device names by rank.
-      count: called with every collective and the bytes of the piece that a device puts in.
+      count: called with every collective, the bytes of the piece that a device puts in, and how often it
+        runs.
       returned: for every result in the program's order, which of the devices' pieces the step returns.
       first: rank of the first of the devices; the others follow it.
     """
@@ -40,7 +42,7 @@ class Trace:
         program: Program,
         devices: Sequence[str],
         variables: Variables,
-        count: Callable[[Collective, int], None],
+        count: Callable[[Collective, int, float], None],
         returned: Sequence[Sequence[int]],
         first: int = 0,
     ) -> None:
@@ -50,6 +52,7 @@ class Trace:
         self.writer = GraphWriter()
         self.exchange = LocalExchange(program, self.devices, self.writer)
         self.traced: dict[int, tuple[Segment, Any]] = {}
+        self.chosen: dict[int, tuple[Repeat, _Choice]] = {}
 
     def step(self) -> Callable[..., Sequence[Any]]:
         """The step as a function of the pieces of every input, rank by rank, input by input."""
@@ -122,7 +125,7 @@ class Trace:
                 env[o] = Stack([self.exchange.run(instr, i, part) for part in pieces.parts], pieces.join)
             else:
                 env[o] = self.exchange.run(instr, i, whole(pieces))
-        self.count(instr, payload)
+        self.count(instr, payload, 1.0)
 
     # -- loops -----------------------------------------------------------------------------------------------
 
@@ -138,16 +141,62 @@ class Trace:
             inner[loop.index] = [self.writer.constant(step, d) for d in self.devices]
             inner.update(zip((i for _, i, _, _ in loop.carried), state, strict=True))
             inner.update((i, source.parts[step]) for source, i in sources)
-            self._parts(part.body, inner)
-            state = [inner[out] for _, _, out, _ in loop.carried]
-            for i, o in loop.stacked:
-                stacks[o][step] = whole(inner[i])
-            for i, o in loop.summed:
-                value = whole(inner[i])
-                sums[o] = self._added(sums[o], value) if o in sums else value
+            leaving = self._iteration(part, inner)
+            state = leaving[: len(state)]
+            for (_, o), made in zip(loop.stacked, leaving[len(state) :], strict=False):
+                stacks[o][step] = whole(made)
+            for (_, o), made in zip(loop.summed, leaving[len(state) + len(stacks) :], strict=True):
+                sums[o] = self._added(sums[o], whole(made)) if o in sums else whole(made)
         env.update(zip((final for _, _, _, final in loop.carried), state, strict=True))
         env.update((o, Stack([parts[s] for s in order], self._join)) for o, parts in stacks.items())
         env.update(sums)
+
+    def _iteration(self, part: Repeat, env: Env) -> list[Any]:
+        """What leaves one run of the body: carried, stacked, summed."""
+        loop = part.loop
+        if loop.runs is None:
+            self._parts(part.body, env)
+            return [env[i] for i in _leaving(loop)]
+        if id(part) not in self.chosen:
+            self.chosen[id(part)] = part, self._choice(part, env)
+        choice = self.chosen[id(part)][1]
+        for instr, payload, times in choice.sent:
+            self.count(instr, payload, times)
+        inputs = [wire for i in choice.reads for wire in whole(env[i])]
+        found = self.writer.choice(whole(env[loop.runs])[0], choice.run, choice.skip, inputs, choice.like)
+        n = len(self.devices)
+        return [found[at : at + n] for at in range(0, len(found), n)]
+
+    def _choice(self, part: Repeat, env: Env) -> _Choice:
+        """Both cases of an iteration that may not run, as functions of all devices' pieces."""
+        loop, outer, count = part.loop, self.writer, self.count
+        share = loop.times / loop.dim.size
+        sent: list[tuple[Collective, int, float]] = []
+        self.count = lambda instr, payload, times: sent.append((instr, payload, times * share))
+        carried, leaving = [i for _, i, _, _ in loop.carried], _leaving(loop)
+        outside = loop.inputs[len(loop.carried) + len(loop.sliced) :]
+        reads = list(dict.fromkeys([loop.index, *carried, *(i for _, i in loop.sliced), *outside]))
+        examples = {i: whole(env[i]) for i in reads}
+
+        def begun() -> Env:
+            self._write_to(outer.inside())
+            return {i: [self.writer.input(x.dtype, x.shape) for x in xs] for i, xs in examples.items()}
+
+        values = begun()
+        self._parts(part.body, values)
+        like = [x for i in leaving for x in whole(values[i])]
+        run, rest = self.writer.closed(like), like[len(carried) * len(self.devices) :]
+        values = begun()
+        passed = [x for i in carried for x in values[i]]
+        passed += [self.writer.zeros(x.dtype, x.shape, self.devices[0]) for x in rest]
+        skip = self.writer.closed(passed)
+        self._write_to(outer)
+        self.count = count
+        return _Choice(reads, like, run, skip, sent)
+
+    def _write_to(self, writer: GraphWriter) -> None:
+        self.writer, self.exchange = writer, LocalExchange(self.program, self.devices, writer)
+        self.ranks = [writer.constant(rank, d) for rank, d in enumerate(self.devices)]
 
     def _added(self, xs: Sequence[Wire], ys: Sequence[Wire]) -> list[Wire]:
         pairs = zip(xs, ys, self.devices, strict=True)
@@ -192,6 +241,30 @@ class Trace:
                 return [tf.constant(0)]
 
         return self.writer.function(body, [(x.dtype, x.shape) for x in examples])
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """An iteration that may not run, as two functions of the same inputs and outputs.
+
+    Attributes:
+      reads: values, of which every device has a piece.
+      like: an output of `run` each.
+      run, skip: names of the functions.
+      sent: collectives of `run`: what `Trace.count` is told of them.
+    """
+
+    reads: list[int]
+    like: list[Wire]
+    run: str
+    skip: str
+    sent: list[tuple[Collective, int, float]]
+
+
+def _leaving(loop: Loop) -> list[int]:
+    """Body values that leave an iteration."""
+    carried = [out for _, _, out, _ in loop.carried]
+    return carried + [i for i, _ in (*loop.stacked, *loop.summed)]
 
 
 def _node(wire: Wire) -> str:

@@ -36,6 +36,7 @@ def _loop(loop: Loop, live: set[int]) -> Loop | None:
     carried = tuple(c for c in loop.carried if c[3] in live)
     while True:
         inside = {i for i, _ in (*stacked, *summed)} | {c[2] for c in carried}
+        inside |= set() if loop.runs is None else {loop.runs}
         body = _sweep(loop.body, inside)
         # A carry is needed if the body reads it, whether or not its final value is.
         more = tuple(c for c in loop.carried if c in carried or c[1] in inside)
@@ -46,5 +47,15 @@ def _loop(loop: Loop, live: set[int]) -> Loop | None:
         return None
     sliced = tuple((o, i) for o, i in loop.sliced if i in inside)
     return make_loop(
-        loop.origin, loop.dim, loop.reverse, loop.index, carried, sliced, stacked, summed, tuple(body)
+        loop.origin,
+        loop.dim,
+        loop.reverse,
+        loop.index,
+        carried,
+        sliced,
+        stacked,
+        summed,
+        tuple(body),
+        loop.runs,
+        loop.branch,
     )

@@ -32,6 +32,7 @@ class Loops:
                 f"be split over {'+'.join(self.low.layout.axes(block.dim.name))}; drop this rule"
             )
         whole = self.low.keep is None or node.index in self.low.keep.nodes
+        decides = block.runs if whole else None
         inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
         init = [self.low.at_home(self.low.value_of(i)) for i in inputs]
         outer_code, self.low.code = self.low.code, []
@@ -45,6 +46,7 @@ class Loops:
             self.low.env[tensor] = self.low.new(TensorType(v.shape, v.dtype), v.splits)
             carry_in.append(self.low.env[tensor])
         sliced = self._sliced(block)
+        runs = None if decides is None else self.low.value_of(decides)
         self.low.nodes(block)
         carry_out = [self.low.at_home(self.low.value_of(t)) for t in block.carry_out] if whole else []
         finals = [self._outer(v, None) for v in carry_in]
@@ -73,6 +75,8 @@ class Loops:
                 tuple(stacked),
                 tuple(summed),
                 body,
+                runs,
+                block.branch,
             )
         )
 

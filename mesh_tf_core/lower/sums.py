@@ -9,7 +9,8 @@ Rewrites, each where the all-reduced value has no other reader:
                                                    reduce_scatter(x, a, dim), then slice over the rest, for b
                                                    = a + rest
       also with casts between the two, which then come after
-  (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)
+  (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)   not of a branch,
+  which may not run
 Within microbatches a sum also waits behind casts (the sum of rounded parts is taken once, after all of them).
 A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
 together.
@@ -162,7 +163,7 @@ class _Sums:
         for pairs, target in ((loop.stacked, stacked), (loop.summed, summed)):
             for inner, outer in pairs:
                 reduce = sums.get(inner)
-                if reduce is None or self.uses[inner] != 1:
+                if reduce is None or self.uses[inner] != 1 or loop.branch:
                     target.append((inner, outer))
                     continue
                 body.remove(reduce)

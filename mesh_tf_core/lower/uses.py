@@ -38,6 +38,8 @@ def rebuilt(
         tuple(stacked),
         tuple(summed),
         tuple(body),
+        loop.runs,
+        loop.branch,
     )
 
 
@@ -72,6 +74,8 @@ def compact(program: Program) -> Program:
             tuple((order[a], order[b]) for a, b in instr.stacked),
             tuple((order[a], order[b]) for a, b in instr.summed),
             tuple(moved(i) for i in instr.body),
+            None if instr.runs is None else order[instr.runs],
+            instr.branch,
         )
 
     visit(program.code)

@@ -12,6 +12,7 @@ import pytest
 import mesh_tf_core as mtf
 from mesh_tf_core import program as program_module
 from mesh_tf_core.engines import lockstep
+from mesh_tf_core.gradients import _Backward
 from mesh_tf_core.kernels.protocol import At
 from mesh_tf_core.lower import base, pipeline
 from mesh_tf_core.lower.redistribute import plan_moves
@@ -135,6 +136,43 @@ def test_pass_that_drops_a_loop_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES, ("broken", broken)))
     with pytest.raises((AssertionError, KeyError)):
         conform(BY_NAME["scan"], "x:2", "float64")
+
+
+def _rewritten(change: Callable[[Loop], Loop]) -> Callable[[Program], Program]:
+    """A pass that changes every loop at the top."""
+
+    def run(program: Program) -> Program:
+        return replace(program, code=tuple(change(i) if isinstance(i, Loop) else i for i in program.code))
+
+    return run
+
+
+def test_pass_that_runs_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = _rewritten(lambda loop: replace(loop, runs=None))
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES, ("broken", broken)))
+    with pytest.raises(AssertionError, match=r"off the dense|of out0 differ|against NumPy"):
+        check_dense(BY_NAME["while_loop"])
+
+
+def test_branch_that_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "bool", lambda x: False, raising=False)
+    with pytest.raises(AssertionError, match="off the dense"):
+        check_dense(BY_NAME["cond"])
+
+
+def test_backward_that_forgets_the_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that did not run is differentiated as if it had."""
+    scan = _Backward._scan
+
+    def broken(self: Any, node: Any, body: Any, dys: Any) -> Any:
+        runs, body.runs = body.runs, None
+        made = scan(self, node, body, dys)
+        body.runs = runs
+        return made
+
+    monkeypatch.setattr(_Backward, "_scan", broken)
+    with pytest.raises(AssertionError, match="finite differences"):
+        check_dense(BY_NAME["while_loop"])
 
 
 def test_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,11 +65,32 @@ def moved() -> Built:
     return g, {"out": mtf.concat([y, mtf.slice_dim(x, B, 4, 4)], "batch")}
 
 
+def chosen() -> Built:
+    """A branch with a sum over devices, which stays inside, and one without; the gradient of both."""
+    g = mtf.Graph()
+    x, flag = g.input("x", [B, D], "float32"), g.input("flag", [], "bool")
+    w = g.variable("w", [D], mtf.ONES)
+    y = mtf.cond(flag, lambda: mtf.einsum([x, w], [D]), lambda: w)
+    (dw,) = mtf.gradients(mtf.reduce_sum(mtf.tanh(y)), [w])
+    assert dw is not None
+    return g, {"dw": dw}
+
+
+def stopped() -> Built:
+    """A loop of at most three steps."""
+    g = mtf.Graph()
+    x = g.input("x", [D], "float32")
+    (y,) = mtf.while_loop(lambda h: mtf.reduce_max(h) < 1.0, lambda h: h * 2.0, [x], 3)
+    return g, {"y": y}
+
+
 CASES: dict[str, tuple[Callable[[], Built], str, str]] = {
     "residual": (residual, "x:2;y:2", "batch:x;f:y"),
     "scattered": (scattered, "x:2;y:2", "batch:x;f:y;out:y"),
     "unused": (unused, "x:2", "f:x"),
     "moved": (moved, "x:2", "batch:x"),
+    "chosen": (chosen, "x:2", "batch:x"),
+    "stopped": (stopped, "x:2", "d:x"),
     "training_step": (training_step, "x:2;y:2", "batch:x;f:y"),
 }
 

@@ -19,6 +19,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax_home import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.program import Loop, Program
+from tests.engines.control import PROGRAMS, batches
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 
 AXES = [("a:2", ("a",)), ("a:1;b:2", ("a",))] + [
@@ -89,6 +90,15 @@ def loops() -> None:
     one_step(program, 1e-10)
 
 
+def control(name: str) -> None:
+    """Branches and loops that stop early."""
+    program = PROGRAMS[name]()
+    engine, oracle = open_engine(program, "jax"), open_engine(program, "lockstep")
+    for batch in batches(program):
+        equal(engine.step(batch), oracle.step(batch), 1e-10)
+    assert engine.communication_bytes == program.communication_bytes()
+
+
 def state() -> None:
     """What is written is read, split any way; what is not there is refused."""
     program = language_model("a:2;b:2", "vocab:b+a;d_ff:b;heads:a")
@@ -119,6 +129,7 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"training {m} {layout}": lambda m=m, n=layout, h=h: training(m, n, h) for m, layout, h in MODELS},
     "loops": loops,
+    **{f"control {name}": lambda n=name: control(n) for name in PROGRAMS},
     "state": state,
 }
 

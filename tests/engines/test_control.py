@@ -1,0 +1,101 @@
+"""What a condition does not choose is not run: results, gradients, and what is sent, on every engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines import open_engine
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.engines.tf_local import TfLocalEngine
+from mesh_tf_core.program import AllReduce, Loop
+from tests.conformance.helper import check_bytes
+from tests.engines.control import PROGRAMS, N, batches, branches, until
+
+
+@pytest.mark.parametrize("exchange", ["direct", "group"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_tensorflow_equals_lockstep(name: str, exchange: str, devices: Any) -> None:
+    program = PROGRAMS[name]()
+    engine, oracle = TfLocalEngine(program, devices[:4], exchange), open_engine(program, "lockstep")
+    for batch in batches(program):
+        found, expected = engine.step(batch), oracle.step(batch)
+        for key, array in expected.items():
+            assert np.isfinite(array).all(), key
+            np.testing.assert_allclose(found[key], array, 1e-12, 1e-12, err_msg=key)
+        check_bytes(program, oracle.communication_bytes)
+    assert engine.communication_bytes == program.communication_bytes()
+
+
+def test_branches_against_numpy() -> None:
+    program = branches()
+    for batch in batches(program):
+        h, w = batch["x"], batch["w"]
+        for flag in batch["means"]:
+            h = (h * w).mean(0) + h if flag else np.sqrt(np.maximum(h, 0)) * w
+        np.testing.assert_allclose(LockstepEngine(program).step(batch)["y"], h, 1e-12)
+
+
+def test_a_loop_stops() -> None:
+    """Three steps of six: half of what the loop could send, and the right number of steps."""
+    program = until()
+    engine = LockstepEngine(program)
+    assert engine.step(batches(program)[0])["n"] == 3
+    inside = [
+        (instr, times)
+        for instr, times in program.walk()
+        if isinstance(instr, AllReduce) and times == 6 and "x" in instr.axes
+    ]
+    assert inside
+    saved = sum(3 * program.wire_bytes(instr) for instr, _ in inside)
+    assert engine.communication_bytes["x"] == program.communication_bytes()["x"] - saved
+
+
+def test_a_branch_that_is_not_run_sends_nothing() -> None:
+    program = branches()
+    engine = LockstepEngine(program)
+    sent = []
+    for batch in batches(program):
+        engine.step(batch)
+        sent.append(engine.communication_bytes["x"])
+    assert sent[0] > sent[1]
+
+
+def test_price_is_the_mean_of_two_branches() -> None:
+    loops = [instr for instr, _ in branches().walk() if isinstance(instr, Loop) and instr.branch]
+    assert len(loops) == 4 and {loop.times for loop in loops} == {0.5}
+    assert {loop.times for loop in (i for i, _ in until().walk()) if isinstance(loop, Loop)} == {6}
+
+
+def test_variables_of_a_branch_have_no_dimension_of_it() -> None:
+    g = mtf.Graph()
+    x = g.input("x", [N], "float32")
+    y = mtf.cond(mtf.reduce_sum(x) > 0.0, lambda: x * g.variable("w", [N], mtf.ONES), lambda: x)
+    assert g.variables["w"].shape == mtf.Shape([N]) and y.shape == x.shape
+
+
+def test_errors() -> None:
+    g = mtf.Graph()
+    x = g.input("x", [N], "float32")
+    total = mtf.reduce_sum(x)
+    v = mtf.Graph.variable(g, "v", [N], mtf.ONES)
+    with pytest.raises(mtf.UserError, match="predicate must be a bool scalar"):
+        mtf.cond(total, lambda: x, lambda: x)
+    with pytest.raises(mtf.UserError, match="same types"):
+        mtf.cond(total > 0.0, lambda: x, lambda: total)
+    with pytest.raises(mtf.UserError, match="equally many"):
+        mtf.cond(total > 0.0, lambda: x, lambda: None)
+    with pytest.raises(mtf.UserError, match="condition must give a bool scalar"):
+        mtf.while_loop(lambda h: h, lambda h: h, [x], 3)
+    with pytest.raises(mtf.UserError, match="must return what it is given"):
+        mtf.while_loop(lambda h: total > 0.0, lambda h: total, [x], 3)
+
+    def stores() -> mtf.Tensor:
+        g.assign(g.lookup("v"), v)
+        return x
+
+    with pytest.raises(mtf.UserError, match="not inside a branch or a while loop"):
+        mtf.cond(total > 0.0, stores, lambda: x)
