@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.options import (
@@ -29,6 +30,7 @@ from layoutopt.cli.units import bytes_text, rate_text, seconds_text
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.evaluate import Evaluation
+    from layoutopt.lint import Finding
     from layoutopt.loading import Loaded
 
 EXAMPLES = examples(
@@ -53,6 +55,7 @@ def cost(
 ) -> None:
     """Price a layout: per operation, per axis, per phase, and its peak memory."""
     from layoutopt.evaluate import evaluate
+    from layoutopt.lint import lint
     from layoutopt.loading import load_model
 
     terminal = Terminal(as_json, quiet)
@@ -62,6 +65,7 @@ def cost(
     given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
     found = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
     reason = found.reason(limit)
+    doubts = lint(loaded.model, found, machine, given.options)
     terminal.result(
         {
             "model": model_json(loaded.model),
@@ -72,10 +76,18 @@ def cost(
             "predicted": found.predicted.model_dump(mode="json"),
             "feasible": reason is None,
             "reason": reason,
+            "findings": [asdict(doubt) for doubt in doubts],
         }
     )
     if not as_json:
         _show(terminal, loaded, found, machine, limit, reason, options_json(given.options))
+        _show_doubts(terminal, doubts)
+
+
+def _show_doubts(terminal: Terminal, doubts: list[Finding]) -> None:
+    for doubt in doubts:
+        fix = f"; {doubt.fix}" if doubt.fix else ""
+        terminal.show("", f"{doubt.kind}: {doubt.message}{fix}")
 
 
 def _show(

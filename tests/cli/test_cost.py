@@ -38,7 +38,16 @@ PAPER = (
 
 def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> None:
     found = result(*COST, "--hardware", "tpu-v2", "--set", "layers=2")
-    assert list(found) == ["model", "mesh", "layout", "hardware", "predicted", "feasible", "reason"]
+    assert list(found) == [
+        "model",
+        "mesh",
+        "layout",
+        "hardware",
+        "predicted",
+        "feasible",
+        "reason",
+        "findings",
+    ]
     assert list(found["model"]) == ["name", "fingerprint", "hparams", "parameters"]
     assert found["model"]["hparams"]["layers"] == 2
     assert (found["mesh"], found["hardware"]) == ({"data": 2, "model": 4}, "tpu-v2")

@@ -1,0 +1,64 @@
+"""Likely mistakes in a layout: each is found, its fix is better, and a good layout has none."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodels.hardware import load_hardware
+from layoutopt import search
+from layoutopt.evaluate import evaluate
+from layoutopt.lint import Finding, lint
+from mesh_tf_core.layout import Layout
+from mesh_tf_core.lower import Options
+from mesh_tf_core.mesh import Mesh
+from tests.layoutopt.models import SMALL, transformer
+
+WIDE = {**SMALL, "d_model": 128, "d_kv": 32, "d_ff": 512, "vocab": 512, "length": 64}
+PLAIN = Options()
+
+
+def findings(layout: str, mesh: str = "data:2;model:4", **hparams: object) -> list[Finding]:
+    model, hardware = transformer(**{**WIDE, **hparams}), load_hardware("tpu-v3")
+    return lint(model, evaluate(model, Mesh(mesh), Layout(layout), hardware, PLAIN), hardware, PLAIN)
+
+
+def seconds(layout: str) -> float:
+    found = evaluate(transformer(**WIDE), Mesh("data:2;model:4"), Layout(layout), load_hardware("tpu-v3"))
+    return found.cost.step_seconds
+
+
+def test_an_axis_that_splits_nothing() -> None:
+    (found,) = [f for f in findings("batch:data") if f.kind == "wasted axis"]
+    assert found.message == "axis 'model' splits nothing: its 4 devices all do the same work"
+    assert found.fix is not None and "less time a step" in found.fix
+    assert found.layout is not None and seconds(found.layout) < seconds("batch:data")
+
+
+def test_work_that_is_repeated_names_where() -> None:
+    (found,) = [f for f in findings("batch:data;vocab:model") if f.kind == "repeated work"]
+    assert found.message.startswith("the 4 devices of 'model' repeat ")
+    assert "feed_forward" in found.message and "attention" in found.message
+
+
+def test_a_size_that_does_not_divide() -> None:
+    kinds = {f.kind: f for f in findings("batch:data;d_ff:model", heads=6, kv_heads=6)}
+    assert kinds["indivisible"].message == "'heads' has size 6, which the 4 devices of 'model' do not divide"
+    assert kinds["indivisible"].fix == "a size of 4 or 8 could be split"
+
+
+def test_an_axis_of_one_device() -> None:
+    found = findings("batch:data;d_ff:model", mesh="data:2;model:1")
+    assert [f.kind for f in found if f.kind != "repeated memory"] == ["axis of one"]
+
+
+def test_variables_held_by_all() -> None:
+    (found,) = [f for f in findings("batch:data+model") if f.kind == "repeated memory"]
+    assert found.fix is not None and found.fix.startswith("--storage zero")
+
+
+@pytest.mark.parametrize("mesh", ["data:2;model:2", "data:4"])
+def test_the_best_layout_repeats_no_work(mesh: str) -> None:
+    model, hardware = transformer(**WIDE), load_hardware("tpu-v3")
+    plan = search(model, mesh=mesh, hardware=hardware, microbatches=[1])
+    judged = evaluate(model, plan.mesh, plan.layout, hardware, plan.options)
+    assert not [f for f in lint(model, judged, hardware, plan.options) if f.layout]
