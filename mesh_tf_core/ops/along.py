@@ -105,7 +105,8 @@ class PutAlong(Op):
         need_ints("put_along", ids)
         if not set(ids.shape.dims) <= set(x.shape.dims) or self.dim.name in x.shape.names:
             raise UserError(
-                f"put_along of {listing(inputs)}: x needs the dimensions of the ids, without {self.dim.name!r}"
+                f"put_along of {listing(inputs)}: x needs the dimensions of the ids, without "
+                f"{self.dim.name!r}"
             )
         kept = (x.shape.dim(n) for n in self._kept(ids))
         return TensorType(Shape([*kept, self.dim, *_rows(x.shape, ids.shape)]), x.dtype)

@@ -27,7 +27,7 @@ A, B, C, K = mtf.Dim("a", 8), mtf.Dim("b", 4), mtf.Dim("c", 2), mtf.Dim("k", 3)
         ),
         (
             lambda x, w: mtf.put_along(x, x.cast("int32"), A, ["b"]),
-            "x needs the dimensions of the ids, without 'a'",
+            "needs the dimensions of the ids, without",
         ),
         (lambda x, w: mtf.split(x, "a", 3), "'a' cannot be cut into 3 equal parts"),
         (lambda x, w: mtf.split(x, "a", [3, 4]), r"parts of 'a' \[3, 4\] add up to 7"),
