@@ -19,6 +19,7 @@ from mesh_tf_core.layers.dense import Dense, FeedForward
 from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
 from mesh_tf_core.layers.local_2d import LocalAttention2D
 from mesh_tf_core.layers.loss import CrossEntropy, sigmoid_cross_entropy
+from mesh_tf_core.layers.lsh import LSHAttention
 from mesh_tf_core.layers.masks import causal_mask, padding_mask, segment_mask
 from mesh_tf_core.layers.moe import MixtureOfExperts
 from mesh_tf_core.layers.noise import AnnealedDropout, Jitter
@@ -47,6 +48,7 @@ __all__ = [
     "FeedForward",
     "GroupNorm",
     "Jitter",
+    "LSHAttention",
     "LayerNorm",
     "LearnedPositions",
     "LocalAttention",
