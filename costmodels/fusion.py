@@ -52,11 +52,14 @@ class Fused:
 
     Attributes:
       items: instructions that are not fused, and kernels, each with how often it runs.
-      inner: values that are never written -> the written values that they are computed from.
+      inner: values that have no memory of their own -> the values that their kernel reads to compute them (none
+        if they lie in a loop's stack).
+      products: those of them that are, or follow from, a product in their kernel.
     """
 
     items: tuple[tuple[Instr | Kernel, float], ...]
     inner: dict[int, frozenset[int]]
+    products: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def fused(program: Program, again: bool = False) -> Fused:
     """
     found = _Fuser(program, again)
     found.block(program.code, program.results.values(), (), 1)
-    return Fused(tuple(found.items), found.inner)
+    return Fused(tuple(found.items), found.inner, frozenset(found.products))
 
 
 class _Fuser:
@@ -88,6 +91,7 @@ class _Fuser:
         self.program, self.again = program, again
         self.items: list[tuple[Instr | Kernel, float]] = []
         self.inner: dict[int, frozenset[int]] = {}
+        self.products: set[int] = set()
         self.same: dict[int, int] = {}
         self.producer: dict[int, Instr] = {}
         self.readers: dict[int, set[_Group | None]] = defaultdict(set)
@@ -283,6 +287,9 @@ class _Group:
         for instr in self.instrs:
             sources = map(self.owner.source, instr.inputs)
             roots = frozenset(r for i in sources for r in inner.get(i, (i,)))
+            types = tuple(map(self.owner.program.local, instr.inputs))
+            if role(instr.op, types) == PRODUCT or self.owner.products.intersection(instr.inputs):
+                self.owner.products.update(o for o in instr.outputs if o not in self.written)
             for o in instr.outputs:
                 if o not in self.written:
                     inner[o] = roots

@@ -7,6 +7,10 @@ A device holds, at instruction t,
   values at their
       worst point.
 
+Where the compiler fuses (`costmodels.fusion`), values inside of a kernel take no memory, and what the kernel
+reads
+stays until its last output is written.
+
 An output may take the place of an input that is read for the last time, if the operation works element by
 element (or
 is an all-reduce) and the sizes agree; renames and reshapes have no memory of their own. A written variable
@@ -16,9 +20,10 @@ place of the old one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from costmodels.fusion import fused
 from mesh_tf_core.program import (
     AllReduce,
     Instr,
@@ -67,9 +72,13 @@ class Memory:
     variables: int
 
 
-def memory(program: Program) -> Memory:
-    """Walks the program once; bytes of one device."""
-    return _Walk(program).run()
+def memory(program: Program, fuses: bool = False) -> Memory:
+    """Walks the program once; bytes of one device.
+
+    Args:
+      fuses: the compiler makes kernels of several operations (`Hardware.fuses`).
+    """
+    return _Walk(program, fuses).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +94,10 @@ class Alive:
     values: tuple[int, ...]
 
 
-def alive(program: Program) -> list[Alive]:
+def alive(program: Program, fuses: bool = False) -> list[Alive]:
     """The values alive at every point. Meant for a program in which nothing is split: other layouts hold
-    the same."""
-    walk = _Walk(program, record=True)
+    the same (so what a kernel keeps for its later outputs is left out: another layout may break it)."""
+    walk = _Walk(program, fuses, record=True)
     walk.run()
     out = []
     for position, (point, live, spared) in enumerate(walk.trace):
@@ -102,8 +111,11 @@ def alive(program: Program) -> list[Alive]:
 
 
 class _Walk:
-    def __init__(self, program: Program, record: bool = False) -> None:
+    def __init__(self, program: Program, fuses: bool, record: bool = False) -> None:
         self.record = record
+        kernels = fused(program) if fuses else None
+        self.inner = kernels.inner if kernels else {}
+        self.products = kernels.products if kernels else frozenset()
         self.trace: list[tuple[Point, tuple[int, ...], tuple[int, ...]]] = []
         self.program = program
         self.size = [v.local_bytes(program.mesh) for v in program.values]
@@ -145,14 +157,20 @@ class _Walk:
         return found
 
     def weight(self, id: int) -> int:
-        return 0 if id in self.weightless else self.size[id]
+        return 0 if id in self.weightless or id in self.inner else self.size[id]
+
+    def _read(self, id: int) -> Iterable[int]:
+        """The memory that reading a value needs."""
+        root = self.root.get(id, id)
+        return self.inner.get(root, (root,)) if not self.record else (root,)
 
     def _last_reads(self, code: Sequence[Instr], leaving: set[int]) -> list[set[int]]:
         """For every instruction, the memory that is free once it has run."""
         needed = {self.root.get(i, i) for i in leaving}
         out: list[set[int]] = []
         for instr in reversed(code):
-            touched = {self.root.get(i, i) for i in (*instr.inputs, *instr.outputs)}
+            touched = {self.root.get(o, o) for o in instr.outputs}
+            touched.update(j for i in instr.inputs for r in self._read(i) for j in (r, self.root.get(i, i)))
             out.append(touched - needed)
             needed |= touched
         return out[::-1]
@@ -192,7 +210,8 @@ class _Walk:
         elementwise = isinstance(instr, Local) and instr.op.kind == "elementwise"
         if not (elementwise or isinstance(instr, AllReduce)):
             return []
-        inputs = {self.root.get(j, j) for j in instr.inputs}
+        direct = (j for j in instr.inputs if self.root.get(j, j) not in self.products)
+        inputs = {r for j in direct for r in self._read(j)}
         freed = [self.weight(i) for i in dying if i not in instr.outputs and i in inputs]
         taken = []
         for o in instr.outputs:

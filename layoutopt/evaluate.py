@@ -67,7 +67,8 @@ def evaluate(
 ) -> Evaluation:
     """Lowers, prices and walks one layout; LayoutError if it is not legal."""
     program = model.lower(mesh, layout, options)
-    return Evaluation(program, (prices or pricer(hardware, mesh)).cost(program), memory(program))
+    prices = prices or pricer(hardware, mesh)
+    return Evaluation(program, prices.cost(program), memory(program, prices.fuses))
 
 
 def alternative(

@@ -99,7 +99,7 @@ def extract(
     terms += _message_terms(tables, groups, index, pricer)
     if fixed := pricer.fixed_seconds(program):
         terms.append(Term((), Sparse(np.zeros((1, 0), np.int64), np.array([fixed])), "the start of a step"))
-    limits = rows(graph, program, decided, names, coupling, memory)
+    limits = rows(graph, program, decided, names, coupling, memory, pricer.fuses)
     problem = Problem(f"{model.name} on {mesh}", tuple(variables), tuple(terms), tuple(limits))
     return Extraction(mesh, decided, names, tables, groups, problem)
 

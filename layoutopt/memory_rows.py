@@ -96,13 +96,15 @@ def rows(
     names: Sequence[str],
     coupling: Coupling,
     memory: float,
+    fuses: bool = False,
 ) -> Iterator[Row]:
     """One row for every point of `program` (lowered with nothing split) that no other point dominates.
 
     Args:
       names: the decisions with a choice, in the order of the problem's variables.
+      fuses: the compiler makes kernels of several operations.
     """
-    yield from _Rows(graph, program, decided, names, coupling).rows(memory)
+    yield from _Rows(graph, program, decided, names, coupling, fuses).rows(memory)
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class _Rows:
         decided: Decisions,
         names: Sequence[str],
         coupling: Coupling,
+        fuses: bool,
     ) -> None:
         self.graph, self.program, self.decided, self.coupling = graph, program, decided, coupling
         self.mesh: Mesh = program.mesh
@@ -143,7 +146,7 @@ class _Rows:
         self.origin = {o: i.origin for i, _ in program.walk() for o in i.outputs}
         self.nodes = {n.index: n for n, _ in graph.walk()}
         self.gradients = self._gradients()
-        self.trace = alive(program)
+        self.trace = alive(program, fuses)
         self.whole = self._gathered()
         self._shares: dict[tuple[Kind, Shape], Share] = {}
 

@@ -245,6 +245,8 @@ class Lowering:
             types = [self.graph.tensor(o).type for o in node.outputs]
             for tensor, out in zip(node.outputs, self.apply(op, inputs, types), strict=True):
                 self.env[tensor] = out
+                # Noted at once: a tensor that is computed again has two values.
+                self.values[out] = replace(self.values[out], tensor=tensor)
 
     def stored_splits(self, op: Read | Assign) -> Splits:
         variable = op.variable

@@ -226,8 +226,8 @@ class _Groups:
         for node, _ in self.graph.walk():
             leaving.update(self._read_by(node))
         for block in self.graph.blocks:
-            ends = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
-            leaving.update(map(self._source, (*ends, *(o for o, _ in block.sliced))))
+            # What a loop stacks or adds up is seen in the program itself.
+            leaving.update(map(self._source, (*block.carry_out, *(o for o, _ in block.sliced))))
         for block in self.graph.blocks:
             if block.saved:
                 again.update(map(self._source, block.saved))
