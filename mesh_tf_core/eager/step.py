@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ from mesh_tf_core.dtypes import check_dtype
 from mesh_tf_core.eager.machine import Machine
 from mesh_tf_core.eager.store import Store
 from mesh_tf_core.eager.tensor import EagerTensor
-from mesh_tf_core.eager.unroll import Turn, Unrolled, whole
+from mesh_tf_core.eager.unroll import Stopped, Turn, Unrolled, whole
 from mesh_tf_core.engines.feeds import check_batch
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import LayoutError, UserError
@@ -27,6 +28,19 @@ from mesh_tf_core.structure import Assign, Feed, Read, Variable
 from mesh_tf_core.tensor import Tensor
 
 PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Write:
+    """A value to be stored when the step is finished.
+
+    Attributes:
+      version: of the variable when it was assigned.
+    """
+
+    variable: Variable
+    pieces: Pieces
+    version: int
 
 
 class EagerStep(Graph):
@@ -48,7 +62,7 @@ class EagerStep(Graph):
         self.machine, self.store, self.batch, self.unroll = machine, store, batch, unroll
         self._sent_before = dict(machine.sent)
         self._constants: dict[str, Any] = {}
-        self._written: dict[str, tuple[Variable, Pieces]] = {}
+        self._written: dict[str, Write] = {}
         self._over = False
         self._apart: dict[int, list[Tensor]] = {}
 
@@ -100,10 +114,22 @@ class EagerStep(Graph):
         return {axes: n - self._sent_before.get(axes, 0.0) for axes, n in self.machine.sent.items()}
 
     def finish(self) -> None:
-        """Stores what was assigned and ends the step."""
-        for variable, pieces in self._written.values():
-            self.store.put(variable, pieces)
+        """Stores what was assigned and ends the step.
+
+        Raises:
+          UserError: a staged function, or another step, has assigned one of these variables since; nothing
+            is stored.
+        """
+        lost = [name for name, write in self._written.items() if self.store.version(name) != write.version]
+        written = self._written if not lost else {}
+        for write in written.values():
+            self.store.put(write.variable, write.pieces)
         self._end()
+        if lost:
+            raise UserError(
+                f"finish: {', '.join(lost[:5])} got another value since this step assigned it, from a staged "
+                "function or another step; update a variable in one of them only"
+            )
 
     def _end(self) -> None:
         self._over = True
@@ -176,7 +202,8 @@ class EagerStep(Graph):
             if isinstance(op, Read):
                 return {node.outputs[0]: self.store.pieces(op.variable)}
             if isinstance(op, Assign):
-                self._written[op.variable.name] = op.variable, pieces(node.inputs[0])
+                name = op.variable.name
+                self._written[name] = Write(op.variable, pieces(node.inputs[0]), self.store.version(name))
                 return {}
             return self.machine.run(graph, node, pieces)
         except LayoutError as error:
@@ -213,6 +240,12 @@ class EagerStep(Graph):
         made = Unrolled(self, dim).run(body, init, stacks)
         self._assign_stacked()
         return made
+
+    def runs_if(self, predicate: Tensor) -> None:
+        if not isinstance(self.block, Turn):
+            super().runs_if(predicate)
+        elif not predicate:
+            raise Stopped
 
     def apart(self, x: Tensor, dim: Dim) -> list[Tensor]:
         """The parts of a stacked tensor, one per iteration of an unrolled loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class Store:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.held: dict[str, Held] = {}
+        self._versions: Counter[str] = Counter()
 
     def pieces(self, variable: Variable) -> Pieces:
         """The value, as eager operations read it; a variable that is new is initialised."""
@@ -49,7 +51,7 @@ class Store:
 
     def put(self, variable: Variable, pieces: Pieces) -> None:
         """Replaces the value."""
-        self.held[variable.name] = Held(variable, pieces)
+        self._replace(Held(variable, pieces))
 
     def bring(self, variable: Variable, engine: Engine) -> None:
         """Makes the engine's copy the present one. An engine's variables begin with their initial values."""
@@ -62,7 +64,15 @@ class Store:
 
     def wrote(self, variable: Variable, engine: Engine) -> None:
         """A step of the engine has replaced the value."""
-        self.held[variable.name] = Held(variable, None, [engine])
+        self._replace(Held(variable, None, [engine]))
+
+    def _replace(self, held: Held) -> None:
+        self.held[held.variable.name] = held
+        self._versions[held.variable.name] += 1
+
+    def version(self, name: str) -> int:
+        """How often the value has been replaced."""
+        return self._versions[name]
 
     def read(self, name: str) -> Any:
         """The global array."""

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from mesh_tf_core.eager.step import EagerStep
 
 
+class Stopped(Exception):
+    """The iteration that has begun, and those after it, are not to run."""
+
+
 @dataclass
 class Turn(Block):
     """The graph's own block, during iteration `at` of a loop."""
@@ -49,8 +53,15 @@ class Unrolled:
         state, collected = list(init), []
         parts = [self.step.apart(x, self.dim) for x in stacks]
         for at in range(self.dim.size):
-            with self._turn(at):
-                state, ys = body(state, [p[at] for p in parts])
+            keys, variables = self.step._keys, dict(self.step.variables)
+            try:
+                with self._turn(at):
+                    state, ys = body(state, [p[at] for p in parts])
+            except Stopped:
+                self.step._keys, self.step.variables = keys, variables
+                if not at:  # which variables and random keys the body makes is not known: it is built
+                    return None
+                break
             collected.append(ys)
         if collected[-1] is None:
             return state, None
