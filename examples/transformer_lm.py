@@ -2,17 +2,21 @@
 Mesh-TensorFlow paper (Shazeer et al. 2018, section 9.1).
 
     layoutopt search examples/transformer_lm.py --mesh "data:2;model:4"
-    layoutopt train examples/transformer_lm.py --layout auto --mesh "data:2;model:4" --steps 200
+    layoutopt train examples/transformer_lm.py --layout auto --mesh "data:2;model:4" --steps 200 \\
+        --checkpoint build/lm
+    layoutopt generate examples/transformer_lm.py --checkpoint build/lm --prompt "def main("
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 import mesh_tf_core as mtf
+from mesh_tf_core import decoding
+from mesh_tf_core import layers as nn
 from mesh_tf_core.optimizers import by_name
 
 _EXPERT = "batch:batch;vocab:model;d_ff:model;heads:model"
@@ -53,77 +57,69 @@ def model(
       d_kv: size of one head.
       kv_heads: heads of keys and values (grouped-query attention); 0 means as many as `heads`.
       gated: three feed-forward matrices, silu(x a) * (x b), instead of two with relu.
-      positions: learned, none, or the number of learned positions.
+      positions: learned, relative (biases in buckets, as T5), rotary, none, or the number of learned ones.
       tied: the output projection is the embedding.
       dtype: of activations; variables and their updates are float32.
     """
-    g = mtf.Graph("transformer_lm")
-    b, s, m = mtf.Dim("batch", batch), mtf.Dim("length", length), mtf.Dim("memory_length", length)
+    b, s = mtf.Dim("batch", batch), mtf.Dim("length", length)
     d, f, v = mtf.Dim("d_model", d_model), mtf.Dim("d_ff", d_ff), mtf.Dim("vocab", vocab)
-    kv_heads = kv_heads or heads
-    if heads % kv_heads:
-        raise mtf.UserError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
-    h, k = mtf.Dim("heads", kv_heads), mtf.Dim("d_kv", d_kv)
-    q_dims = [h, k] if kv_heads == heads else [h, mtf.Dim("group", heads // kv_heads), k]
+    rotary = nn.Rotary() if positions == "rotary" else None
+    attention = nn.Attention(
+        mtf.Dim("heads", heads), mtf.Dim("d_kv", d_kv), kv_heads, causal=True, rotary=rotary, dropout=dropout
+    )
+    feed_forward = nn.FeedForward(f, "silu" if gated else "relu", gated, dropout=dropout)
+    embedding = nn.Embedding(v, d, dtype)
 
-    def weight(name: str, dims: list[mtf.Dim], fan_in: int) -> mtf.Tensor:
-        return g.variable(name, dims, mtf.Normal(1 / math.sqrt(fan_in)), activation_dtype=dtype)
+    def network(g: mtf.Graph) -> decoding.Logits:
+        table = embedding.table(g)
 
-    def norm(x: mtf.Tensor, name: str) -> mtf.Tensor:
-        return mtf.layer_norm(x, d, g.variable(name, [d], mtf.ONES, activation_dtype=dtype))
+        def logits(tokens: mtf.Tensor, cache: decoding.Cache | None = None) -> mtf.Tensor:
+            x, bias = embedding(table, tokens), None
+            if positions == "relative":
+                relative = attention.relative_at(x, cache)
+                bias = nn.RelativeBias(bidirectional=False)(relative, attention.head_dims, dtype)
+            elif positions not in ("rotary", "none"):
+                x = nn.LearnedPositions(length if positions == "learned" else int(positions))(x, cache=cache)
 
-    def attention(x: mtf.Tensor) -> mtf.Tensor:
-        q = mtf.einsum([x, weight("q", [d, *q_dims], d_model)], [b, s, *q_dims])
-        memory = mtf.rename(x, length="memory_length")
-        keys = mtf.einsum([memory, weight("k", [d, h, k], d_model)], [b, m, h, k])
-        values = mtf.einsum([memory, weight("v", [d, h, k], d_model)], [b, m, h, k])
-        logits = mtf.einsum([q, keys], [b, *q_dims[:-1], s, m]) * d_kv**-0.5
-        causal = mtf.mtf_range(g, s) >= mtf.mtf_range(g, m)
-        weights = mtf.dropout(mtf.masked_softmax(logits, causal, m), dropout)
-        mixed = mtf.einsum([weights, values], [b, s, *q_dims])
-        return mtf.einsum([mixed, weight("o", [*q_dims, d], heads * d_kv)], [b, s, d])
+            def layer(x: mtf.Tensor) -> mtf.Tensor:
+                y = attention(nn.LayerNorm(name="attention_norm")(x), bias=bias, cache=cache)
+                x = x + mtf.dropout(y, dropout)
+                y = feed_forward(nn.LayerNorm(name="feed_forward_norm")(x))
+                return x + mtf.dropout(y, dropout)
 
-    def feed_forward(x: mtf.Tensor) -> mtf.Tensor:
-        hidden = mtf.einsum([x, weight("wi", [d, f], d_model)], [b, s, f])
-        if gated:
-            hidden = mtf.silu(hidden) * mtf.einsum([x, weight("wg", [d, f], d_model)], [b, s, f])
-        else:
-            hidden = mtf.relu(hidden)
-        return mtf.einsum([mtf.dropout(hidden, dropout), weight("wo", [f, d], d_ff)], [b, s, d])
+            x = decoding.scan_layers(layer, mtf.dropout(x, dropout), mtf.Dim("layers", layers), cache)
+            return embedding.logits(nn.LayerNorm(name="final_norm")(x), table if tied else None)
 
-    def layer(x: mtf.Tensor) -> mtf.Tensor:
-        with g.scope("attention"):
-            x = x + mtf.dropout(attention(norm(x, "norm")), dropout)
-        with g.scope("feed_forward"):
-            return x + mtf.dropout(feed_forward(norm(x, "norm")), dropout)
+        return logits
 
+    g = mtf.Graph("transformer_lm")
     tokens, targets = g.input("tokens", [b, s]), g.input("targets", [b, s])
-    with g.scope("embedding"):
-        table = g.variable("tokens", [v, d], mtf.Normal(0.02), activation_dtype=dtype)
-        x = mtf.gather(table, tokens, v)
-        if positions != "none":
-            count = length if positions == "learned" else int(positions)
-            if count < length:
-                raise mtf.UserError(f"positions={positions} is fewer than length={length}")
-            p = mtf.Dim("length" if count == length else "positions", count)
-            where = g.variable("positions", [p, d], mtf.Normal(0.02), activation_dtype=dtype)
-            x = x + (
-                where
-                if count == length
-                else mtf.rename(mtf.slice_dim(where, p, 0, length), positions="length")
-            )
-    x = mtf.scan(layer, mtf.dropout(x, dropout), mtf.Dim("layers", layers))
-    x = norm(x, "final_norm")
-    with g.scope("output"):
-        out = table if tied else weight("projection", [v, d], d_model)
-        logits = mtf.einsum([x, out], [b, s, v])
-        loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v))
+    loss = mtf.reduce_mean(mtf.softmax_cross_entropy(network(g)(tokens), targets, v))
     return mtf.Model(
         loss,
         by_name(optimizer, learning_rate),
         name="transformer_lm",
         layouts={"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {},
+        network=network,
     )
+
+
+def generate(
+    beams: int = 0, alpha: float = 0.6, temperature: float = 0.0, top: int = 0, **hparams: Any
+) -> mtf.Model:
+    """The model that continues texts, from the hyperparameters of `model`: greedily, or as
+    `decoding.generate` says."""
+    return decoding.generate(model(**{**hparams, "dropout": 0.0}), beams, alpha, temperature, top)
+
+
+def encode(text: str, vocab: int = 256) -> dict[str, list[int]]:
+    """What to feed to continue a text."""
+    return {"prompts": [byte % vocab for byte in text.encode()]}
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Tokens as text."""
+    return bytes(token % 256 for token in tokens).decode(errors="replace")
 
 
 def data(

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from layoutopt.hparams import defaults_of, parse_settings
+from layoutopt.hparams import Default, defaults_of, parse_settings
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 
@@ -69,15 +69,20 @@ class Loaded:
         with _told(f"{self.source}: {name}()", self.module):
             return function(**given)
 
-    def data(self, split: str = "train") -> Iterator[dict[str, Any]]:
+    def data(self, split: str = "train", rows: Any = None) -> Iterator[dict[str, Any]]:
         """Batches without end: the data starts again when it is through.
 
         Args:
           split: "train" or "held-out", for a `data` function that takes it.
+          rows: int64 [n], the rows of every batch that this process needs. A `data` function with a parameter
+            `rows` gives these alone, another one whole batches.
         """
+        function = self.function("data")
+        takes = function is not None and "rows" in inspect.signature(function).parameters
+        part = rows if takes else None
         while True:
             count = 0
-            batches = self.call("data", split=split)
+            batches = self.call("data", split=split, **({} if part is None else {"rows": part}))
             made = batches.as_numpy_iterator() if hasattr(batches, "as_numpy_iterator") else iter(batches)
             while True:
                 with _told(f"{self.source}: data()", self.module):
@@ -85,11 +90,11 @@ class Loaded:
                 if batch is None:
                     break
                 count += 1
-                yield self._checked(batch)
+                yield self._checked(batch, part)
             if not count:
                 raise UserError(f"{self.source}: data() gave no batch for split {split!r}")
 
-    def _checked(self, batch: Any) -> dict[str, Any]:
+    def _checked(self, batch: Any, rows: Any) -> dict[str, Any]:
         if not isinstance(batch, Mapping):
             raise UserError(
                 f"{self.source}: data() gave a {type(batch).__name__}, not a dict of arrays by input name"
@@ -99,11 +104,13 @@ class Loaded:
                 raise UserError(
                     f"{self.source}: a batch lacks the input {name!r}; {known_names(name, batch)}"
                 )
-            found, wanted = tuple(getattr(batch[name], "shape", ())), tensor.shape.sizes
-            if found != tuple(wanted):
+            found, wanted = tuple(getattr(batch[name], "shape", ())), tuple(tensor.shape.sizes)
+            if rows is not None:
+                wanted = (len(rows), *wanted[1:])
+            if found != wanted:
                 raise UserError(
                     f"{self.source}: batch input {name!r} has shape {found}, but the model's is "
-                    f"{tuple(wanted)} [{tensor.shape}]"
+                    f"{wanted} [{tensor.shape}]"
                 )
         return dict(batch)
 
@@ -126,7 +133,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
         ]
         what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
         raise UserError(f"{source}: has {what} {name!r} to build a model; {known_names(name, known)}")
-    defaults = defaults_of(function, source)
+    defaults = _defaults(function, source, module)
     changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
     for unknown in changed.keys() - defaults.keys():
         raise UserError(f"{source}: has no hyperparameter {unknown!r}; {known_names(unknown, defaults)}")
@@ -144,6 +151,17 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
         )
     model.hparams = hparams
     return Loaded(model, source, hparams, module)
+
+
+def _defaults(function: Callable[..., Any], source: str, module: ModuleType) -> dict[str, Default]:
+    """The hyperparameters of a function; one that takes any, as generate(beams=0, **hparams) does, has those
+    of the file's `model` too."""
+    found = defaults_of(function, source)
+    base = getattr(module, "model", None)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    if not takes_any or base is function or not callable(base):
+        return found
+    return {**defaults_of(base, source), **found}
 
 
 def _a(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -35,6 +35,8 @@ class Model:
       name, hparams: for plans and reports.
       layouts: named expert layouts (name -> (mesh string, layout string)) that the search shows beside its
         answer.
+      network: network(graph) builds the model in another graph and returns what gives logits there (see
+        `decoding`); None for models that do not decode.
     """
 
     loss: Tensor
@@ -43,6 +45,7 @@ class Model:
     name: str = "model"
     hparams: Mapping[str, Any] = field(default_factory=dict)
     layouts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    network: Callable[[Graph], Callable[..., Tensor]] | None = field(default=None, repr=False)
     _steps: dict[int, TrainingStep] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

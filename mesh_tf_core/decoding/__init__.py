@@ -15,7 +15,7 @@ position, not the whole text, and gives what the whole text would give.
 from mesh_tf_core.decoding.beam import beam_search, length_penalty
 from mesh_tf_core.decoding.cache import Cache, State, scan_layers
 from mesh_tf_core.decoding.loop import Decoded, Logits, greedy, sample
-from mesh_tf_core.decoding.model import Decoder, decoder
+from mesh_tf_core.decoding.model import Decoder, decoder, generate
 
 __all__ = [
     "Cache",
@@ -25,6 +25,7 @@ __all__ = [
     "State",
     "beam_search",
     "decoder",
+    "generate",
     "greedy",
     "length_penalty",
     "sample",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mesh_tf_core.decoding.loop import Decoded
+from mesh_tf_core.decoding.beam import beam_search
+from mesh_tf_core.decoding.loop import Decoded, greedy, sample
+from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.graph import Graph
 from mesh_tf_core.model import Model, TrainingStep
 from mesh_tf_core.ops.reduce import reduce_mean
 
@@ -35,3 +38,41 @@ class Decoder(Model):
 def decoder(decoded: Decoded, name: str = "decoder") -> Decoder:
     """The model whose step gives these texts."""
     return Decoder(-reduce_mean(decoded.scores), name=name, decoded=decoded)
+
+
+def generate(
+    model: Model,
+    beams: int = 0,
+    alpha: float = 0.6,
+    temperature: float = 0.0,
+    top: int = 0,
+    end: int | None = None,
+) -> Decoder:
+    """The model that decodes with a model's network: greedily unless told otherwise.
+
+    Its inputs are `prompts` [batch, length] and `lengths` [batch], those of the network, and if it samples
+    `seed`, a scalar. Batch and length are those of the model's first input.
+
+    Args:
+      beams: beam search with so many, along the dimension `beam`; `alpha` of its length penalty.
+      temperature: draws tokens, from the `top` most likely ones if that is not 0.
+      end: id of the token that ends a text.
+    """
+    if model.network is None:
+        raise UserError(f"model {model.name!r} has no network that decodes; give mtf.Model(..., network=...)")
+    if beams < 0 or (beams and (temperature or top)):
+        raise UserError(
+            f"generate: beams={beams} with temperature={temperature}, top={top}: search with beams or draw, "
+            "not both"
+        )
+    batch, length = next(t for t in model.graph.inputs.values() if len(t.shape) == 2).shape
+    g = Graph(f"{model.name} decoding")
+    prompts, lengths = g.input("prompts", [batch, length]), g.input("lengths", [batch])
+    network = model.network(g)
+    if beams:
+        found = beam_search(network, prompts, Dim("beam", beams), lengths, end, alpha)
+    elif temperature or top:
+        found = sample(network, prompts, g.input("seed", []), lengths, end, temperature or 1.0, top)
+    else:
+        found = greedy(network, prompts, lengths, end)
+    return decoder(found, g.name)
