@@ -4,15 +4,26 @@ from mesh_tf_core.optimizers.adafactor import Adafactor
 from mesh_tf_core.optimizers.adam import Adam
 from mesh_tf_core.optimizers.base import Optimizer
 from mesh_tf_core.optimizers.scaling import LossScale
-from mesh_tf_core.optimizers.schedules import Schedule, WarmupCosine, WarmupLinear, WarmupRsqrt
+from mesh_tf_core.optimizers.schedules import (
+    LinearDecay,
+    LinearWarmup,
+    RsqrtDecay,
+    Schedule,
+    WarmupCosine,
+    WarmupLinear,
+    WarmupRsqrt,
+)
 from mesh_tf_core.optimizers.sgd import SGD
 
 __all__ = [
     "SGD",
     "Adafactor",
     "Adam",
+    "LinearDecay",
+    "LinearWarmup",
     "LossScale",
     "Optimizer",
+    "RsqrtDecay",
     "Schedule",
     "WarmupCosine",
     "WarmupLinear",

@@ -1,9 +1,10 @@
-"""Adafactor without momentum (Shazeer & Stern 2018, algorithm 4), as Mesh-TensorFlow trains with."""
+"""Adafactor (Shazeer & Stern 2018, algorithm 4), with momentum of the steps if asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.ops.math import exp, maximum, rsqrt, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
@@ -23,6 +24,8 @@ class Adafactor(Optimizer):
       clipping: the root mean square of an update is at most this.
       scale_parameter: the step is relative to the parameter's own root mean square (at least `epsilon2`).
       min_dim: smaller dimensions are not factored.
+      beta1: the step is a running mean of the steps, that the past has this share of; 0 keeps no such state
+        (section 7 of the paper: momentum costs as much memory as the parameters).
     """
 
     decay_exponent: float = 0.8
@@ -31,6 +34,12 @@ class Adafactor(Optimizer):
     epsilon1: float = 1e-30
     epsilon2: float = 1e-3
     min_dim: int = 128
+    beta1: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.beta1 < 1:
+            raise UserError(f"Adafactor: beta1 must be in [0, 1), found {self.beta1}")
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
         g = gradient.cast("float32")
@@ -45,7 +54,12 @@ class Adafactor(Optimizer):
         master = graph.read(variable).cast("float32")
         if self.scale_parameter:
             scaled = scaled * maximum(sqrt(reduce_mean(square(master), own)), self.epsilon2)
-        yield variable, (master - times(scaled, rate)).cast(variable.dtype)
+        step = times(scaled, rate)
+        if self.beta1:
+            state, old = slot(graph, variable, "adafactor_m", variable.shape)
+            step = old * self.beta1 + step * (1.0 - self.beta1)
+            yield state, step
+        yield variable, (master - step).cast(variable.dtype)
 
     def _inverse_root(
         self, graph: Graph, variable: Variable, g2: Tensor, decay: Tensor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mesh_tf_core.dims import Dim, Shape
@@ -28,19 +29,30 @@ class Optimizer:
 
     Attributes:
       learning_rate: a number, or a schedule over the steps.
+      rates: learning rates of some variables: regular expression -> number or schedule; the first one that is
+        found in a variable's name holds.
       clip_norm: gradients are scaled down together until the root of the sum of their squares, over all
         variables, is at most this (Pascanu et al. 2013, algorithm 1); 0 does not clip.
       loss_scale: for activations in float16; None computes gradients of the loss itself.
     """
 
     learning_rate: float | Schedule
+    rates: Mapping[str, float | Schedule] = field(default_factory=dict, kw_only=True)
     clip_norm: float = field(default=0.0, kw_only=True)
     loss_scale: LossScale | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if not isinstance(self.learning_rate, Schedule) and not self.learning_rate > 0:
-            raise UserError(f"{name}: learning_rate must be positive, found {self.learning_rate}")
+        for rate in (self.learning_rate, *self.rates.values()):
+            if not isinstance(rate, Schedule) and not rate > 0:
+                raise UserError(f"{name}: learning_rate must be positive, found {rate}")
+        for pattern in self.rates:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UserError(
+                    f"{name}: rates has {pattern!r}, which is no regular expression ({error})"
+                ) from None
         if not self.clip_norm >= 0:
             raise UserError(f"{name}: clip_norm must be >= 0 (0: no clipping), found {self.clip_norm}")
 
@@ -83,22 +95,43 @@ def apply_updates(graph: Graph, optimizer: Optimizer, pairs: Sequence[tuple[Vari
       pairs: (variable, gradient of the optimizer's scaled loss).
     """
     graph.gradient_of.update((gradient.id, variable.name) for variable, gradient in pairs)
-    rate: Rate
-    if isinstance(optimizer.learning_rate, Schedule):
-        with graph.phase("update", "learning_rate"):
-            rate = optimizer.learning_rate.rate(graph)
-    else:
-        rate = optimizer.learning_rate
+    rates = _rates(graph, optimizer, [variable.name for variable, _ in pairs])
     pairs, finite = _prepared(graph, optimizer, pairs)
     for variable, gradient in pairs:
         with graph.phase("update", variable.name):
-            _store(graph, optimizer.update(graph, variable, gradient.cast(variable.dtype), rate), finite)
+            given = gradient.cast(variable.dtype), rates[variable.name]
+            _store(graph, optimizer.update(graph, variable, *given), finite)
     if finite is not None and optimizer.loss_scale is not None:
         with graph.phase("update", "loss_scale"):
             _store(graph, optimizer.loss_scale.updates(graph, finite), None)
     with graph.phase("update", "step"):
         step = graph.step()
         _store(graph, [(graph.variables["step"], step + 1)], finite)
+
+
+def _rates(graph: Graph, optimizer: Optimizer, names: Sequence[str]) -> dict[str, Rate]:
+    """The learning rate of every variable; a schedule is evaluated once."""
+    chosen: dict[str, str] = {}
+    for name in names:
+        for pattern in optimizer.rates:
+            if re.search(pattern, name):
+                chosen[name] = pattern
+                break
+    for pattern in optimizer.rates:
+        if pattern not in chosen.values():
+            raise UserError(
+                f"{type(optimizer).__name__}: rates has {pattern!r}, which holds for no variable; "
+                f"there are {', '.join(names)}"
+            )
+
+    def rate_of(rate: float | Schedule) -> Rate:
+        if not isinstance(rate, Schedule):
+            return rate
+        with graph.phase("update", "learning_rate"):
+            return rate.rate(graph)
+
+    default, of = rate_of(optimizer.learning_rate), {p: rate_of(r) for p, r in optimizer.rates.items()}
+    return {name: of[chosen[name]] if name in chosen else default for name in names}
 
 
 def _store(graph: Graph, updates: Updates, finite: Tensor | None) -> None:

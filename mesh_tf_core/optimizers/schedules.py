@@ -1,10 +1,16 @@
 """Learning rates that follow the step: an optimizer takes one wherever it takes a number.
 
+Schedules are multiplied and added, with each other and with numbers: 0.01 * LinearWarmup(100) *
+RsqrtDecay(100).
+
 With t the number of the step, from 1, w the warm-up and p the peak, and a linear rise p t / w up to step w:
   WarmupRsqrt   p sqrt(w / t) afterwards                        (Vaswani et al. 2017, section 5.3)
   WarmupCosine  f p + (1 - f) p (1 + cos(pi u)) / 2             (Loshchilov & Hutter 2017, equation 5)
   WarmupLinear  p - (1 - f) p u
-where u goes from 0 at step w to 1 at step `total`, and stays there.
+where u goes from 0 at step w to 1 at step `total`, and stays there. Factors, for products:
+  LinearWarmup  min(1, t / w)
+  RsqrtDecay    1 / sqrt(max(t, h))
+  LinearDecay   1 up to step b, 0 from step e on, a line between
 """
 
 from __future__ import annotations
@@ -14,12 +20,102 @@ from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
+from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.math import cos, maximum, minimum, rsqrt
 from mesh_tf_core.tensor import Tensor
 
 
-@dataclass(frozen=True)
 class Schedule:
+    """A learning rate that follows the step."""
+
+    def rate(self, graph: Graph) -> Tensor:
+        """The float32 scalar of the step that the graph is running."""
+        return self.at((graph.step() + 1).cast("float32"))
+
+    def at(self, t: Tensor) -> Tensor:
+        """The rate at step t (float32, from 1)."""
+        raise NotImplementedError
+
+    def __mul__(self, other: Schedule | float) -> Schedule:
+        return _Joined("product", self, _part(other))
+
+    def __add__(self, other: Schedule | float) -> Schedule:
+        return _Joined("sum", self, _part(other))
+
+    __rmul__, __radd__ = __mul__, __add__
+
+
+Part = Schedule | float
+
+
+def _part(value: Part) -> Part:
+    if not isinstance(value, Schedule) and not (isinstance(value, float | int) and value > 0):
+        raise UserError(
+            f"a schedule is multiplied by or added to schedules and positive numbers, found {value!r}"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class _Joined(Schedule):
+    """The product or the sum of two schedules, of which the second may be a number."""
+
+    how: str
+    first: Schedule
+    second: Part
+
+    def at(self, t: Tensor) -> Tensor:
+        x, y = self.first.at(t), self.second
+        other = y.at(t) if isinstance(y, Schedule) else y
+        return x * other if self.how == "product" else x + other
+
+
+@dataclass(frozen=True)
+class LinearWarmup(Schedule):
+    """Rises from 1 / `steps` to 1 over the first `steps` steps."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"LinearWarmup: steps must be at least 1, found {self.steps}")
+
+    def at(self, t: Tensor) -> Tensor:
+        return minimum(t * (1.0 / self.steps), 1.0)
+
+
+@dataclass(frozen=True)
+class RsqrtDecay(Schedule):
+    """1 / sqrt(max(t, hold)): as step `hold` up to it, then falls with the inverse square root of the step."""
+
+    hold: int = 1
+
+    def __post_init__(self) -> None:
+        if self.hold < 1:
+            raise UserError(f"RsqrtDecay: hold must be at least 1 step, found {self.hold}")
+
+    def at(self, t: Tensor) -> Tensor:
+        return rsqrt(maximum(t, float(self.hold)))
+
+
+@dataclass(frozen=True)
+class LinearDecay(Schedule):
+    """1 up to step `begin`, then a line to 0 at step `end`."""
+
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin < self.end:
+            raise UserError(f"LinearDecay: needs 0 <= begin < end, found {self.begin} and {self.end} steps")
+
+    def at(self, t: Tensor) -> Tensor:
+        left = (constant_like(t, float(self.end)) - t) * (1.0 / (self.end - self.begin))
+        return maximum(minimum(left, 1.0), 0.0)
+
+
+@dataclass(frozen=True)
+class _Warmup(Schedule):
     """A learning rate that rises to `peak` over the first `warmup` steps."""
 
     peak: float
@@ -31,9 +127,7 @@ class Schedule:
         if self.warmup < 1:
             raise UserError(f"{type(self).__name__}: warmup must be at least 1 step, found {self.warmup}")
 
-    def rate(self, graph: Graph) -> Tensor:
-        """The float32 scalar of the step that the graph is running."""
-        t = (graph.step() + 1).cast("float32")
+    def at(self, t: Tensor) -> Tensor:
         return minimum(t * (1.0 / self.warmup), self.decayed(t)) * self.peak
 
     def decayed(self, t: Tensor) -> Tensor:
@@ -42,7 +136,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class WarmupRsqrt(Schedule):
+class WarmupRsqrt(_Warmup):
     """Falls with the inverse square root of the step after the warm-up."""
 
     def decayed(self, t: Tensor) -> Tensor:
@@ -50,7 +144,7 @@ class WarmupRsqrt(Schedule):
 
 
 @dataclass(frozen=True)
-class _Until(Schedule):
+class _Until(_Warmup):
     """Falls until step `total`, to the fraction `floor` of the peak."""
 
     total: int

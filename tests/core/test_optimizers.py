@@ -40,14 +40,15 @@ def adam(decay: float) -> Iterator[Step]:
     yield step
 
 
-def adafactor(factored: bool) -> Iterator[Step]:
+def adafactor(factored: bool, momentum: float = 0.0) -> Iterator[Step]:
+    m: Array = 0.0
     row: Array = 0.0
     column: Array = 0.0
     v: Array = 0.0
     t = 0
 
     def step(w: Array, g: Array) -> Array:
-        nonlocal row, column, v, t
+        nonlocal row, column, v, t, m
         t += 1
         beta = 1 - t**-0.8
         g2 = g * g + 1e-30
@@ -59,7 +60,8 @@ def adafactor(factored: bool) -> Iterator[Step]:
             v = beta * v + (1 - beta) * g2
         u = g / np.sqrt(v)
         u = u / max(1.0, np.sqrt((u * u).mean()))
-        return w - RATE * max(1e-3, np.sqrt((w * w).mean())) * u
+        m = momentum * m + (1 - momentum) * RATE * max(1e-3, np.sqrt((w * w).mean())) * u
+        return w - m
 
     yield step
 
@@ -70,6 +72,7 @@ CASES = {
     "adam": (mtf.Adam(RATE), lambda: adam(0.0)),
     "adam with weight decay": (mtf.Adam(RATE, weight_decay=0.1), lambda: adam(0.1)),
     "adafactor": (mtf.Adafactor(RATE), lambda: adafactor(False)),
+    "adafactor, momentum": (mtf.Adafactor(RATE, beta1=0.9), lambda: adafactor(False, 0.9)),
     "adafactor, factored": (mtf.Adafactor(RATE, min_dim=4), lambda: adafactor(True)),
 }
 N, A, B = mtf.Dim("n", 8), mtf.Dim("a", 8), mtf.Dim("b", 4)

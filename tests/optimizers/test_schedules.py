@@ -53,6 +53,14 @@ SCHEDULES: dict[str, tuple[Any, Callable[[int], float]]] = {
     "rsqrt": (mtf.WarmupRsqrt(0.5, 3), rsqrt_rate),
     "cosine": (mtf.WarmupCosine(0.5, 3, 7, 0.2), cosine_rate),
     "linear": (mtf.WarmupLinear(0.5, 3, 7, 0.2), linear_rate),
+    "product": (
+        0.5 * mtf.LinearWarmup(3) * mtf.RsqrtDecay(4),
+        lambda t: 0.5 * min(1, t / 3) / max(t, 4) ** 0.5,
+    ),
+    "sum": (
+        mtf.LinearDecay(2, 6) * 0.4 + 0.1 * mtf.LinearWarmup(5) + 0.05,
+        lambda t: 0.4 * min(1, max(0, (6 - t) / 4)) + 0.1 * min(1, t / 5) + 0.05,
+    ),
 }
 
 
@@ -164,3 +172,35 @@ def test_float16_gradients_survive_with_a_scale() -> None:
 def test_bad_settings(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(mtf.UserError, match=message):
         make()
+
+
+def test_variables_with_rates_of_their_own() -> None:
+    engine = engine_of(mtf.SGD(0.1, rates={"^bias$": 0.5 * mtf.LinearWarmup(2)}), "n:m;a:k")
+    engine.initialize()
+    for t in (1, 2, 3):
+        w, bias = engine.read("w").astype(np.float64), engine.read("bias").astype(np.float64)
+        engine.step(BATCH)
+        dw, dbias = gradients_of(w, bias)
+        np.testing.assert_allclose(engine.read("w"), w - 0.1 * dw, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            engine.read("bias"), bias - 0.5 * min(1, t / 2) * dbias, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_bad_rates() -> None:
+    with pytest.raises(mtf.UserError, match=r"'offset', which holds for no variable; there are w, bias"):
+        engine_of(mtf.SGD(0.1, rates={"offset": 0.5}))
+    with pytest.raises(mtf.UserError, match=r"'\(', which is no regular expression"):
+        mtf.SGD(0.1, rates={"(": 0.5})
+    with pytest.raises(mtf.UserError, match="learning_rate must be positive, found 0"):
+        mtf.SGD(0.1, rates={"w": 0.0})
+    with pytest.raises(mtf.UserError, match="positive numbers, found -1"):
+        mtf.LinearWarmup(3) * -1
+    with pytest.raises(mtf.UserError, match="steps must be at least 1, found 0"):
+        mtf.LinearWarmup(0)
+    with pytest.raises(mtf.UserError, match="hold must be at least 1 step, found 0"):
+        mtf.RsqrtDecay(0)
+    with pytest.raises(mtf.UserError, match="0 <= begin < end, found 3 and 3 steps"):
+        mtf.LinearDecay(3, 3)
+    with pytest.raises(mtf.UserError, match=r"beta1 must be in \[0, 1\), found 1"):
+        mtf.Adafactor(0.1, beta1=1.0)
