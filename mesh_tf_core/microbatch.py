@@ -41,7 +41,7 @@ def accumulate(
     return _Copy(graph, batch, parts).run(wanted)
 
 
-def _names_of(graph: Graph, batch: str) -> set[str]:
+def batch_names(graph: Graph, batch: str) -> set[str]:
     """The batch dimension's name and those that operations rename it to."""
     names = {batch}
     while True:
@@ -68,7 +68,7 @@ class _Copy:
                 f"microbatches={parts}: {batch!r} has size {self.size}, which is not divisible by it; "
                 f"choose a divisor of {self.size}"
             )
-        self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in _names_of(graph, batch)}
+        self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in batch_names(graph, batch)}
         for t in graph.tensors:
             both = [d.name for d in t.shape if d in self.smaller]
             if len(both) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -32,7 +33,7 @@ class Ready:
 
 
 class Prefetch:
-    """The next `count` batches of a stream, prepared in a thread.
+    """The next `count` batches of a stream (None: all of them), prepared in a thread.
 
     Args:
       prepare: batch -> what a step takes; runs in the thread.
@@ -41,7 +42,7 @@ class Prefetch:
       waited: seconds that the consumer has waited for input.
     """
 
-    def __init__(self, stream: Iterator[Any], prepare: Callable[[Any], Any], count: int) -> None:
+    def __init__(self, stream: Iterator[Any], prepare: Callable[[Any], Any], count: int | None) -> None:
         self.waited = 0.0
         self._stream, self._prepare, self._count = stream, prepare, count
         self._ready: queue.Queue[Ready | BaseException | None] = queue.Queue(DEPTH)
@@ -51,7 +52,7 @@ class Prefetch:
 
     def _run(self) -> None:
         try:
-            for _ in range(self._count):
+            for _ in itertools.count() if self._count is None else range(self._count):
                 try:
                     batch = next(self._stream)
                 except StopIteration:

@@ -14,8 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from mesh_tf_core import checkpoint as checkpoints
-from mesh_tf_core.engines import Engine, open_engine
+from mesh_tf_core.cluster import Cluster
+from mesh_tf_core.cluster.rows import rows_of, widened
+from mesh_tf_core.engines import Engine, open_engine, start_cluster
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.evaluation import Evaluation
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.mesh import Mesh
@@ -50,12 +53,16 @@ class Trainer:
         A plan in place of the mesh decides everything: `Trainer(model, plan)`.
       options: storage, recomputation and microbatches.
       engine: `auto`, `local` (TensorFlow) or `lockstep` (NumPy, exact and slow).
+      cluster: the processes that train together, each with a Trainer of its own that is told to do the same;
+        by default this one alone. One writes checkpoints, all read them.
 
     Attributes:
       layout: the layout in use; plan: the plan that it came from, if it was searched.
       step_number: steps done so far, also those before a resumed checkpoint.
       position: where the data stood after the last step, None if it cannot tell.
       waited: share of the time of the last `fit` that the devices waited for input.
+      rows: with a cluster, which rows of every batch (along the first dimension of its arrays) this process's
+        devices read, int64 [n]; a batch may hold these alone, in this order. None: whole batches.
     """
 
     def __init__(
@@ -65,8 +72,9 @@ class Trainer:
         layout: Layout | str = "",
         options: Options = DEFAULT,
         engine: str = "auto",
+        cluster: Cluster | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.cluster = model, cluster
         self.plan: Any = None
         if not isinstance(mesh, Mesh | str):
             if layout or options != DEFAULT:
@@ -79,12 +87,14 @@ class Trainer:
         self.layout = Layout(layout) if isinstance(layout, str) else layout
         self.options = options
         self.program = model.lower(self.mesh, self.layout, options)
-        self.engine: Engine = open_engine(self.program, engine)
+        self.engine: Engine = open_engine(self.program, engine, cluster=cluster)
         self.engine.initialize()
+        self.rows = self._own_rows()
         self.step_number = 0
         self.position: Any = None
         self.waited = 0.0
         self._saver = Saver()
+        self._evaluation: tuple[Model, Evaluation] | None = None
         self._skipped = 0
 
     def _searched(self) -> tuple[Layout, Options]:
@@ -94,7 +104,12 @@ class Trainer:
             search = import_module("layoutopt").search
         except ImportError:
             raise UserError('layout="auto" needs the layoutopt package; give a layout instead') from None
-        self.plan = search(self.model, mesh=self.mesh)
+        if self.cluster is None:
+            self.plan = search(self.model, mesh=self.mesh)
+        else:
+            start_cluster(self.cluster, self.mesh.devices)
+            found = self.cluster.share("the search", lambda: search(self.model, mesh=self.mesh).to_json())
+            self.plan = import_module("layoutopt.plan").parse_plan(found, "worker 0")
         return self.plan.layout, self.plan.options
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,6 +117,7 @@ class Trainer:
         return self._run(self._feed(batch))
 
     def _feed(self, batch: Mapping[str, Any]) -> Any:
+        batch = self._widened(batch)
         self._check(batch)
         return self.engine.feed(self._shaped(batch))
 
@@ -187,6 +203,21 @@ class Trainer:
             "step's batch"
         )
 
+    def evaluate(self, batches: Iterable[Mapping[str, Any]], model: Model | None = None) -> dict[str, float]:
+        """Means of the loss and the metrics over all examples of `batches`, on the variables as they are.
+
+        Runs under the layout of the training. The last batch may be short: the means are over the examples
+        that are there (see `evaluation`).
+
+        Args:
+          model: the model in the form in which it is judged, with the same variables (built with
+            `training=False`, say); by default the trained one, without dropout.
+        """
+        if self._evaluation is None or self._evaluation[0] is not (model or self.model):
+            judged = model or self.model
+            self._evaluation = judged, Evaluation(judged, self.engine, self.layout, self.options)
+        return self._evaluation[1].run(batches)
+
     def save(self, directory: str | Path, wait: bool = True) -> None:
         """Writes a checkpoint that any mesh and layout can read.
 
@@ -205,6 +236,8 @@ class Trainer:
         torn or edited."""
         self._saver.wait()
         found = checkpoints.newest(directory)
+        if self.cluster is not None:
+            self.cluster.same(f"the newest checkpoint in {directory}", found and found.path.name)
         if found is None:
             return False
         for text in found.skipped:
@@ -226,6 +259,26 @@ class Trainer:
             self.engine.write(name, found.read(name))
         self.step_number, self.position = found.step, found.extra.get("data")
         return True
+
+    def _own_rows(self) -> Any:
+        if self.cluster is None or self.model.batch_dim is None:
+            return None
+        members = self.cluster.members
+        count = members.devices_of(self.mesh.devices)
+        return rows_of(
+            self.program, self.model.batch_dim, range(members.index * count, (members.index + 1) * count)
+        )
+
+    def _widened(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A batch of this process's rows alone, as a whole one."""
+        if self.rows is None:
+            return batch
+        out = dict(batch)
+        for name, tensor in self.model.graph.inputs.items():
+            size = tensor.shape.sizes[0]
+            if len(self.rows) < size and getattr(batch.get(name), "shape", ())[:1] == (len(self.rows),):
+                out[name] = widened(np.asarray(batch[name]), self.rows, size)
+        return out
 
     def _shaped(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch as the program takes it: with microbatches, in parts."""

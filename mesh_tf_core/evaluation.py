@@ -1,0 +1,167 @@
+"""Evaluation: the forward pass on trained variables, exact for any number of examples.
+
+Results that are sums over the rows of the batch (`rows`) are returned row by row, and the host adds the true
+rows up, exactly rounded:
+
+    mean = B / N  sum over the N true rows of r(b)          B: rows of a whole batch
+
+so a short last batch is padded with copies of its last row, which are left out again, and neither the layout
+nor the cut into batches has a say in the sum. A quotient of two such sums (a mean over weights, say) is the
+quotient of their sums over all rows. A result that mixes rows in another way (the statistics of a batch, the
+capacity of experts) is averaged over batches, which must then be whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.dtypes import is_float
+from mesh_tf_core.engines import Engine
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.layout import Layout
+from mesh_tf_core.lower import Options, lower
+from mesh_tf_core.model import Model
+from mesh_tf_core.ops.basic import Cast, Scale, StopGradient
+from mesh_tf_core.ops.binary import Binary
+from mesh_tf_core.ops.random import Dropout
+from mesh_tf_core.prefetch import Prefetch
+from mesh_tf_core.rows import Rows
+from mesh_tf_core.structure import Assign
+from mesh_tf_core.tensor import Tensor
+
+ABOVE, BELOW = "{} (rows)", "{} (weights of rows)"
+"""Names of a result's sums in the program: of the sum itself or a quotient's dividend, and of its divisor."""
+
+
+class Evaluation:
+    """The forward pass of a model beside its training.
+
+    Args:
+      training: the engine whose variables are used.
+      layout, options: of the training.
+    """
+
+    def __init__(self, model: Model, training: Engine, layout: Layout, options: Options) -> None:
+        graph = forward(model.graph)
+        self.size, self.batched = _batch(model)
+        self.wanted = tuple(dict.fromkeys(("loss", *model.metrics)))
+        results, self.whole = self._results(model, graph)
+        storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
+        program = lower(graph, training.program.mesh, layout, results, Options(storage))
+        self.engine = training.beside(program)
+
+    def _results(self, model: Model, graph: Graph) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What the program returns; for results that are no sums over rows, the operation that is why."""
+        tensors = {"loss": model.loss, **model.metrics}
+        results: dict[str, Tensor] = {}
+        whole: dict[str, str] = {}
+        rows = None if model.batch_dim is None else Rows(graph, model.batch_dim, self.size)
+        with graph.phase("forward", "evaluation"):
+            for name in self.wanted:
+                tensor = graph.tensor(tensors[name].id)
+                sums = None if rows is None else _sums(rows, tensor)
+                if sums is None:
+                    results[name] = tensor
+                    whole[name] = "the inputs have no common batch" if rows is None else rows.why
+                else:
+                    results.update(zip((ABOVE.format(name), BELOW.format(name)), sums, strict=False))
+        return results, whole
+
+    def run(self, batches: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+        """Means of the loss and the metrics over all examples.
+
+        Raises:
+          UserError: no batch, a batch that is too large, a short one where a result needs whole ones.
+        """
+        counts: list[int] = []
+        found: dict[str, list[Any]] = {}
+        with Prefetch(self._counted(iter(batches), counts), self.engine.feed, None) as ready:
+            for number, item in enumerate(ready):
+                for name, value in self.engine.run(item.fed).items():
+                    true = value[: counts[number]] if np.ndim(value) else value
+                    found.setdefault(name, []).append(np.asarray(true, np.float64))
+        if not counts:
+            raise UserError("evaluate: no batches")
+        sums = {name: math.fsum(np.concatenate(list(map(np.atleast_1d, v)))) for name, v in found.items()}
+        return {name: self._mean(name, sums, sum(counts), len(counts)) for name in self.wanted}
+
+    def _mean(self, name: str, sums: Mapping[str, float], examples: int, batches: int) -> float:
+        above, below = ABOVE.format(name), BELOW.format(name)
+        if name in self.whole:
+            return sums[name] / batches
+        if below in sums:
+            return sums[above] / sums[below] if sums[below] else math.nan
+        return sums[above] * self.size / examples
+
+    # -- batches ---------------------------------------------------------------------------------------------
+
+    def _counted(self, stream: Iterator[Mapping[str, Any]], counts: list[int]) -> Iterator[dict[str, Any]]:
+        """Whole batches; `counts` gets the number of true rows of each."""
+        for batch in stream:
+            short = {n: np.asarray(batch[n]) for n in self.batched if n in batch}
+            sizes = {a.shape[0] if a.ndim else 1 for a in short.values()}
+            count = min(sizes, default=self.size)
+            if len(sizes) > 1 or not 0 < count <= self.size:
+                raise UserError(
+                    f"evaluate: a batch has {' and '.join(map(str, sorted(sizes)))} rows; its inputs need "
+                    f"equally many, from 1 to {self.size}"
+                )
+            if count < self.size and self.whole:
+                name, why = next(iter(self.whole.items()))
+                raise UserError(
+                    f"evaluate: a batch has {count} rows instead of {self.size}, and {name!r} is no sum over "
+                    f"rows ({why}); leave the short batch out, or leave {name!r} out of the metrics"
+                )
+            counts.append(count)
+            padded = {
+                n: np.concatenate([a, np.repeat(a[-1:], self.size - count, 0)]) for n, a in short.items()
+            }
+            yield {**batch, **padded}
+
+
+def forward(graph: Graph) -> Graph:
+    """A copy of a graph's forward operations that stores nothing and drops nothing out."""
+    found = copy.deepcopy(graph)
+    found.nodes[:] = [n for n in found.nodes if n.phase == "forward" and not isinstance(n.op, Assign)]
+    for block in found.blocks:
+        block.saved.clear()
+        for at, node in enumerate(block.nodes):
+            if isinstance(node.op, Dropout):
+                block.nodes[at] = dataclasses.replace(node, op=StopGradient(), inputs=node.inputs[:1])
+                found.producer[node.outputs[0]] = block.nodes[at]
+    return found
+
+
+def _batch(model: Model) -> tuple[int, tuple[str, ...]]:
+    """Rows of a batch, and the inputs that have them."""
+    name = model.batch_dim
+    if name is None:
+        return 1, ()
+    inputs = {n: t for n, t in model.graph.inputs.items() if t.shape.names[:1] == (name,)}
+    return next(iter(inputs.values())).shape.dims[0].size, tuple(inputs)
+
+
+def _sums(rows: Rows, result: Tensor) -> tuple[Tensor, ...] | None:
+    """Sums over rows that a result is made of: one, or dividend and divisor of a quotient."""
+    if not is_float(result.dtype):
+        return None
+    one = rows.of(result)
+    if one is not None:
+        return (one,)
+    node, factor = rows.graph.producer.get(result.id), 1.0
+    while node is not None and isinstance(node.op, Scale | Cast):
+        factor *= node.op.factor if isinstance(node.op, Scale) else 1.0
+        node = rows.graph.producer.get(node.inputs[0])
+    if node is None or not (isinstance(node.op, Binary) and node.op.fn == "div"):
+        return None
+    why = rows.why
+    above, below = (rows.of(rows.graph.tensor(i)) for i in node.inputs)
+    rows.why = rows.why or why
+    return None if above is None or below is None else (above * factor, below)

@@ -1,0 +1,192 @@
+"""Which tensors of a graph hold one example of the batch per row, and results as sums over rows.
+
+A result such as a loss is, in most models, a sum of what the rows of the batch give,
+
+    result = sum over b of r(b)
+
+namely when it is made by operations that are linear in it (sums, means, scaling, additions) from tensors
+whose row b depends on row b of the inputs alone. `Rows.of` builds r.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import Any
+
+from mesh_tf_core.blocks import Block, Node
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.dtypes import is_float
+from mesh_tf_core.graph import Graph
+from mesh_tf_core.microbatch import batch_names
+from mesh_tf_core.op import TensorType
+from mesh_tf_core.ops.basic import AddN, Cast, Scale, Shift, StopGradient, add_n
+from mesh_tf_core.ops.binary import Binary, binary
+from mesh_tf_core.ops.einsum import Einsum, broadcast, einsum
+from mesh_tf_core.ops.reduce import Reduce, reduce_sum
+from mesh_tf_core.ops.shape import Rename
+from mesh_tf_core.ops.unary import Unary
+from mesh_tf_core.structure import Feed, Read
+from mesh_tf_core.tensor import Tensor
+
+
+class Kind(IntEnum):
+    """How a tensor depends on the rows of the batch."""
+
+    CONSTANT = 0
+    ROWS = 1
+    """It has the batch dimension, and row b depends on row b of the inputs."""
+    JOINED = 2
+    """It lacks the batch dimension and depends on many rows."""
+    MIXED = 3
+    """It has rows that depend on others."""
+
+
+class Rows:
+    """The kinds of a graph's forward tensors.
+
+    Args:
+      batch: name of the batch dimension; `size`: of a whole batch.
+
+    Attributes:
+      why: the operation because of which the last tensor asked for is no sum over rows.
+    """
+
+    def __init__(self, graph: Graph, batch: str, size: int) -> None:
+        self.graph, self.batch, self.size = graph, Dim(batch, size), size
+        self.names = batch_names(graph, batch)
+        self.kinds: dict[int, Kind] = {}
+        self.why = ""
+        self._mixing: dict[int, str] = {}
+        for node in graph.nodes:
+            self._visit(node)
+
+    # -- kinds -----------------------------------------------------------------------------------------------
+
+    def _kind(self, tensor: int) -> Kind:
+        return self.kinds.get(tensor, Kind.CONSTANT)
+
+    def _visit(self, node: Node) -> None:
+        if node.body is not None:
+            self._loop(node, node.body)
+        elif isinstance(node.op, Feed):
+            has = self.batch in node.op.type.shape.dims
+            self.kinds[node.outputs[0]] = Kind.ROWS if has else Kind.CONSTANT
+        elif not isinstance(node.op, Read):
+            for o in node.outputs:
+                self.kinds[o] = self._made(node, self.graph.tensor(o).type)
+                if self.kinds[o] is Kind.MIXED:
+                    older = (self._mixing[i] for i in node.inputs if i in self._mixing)
+                    self._mixing[o] = next(older, node.op.describe())
+
+    def _made(self, node: Node, output: TensorType) -> Kind:
+        """The kind of an operation's output."""
+        given = {self._kind(i) for i in node.inputs}
+        if given <= {Kind.CONSTANT}:
+            return Kind.CONSTANT
+        rows = [d for d in output.shape if d.name in self.names]
+        if Kind.MIXED in given or (Kind.JOINED in given and (rows or Kind.ROWS in given)):
+            return Kind.MIXED
+        if Kind.JOINED in given:
+            return Kind.JOINED
+        roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
+        if not rows:
+            return Kind.JOINED if self.names & set(roles.reduced) else Kind.MIXED
+        (row,), renamed = rows[:1], isinstance(node.op, Rename)
+        apart = len(rows) == 1 and row.size == self.size and (row.name in roles.parallel or renamed)
+        return Kind.ROWS if apart and (renamed or row.name not in _named(node.op)) else Kind.MIXED
+
+    def _loop(self, node: Node, body: Block) -> None:
+        carried = [self._kind(i) for i in node.inputs]
+        while True:
+            self.kinds.update(zip(body.carry_in, carried, strict=True))
+            self.kinds.update((inner, self._kind(outer)) for outer, inner in body.sliced)
+            for inner in body.nodes:
+                self._visit(inner)
+            runs = Kind.CONSTANT if body.runs is None else self._kind(body.runs)
+            new = [self._joined(k, self._kind(o), runs) for k, o in zip(carried, body.carry_out, strict=True)]
+            if new == carried:
+                break
+            carried = new
+        self.kinds.update(zip(node.outputs, carried, strict=False))
+        for inner_id, outer in (*body.stacked, *body.summed):
+            self.kinds[outer] = self._joined(self._kind(inner_id), runs)
+
+    @staticmethod
+    def _joined(*kinds: Kind) -> Kind:
+        *_, runs = kinds
+        most = max(kinds)
+        return Kind.MIXED if runs is not Kind.CONSTANT and most is Kind.ROWS else most
+
+    # -- results as sums -------------------------------------------------------------------------------------
+
+    def of(self, t: Tensor) -> Tensor | None:
+        """r [batch, dimensions of t] with t = sum over batch of r; None if t is no such sum (see `why`)."""
+        self.why = ""
+        return self._of(t)
+
+    def _of(self, t: Tensor) -> Tensor | None:
+        if self._kind(t.id) is Kind.CONSTANT and is_float(t.dtype):
+            return broadcast(t * (1 / self.size), [self.batch, *t.shape])
+        node, found = self.graph.producer.get(t.id), None
+        if self._kind(t.id) is Kind.JOINED and node is not None and node.body is None:
+            xs = [self.graph.tensor(i) for i in node.inputs]
+            first = isinstance(node.op, Reduce | Einsum) and all(self._kind(x.id) < Kind.JOINED for x in xs)
+            found = self._first(node.op, xs, t) if first else self._linear(node.op, xs, t)
+        if found is None:
+            self.why = self.why or self._mixing.get(t.id) or (node.op.describe() if node else "a loop")
+        return found
+
+    def _first(self, op: Any, xs: Sequence[Tensor], t: Tensor) -> Tensor | None:
+        """Where the batch is summed out."""
+        rows = [d for x in xs for d in x.shape if d.name in self.names]
+        if len(set(rows)) != 1:
+            return None
+        kept = [rows[0], *t.shape]
+        if isinstance(op, Einsum):
+            found = einsum(xs, kept)
+        elif op.fn == "sum":
+            found = broadcast(reduce_sum(xs[0], [n for n in op.dims if n != rows[0].name]), kept)
+        else:
+            return None
+        return (
+            found
+            if rows[0] == self.batch
+            else self.graph.apply(Rename(((rows[0].name, self.batch.name),)), found)
+        )
+
+    def _linear(self, op: Any, xs: Sequence[Tensor], t: Tensor) -> Tensor | None:
+        """The same operation on sums over rows, if it is linear in them."""
+        constant = [self._kind(x.id) is Kind.CONSTANT for x in xs]
+        product = isinstance(op, Einsum) or (isinstance(op, Binary) and op.fn in ("mul", "div"))
+        if product and constant.count(False) != 1:
+            return None
+        found = [x if product and c else self._of(x) for x, c in zip(xs, constant, strict=True)]
+        parts = [r for r in found if r is not None]
+        if len(parts) < len(found):
+            return None
+        if isinstance(op, Einsum):
+            return einsum(parts, [self.batch, *t.shape])
+        if isinstance(op, Binary) and (op.fn in ("add", "sub", "mul") or (op.fn == "div" and constant[1])):
+            return binary(op.fn, parts[0], parts[1])
+        if isinstance(op, Scale):
+            return parts[0] * op.factor
+        if isinstance(op, Shift):
+            return parts[0] + op.offset / self.size
+        if isinstance(op, Cast) and is_float(op.dtype):
+            return parts[0].cast(op.dtype)
+        if isinstance(op, StopGradient):
+            return parts[0]
+        if isinstance(op, Unary) and op.fn == "neg":
+            return -parts[0]
+        if isinstance(op, AddN):
+            return add_n(parts)
+        return reduce_sum(parts[0], op.dims) if isinstance(op, Reduce) and op.fn == "sum" else None
+
+
+def _named(op: Any) -> set[str]:
+    """Dimensions that an operation's parameters name: along them it may move elements."""
+    values = [getattr(op, f.name) for f in dataclasses.fields(op)]
+    listed: Iterable[Any] = (v for value in values for v in (value if type(value) is tuple else (value,)))
+    return {v.name if isinstance(v, Dim) else v for v in listed if isinstance(v, str | Dim)}
