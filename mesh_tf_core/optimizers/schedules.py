@@ -86,7 +86,7 @@ class LinearWarmup(Schedule):
 
 @dataclass(frozen=True)
 class RsqrtDecay(Schedule):
-    """1 / sqrt(max(t, hold)): as step `hold` up to it, then falls with the inverse square root of the step."""
+    """1 / sqrt(max(t, hold)): flat up to step `hold`, then it falls with the square root of the step."""
 
     hold: int = 1
 
