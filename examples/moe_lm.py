@@ -69,8 +69,7 @@ def model(
     mixture = nn.MixtureOfExperts(
         mtf.Dim("experts", experts),
         mtf.Dim("d_ff", d_ff),
-        chosen,
-        capacity_factor,
+        nn.TokenChoice(capacity_factor, chosen=chosen),
         "silu" if gated else "relu",
         gated,
         dropout,

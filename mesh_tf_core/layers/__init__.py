@@ -17,14 +17,17 @@ from mesh_tf_core.layers.batch_norm import BatchNorm
 from mesh_tf_core.layers.conv import Conv, GroupNorm
 from mesh_tf_core.layers.dense import Dense, FeedForward
 from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
+from mesh_tf_core.layers.experts_attention import ExpertsAttention
 from mesh_tf_core.layers.local_2d import LocalAttention2D
 from mesh_tf_core.layers.loss import CrossEntropy, sigmoid_cross_entropy
 from mesh_tf_core.layers.lsh import LSHAttention
 from mesh_tf_core.layers.masks import causal_mask, padding_mask, segment_mask
 from mesh_tf_core.layers.moe import MixtureOfExperts
+from mesh_tf_core.layers.moe_2d import MixtureOfExperts2D
 from mesh_tf_core.layers.noise import AnnealedDropout, Jitter
 from mesh_tf_core.layers.norm import LayerNorm, ReZero, RMSNorm, ScaleNorm
 from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
+from mesh_tf_core.layers.routing import ExpertChoice, Router, TokenChoice
 from mesh_tf_core.layers.softmax_mixtures import Mixtape, MixtureOfSoftmaxes
 from mesh_tf_core.layers.synthesizer import Synthesizer
 from mesh_tf_core.layers.talking_heads import TalkingHeadsAttention
@@ -45,6 +48,8 @@ __all__ = [
     "Dense",
     "DoublyNormalizedAttention",
     "Embedding",
+    "ExpertChoice",
+    "ExpertsAttention",
     "FeedForward",
     "GroupNorm",
     "Jitter",
@@ -55,15 +60,18 @@ __all__ = [
     "LocalAttention2D",
     "Mixtape",
     "MixtureOfExperts",
+    "MixtureOfExperts2D",
     "MixtureOfSoftmaxes",
     "RMSNorm",
     "ReZero",
     "RelativeBias",
     "Rotary",
+    "Router",
     "ScaleNorm",
     "Sinusoids",
     "Synthesizer",
     "TalkingHeadsAttention",
+    "TokenChoice",
     "causal_mask",
     "padding_mask",
     "segment_mask",

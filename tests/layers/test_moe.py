@@ -31,7 +31,7 @@ LAYOUTS = [
 
 
 def layer(chosen: int, factor: float, gated: bool = False) -> layers.MixtureOfExperts:
-    return layers.MixtureOfExperts(E, F, chosen, factor, "silu", gated)
+    return layers.MixtureOfExperts(E, F, layers.TokenChoice(factor, chosen=chosen), "silu", gated)
 
 
 def with_loss(moe: layers.MixtureOfExperts) -> Any:
@@ -52,14 +52,14 @@ def reference(moe: layers.MixtureOfExperts, w: dict[str, Any], x: Any) -> tuple[
     out, loss = np.zeros_like(x), 0.0
     for b in range(len(x)):
         used = np.zeros(E.size, int)
-        order = np.argsort(-p[b], -1)[:, : moe.chosen]
+        order = np.argsort(-p[b], -1)[:, : moe.router.chosen]
         gates = np.take_along_axis(p[b], order, -1)
-        gates = gates / gates.sum(-1, keepdims=True) if moe.chosen > 1 else gates
-        for j in range(moe.chosen):
+        gates = gates / gates.sum(-1, keepdims=True) if moe.router.chosen > 1 else gates
+        for j in range(moe.router.chosen):
             for s in range(x.shape[1]):
                 e = order[s, j]
                 used[e] += 1
-                if used[e] > moe.capacity(x.shape[1]):
+                if used[e] > moe.router.capacity(x.shape[1], E.size):
                     continue
                 h = x[b, s] @ w["experts/wi"][e]
                 h = h / (1 + np.exp(-h)) * (x[b, s] @ w["experts/wg"][e] if moe.gated else 1.0)

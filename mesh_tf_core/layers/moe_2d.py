@@ -1,0 +1,106 @@
+"""Mixtures of experts in two levels, over two axes of the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh_tf_core.dims import Dim
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.layers.base import activation, check_rate
+from mesh_tf_core.layers.moe import blocks
+from mesh_tf_core.layers.routing import TOP_2, Router, TokenChoice
+from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.reduce import reduce_sum
+from mesh_tf_core.ops.shape import rename, reshape
+from mesh_tf_core.tensor import Tensor
+
+_INNER = TokenChoice(0.5, chosen=2)
+"""Tokens of a row come with empty places, for which no room is needed."""
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts2D:
+    """rows x columns experts: a token goes to rows of them, and there to experts (Shazeer et al. 2017,
+    "Outrageously large neural networks", appendix B; Mesh-TensorFlow's MoE2D).
+
+    The batch has two dimensions. With layout `outer_batch:a;batch:b;rows:b;columns:a` on a mesh of axes a and
+    b, tokens go to their row by all-to-alls along b, then to their expert by all-to-alls along a.
+
+    In a row, tokens that chose it first have all their choices, the others one.
+
+    Attributes:
+      rows, columns: experts in both directions, and the names by which they are split.
+      outer, inner: routers of the two levels.
+      outer_group, group: the dimensions of the batch; token: as of `MixtureOfExperts`.
+    """
+
+    rows: Dim
+    columns: Dim
+    d_ff: Dim
+    outer: TokenChoice = TOP_2
+    inner: Router = _INNER
+    activation: str = "relu"
+    gated: bool = False
+    dropout: float = 0.0
+    outer_group: str = "outer_batch"
+    group: str = "batch"
+    token: str = "length"
+    d_model: str = "d_model"
+    name: str = "experts"
+
+    def __post_init__(self) -> None:
+        activation(self.activation)
+        check_rate(self, self.dropout)
+        self.outer.check(self.rows.size)
+        self.inner.check(self.columns.size)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [outer_group, group, token, d_model] -> (the same dimensions, the routers' losses, added)."""
+        if set(x.shape.names) != {self.outer_group, self.group, self.token, self.d_model}:
+            raise UserError(
+                f"MixtureOfExperts2D: needs the dimensions {self.outer_group}, {self.group}, {self.token}, "
+                f"{self.d_model}; found [{x.shape}]; reshape the batch into two"
+            )
+        a, b, d = (x.dim(n) for n in (self.outer_group, self.group, self.d_model))
+        row = Dim("row_router", self.rows.size)
+        there = {b.name: f"expert_{b.name}", row.name: self.rows.name}
+        with x.graph.scope(self.name):
+            routed = self.outer(x, row, self.token, d.name, names=("row_router", "row_capacity"))
+            places = routed.dispatch.dim("row_capacity")
+            sent = einsum([routed.dispatch.cast(x.dtype), x], [a, b, row, places, d])
+            importance = reduce_sum(routed.dispatch, self.token)
+            if self.outer.normalized:
+                # Of two gates that add up to 1 the first choice's is the larger.
+                gate = reduce_sum(routed.combine, self.token)
+                importance = (importance + (gate >= 0.5).cast("float32")) * 0.5
+            parts, which = rename(sent, **there), rename(importance, **there)
+            made, loss = self._row(parts, which, places)
+            back = rename(made, **{new: old for old, new in there.items()})
+            y = einsum([routed.combine.cast(x.dtype), back], x.shape)
+            return y, routed.loss + loss
+
+    def _row(self, x: Tensor, importance: Tensor, places: Dim) -> tuple[Tensor, Tensor]:
+        """Every row's tokens [outer_group, expert_group, rows, places, d_model] through its experts."""
+        a, b, d = (x.dim(n) for n in (self.outer_group, f"expert_{self.group}", self.d_model))
+        column, tokens = Dim("column_router", self.columns.size), Dim("row_tokens", b.size * places.size)
+        there = {a.name: f"expert_{a.name}", column.name: self.columns.name}
+        apart = [a, self.rows, b, places]
+        flat = reshape(reshape(x, [*apart, d]), [a, self.rows, tokens, d])
+        which = reshape(reshape(importance, apart), [a, self.rows, tokens])
+        routed = self.inner(
+            flat, column, tokens.name, d.name, [self.rows], which, ("column_router", "column_capacity")
+        )
+        few = routed.dispatch.dim("column_capacity")
+        sent = einsum([routed.dispatch.cast(x.dtype), flat], [a, self.rows, column, few, d])
+        made = blocks(
+            rename(sent, **there),
+            [self.rows, self.columns],
+            self.d_ff,
+            d.name,
+            self.activation,
+            self.gated,
+            self.dropout,
+        )
+        back = rename(made, **{new: old for old, new in there.items()})
+        y = einsum([routed.combine.cast(x.dtype), back], flat.shape)
+        return reshape(reshape(y, [*apart, d]), x.shape), routed.loss
