@@ -27,6 +27,7 @@ from typing import Any
 from layoutopt.hparams import Default, defaults_of, parse_settings
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
+from mesh_tf_core.prefetch import position
 
 _FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^:/]*))?")
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
@@ -69,7 +70,7 @@ class Loaded:
         with _told(f"{self.source}: {name}()", self.module):
             return function(**given)
 
-    def data(self, split: str = "train", rows: Any = None) -> Iterator[dict[str, Any]]:
+    def data(self, split: str = "train", rows: Any = None) -> Batches:
         """Batches without end: the data starts again when it is through.
 
         Args:
@@ -79,22 +80,10 @@ class Loaded:
         """
         function = self.function("data")
         takes = function is not None and "rows" in inspect.signature(function).parameters
-        part = rows if takes else None
-        while True:
-            count = 0
-            batches = self.call("data", split=split, **({} if part is None else {"rows": part}))
-            made = batches.as_numpy_iterator() if hasattr(batches, "as_numpy_iterator") else iter(batches)
-            while True:
-                with _told(f"{self.source}: data()", self.module):
-                    batch = next(made, None)
-                if batch is None:
-                    break
-                count += 1
-                yield self._checked(batch, part)
-            if not count:
-                raise UserError(f"{self.source}: data() gave no batch for split {split!r}")
+        return Batches(self, split, rows if takes else None)
 
-    def _checked(self, batch: Any, rows: Any) -> dict[str, Any]:
+    def checked(self, batch: Any, rows: Any) -> dict[str, Any]:
+        """A batch with all inputs of the model in their shapes; UserError for anything else."""
         if not isinstance(batch, Mapping):
             raise UserError(
                 f"{self.source}: data() gave a {type(batch).__name__}, not a dict of arrays by input name"
@@ -113,6 +102,61 @@ class Loaded:
                     f"{wanted} [{tensor.shape}]"
                 )
         return dict(batch)
+
+
+class Batches(Iterator[dict[str, Any]]):
+    """What the function `data` of a model file gives, again and again, from a place that can be told.
+
+    The place is the number of batches taken since `data` was called, and what its iterator tells about itself
+    if it has `get_state()` and `set_state(state)`, as those of the library Grain have. Without these, batches
+    are skipped.
+    """
+
+    def __init__(self, loaded: Loaded, split: str, rows: Any) -> None:
+        self._loaded, self._split, self._rows = loaded, split, rows
+        self._made: Any = None
+        self._count = 0
+
+    def __next__(self) -> dict[str, Any]:
+        if self._made is None:
+            self._open()
+        with self._told():
+            batch = next(self._made, None)
+        if batch is None:
+            if not self._count:
+                raise UserError(f"{self._loaded.source}: data() gave no batch for split {self._split!r}")
+            self._made = None
+            return next(self)
+        self._count += 1
+        return self._loaded.checked(batch, self._rows)
+
+    def get_state(self) -> dict[str, Any]:
+        """The place, as plain data."""
+        with self._told():
+            return {"batches": self._count, "inner": position(self._made)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to a place that `get_state` told."""
+        self._open()
+        with self._told():
+            if state["inner"] is not None and position(self._made) is not None:
+                self._made.set_state(state["inner"])
+            else:
+                for _ in range(state["batches"]):
+                    next(self._made, None)
+        self._count = state["batches"]
+
+    def _open(self) -> None:
+        part = {} if self._rows is None else {"rows": self._rows}
+        batches = self._loaded.call("data", split=self._split, **part)
+        with self._told():
+            self._made = (
+                batches.as_numpy_iterator() if hasattr(batches, "as_numpy_iterator") else iter(batches)
+            )
+        self._count = 0
+
+    def _told(self) -> contextlib.AbstractContextManager[None]:
+        return _told(f"{self._loaded.source}: data()", self._loaded.module)
 
 
 def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:
