@@ -16,7 +16,7 @@ from mesh_tf_core.dims import Dim
 from mesh_tf_core.dtypes import is_float
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
-from mesh_tf_core.loops import along
+from mesh_tf_core.loops import along, scan
 from mesh_tf_core.tensor import Tensor
 
 HalfFn = Callable[..., Tensor]
@@ -44,6 +44,14 @@ def reversible_scan(
     for x in init:
         if not is_float(x.dtype):
             raise UserError(f"reversible_scan over {dim}: needs floats to carry, found {x!r}")
+    if graph.unroll:
+
+        def both(state: tuple[Tensor, Tensor], *x: Tensor) -> tuple[Tensor, Tensor]:
+            y1 = state[0] + f(state[1], *x)
+            return y1, state[1] + g(y1, *x)
+
+        done: tuple[Tensor, Tensor] = scan(both, (x1, x2), dim, xs)
+        return done
     stacks = along(xs, dim)
     with graph.loop(dim) as block:
         first, second = (graph.body_input(block, x) for x in init)

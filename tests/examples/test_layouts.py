@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
-from examples import bert, moe_lm, resnet, transformer_seq2seq, unet3d
+from examples import bert, moe_lm, reformer_lm, resnet, transformer_seq2seq, unet3d
+from mesh_tf_core.lower.loops import recomputable
 from mesh_tf_core.program import AllGather, AllToAll, Permute, Program
 from tests.examples.helper import Result, batches, check_same, train
 
@@ -40,6 +41,12 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "moe, switch": (moe_lm, {**SMALL, "experts": 4, "chosen": 1, "gated": True, "positions": "rotary"}),
     "moe, dropout": (moe_lm, {**SMALL, "experts": 8, "gated": True, "dropout": 0.2, "capacity_factor": 1.0}),
     "bert": (bert, {**SMALL, "warmup": 2}),
+    "reformer": (reformer_lm, {**SMALL, "chunk": 4, "gated": True}),
+    "reformer, one chunk": (reformer_lm, {**SMALL, "chunk": 8, "ff_chunks": 2, "gated": True}),
+    "reformer, chunks": (
+        reformer_lm,
+        {**SMALL, "chunk": 2, "ff_chunks": 2, "gated": True, "dropout": 0.2, "tied": True},
+    ),
 }
 IMAGE: dict[str, Any] = {"batch": 4, "size": 16, "channels": 4, "groups": 2}
 SPATIAL: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -68,9 +75,16 @@ EXPERTS = [
     ("x:2;y:2", "batch:x;experts:y"),
     ("x:2;y:2", "length:x;experts:x;router:y"),
 ]
+HASHED = [("x:2;y:2", "rounds:x;heads:y;vocab:y"), ("x:2;y:2", "batch:x;length:y;chunks:y")]
 TASKS = [
-    *((name, *task) for name in EXAMPLES for task in COMMON),
+    *(
+        (name, *task)
+        for name in EXAMPLES
+        for task in COMMON
+        if "reformer" not in name or "memory" not in task[1]
+    ),
     *((name, *task) for name in EXAMPLES if name.startswith("moe") for task in EXPERTS),
+    *((name, *task) for name in EXAMPLES if name in ("reformer", "reformer, chunks") for task in HASHED),
     *((name, *task) for name in SPATIAL for task in PARTITIONS),
     ("unet3d", "x:4", "depth:x"),
     ("unet3d", "x:2;y:2", "depth:x;width:y"),
@@ -88,19 +102,19 @@ def test_layouts(name: str, mesh: str, layout: str) -> None:
     check_same(train(*ALL[name], mesh, layout), dense(name))
 
 
-@pytest.mark.parametrize("name", ["seq2seq, dropout", "moe, dropout", "bert"])
+@pytest.mark.parametrize("name", ["seq2seq, dropout", "moe, dropout", "bert", "reformer, chunks"])
 def test_recompute_and_split_storage(name: str) -> None:
     example, hparams = EXAMPLES[name]
     model = example.model(**hparams)
     variables = [v for v in model.graph.variables if v != "step"]
-    loops = {b.dim.name for b in model.graph.blocks if b.dim is not None}
+    loops = set(recomputable(model.step_graph))
     assert loops
     mesh, layout = COMMON[1]
     options = {"storage": dict.fromkeys(variables, 3), "recompute": frozenset(loops)}
     check_same(train(example, hparams, mesh, layout, **options), dense(name))
 
 
-@pytest.mark.parametrize("name", ["seq2seq", "moe", "bert"])
+@pytest.mark.parametrize("name", ["seq2seq", "moe", "bert", "reformer, one chunk"])
 @pytest.mark.parametrize("at", [0, 1])
 def test_microbatches(name: str, at: int) -> None:
     """The renamed batch of the experts is cut with the batch."""
@@ -154,7 +168,7 @@ def test_batches_fit_the_model(name: str) -> None:
             assert x.max() < (hparams[limit] if isinstance(limit, str) else limit)
 
 
-@pytest.mark.parametrize("example", [transformer_seq2seq, moe_lm, bert, resnet, unet3d])
+@pytest.mark.parametrize("example", [transformer_seq2seq, moe_lm, bert, reformer_lm, resnet, unet3d])
 def test_held_out_batches_are_others(example: Any) -> None:
     hparams = {"batch": 8, "length": 64, "vocab": 256, "size": 8}
     train_batch = next(example.data(**hparams))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples import bert, moe_lm, resnet, transformer_seq2seq, unet3d
+from examples import bert, moe_lm, reformer_lm, resnet, transformer_seq2seq, unet3d
 from tests.examples.helper import check_same, train
 
 SIZES: dict[str, Any] = {
@@ -28,6 +28,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "seq2seq": (transformer_seq2seq, {}, "x:2;y:2", "batch:x;heads:y;d_ff:y;vocab:y"),
     "moe": (moe_lm, {"experts": 4, "gated": True}, "x:4", "batch:x;experts:x"),
     "bert": (bert, {"warmup": 5}, "x:2;y:2", "batch:x;vocab:y"),
+    "reformer": (reformer_lm, {"chunk": 8}, "x:2;y:2", "batch:x;heads:y;d_ff:y"),
     "resnet": (resnet, DIGITS, "x:2;y:2", "batch:x;height:y"),
     "unet3d": (unet3d, {"size": 8, "levels": 1, "batch": 2}, "x:2", "depth:x"),
 }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
-from examples import bert, moe_lm, transformer_lm, transformer_seq2seq
+from examples import bert, moe_lm, reformer_lm, transformer_lm, transformer_seq2seq
 
 PAPER = Path(__file__).parents[1] / "data" / "mesh_tf_param_counts.csv"
 
@@ -79,6 +79,7 @@ DEEP: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "seq2seq": (transformer_seq2seq, {"positions": "relative"}),
     "moe": (moe_lm, {"experts": 4}),
     "bert": (bert, {}),
+    "reformer": (reformer_lm, {"chunk": 4, "ff_chunks": 2}),
 }
 
 
