@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -107,7 +107,9 @@ def search(
 ) -> None:
     """Find the best layout of a model, prove it, and show it beside its alternatives."""
     from layoutopt import search as find
+    from layoutopt.infeasible import diagnose
     from layoutopt.loading import load_model
+    from mesh_tf_core.errors import InfeasibleError
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
@@ -115,28 +117,36 @@ def search(
     machine = read_hardware(hardware)
     limit = read_memory(memory, machine)
     loaded = load_model(model, settings or ())
-    asked = {
+    asked: dict[str, Any] = {
         "pins": ";".join(pin or ()) or None,
         "forbid": ";".join(forbid or ()) or None,
         "storage": _stages(storage),
         "recompute": list(RECOMPUTE[recompute]),
         "microbatches": _numbers(microbatches),
     }
+    where = {
+        "mesh": None if mesh is None else read_mesh(mesh),
+        "devices": devices,
+        "max_axes": max_axes,
+        "hardware": machine,
+        "memory": limit,
+    }
     shown = bytes_text if objective is Objective.MEMORY else seconds_text
-    with Bounds(terminal, f"searching {loaded.model.name}", shown) as bounds:
-        plan = find(
-            loaded.model,
-            mesh=None if mesh is None else read_mesh(mesh),
-            devices=devices,
-            hardware=machine,
-            memory=limit,
-            objective=objective.value,
-            top=top,
-            time_limit=time_limit,
-            max_axes=max_axes,
-            on_progress=lambda where, best, bound: bounds.update(best, bound, f"searching {where}"),
-            **asked,  # type: ignore[arg-type]
-        )
+    try:
+        with Bounds(terminal, f"searching {loaded.model.name}", shown) as bounds:
+            plan = find(
+                loaded.model,
+                objective=objective.value,
+                top=top,
+                time_limit=time_limit,
+                on_progress=lambda on, best, bound: bounds.update(best, bound, f"searching {on}"),
+                **where,
+                **asked,
+            )
+    except InfeasibleError as error:
+        terminal.say("nothing fits; looking for what would help")
+        why = diagnose(find, loaded.model, {**where, **asked})
+        raise InfeasibleError("; ".join(filter(None, (str(error), str(why))))) from None
     plan = with_source(plan, model, {"memory_bytes": limit, **asked})
     terminal.result(plan.to_json())
     if not as_json:

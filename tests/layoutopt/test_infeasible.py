@@ -1,0 +1,66 @@
+"""Why nothing fits: the conflict is minimal, the repairs are what a search under them finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from layoutopt import search
+from layoutopt.infeasible import Diagnosis, diagnose
+from mesh_tf_core.errors import InfeasibleError
+from tests.layoutopt.models import EXAMPLES
+
+PLAIN: dict[str, Any] = {
+    "mesh": "data:2;model:2",
+    "hardware": "tpu-v3",
+    "storage": ["layout"],
+    "recompute": [False],
+    "microbatches": [1],
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> mtf.Model:
+    return EXAMPLES["mlp"]()
+
+
+@pytest.fixture(scope="module")
+def asked(model: mtf.Model) -> dict[str, Any]:
+    """A little less memory than a layout takes that splits the batch alone; with a pin that is no matter."""
+    pins = "batch:data+model;classes:none"
+    least = search(model, pins=pins, objective="memory", **PLAIN).predicted.peak_memory_bytes
+    return {**PLAIN, "memory": 0.97 * least, "pins": pins}
+
+
+@pytest.fixture(scope="module")
+def diagnosis(model: mtf.Model, asked: dict[str, Any]) -> Diagnosis:
+    with pytest.raises(InfeasibleError):
+        search(model, **asked)
+    return diagnose(search, model, asked)
+
+
+def test_the_conflict_is_in_the_users_words(diagnosis: Diagnosis) -> None:
+    assert diagnosis.minimal
+    assert "--pin classes:none" not in diagnosis.conflict
+    assert diagnosis.conflict[-1].startswith("--memory ")
+    assert diagnosis.conflict[:2] == ("--pin batch:data+model", "--storage layout")
+    assert str(diagnosis).startswith("these cannot hold together: --pin batch:data+model, --storage layout, ")
+
+
+def test_a_repair_is_what_a_search_finds(
+    diagnosis: Diagnosis, model: mtf.Model, asked: dict[str, Any]
+) -> None:
+    (repair,) = [r for r in diagnosis.repairs if r.change == "without --pin batch:data+model"]
+    plan = search(model, **{**asked, "pins": "classes:none"})
+    assert repair.proven
+    assert (repair.seconds, repair.peak) == (plan.predicted.step_seconds, plan.predicted.peak_memory_bytes)
+    assert repair.peak <= asked["memory"]
+
+
+def test_repairs_are_sorted_and_fit(diagnosis: Diagnosis, asked: dict[str, Any]) -> None:
+    seconds = [r.seconds for r in diagnosis.repairs]
+    assert seconds == sorted(seconds)
+    assert all(r.peak <= asked["memory"] for r in diagnosis.repairs)
+    assert len(seconds) >= 2
