@@ -70,20 +70,22 @@ class Loaded:
         with _told(f"{self.source}: {name}()", self.module):
             return function(**given)
 
-    def data(self, split: str = "train", rows: Any = None) -> Batches:
-        """Batches without end: the data starts again when it is through.
+    def data(self, split: str = "train", rows: Any = None, endless: bool = True) -> Batches:
+        """The file's batches.
 
         Args:
           split: "train" or "held-out", for a `data` function that takes it.
+          endless: the data starts again when it is through; else it ends, and batches may be short.
           rows: int64 [n], the rows of every batch that this process needs. A `data` function with a parameter
             `rows` gives these alone, another one whole batches.
         """
         function = self.function("data")
         takes = function is not None and "rows" in inspect.signature(function).parameters
-        return Batches(self, split, rows if takes else None)
+        return Batches(self, split, rows if takes else None, endless)
 
-    def checked(self, batch: Any, rows: Any) -> dict[str, Any]:
-        """A batch with all inputs of the model in their shapes; UserError for anything else."""
+    def checked(self, batch: Any, rows: Any, short: bool) -> dict[str, Any]:
+        """A batch with all inputs of the model in their shapes (if it may be short, with any number of rows);
+        UserError for anything else."""
         if not isinstance(batch, Mapping):
             raise UserError(
                 f"{self.source}: data() gave a {type(batch).__name__}, not a dict of arrays by input name"
@@ -96,7 +98,7 @@ class Loaded:
             found, wanted = tuple(getattr(batch[name], "shape", ())), tuple(tensor.shape.sizes)
             if rows is not None:
                 wanted = (len(rows), *wanted[1:])
-            if found != wanted:
+            if found != wanted and not (short and found[1:] == wanted[1:] and 0 < found[0] < wanted[0]):
                 raise UserError(
                     f"{self.source}: batch input {name!r} has shape {found}, but the model's is "
                     f"{wanted} [{tensor.shape}]"
@@ -105,15 +107,15 @@ class Loaded:
 
 
 class Batches(Iterator[dict[str, Any]]):
-    """What the function `data` of a model file gives, again and again, from a place that can be told.
+    """What the function `data` of a model file gives, from a place that can be told.
 
     The place is the number of batches taken since `data` was called, and what its iterator tells about itself
     if it has `get_state()` and `set_state(state)`, as those of the library Grain have. Without these, batches
     are skipped.
     """
 
-    def __init__(self, loaded: Loaded, split: str, rows: Any) -> None:
-        self._loaded, self._split, self._rows = loaded, split, rows
+    def __init__(self, loaded: Loaded, split: str, rows: Any, endless: bool) -> None:
+        self._loaded, self._split, self._rows, self._endless = loaded, split, rows, endless
         self._made: Any = None
         self._count = 0
 
@@ -125,10 +127,12 @@ class Batches(Iterator[dict[str, Any]]):
         if batch is None:
             if not self._count:
                 raise UserError(f"{self._loaded.source}: data() gave no batch for split {self._split!r}")
+            if not self._endless:
+                raise StopIteration
             self._made = None
             return next(self)
         self._count += 1
-        return self._loaded.checked(batch, self._rows)
+        return self._loaded.checked(batch, self._rows, short=not self._endless)
 
     def get_state(self) -> dict[str, Any]:
         """The place, as plain data."""

@@ -145,13 +145,14 @@ class Trainer:
           batches: one dict of arrays per step, from the first step on: a resumed run skips those already
             used. An iterator with `get_state()` and `set_state(state)` (state: what JSON can hold) is set to
             its place instead.
-          checkpoint: directory to resume from and to save into, every `every` steps and at the end.
+          checkpoint: directory to resume from, if no step is done yet, and to save into, every `every` steps
+            and at the end.
           on_step: called with (step number, results, seconds of the step).
 
         Raises:
           UserError: the loss is not a finite number, the data ended, a checkpoint is of another model.
         """
-        if checkpoint is not None:
+        if checkpoint is not None and not self.step_number:
             self.restore(checkpoint)
         history: list[dict[str, Any]] = []
         stream, left = self._continued(iter(batches)), max(0, steps - self.step_number)

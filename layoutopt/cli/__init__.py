@@ -13,6 +13,7 @@ from layoutopt.cli import (
     export,
     hardware,
     init,
+    launch,
     lower,
     measure,
     report,
@@ -54,6 +55,7 @@ app.command(epilog=search.EXAMPLES, rich_help_panel=FIND)(search.search)
 app.command(epilog=explain.EXAMPLES, rich_help_panel=FIND)(explain.explain)
 app.command(epilog=cost.EXAMPLES, rich_help_panel=FIND)(cost.cost)
 app.command(epilog=train.EXAMPLES, rich_help_panel=RUN)(train.train)
+app.command(epilog=launch.EXAMPLES, rich_help_panel=RUN)(launch.launch)
 app.command(epilog=calibrate.EXAMPLES, rich_help_panel=RUN)(calibrate.calibrate)
 app.command(epilog=validate.EXAMPLES, rich_help_panel=RUN)(validate.validate)
 app.command(epilog=measure.EXAMPLES, rich_help_panel=RUN)(measure.measure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import statistics
 import sys
@@ -19,19 +18,28 @@ if TYPE_CHECKING:
     from layoutopt.cli.options import Given
     from layoutopt.loading import Loaded
     from mesh_tf_core import Model
+    from mesh_tf_core.cluster import Cluster
     from mesh_tf_core.trainer import Trainer
 
 
-def open_trainer(terminal: Terminal, loaded: Loaded, given: Given) -> Trainer:
-    """The model on this machine's mesh, its variables at their initial values."""
-    start_devices(terminal, given.mesh.devices)
+def open_trainer(terminal: Terminal, loaded: Loaded, given: Given, cluster: Cluster | None = None) -> Trainer:
+    """The model on this machine's mesh, or the cluster's; its variables at their initial values."""
+    start_devices(terminal, given.mesh.devices, cluster)
     from mesh_tf_core.trainer import Trainer
 
-    return Trainer(loaded.model, given.mesh, given.layout, given.options)
+    return Trainer(loaded.model, given.mesh, given.layout, given.options, cluster=cluster)
 
 
-def start_devices(terminal: Terminal, count: int) -> None:
-    """Makes this process's devices, before TensorFlow is used for anything else."""
+def start_devices(terminal: Terminal, count: int, cluster: Cluster | None = None) -> None:
+    """Makes this process's devices, before TensorFlow is used for anything else; meets the others."""
+    if cluster is not None:
+        from mesh_tf_core.engines import start_cluster
+
+        with hushed():
+            import tensorflow  # noqa: F401  (it writes when it is imported, and the others' absence is told)
+        terminal.say(f"starting {count} devices in {len(cluster.members.addresses)} processes")
+        start_cluster(cluster, count)
+        return
     terminal.say(f"starting {count} devices")
     with hushed():
         from mesh_tf_core.engines import prepare
@@ -96,28 +104,13 @@ def timed_steps(
     return Timed(tuple(seconds), tuple(losses))
 
 
-def held_out_results(loaded: Loaded, trainer: Trainer, count: int) -> dict[str, float]:
-    """Means of the model's results over `count` batches that it was not trained on, without dropout.
-
-    Only the forward part is built and run, under the layout of the training, on the trained values.
-    """
+def judged_model(loaded: Loaded) -> Model:
+    """The model in the form in which held-out data judges it: without dropout, not in training."""
     from layoutopt.loading import load_model
-    from mesh_tf_core import lower
-    from mesh_tf_core.engines import open_engine
 
-    still = {"dropout": type(loaded.hparams["dropout"])(0)} if "dropout" in loaded.hparams else {}
-    model = load_model(loaded.source, {**loaded.hparams, **still}).model
-    engine = open_engine(
-        lower(model.graph, trainer.mesh, trainer.layout, {"loss": model.loss, **model.metrics})
-    )
-    for name in model.graph.variables:
-        engine.write(name, trainer.engine.read(name))
-    totals: dict[str, float] = {}
-    for batch in itertools.islice(loaded.data("held-out"), count):
-        for name, value in engine.step(batch).items():
-            totals[name] = totals.get(name, 0.0) + float(value.mean()) / count
-    engine.close()
-    return totals
+    still: dict[str, Any] = {"dropout": 0.0, "training": False}
+    changed = {name: value for name, value in still.items() if name in loaded.hparams}
+    return load_model(loaded.source, {**loaded.hparams, **changed}).model if changed else loaded.model
 
 
 def batches(terminal: Terminal, loaded: Loaded) -> Iterator[dict[str, Any]]:

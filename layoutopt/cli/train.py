@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import statistics
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,13 +31,15 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Bounds, Steps
 from layoutopt.cli.results import layout_json, layout_text, model_json
-from layoutopt.cli.running import held_out_results, items_of, open_trainer
+from layoutopt.cli.running import items_of, judged_model, open_trainer, start_devices
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.units import duration_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.loading import Loaded
+    from layoutopt.plan import Plan
+    from mesh_tf_core.cluster import Cluster
     from mesh_tf_core.trainer import Trainer
 
 AUTO = "auto"
@@ -69,26 +74,42 @@ def train(
         int, typer.Option("--held-out", min=0, metavar="N", help="Held-out batches to judge by at the end.")
     ] = 8,
     hardware: HardwareOption = THIS_MACHINE,
+    cluster: Annotated[
+        bool,
+        typer.Option("--cluster", help="Train with the other processes of TF_CONFIG (see docs/clusters.md)."),
+    ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1, metavar="SECONDS", help="With --cluster: how long to wait for a process that lives."
+        ),
+    ] = 120.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Train a model on this machine's mesh, under the best layout or one of yours."""
     from layoutopt.loading import load_model
+    from mesh_tf_core.cluster import Cluster
 
-    terminal = Terminal(as_json, quiet)
-    machine = read_hardware(hardware)
-    loaded = load_model(model, settings or ())
-    if layout == AUTO:
-        _refuse_decided(storage, recompute, microbatches)
-        given = _searched(terminal, loaded, machine, mesh)
-    else:
-        given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
-    run = _Run(terminal, loaded, given, machine, steps)
-    trainer = open_trainer(terminal, loaded, given)
-    run.train(trainer, checkpoint, every)
-    run.judge(trainer, held_out)
-    terminal.result(run.json())
-    run.show()
+    with contextlib.ExitStack() as stack:
+        members = stack.enter_context(Cluster(timeout=timeout)) if cluster else None
+        shown = members is None or members.is_writer
+        terminal = Terminal(as_json, quiet or not shown)
+        machine = read_hardware(hardware)
+        loaded = load_model(model, settings or ())
+        if layout == AUTO:
+            _refuse_decided(storage, recompute, microbatches)
+            given = _searched(terminal, loaded, machine, mesh, members)
+        else:
+            given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
+        where = f"{len(members.members.addresses)} processes" if members else "this machine"
+        run = _Run(terminal, loaded, given, machine, steps, where)
+        trainer = open_trainer(terminal, loaded, given, members)
+        run.train(trainer, checkpoint, every)
+        run.judge(trainer, held_out)
+    if shown:
+        terminal.result(run.json())
+        run.show()
 
 
 def _refuse_decided(storage: list[str] | None, recompute: list[str] | None, microbatches: int) -> None:
@@ -98,16 +119,29 @@ def _refuse_decided(storage: list[str] | None, recompute: list[str] | None, micr
         raise UserError("--layout auto decides storage, recompute and microbatches too; leave them out")
 
 
-def _searched(terminal: Terminal, loaded: Loaded, machine: Hardware, mesh: str | None) -> Given:
+def _searched(
+    terminal: Terminal, loaded: Loaded, machine: Hardware, mesh: str | None, cluster: Cluster | None
+) -> Given:
+    """The best layout; of a cluster's processes one searches it for all."""
     from layoutopt import search
+    from layoutopt.plan import parse_plan
 
-    with Bounds(terminal, "searching the layout", seconds_text) as bounds:
-        plan = search(
-            loaded.model,
-            mesh=read_mesh(mesh),
-            hardware=machine,
-            on_progress=lambda where, best, bound: bounds.update(best, bound),
-        )
+    devices = read_mesh(mesh)
+
+    def found() -> Plan:
+        with Bounds(terminal, "searching the layout", seconds_text) as bounds:
+            return search(
+                loaded.model,
+                mesh=devices,
+                hardware=machine,
+                on_progress=lambda where, best, bound: bounds.update(best, bound),
+            )
+
+    if cluster is None:
+        plan = found()
+    else:
+        start_devices(terminal, devices.devices, cluster)
+        plan = parse_plan(cluster.share("the search", lambda: found().to_json()), "worker 0's plan")
     terminal.say(f"layout: {layout_text(plan.layout)} ({plan.solver.status.lower()})")
     return Given(plan.mesh, plan.layout, plan.options, plan)
 
@@ -121,9 +155,11 @@ class _Run:
     given: Given
     machine: Hardware
     steps: int
+    where: str
     began_at: int = 0
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    waited: float = 0.0
     held_out: dict[str, float] = field(default_factory=dict)
     references: dict[str, float] = field(default_factory=dict)
 
@@ -139,7 +175,7 @@ class _Run:
 
     def train(self, trainer: Trainer, checkpoint: Path | None, every: int) -> None:
         """Trains; Ctrl-C keeps what was learned if there is a place for it."""
-        if checkpoint is not None and trainer.restore(checkpoint):
+        if checkpoint is not None and self._restored(trainer, checkpoint):
             self.terminal.say(f"resuming from step {trainer.step_number} of {checkpoint}")
         self.began_at = trainer.step_number
         with Steps(self.terminal, "training", self.steps) as bar:
@@ -152,18 +188,29 @@ class _Run:
                     self.terminal.say(f"step {step}/{self.steps}: {self._facts(step)}")
 
             try:
-                trainer.fit(self.loaded.data(), self.steps, checkpoint, every, tell)
+                trainer.fit(self.loaded.data(rows=trainer.rows), self.steps, checkpoint, every, tell)
+                self.waited = trainer.waited
             except KeyboardInterrupt:
-                if checkpoint is not None:
+                # Processes are stopped in different steps, and a checkpoint needs all of them in one.
+                if checkpoint is not None and trainer.cluster is None:
                     trainer.save(checkpoint)
                     self.terminal.say(f"stopped after step {trainer.step_number}, saved in {checkpoint}")
                 raise
+
+    def _restored(self, trainer: Trainer, checkpoint: Path) -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = trainer.restore(checkpoint)
+        for warning in caught:
+            self.terminal.say(f"warning: {warning.message}")
+        return found
 
     def judge(self, trainer: Trainer, count: int) -> None:
         """The loss on data that was not trained on, beside what simpler models reach."""
         if count:
             with self.terminal.waiting("judging by held-out data"):
-                self.held_out = held_out_results(self.loaded, trainer, count)
+                held_out = itertools.islice(self.loaded.data("held-out", endless=False), count)
+                self.held_out = trainer.evaluate(held_out, judged_model(self.loaded))
         if self.loaded.function("reference_losses") is not None:
             self.references = dict(self.loaded.call("reference_losses"))
 
@@ -197,6 +244,7 @@ class _Run:
             "loss": self.losses,
             "step_seconds": self.step_seconds,
             f"{self.item}_per_second": self.items / self.step_seconds,
+            "waited_for_input": self.waited,
             "held_out": self.held_out,
             "reference_losses": self.references,
         }
@@ -206,7 +254,7 @@ class _Run:
         step = self.step_seconds
         rows = [
             ("model", f"{self.loaded.model.name}, {self.loaded.model.parameters:,} parameters"),
-            ("mesh", f"{self.given.mesh} ({self.given.mesh.devices} devices of this machine)"),
+            ("mesh", f"{self.given.mesh} ({self.given.mesh.devices} devices of {self.where})"),
             ("layout", layout_text(self.given.layout)),
         ]
         if self.losses:
@@ -218,6 +266,7 @@ class _Run:
                     f"{seconds_text(step)} (predicted {seconds_text(predicted)} for {self.machine.name})",
                 ),
                 ("rate", f"{self.items / step:,.0f} {self.item}/s"),
+                ("input", f"waited for it {100 * self.waited:.1f}% of the time"),
                 ("loss", f"{self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at the end"),
             ]
         else:

@@ -110,7 +110,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             if link.failure:
                 return
             if error is None:
-                link.round(END, None)
+                link.round(END, None, patient=True)
             else:
                 link.report(_text(error))
         finally:
@@ -135,7 +135,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         Args:
           what: says in messages what is waited for.
           value: what JSON holds.
-          patient: wait for as long as the others live, not for `timeout` seconds.
+          patient: wait up to an hour for a process that lives, not `timeout` seconds.
         """
         return self._joined().round(what, value, patient)
 
@@ -145,7 +145,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
     def same(self, what: str, value: Any) -> None:
         """Raises ClusterError unless `value` is equal in all processes."""
-        values = self.gather(what, value)
+        values = self.gather(what, value, patient=True)
         for i, other in enumerate(values):
             if other != values[0]:
                 raise ClusterError(

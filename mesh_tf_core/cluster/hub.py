@@ -22,6 +22,8 @@ BEAT = 1.0
 """Seconds between two signs of life."""
 SILENCE = 10.0
 """Seconds without one after which a process counts as frozen or cut off."""
+PATIENT = 3600.0
+"""Seconds that processes wait at most for something that may take long, as a search."""
 
 
 @dataclass
@@ -173,12 +175,13 @@ class Hub(threading.Thread):
                     f"or cut off ({seen.doing})"
                 )
         for key, found in self._rounds.items():
-            if not absent and not found.patient and now - found.began > self.timeout:
+            limit = PATIENT if found.patient else self.timeout
+            if not absent and now - found.began > limit:
                 late = [i for i in everyone if i not in found.values]
                 states = ", ".join(self._seen[i].state(now) for i in late[:3])
                 self._fail(
                     f"{self._names(late)} did not come to {key.partition(' ')[2]} "
-                    f"within {self.timeout:.0f} s ({states})"
+                    f"within {limit:.0f} s ({states})"
                 )
 
     def _overdue(self, index: int, what: str, doing: str) -> None:

@@ -75,7 +75,7 @@ class Link(threading.Thread):
 
         Args:
           what: for the message if one does not come.
-          patient: wait as long as the others live.
+          patient: wait long for a process that lives.
         """
         key = f"{next(self._rounds)} {what}"
         self._beat(round=key, value=value, patient=patient)

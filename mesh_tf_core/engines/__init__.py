@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.engines.protocol import Engine
+from mesh_tf_core.engines.tf_cluster import start as start_cluster
 from mesh_tf_core.engines.tf_devices import prepare
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.program import Program
 
 KINDS = ("auto", "local", "lockstep", "jax")
 
-__all__ = ["KINDS", "Engine", "open_engine", "prepare"]
+__all__ = ["KINDS", "Engine", "open_engine", "prepare", "start_cluster"]
 
 
 def open_engine(

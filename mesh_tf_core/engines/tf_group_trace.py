@@ -3,7 +3,7 @@ rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,7 +46,17 @@ class GroupTrace(Trace):
             self.writer.call(function, device, [x[rank] for x in inputs])
             for rank, device in enumerate(self.devices)
         ]
-        return [list(pieces) for pieces in zip(*made, strict=True)]
+        self._made = [list(pieces) for pieces in zip(*made, strict=True)]
+        return self._made
+
+    def _committed(self, results: Sequence[Wire], writes: Mapping[str, Sequence[Wire]]) -> list[Wire]:
+        """Every device must run, also one whose pieces nobody reads: the others wait for it."""
+        if writes:
+            return super()._committed(results, writes)
+        w, first = self.writer, self.devices[0]
+        done = [w.identity(x, d) for xs in self._made for x, d in zip(xs, self.devices, strict=True)]
+        after = [w.barrier(first, [x.name.partition(":")[0] for x in done])]
+        return [w.identity(r, first, after) for r in results]
 
 
 class _Block:

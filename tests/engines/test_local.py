@@ -63,6 +63,17 @@ def test_training_by_group_collectives(mesh, layout, devices):
     assert grouped.communication_bytes == program.communication_bytes()
 
 
+def test_every_device_joins_in_what_only_one_returns(devices):
+    """Nothing is written and the result is the same on all devices."""
+    g = mtf.Graph()
+    b, d = mtf.Dim("b", 8), mtf.Dim("d", 4)
+    x = g.input("x", [b, d], dtype="float32")
+    program = mtf.lower(g, mtf.Mesh("a:2;b:2"), mtf.Layout("b:a;d:b"), {"y": mtf.reduce_sum(x)})
+    grouped = TfLocalEngine(program, devices[:4], "group")
+    batch = numbers(program)
+    same(grouped.step(batch), open_engine(program, "lockstep").step(batch), 1e-5)
+
+
 def nested(mesh, layout):
     """A loop in a loop, with a sum over devices in the inner one, and a variable of both loops."""
     g = mtf.Graph()

@@ -1,0 +1,70 @@
+"""`layoutopt launch`: a command as several local worker processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from layoutopt.cli.options import examples
+from layoutopt.cli.terminal import Terminal
+
+EXAMPLES = examples(
+    'layoutopt launch -n 2 -- train examples/mlp.py --mesh "data:4" --layout "batch:data" --steps 100',
+    "layoutopt launch -n 4 --devices-per-process 2 -- train examples/transformer_lm.py "
+    '--mesh "data:4;model:2" --layout "batch:data;d_ff:model" --checkpoint build/run',
+)
+
+
+def launch(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- train MODEL …", help="What every worker runs.", show_default=False),
+    ],
+    processes: Annotated[int, typer.Option("-n", "--processes", min=1, help="Worker processes.")] = 2,
+    devices_per_process: Annotated[
+        int | None,
+        typer.Option(
+            "--devices-per-process", min=1, help="Devices of each.", show_default="the mesh's, dealt out"
+        ),
+    ] = None,
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, help="Restarts in a row after failures, if no checkpoint is made between them."),
+    ] = 3,
+) -> None:
+    """Start local workers that train one model together, and start them again if one fails.
+
+    Shows what the first worker shows. Needs --checkpoint in the command to go on after a failure.
+    """
+    from layoutopt.launching import launch as run
+    from layoutopt.launching import stopped_by_signals
+    from mesh_tf_core.errors import UserError
+
+    if command[0] != "train":
+        raise UserError(
+            f"launch runs `train` in several processes, found {command[0]!r}; write launch -n {processes} -- "
+            "train MODEL …"
+        )
+    whole = command if "--cluster" in command else [*command, "--cluster"]
+    say = Terminal().say
+    with stopped_by_signals():
+        code = run(
+            whole,
+            processes,
+            devices_per_process,
+            restarts,
+            _checkpoint(command),
+            lambda text: say(f"launch: {text}"),
+        )
+    raise typer.Exit(code)
+
+
+def _checkpoint(command: list[str]) -> Path | None:
+    """The directory of `--checkpoint`."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--checkpoint":
+            return Path(value if equals else following)
+    return None

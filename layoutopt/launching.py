@@ -1,0 +1,241 @@
+"""A job of several processes on this machine: started together, ended together, started again after a
+failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from mesh_tf_core.errors import ClusterError, UserError
+
+POLL = 0.05
+"""Seconds between two looks at the workers."""
+SETTLE = 15.0
+"""Seconds that the others have to end by themselves once a worker has failed."""
+FINISH = 60.0
+"""Seconds that the others have once a worker is done."""
+TERMINATE = 5.0
+"""Seconds between asking processes to end and ending them."""
+PORTS = range(20_000, 32_000)
+"""Below those that systems give to outgoing connections."""
+FINAL = (2, 3, 4)
+"""Exit codes that another start would give again."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How one run of all workers ended.
+
+    Attributes:
+      codes: what each returned; -N if signal N ended it.
+      stuck: workers that had to be ended because they did not follow the others.
+      said: the last line that each wrote to stderr; of worker 0 it is empty, since it was shown.
+    """
+
+    codes: tuple[int, ...]
+    stuck: tuple[int, ...]
+    said: tuple[str, ...]
+
+    @property
+    def culprit(self) -> int | None:
+        """The worker whose end the others' follows from; None if all are done."""
+        failed = [i for i, code in enumerate(self.codes) if code]
+        first = [i for i in failed if self.codes[i] in FINAL]
+        first += [i for i in failed if i not in self.stuck and self.codes[i] != ClusterError.exit_code]
+        return next(iter((*first, *self.stuck, *failed)), None)
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would tell it."""
+        at = self.culprit
+        if at is None:
+            return 0
+        if at in self.stuck:
+            return ClusterError.exit_code
+        return self.codes[at] if self.codes[at] > 0 else 128 - self.codes[at]
+
+    def reason(self) -> str:
+        """What happened to the culprit, in words."""
+        at = self.culprit
+        assert at is not None
+        code = self.codes[at]
+        if at in self.stuck:
+            text = f"worker {at} stood still"
+        elif code < 0:
+            text = f"worker {at} was ended by {_signal_name(-code)}"
+        else:
+            text = f"worker {at} ended with exit code {code}"
+        return f"{text}: {self.said[at]}" if self.said[at] else text
+
+
+def launch(
+    command: Sequence[str],
+    processes: int,
+    devices_per_process: int | None = None,
+    restarts: int = 3,
+    checkpoint: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> int:
+    """Runs `layoutopt COMMAND` as `processes` workers; the exit code of the job.
+
+    A failed job is started again if it has a checkpoint to go on from, at most `restarts` times in a row
+    without a new checkpoint between them. However this process ends, no worker stays.
+
+    Args:
+      checkpoint: the directory in which the command saves.
+      say: hears what happens to workers.
+    """
+    tried, newest = 0, _newest(checkpoint)
+    while True:
+        attempt = run_once(command, processes, devices_per_process)
+        if attempt.culprit is None or attempt.exit_code in FINAL:
+            if attempt.culprit:  # worker 0 has said its own error
+                say(attempt.reason())
+            return attempt.exit_code
+        if checkpoint is None:
+            say(f"{attempt.reason()}; add --checkpoint DIR to go on after a failure")
+            return attempt.exit_code
+        saved = _newest(checkpoint)
+        tried, newest = (1 if saved != newest else tried + 1), saved
+        if tried > restarts:
+            say(f"{attempt.reason()}; given up after {restarts} restarts without a new checkpoint")
+            return attempt.exit_code
+        where = f"from {newest}" if newest else "from the beginning, for nothing is saved yet"
+        say(f"{attempt.reason()}; starting again {where} (restart {tried} of {restarts})")
+
+
+def run_once(command: Sequence[str], processes: int, devices_per_process: int | None) -> Attempt:
+    """Starts all workers and waits until all have ended."""
+    with contextlib.ExitStack() as stack:
+        leash, held = os.pipe()
+        stack.callback(os.close, held)
+        stack.callback(os.close, leash)
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(processes)]
+        workers: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, workers)
+        notes = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(processes)]
+        for index in range(processes):
+            config: dict[str, Any] = {
+                "cluster": {"worker": addresses},
+                "task": {"type": "worker", "index": index},
+            }
+            if devices_per_process is not None:
+                config["devices_per_process"] = devices_per_process
+            workers.append(_started(command, config, leash, None if index == 0 else notes[index]))
+        stuck = _watched(workers)
+        codes = tuple(worker.returncode for worker in workers)
+        return Attempt(codes, stuck, tuple(_last_line(note) for note in notes))
+
+
+def _started(
+    command: Sequence[str], config: Mapping[str, Any], leash: int, notes: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    """One worker, in a session of its own: Ctrl-C reaches the launcher alone, which ends them all."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "layoutopt.worker", str(leash), *command],
+        env={**os.environ, "TF_CONFIG": json.dumps(config)},
+        stdin=subprocess.DEVNULL,
+        stdout=None if notes is None else subprocess.DEVNULL,
+        stderr=notes,
+        pass_fds=(leash,),
+        start_new_session=True,
+    )
+
+
+def _watched(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, ...]:
+    """Waits until all have ended; those that did not after another had are ended, and returned."""
+    until = float("inf")
+    while any(worker.poll() is None for worker in workers):
+        codes = [worker.returncode for worker in workers if worker.returncode is not None]
+        now = time.monotonic()
+        if any(codes):
+            until = min(until, now + SETTLE)
+        elif codes:
+            until = min(until, now + FINISH)
+        if now > until:
+            stuck = tuple(i for i, worker in enumerate(workers) if worker.returncode is None)
+            _end([workers[i] for i in stuck])
+            return stuck
+        time.sleep(POLL)
+    return ()
+
+
+def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends workers, whatever they are doing, with all that they started."""
+    for number, patience in ((signal.SIGTERM, TERMINATE), (signal.SIGKILL, None)):
+        for worker in workers:
+            if worker.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, number)
+        until = None if patience is None else time.monotonic() + patience
+        for worker in workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.wait(None if until is None else max(0.0, until - time.monotonic()))
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Signals that ask this process to end raise KeyboardInterrupt, as Ctrl-C does."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now; the one above the first is free too (`Members.meeting_point`)."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        beside = [port + 1] if not found else []
+        if port not in (*found, found[0] + 1 if found else 0) and all(map(_is_free, [port, *beside])):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise UserError(f"launch: no {count} free ports between {PORTS.start} and {PORTS.stop}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _newest(checkpoint: Path | None) -> str | None:
+    """Name of the newest checkpoint."""
+    return max((p.name for p in checkpoint.glob("step-*")), default=None) if checkpoint else None
+
+
+def _last_line(notes: IO[bytes]) -> str:
+    size = notes.seek(0, os.SEEK_END)
+    notes.seek(max(0, size - 4096))
+    lines = notes.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
