@@ -83,6 +83,7 @@ from mesh_tf_core.ops.order import (
     top_k,
 )
 from mesh_tf_core.ops.pool import avg_pool, max_pool, sum_pool
+from mesh_tf_core.ops.product import reduce_prod
 from mesh_tf_core.ops.random import dropout, random_normal, random_uniform
 from mesh_tf_core.ops.reduce import reduce_all, reduce_any, reduce_max, reduce_mean, reduce_min, reduce_sum
 from mesh_tf_core.ops.sampling import random_categorical, sample_with_temperature
@@ -97,7 +98,7 @@ from mesh_tf_core.ops.shape import (
     transpose,
 )
 from mesh_tf_core.ops.softmax import log_softmax, logsumexp, masked_softmax, softmax, softmax_cross_entropy
-from mesh_tf_core.ops.stacking import split, squeeze, stack, unstack
+from mesh_tf_core.ops.stacking import split, squeeze, stack, strided, unstack
 from mesh_tf_core.optimizers import (
     SGD,
     Adafactor,
@@ -231,6 +232,7 @@ __all__ = [
     "reduce_max",
     "reduce_mean",
     "reduce_min",
+    "reduce_prod",
     "reduce_sum",
     "relu",
     "rename",
@@ -260,6 +262,7 @@ __all__ = [
     "squeeze",
     "stack",
     "stop_gradient",
+    "strided",
     "subtract",
     "sum_pool",
     "swish",

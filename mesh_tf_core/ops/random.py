@@ -16,6 +16,8 @@ from mesh_tf_core.dtypes import check_dtype
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.ops.basic import constant_like
+from mesh_tf_core.ops.einsum import broadcast
 
 if TYPE_CHECKING:
     from mesh_tf_core.tensor import Tensor
@@ -184,12 +186,27 @@ class RandomNormal(Op):
         return (None,)
 
 
-def dropout(x: Tensor, rate: float, key: Tensor | None = None) -> Tensor:
+def dropout(
+    x: Tensor, rate: float, key: Tensor | None = None, noise_shape: Sequence[Dim] | Shape | None = None
+) -> Tensor:
     """Dropout with the same mask under every layout; `key` defaults to a new one of the graph, per step and
-    layer."""
+    layer.
+
+    Args:
+      noise_shape: dimensions of x that have masks of their own; along the others all elements are kept or
+        zeroed together (None: every element for itself).
+    """
     if rate == 0:
         return x
-    return x.graph.apply(Dropout(rate), x, key if key is not None else x.graph.random_key())
+    key = key if key is not None else x.graph.random_key()
+    if noise_shape is None:
+        return x.graph.apply(Dropout(rate), x, key)
+    noise = Shape(noise_shape)
+    for d in noise:
+        if x.shape.dim(d.name) != d:
+            raise UserError(f"dropout of [{x.shape}]: noise_shape has {d}, x has {x.shape.dim(d.name)}")
+    ones = broadcast(constant_like(x, 1.0), noise)
+    return x * x.graph.apply(Dropout(rate), ones, key)
 
 
 def random_uniform(

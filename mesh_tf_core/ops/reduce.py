@@ -66,7 +66,8 @@ class Reduce(Op):
         return (chosen * (dy / reduce_sum(chosen, self.dims)),)
 
 
-def _names(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None) -> tuple[str, ...]:
+def names_of(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None) -> tuple[str, ...]:
+    """The names of the dimensions meant (None: all)."""
     if dims is None:
         return x.shape.names
     listed = [dims] if isinstance(dims, Dim | str) else list(dims)
@@ -74,7 +75,7 @@ def _names(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None) -> tuple[str
 
 
 def _reduce(fn: str, x: Tensor, dims: Dim | str | Sequence[Dim | str] | None) -> Tensor:
-    names = _names(x, dims)
+    names = names_of(x, dims)
     return x.graph.apply(Reduce(fn, names), x) if names else x
 
 
@@ -86,7 +87,7 @@ def reduce_sum(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -
 def reduce_mean(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
     """Mean over `dims` (None: all): a sum scaled by the global number of elements."""
     count = 1
-    for name in _names(x, dims):
+    for name in names_of(x, dims):
         count *= x.shape.dim(name).size
     return reduce_sum(x, dims) * (1.0 / count)
 

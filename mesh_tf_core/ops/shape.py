@@ -111,10 +111,21 @@ class Reshape(Op):
 
 
 def groups(a: Shape, b: Shape) -> list[tuple[list[Dim], list[Dim]]]:
-    """Splits two shapes of equal size into the shortest runs of dimensions with equal products."""
-    out = []
+    """Splits two shapes of equal size into the shortest runs of dimensions with equal products.
+
+    A dimension of one element stands alone, so that its neighbours stay split when it comes or goes.
+    """
+    out: list[tuple[list[Dim], list[Dim]]] = []
     i = j = 0
     while i < len(a) or j < len(b):
+        if i < len(a) and a.dims[i].size == 1:
+            out.append(([a.dims[i]], []))
+            i += 1
+            continue
+        if j < len(b) and b.dims[j].size == 1:
+            out.append(([], [b.dims[j]]))
+            j += 1
+            continue
         left, right = [a.dims[i]] if i < len(a) else [], [b.dims[j]] if j < len(b) else []
         i, j = i + len(left), j + len(right)
         while math.prod(d.size for d in left) != math.prod(d.size for d in right):

@@ -61,3 +61,20 @@ def squeeze(x: Tensor, dim: Dim | str) -> Tensor:
     if x.shape.dim(name).size != 1:
         raise UserError(f"squeeze of [{x.shape}]: {name!r} has more than one element")
     return reshape(x, Shape(d for d in x.shape if d.name != name))
+
+
+def strided(x: Tensor, dim: Dim | str, stride: int) -> Tensor:
+    """Every `stride`-th element along `dim`, the first one included; a split dimension stays where it is.
+
+    Raises:
+      UserError: the size is not a multiple of `stride`.
+    """
+    name = dim.name if isinstance(dim, Dim) else dim
+    at, size = x.shape.index(name), x.shape.dim(name).size
+    if stride < 1 or size % stride:
+        raise UserError(
+            f"strided [{x.shape}]: {stride} does not divide the {size} elements of {name!r}; pad it"
+        )
+    phase = Dim(f"{name}_phase", stride)
+    apart = reshape(x, [*x.shape.dims[:at], Dim(name, size // stride), phase, *x.shape.dims[at + 1 :]])
+    return squeeze(slice_dim(apart, phase, 0, 1), phase)

@@ -95,6 +95,10 @@ REDUCE = (
     ),
     Sample("sum of all", "reduce", lambda g, x: mtf.reduce_sum(x), (ABC,), np.sum),
     Sample("mean", "reduce", lambda g, x: mtf.reduce_mean(x, "a"), (ABC,), lambda x: x.mean(0)),
+    Sample("prod", "reduce", lambda g, x: mtf.reduce_prod(x, "b"), (ABC,), lambda x: x.prod(1)),
+    Sample(
+        "prod of two", "reduce", lambda g, x: mtf.reduce_prod(x, ["a", "b"]), (ABC,), lambda x: x.prod((0, 1))
+    ),
     Sample("max", "reduce", lambda g, x: mtf.reduce_max(x, "b"), (ABC,), lambda x: x.max(1)),
     Sample("min", "reduce", lambda g, x: mtf.reduce_min(x, ["a", "b"]), (ABC,), lambda x: x.min((0, 1))),
     Sample(

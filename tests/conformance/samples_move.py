@@ -106,6 +106,14 @@ SHAPE = (
         (Arg("a:8 b:2"), Arg("b:2 a:16"), Arg("a:8 b:2")),
         lambda x, y, z: np.concatenate([x, y.T, z]),
     ),
+    Sample("strided", "shape", lambda g, x: mtf.strided(x, "a", 2), (Arg("b:2 a:16"),), lambda x: x[:, ::2]),
+    Sample(
+        "squeeze",
+        "shape",
+        lambda g, x: mtf.squeeze(x, "one"),
+        (Arg("a:8 one:1 b:4"),),
+        lambda x: x[:, 0],
+    ),
     Sample(
         "split",
         "shape",
@@ -180,6 +188,12 @@ KEY = Arg("", "key")
 
 RANDOM = (
     Sample("dropout", "random", lambda g, x, k: mtf.dropout(x, 0.3, k), (ABC, KEY)),
+    Sample(
+        "dropout of whole rows",
+        "random",
+        lambda g, x, k: mtf.dropout(x, 0.3, k, noise_shape=dims("c:2 a:8")),
+        (ABC, KEY),
+    ),
     Sample("uniform", "random", lambda g, k: mtf.random_uniform(k, dims("a:8 b:4"), -1.0, 2.0), (KEY,)),
 )
 

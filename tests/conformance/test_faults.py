@@ -29,6 +29,7 @@ from mesh_tf_core.ops import (
     order,
     pieces,
     pool,
+    product,
     rearrange,
     reduce,
     shape,
@@ -102,6 +103,16 @@ def test_lost_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base.Lowering, "joined", only_sums)
     caught("max", "min", match="disagrees with others|off the dense")
     caught("any", match="disagrees with others|differ from the dense")
+
+
+def test_product_of_own_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What devices exchange is 1 instead of their factors' product."""
+
+    def kernel(self: Op, k: Any, at: At, x: Any) -> Any:
+        return k.full(at.outputs[0].shape.sizes, 1.0, at.outputs[0].dtype)
+
+    monkeypatch.setattr(product.PieceProducts, "kernel", kernel)
+    caught("prod", "prod of two", match="off the dense")
 
 
 def _without_sums(program: Program) -> Program:
@@ -311,6 +322,7 @@ def _half(inner: Callable[..., Any]) -> Callable[..., Any]:
         (einsum.Einsum, "matmul"),
         (basic.Shift, "add a number"),
         (reduce.Reduce, "max"),
+        (product.ReduceProd, "prod"),
         (softmax.Softmax, "softmax"),
         (norm.Normalize, "layer_norm"),
         (index.Gather, "gather"),

@@ -141,3 +141,16 @@ def test_gradients_of_two_losses() -> None:
         )
         got = LockstepEngine(verify(program)).step(BATCH)
         np.testing.assert_allclose(3 * got["one"], got["two"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["", "a:x", "a:x;b:y", "a:x+y"])
+def test_product_with_zeros(layout: str) -> None:
+    """The gradient is the product of the others, whichever of them are zero."""
+    g = mtf.Graph()
+    x = g.input("x", [mtf.Dim("b", 4), mtf.Dim("a", 4)], "float64")
+    (dx,) = mtf.gradients(mtf.reduce_sum(mtf.reduce_prod(x, "a")), [x])
+    assert dx is not None
+    program = verify(mtf.lower(g, mtf.Mesh("x:2;y:2"), mtf.Layout(layout), {"dx": dx}))
+    rows = np.array([[2.0, 3, 5, 7], [0, 3, 5, 7], [2, 3, 0, 0], [2, -3, 5, 0]])
+    want = [[np.delete(row, i).prod() for i in range(4)] for row in rows]
+    np.testing.assert_array_equal(LockstepEngine(program).step({"x": rows})["dx"], want)
