@@ -253,3 +253,50 @@ def test_data_may_be_a_tensorflow_dataset(tmp_path: Path) -> None:
 def test_faulty_data_is_one_line(tmp_path: Path, data: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         next(loaded(tmp_path, "\n" + data).data())
+
+
+PLACED = """
+import numpy as np
+
+class Batches:
+    def __init__(self):
+        self.at = 0
+    def __iter__(self):
+        return self
+    def __next__(self):
+        self.at += 1
+        print("made", self.at)
+        if self.at > 3:
+            raise StopIteration
+        return {"x": np.full((4, 8), self.at, np.float32)}
+    def get_state(self):
+        return self.at
+    def set_state(self, state):
+        self.at = state
+
+def data():
+    return Batches()
+"""
+
+
+@pytest.mark.parametrize("data", [DATA, PLACED])
+def test_data_goes_to_a_place(tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = loaded(tmp_path, data)
+    batches = found.data()
+    numbers = [batch["x"][0, 0] for batch in itertools.islice(batches, 5)]
+    place = batches.get_state()
+    following = [next(batches)["x"][0, 0] for _ in range(4)]
+    assert numbers + following == (numbers[:3] * 3 if data == PLACED else numbers[:2] * 5)[:9]
+    again = found.data()
+    capsys.readouterr()
+    again.set_state(place)
+    assert "made" not in capsys.readouterr().err  # what can go to its place makes no batches on the way
+    assert [next(again)["x"][0, 0] for _ in range(4)] == following
+
+
+def test_held_out_data_ends_and_its_last_batch_may_be_short(tmp_path: Path) -> None:
+    text = DATA.replace("(batch, 8)", "(batch - i, 8)")
+    batches = list(loaded(tmp_path, text).data("held-out", endless=False))
+    assert [batch["x"].shape for batch in batches] == [(4, 8), (3, 8)]
+    with pytest.raises(UserError, match=r"batch input 'x' has shape \(3, 8\)"):
+        list(itertools.islice(loaded(tmp_path, text).data("held-out"), 2))

@@ -23,8 +23,41 @@ def test_training_resumes_under_another_layout(result: Callable[..., dict[str, A
     assert first["loss"] + second["loss"] == pytest.approx(whole["loss"], rel=1e-4)
     assert second["held_out"]["loss"] == pytest.approx(whole["held_out"]["loss"], rel=1e-4)
     assert set(whole["held_out"]) == {"loss", "accuracy"}
+    assert 0 < whole["waited_for_input"] < 1
     again = result("train", MLP, *other, "--steps", "6", "--held-out", "0", "--checkpoint", str(tmp_path))
     assert (again["first_step"], again["steps"], again["loss"]) == (6, 6, [])
+
+
+def test_a_damaged_checkpoint_is_told(run: Callable[..., Result], tmp_path: Path) -> None:
+    command = ("train", MLP, *ON, "--held-out", "0", "--checkpoint", str(tmp_path), "--every", "2", "--steps")
+    assert run(*command, "3").exit_code == 0
+    (tmp_path / "step-000000003" / "manifest.json").unlink()
+    done = run(*command, "4")
+    assert done.exit_code == 0, done.stderr
+    assert "warning: checkpoint step-000000003: manifest.json cannot be read" in done.stderr
+    assert "resuming from step 2" in done.stderr
+    assert "% of the time" in done.stdout
+
+
+def test_held_out_data_is_judged_without_dropout_and_to_its_end(
+    result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import numpy as np\nimport mesh_tf_core as mtf\n\n"
+        "def model(batch: int = 4, dropout: float = 0.5) -> mtf.Model:\n"
+        "    g = mtf.Graph('one')\n"
+        "    b, n = mtf.Dim('batch', batch), mtf.Dim('n', 8)\n"
+        "    x, w = g.input('x', [b, n], 'float32'), g.variable('w', [n], mtf.ONES)\n"
+        "    seen = mtf.reduce_mean(mtf.dropout(x * w, dropout))\n"
+        "    return mtf.Model(seen, mtf.SGD(1e-6), {'rate': seen * 0 + dropout})\n\n"
+        "def data(batch, split='train'):\n"
+        "    for rows in (batch, batch, 1 if split == 'held-out' else batch):\n"
+        "        yield {'x': np.full((rows, 8), 9 if rows == 1 else 1, np.float32)}\n",
+        encoding="utf-8",
+    )
+    found = result("train", str(file), "--mesh", "data:2", "--layout", "batch:data", "--steps", "1")
+    assert found["held_out"] == pytest.approx({"loss": (8 * 1 + 9) / 9, "rate": 0.0}, rel=1e-4)
 
 
 def test_training_searches_its_layout(
