@@ -52,8 +52,8 @@ class Fused:
 
     Attributes:
       items: instructions that are not fused, and kernels, each with how often it runs.
-      inner: values that have no memory of their own -> the values that their kernel reads to compute them (none
-        if they lie in a loop's stack).
+      inner: values that have no memory of their own -> the values that their kernel reads to compute them
+        (none if they lie in a stack).
       products: those of them that are, or follow from, a product in their kernel.
     """
 

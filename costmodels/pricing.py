@@ -4,7 +4,8 @@
     `costmodels.compute`
 (2) communication seconds  = sum over collectives of times * t(kind, axes, bytes)
     `costmodels.collectives`
-(3) exposed communication  = sum over collectives of (1 - hidden fraction of its kind) * its seconds
+(3) exposed communication  = sum over collectives of (1 - hidden fraction of its class) * its seconds
+    `costmodels.overlap`
 (4) step seconds           = compute + exposed communication
 
 Quantities add up over instructions; seconds come last.
@@ -29,6 +30,7 @@ from costmodels.compute import Quantity, compute_seconds
 from costmodels.fusion import Kernel, fused
 from costmodels.hardware import ComputeCurve, Hardware
 from costmodels.kernels import call_seconds, calls
+from costmodels.overlap import ACTIVATION, GRADIENT, classes
 from costmodels.topology import Placement, place
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.op import Op, TensorType
@@ -46,7 +48,8 @@ class Line:
       seconds: all of it, hidden or not.
       exposed: seconds that the step waits for.
       flops, bytes: of computation.
-      axes, sent: of a collective: its mesh axes, and the bytes a device sends.
+      axes, sent, purpose: of a collective: its mesh axes, the bytes a device sends, its class of
+        `costmodels.overlap`.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Line:
     bytes: float = 0.0
     axes: Axes = ()
     sent: float = 0.0
+    purpose: str = ""
 
     @property
     def is_communication(self) -> bool:
@@ -157,6 +161,7 @@ class Pricer:
           again: `program` is part of a loop's body that runs again for backward.
         """
         stacks = _stacks(program) if self.by_call else {}
+        found = classes(program) if self.hardware.overlap else {}
         for instr, times in fused(program, again).items if self.fuses else program.expected():
             if isinstance(instr, Kernel):
                 yield self.kernel(program, instr, times)
@@ -165,7 +170,7 @@ class Pricer:
             elif isinstance(instr, AllReduce) and self.by_call:
                 yield self._sums(program, instr, times, stacks)
             elif isinstance(instr, Collective):
-                yield self.collective(program, instr, times)
+                yield self.collective(program, instr, times, found.get(instr.outputs[0], ACTIVATION))
             elif isinstance(instr, Loop) and instr.stacked:
                 yield from self.stacking(program, instr, times)
 
@@ -280,26 +285,36 @@ class Pricer:
             parts = stacks.get(i, 1)
             payload = program.values[i].local_bytes(program.mesh)
             seconds += parts * self._message(instr.name, instr.axes, max(1, payload // parts))
-        exposed = seconds * (1.0 - self.hardware.hidden_fraction(instr.name))
         sent, text = program.wire_bytes(instr), instr.text()
         return Line(
-            instr.name, text, instr.origin, instr.name, times, seconds, exposed, axes=instr.axes, sent=sent
+            instr.name, text, instr.origin, instr.name, times, seconds, seconds, axes=instr.axes, sent=sent
         )
 
-    def collective(self, program: Program, instr: Collective, times: float) -> Line:
+    def collective(self, program: Program, instr: Collective, times: float, purpose: str) -> Line:
+        """A line for one collective; `purpose` is its class (`costmodels.overlap`)."""
         kind = instr.name
         seconds = self._joined(
             kind, instr.axes, [program.values[i].local_bytes(program.mesh) for i in instr.inputs]
         )
-        exposed = seconds * (1.0 - self.hardware.hidden_fraction(kind))
-        sent = program.wire_bytes(instr)
+        exposed = seconds * (1.0 - self.hardware.hidden_fraction(purpose))
+        sent, text = program.wire_bytes(instr), instr.text()
         return Line(
-            kind, instr.text(), instr.origin, kind, times, seconds, exposed, axes=instr.axes, sent=sent
+            kind,
+            text,
+            instr.origin,
+            kind,
+            times,
+            seconds,
+            exposed,
+            axes=instr.axes,
+            sent=sent,
+            purpose=purpose,
         )
 
-    def message_seconds(self, kind: str, axes: Axes, payload: int) -> float:
-        """Exposed seconds of one collective whose input on a device has `payload` bytes."""
-        return self._message(kind, axes, payload) * (1.0 - self.hardware.hidden_fraction(kind))
+    def message_seconds(self, axes: Axes, payload: int) -> float:
+        """Exposed seconds of one sum of gradients whose input on a device has `payload` bytes."""
+        hidden = self.hardware.hidden_fraction(GRADIENT)
+        return self._message("all_reduce", axes, payload) * (1.0 - hidden)
 
     def _joined(self, kind: str, axes: Axes, payloads: Sequence[int]) -> float:
         """Values that travel together pay for their bytes each, and for one latency (that of one byte)

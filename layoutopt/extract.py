@@ -120,7 +120,7 @@ class Index:
 
 def _alpha(key: Key, pricer: Pricer) -> float:
     """Latency of a group's message: the price of its first byte."""
-    return pricer.message_seconds("all_reduce", key[0], 1)
+    return pricer.message_seconds(key[0], 1)
 
 
 def _time_terms(tables: Sequence[Table], groups: Sequence[Key], index: Index, pricer: Pricer) -> list[Term]:
@@ -133,7 +133,7 @@ def _time_terms(tables: Sequence[Table], groups: Sequence[Key], index: Index, pr
         costs = {}
         for assignment, entry in t.entries.items():
             small = sum(
-                pricer.message_seconds("all_reduce", k[0], b) - alpha[k]
+                pricer.message_seconds(k[0], b) - alpha[k]
                 for k, payloads in entry.small.items()
                 for b in payloads
             )

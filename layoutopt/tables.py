@@ -96,7 +96,7 @@ class Tabler:
         for key, found in ({} if self.pricer.by_call else combinable(program)).items():
             for instr in found:
                 payload = program.values[instr.inputs[0]].local_bytes(program.mesh)
-                seconds -= self.pricer.message_seconds("all_reduce", key[0], payload)
+                seconds -= self.pricer.message_seconds(key[0], payload)
                 small[key] = (*small.get(key, ()), payload)
         for dim in sorted(self.decided.read(chosen)[1].recompute):
             if dim in cluster.again:

@@ -321,11 +321,13 @@ class Fusion:
       group: node -> its group; nodes that fuse with nothing are alone in theirs or not listed.
       leaving: tensors that are read outside of their group, or leave their block.
       again: the same for a loop's body that runs again in backward.
+      stored: tensors that are variables' values, or parts or casts of them, before the update.
     """
 
     group: Mapping[int, int] = field(default_factory=dict)
     leaving: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
+    stored: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -274,9 +274,10 @@ class Hardware:
             return 1.0
         return max(1.0, devices / self.chip.host_cores.value)
 
-    def hidden_fraction(self, collective: str) -> float:
-        """Fraction of a collective's time that runs under compute; 0 unless the description has one."""
-        return dict(self.overlap)[collective].value if collective in dict(self.overlap) else 0.0
+    def hidden_fraction(self, purpose: str) -> float:
+        """Fraction of a collective's time that runs under compute, by its class (`costmodels.overlap`); 0
+        unless the file has one."""
+        return next((number.value for name, number in self.overlap if name == purpose), 0.0)
 
     def numbers(self) -> Iterator[tuple[str, Number]]:
         """Every number with its path, for `layoutopt hardware NAME`."""

@@ -27,6 +27,7 @@ from costmodels.hardware.units import UNITS, to_si, units_of
 FORMAT = "layoutopt-hardware/1"
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute"]
+Purpose = Literal["gradient", "parameter", "activation"]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Date = Annotated[str, StringConstraints(pattern=r"^\d{4}(-\d{2}(-\d{2})?)?$")]
 Points = list[tuple[float, float]]
@@ -250,7 +251,7 @@ class _HardwareFile(_File):
     fuses: bool = False
     chip: _ChipFile
     topology: Annotated[_TorusFile | _ClusterFile | _SharedMemoryFile, Field(discriminator="kind")]
-    overlap: dict[Collective, Fraction] = {}
+    overlap: dict[Purpose, Fraction] = {}
     collective_curves: list[_CollectiveCurveFile] = []
     compute_curves: list[_ComputeCurveFile] = []
     calibration: _CalibrationFile | None = None

@@ -152,6 +152,11 @@ class Lowering:
         self.values.append(Value(len(self.values), type.shape, type.dtype, splits, partial))
         return len(self.values) - 1
 
+    def bind(self, tensor: int, value: int) -> None:
+        """Notes the value of a tensor, and in the value whose it is: computed again, a tensor has two."""
+        self.env[tensor] = value
+        self.values[value] = replace(self.values[value], tensor=tensor)
+
     def emit(self, instr: Instr) -> None:
         self.code.append(instr)
 
@@ -244,9 +249,7 @@ class Lowering:
             inputs = [self.value_of(i) for i in node.inputs]
             types = [self.graph.tensor(o).type for o in node.outputs]
             for tensor, out in zip(node.outputs, self.apply(op, inputs, types), strict=True):
-                self.env[tensor] = out
-                # Noted at once: a tensor that is computed again has two values.
-                self.values[out] = replace(self.values[out], tensor=tensor)
+                self.bind(tensor, out)
 
     def stored_splits(self, op: Read | Assign) -> Splits:
         variable = op.variable

@@ -86,7 +86,7 @@ class _Groups:
             self._visit(node)
         groups = {n: self._root(n) for n in self.fuses}
         self._between(groups)
-        return Fusion(groups, *self._leaving())
+        return Fusion(groups, *self._leaving(), frozenset(self.stored))
 
     def _between(self, groups: dict[int, int]) -> None:
         """Adds the free operations between two of a group."""

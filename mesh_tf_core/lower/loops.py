@@ -108,10 +108,9 @@ class Loops:
 
     def _part(self, outer: int, inner: int) -> tuple[int, int]:
         v = self.low.values[outer]
-        self.low.env[inner] = self.low.new(
-            TensorType(Shape(v.shape.dims[1:]), v.dtype), v.splits[1:], v.partial
-        )
-        return outer, self.low.env[inner]
+        part = self.low.new(TensorType(Shape(v.shape.dims[1:]), v.dtype), v.splits[1:], v.partial)
+        self.low.bind(inner, part)
+        return outer, part
 
     def _recomputed(self, block: Block, again: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Runs the needed part of the forward body inside the backward body."""

@@ -152,7 +152,7 @@ def test_every_fault_is_named_with_its_path_at_once(tmp_path: Path) -> None:
             "collective_curves.0.collective: Input should",
         ),
         ("cpu-local", "calibrated", True, "'calibrated' is true but there is no 'calibration'"),
-        ("cpu-local", "overlap", {"all_reduce": {"value": 1}}, "overlap.all_reduce.unit: Field required"),
+        ("cpu-local", "overlap", {"gradient": {"value": 1}}, "overlap.gradient.unit: Field required"),
     ],
 )
 def test_one_fault(tmp_path: Path, base: str, path: str, value: Any, message: str) -> None:
