@@ -4,10 +4,11 @@ Use it as `import mesh_tf_core as mtf`. Nothing here loads TensorFlow before a p
 """
 
 from mesh_tf_core import decoding, layers
+from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.control import cond, while_loop
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.eager import Eager
-from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError, UserError
+from mesh_tf_core.errors import ClusterError, InfeasibleError, LayoutError, LimitError, UserError
 from mesh_tf_core.gradients import gradients
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.initializers import ONES, ZEROS, Constant, Initializer, Normal, Uniform
@@ -124,6 +125,8 @@ __all__ = [
     "ZEROS",
     "Adafactor",
     "Adam",
+    "Cluster",
+    "ClusterError",
     "Constant",
     "Dim",
     "Eager",
