@@ -17,17 +17,19 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.initializers import Initializer
 from mesh_tf_core.op import Op, TensorType
 from mesh_tf_core.ops.random import FoldIn
+from mesh_tf_core.scopes import Scopes
 from mesh_tf_core.structure import Assign, Feed, Read, Scan, Variable
 from mesh_tf_core.tensor import Tensor
 
 
-class Graph:
+class Graph(Scopes):
     """A model under construction, and afterwards its operations."""
 
     unroll = False
     """Whether `scan` calls its body once per iteration, through `unrolled`, instead of building a loop."""
 
     def __init__(self, name: str = "model") -> None:
+        super().__init__()
         self.name = name
         self.tensors: list[Tensor] = []
         self.producer: dict[int, Node] = {}
@@ -36,12 +38,7 @@ class Graph:
         self.inputs: dict[str, Tensor] = {}
         self.gradient_of: dict[int, str] = {}
         self._stack: list[Block] = [self.blocks[0]]
-        self._scope: list[str] = []
-        self._phase = "forward"
         self._reads: dict[str, Tensor] = {}
-        self._shared: int | None = None
-        self._around: int | None = None
-        self._frozen = False
         self._assigned: list[tuple[Variable, Tensor, str]] = []
         self._keys = 0
         self._count = 0
@@ -83,67 +80,6 @@ class Graph:
             for d in t.shape:
                 out.setdefault(d.name, set()).add(d.size)
         return out
-
-    @contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Operations built inside are reported under this name; variables' names begin with it."""
-        self._scope.append(name)
-        try:
-            yield
-        finally:
-            self._scope.pop()
-
-    def path(self, name: str) -> str:
-        """The whole name of something below the current scope."""
-        return "/".join([*self._scope, name])
-
-    @contextmanager
-    def phase(self, name: str, scope: str | None = None) -> Iterator[None]:
-        """Marks operations as backward or update; `scope` replaces the path of names."""
-        saved = self._phase, self._scope
-        self._phase = name
-        self._scope = [scope] if scope else ([] if scope == "" else self._scope)
-        try:
-            yield
-        finally:
-            self._phase, self._scope = saved
-
-    @contextmanager
-    def sharing(self) -> Iterator[None]:
-        """Variables made inside are shared: a loop opened inside has one value for all its iterations, and a
-        name that is made again is the same variable. So one block is applied again and again:
-
-            with graph.sharing():
-                x = mtf.scan(block, x, Dim("steps", 6))
-        """
-        saved = self._shared
-        if saved is None:
-            self._shared = len(self._loops)
-        try:
-            yield
-        finally:
-            self._shared = saved
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Variables made inside are stored, but not trained: those of a teacher, say."""
-        saved, self._frozen = self._frozen, True
-        try:
-            yield
-        finally:
-            self._frozen = saved
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Model code that has run before, once more: a variable that exists is the same one, whatever loops
-        were opened around this since. So one layer stack is used for whole texts and, in a loop, for one
-        position at a time (see `decoding`)."""
-        saved = self._around
-        self._around = len(self._loops)
-        try:
-            yield
-        finally:
-            self._around = saved
 
     def new_tensor(self, type: TensorType, block: Block) -> Tensor:
         tensor = Tensor(self, len(self.tensors), type, block.id)
@@ -291,7 +227,8 @@ class Graph:
         loops = self._loops[self._around : self._shared]
         shape = Shape([*(b.dim for b in loops if b.dim), *dims])
         trained = trainable and not self._frozen
-        variable = Variable(full, shape, check_dtype(dtype), initializer, trained, len(loops))
+        initial = self._changed(full, initializer)
+        variable = Variable(full, shape, check_dtype(dtype), initial, trained, len(loops))
         found = self.variables.get(full)
         if found is not None and self._shared is None and self._around is None:
             raise UserError(
@@ -323,8 +260,8 @@ class Graph:
         loops = [b for b in self._stack if b.dim is not None]
         if any(b.runs is not None for b in loops):
             raise UserError(
-                f"assign to variable {variable.name!r}: not inside a branch or a while loop, which may not run; "
-                "return the value from it"
+                f"assign to variable {variable.name!r}: not inside a branch or a while loop, which may not "
+                "run; return the value from it"
             )
         shape = Shape([*(b.dim for b in loops if b.dim), *value.shape])
         if TensorType(shape, value.dtype) != variable.type:

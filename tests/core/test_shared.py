@@ -111,6 +111,25 @@ def test_frozen_variables_are_stored_only() -> None:
     assert np.abs(got.after["student/scale"] - got.variables["student/scale"]).max() > 1e-3
 
 
+def test_initial_values_are_changed_from_inside_to_outside() -> None:
+    g = mtf.Graph()
+
+    def doubled(name: str, initial: mtf.Initializer) -> mtf.Initializer:
+        assert isinstance(initial, mtf.Normal)
+        return mtf.Normal(initial.stddev * 2)
+
+    def ones(name: str, initial: mtf.Initializer) -> mtf.Initializer:
+        return mtf.ONES if name == "norm/w" else initial
+
+    with g.initialized(ones), g.scope("norm"):
+        g.variable("w", [D], mtf.Normal(0.5))
+        with g.initialized(doubled):
+            g.variable("v", [D], mtf.Normal(0.5))
+    g.variable("u", [D], mtf.Normal(0.5))
+    found = [g.variables[n].initializer for n in ("norm/w", "norm/v", "u")]
+    assert found == [mtf.ONES, mtf.Normal(1.0), mtf.Normal(0.5)]
+
+
 def test_lookup_below_the_scope_first() -> None:
     g = mtf.Graph()
     g.variable("w", [], mtf.ONES)
