@@ -169,7 +169,7 @@ class _Builder:
         return Cluster(
             name,
             keep,
-            {dim: Keep(frozenset(found), keep.blocks) for dim, found in again.items()},
+            {dim: Keep(frozenset(found), keep.blocks, again=True) for dim, found in again.items()},
             *self._dims(nodes),
             early,
             multiplicity,
@@ -271,11 +271,12 @@ class _Builder:
                 if read and self._within(self.graph.blocks[block], forward) and not known:
                     gathers.add((block, tensor))
         reads = [n for n in self.coupling.live if isinstance(n.op, Read)]
-        return {
-            dim: self._keep([*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers))
-            for dim, (nodes, gathers) in extra.items()
-            if nodes or gathers
-        }
+        found = {}
+        for dim, (nodes, gathers) in extra.items():
+            if nodes or gathers:
+                keep = self._keep([*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers))
+                found[dim] = replace(keep, again=True)
+        return found
 
     def _within(self, block: Block, other: Block) -> bool:
         """Whether a block is another one, or inside of it."""

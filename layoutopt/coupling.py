@@ -56,6 +56,7 @@ class Coupling:
         self.reads: dict[str, list[Node]] = defaultdict(list)
         self.owner: dict[int, str] = {}
         self._variables()
+        self._gathers()
         self._sums()
         self._updates()
         self._fused()
@@ -97,6 +98,21 @@ class Coupling:
                 ):
                     out.setdefault((self.home[reader.index].id, tensor), []).append(reader)
         return out
+
+    # -- gathers that are shared -----------------------------------------------------------------------------
+
+    def _gathers(self) -> None:
+        """Joins operations of a block that need all of one dimension of the same tensor: it is gathered once
+        for all of them."""
+        for tensor, readers in self.readers.items():
+            first: dict[tuple[int, str], int] = {}
+            for node in readers if len(readers) > 1 else ():
+                if isinstance(node.op, Feed | Read | Assign | Scan) or node.op.expands():
+                    continue
+                roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
+                for name in roles.whole:
+                    if name in self.graph.tensor(tensor).shape.names:
+                        self._join(first.setdefault((self.home[node.index].id, name), node.index), node.index)
 
     # -- sums that may wait ----------------------------------------------------------------------------------
 

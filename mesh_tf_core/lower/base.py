@@ -52,11 +52,13 @@ class Keep:
       blocks: ids of the loop bodies that hold some of it.
       homes: (block, tensor): also bring a tensor into its natural placement at the end of a block, as readers
         would.
+      again: it is what runs a second time when a loop is recomputed.
     """
 
     nodes: frozenset[int]
     blocks: frozenset[int]
     homes: frozenset[tuple[int, int]] = frozenset()
+    again: bool = False
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
     _sources: dict[int, int] = field(default_factory=dict, compare=False, repr=False)

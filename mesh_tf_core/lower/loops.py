@@ -148,7 +148,15 @@ class Loops:
         return [(self.low.env[t], outer) for t, outer in found.items()]
 
     def _saves(self, block: Block) -> list[tuple[int, int]]:
-        return [] if self._recomputes(block) else list(block.saved.items())
+        return [] if self._recomputes(block) or self._saves_later(block) else list(block.saved.items())
+
+    def _saves_later(self, block: Block) -> bool:
+        """Whether a loop is inside of one that is recomputed: what it saves the first time nobody reads. (The
+        whole program drops that as dead.)"""
+        if self.low.keep is None or self.low.keep.again or block.parent is None:
+            return False
+        around = self.low.graph.blocks[block.parent]
+        return self._recomputes(around) or self._saves_later(around)
 
     def _stack(self, block: Block, inner: int, outer: int) -> tuple[int, int]:
         value = self._scattered(self.low.value_of(inner), self.low.graph.gradient_of.get(outer))
