@@ -4,6 +4,7 @@ Use it as `import mesh_tf_core as mtf`. Nothing here loads TensorFlow before a p
 """
 
 from mesh_tf_core import decoding, layers
+from mesh_tf_core.assigning import assign_add, assign_slice, assign_sub
 from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.control import cond, while_loop
 from mesh_tf_core.dims import Dim, Shape
@@ -162,6 +163,9 @@ __all__ = [
     "argmax",
     "argmin",
     "argsort",
+    "assign_add",
+    "assign_slice",
+    "assign_sub",
     "avg_pool",
     "broadcast",
     "cast",

@@ -14,14 +14,16 @@ from mesh_tf_core.layers.attention_kinds import (
 )
 from mesh_tf_core.layers.base import ACTIVATIONS
 from mesh_tf_core.layers.batch_norm import BatchNorm
-from mesh_tf_core.layers.conv import Conv, GroupNorm
-from mesh_tf_core.layers.dense import Dense, FeedForward
+from mesh_tf_core.layers.conv import Conv, DepthwiseConv, GroupNorm, SeparableConv
+from mesh_tf_core.layers.dense import Dense, DenseProduct, FeedForward, unit_einsum
 from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
 from mesh_tf_core.layers.experts_attention import ExpertsAttention
+from mesh_tf_core.layers.light_conv import LightConv
 from mesh_tf_core.layers.local_2d import LocalAttention2D
 from mesh_tf_core.layers.loss import CrossEntropy, sigmoid_cross_entropy
 from mesh_tf_core.layers.lsh import LSHAttention
 from mesh_tf_core.layers.masks import causal_mask, padding_mask, segment_mask
+from mesh_tf_core.layers.memory import ProductKeyMemory
 from mesh_tf_core.layers.moe import MixtureOfExperts
 from mesh_tf_core.layers.moe_2d import MixtureOfExperts2D
 from mesh_tf_core.layers.noise import AnnealedDropout, Jitter
@@ -46,6 +48,8 @@ __all__ = [
     "Conv",
     "CrossEntropy",
     "Dense",
+    "DenseProduct",
+    "DepthwiseConv",
     "DoublyNormalizedAttention",
     "Embedding",
     "ExpertChoice",
@@ -56,18 +60,21 @@ __all__ = [
     "LSHAttention",
     "LayerNorm",
     "LearnedPositions",
+    "LightConv",
     "LocalAttention",
     "LocalAttention2D",
     "Mixtape",
     "MixtureOfExperts",
     "MixtureOfExperts2D",
     "MixtureOfSoftmaxes",
+    "ProductKeyMemory",
     "RMSNorm",
     "ReZero",
     "RelativeBias",
     "Rotary",
     "Router",
     "ScaleNorm",
+    "SeparableConv",
     "Sinusoids",
     "Synthesizer",
     "TalkingHeadsAttention",
@@ -76,4 +83,5 @@ __all__ = [
     "padding_mask",
     "segment_mask",
     "sigmoid_cross_entropy",
+    "unit_einsum",
 ]

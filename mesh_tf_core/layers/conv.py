@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.initializers import ONES, ZEROS, Normal
+from mesh_tf_core.layers.base import activation
+from mesh_tf_core.layers.dense import Dense
 from mesh_tf_core.ops.conv import conv, conv_transpose
 from mesh_tf_core.ops.math import rsqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 from mesh_tf_core.ops.shape import rename, reshape
+from mesh_tf_core.ops.windows import Pads
 from mesh_tf_core.tensor import Tensor
 
 
@@ -29,6 +32,8 @@ class Conv:
       size: taps along each of them.
       stride: the output has that many times fewer elements along each; `transposed`: more.
       bias: adds a learned [outputs].
+      causal: along its one dimension an output sees no later inputs.
+      activation: name of a function (`layers.ACTIVATIONS`).
       inputs: name of the input's channels; by default that of the outputs.
     """
 
@@ -38,12 +43,17 @@ class Conv:
     stride: int = 1
     transposed: bool = False
     bias: bool = False
+    causal: bool = False
+    activation: str = "linear"
     inputs: str = ""
     name: str = "conv"
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.dims) <= 3:
             raise UserError(f"Conv: 1 to 3 spatial dimensions, found {list(self.dims)}")
+        if self.causal and (len(self.dims) > 1 or self.transposed):
+            raise UserError("Conv: causal is for one dimension, and not transposed")
+        activation(self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[others, dims, channels] -> [others, dims, outputs]."""
@@ -61,10 +71,70 @@ class Conv:
                 dims = [Dim(d, x.dim(d).size * self.stride) for d in self.dims]
                 y = conv_transpose(x, w, dims, taps, self.outputs, self.stride)
             else:
-                y = conv(x, w, [x.dim(d) for d in self.dims], taps, inner, self.stride)
+                pads: Pads = [(self.size - 1, 0)] if self.causal else "same"
+                y = conv(x, w, [x.dim(d) for d in self.dims], taps, inner, self.stride, pads=pads)
             if self.bias:
                 y = y + g.variable("bias", [self.outputs], ZEROS, activation_dtype=x.dtype)
-            return y
+            return activation(self.activation)(y)
+
+
+@dataclass(frozen=True)
+class DepthwiseConv:
+    """Convolution of every channel with a filter of its own, with `same` padding.
+
+    Attributes:
+      dims, size, stride, bias: as of `Conv`.
+    """
+
+    dims: tuple[str, ...]
+    size: int = 3
+    stride: int = 1
+    bias: bool = False
+    channels: str = "channels"
+    name: str = "depthwise"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.dims) <= 3:
+            raise UserError(f"DepthwiseConv: 1 to 3 spatial dimensions, found {list(self.dims)}")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[others, dims, channels] -> the same."""
+        g, c = x.graph, x.dim(self.channels)
+        taps = [Dim(f"tap_{d}", self.size) for d in self.dims]
+        with g.scope(self.name):
+            stddev = Normal(math.sqrt(2 / self.size ** len(self.dims)))
+            w = g.variable("weight", [*taps, c], stddev, activation_dtype=x.dtype)
+            y = conv(x, w, [x.dim(d) for d in self.dims], taps, None, self.stride, groups=[c])
+            return y + g.variable("bias", [c], ZEROS, activation_dtype=x.dtype) if self.bias else y
+
+
+@dataclass(frozen=True)
+class SeparableConv:
+    """A depthwise convolution, then a product over the channels: a convolution with far fewer weights
+    (Chollet 2017, "Xception: deep learning with depthwise separable convolutions").
+
+    Attributes:
+      outputs: channels of the output.
+      dims, size, stride, bias, inputs: as of `Conv`.
+    """
+
+    outputs: Dim
+    dims: tuple[str, ...]
+    size: int = 3
+    stride: int = 1
+    bias: bool = False
+    inputs: str = ""
+    name: str = "separable"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[others, dims, channels] -> [others, dims, outputs]."""
+        own = self.inputs or self.outputs.name
+        with x.graph.scope(self.name):
+            y = DepthwiseConv(self.dims, self.size, self.stride, channels=own)(x)
+            if own == self.outputs.name:
+                own = f"{own}_in"
+                y = rename(y, **{self.outputs.name: own})
+            return Dense((self.outputs,), (own,), self.bias, name="pointwise")(y)
 
 
 @dataclass(frozen=True)

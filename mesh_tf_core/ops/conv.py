@@ -18,8 +18,9 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import listing, same_dtype
-from mesh_tf_core.ops.convgrid import Grid, finish, ordered
+from mesh_tf_core.ops.convgrid import Grid, correlated, finish, ordered, taps_met
 from mesh_tf_core.ops.pieces import window
+from mesh_tf_core.ops.shape import reshape
 from mesh_tf_core.ops.windows import Pads, Window, fitted, spread, windows
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Conv(Op):
     Attributes:
       taps: w's dimensions that the windows slide over, one per window.
       channel: summed out.
+      groups: dimensions of both, and of the output: every group has weights of its own.
       base: per window, the input at which this device's piece of x begins, relative to its piece of the
         whole.
     """
@@ -43,11 +45,12 @@ class Conv(Op):
     taps: tuple[str, ...]
     channel: str
     base: tuple[int, ...] | None = None
+    groups: tuple[str, ...] = ()
     kind: ClassVar[str] = "matmul"
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.windows, self.taps, self.channel)
+        return Grid(self.windows, self.taps, self.channel, self.groups)
 
     def roles(self, *inputs: TensorType) -> Roles:
         return self.grid.roles(*inputs)
@@ -60,16 +63,15 @@ class Conv(Op):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         (x, w), (xs, ws), grid = slices, (t.shape for t in at.inputs), self.grid
-        out = at.outputs[0].shape
-        x = grid.images(k, x, xs)
+        out, outs = at.outputs[0].shape, grid.outs(ws)
+        x = grid.images(k, x, xs, [self.channel])
         for i, v in enumerate(self.windows):
             before = v.before if self.base is None else v.before + self.base[i]
             length = (out.dim(v.dim).size - 1) * v.stride + v.reach
             x = fitted(k, x, 1 + i, before, length)
-        y = k.conv(
-            x, grid.filters(k, w, ws), [v.stride for v in self.windows], [v.dilation for v in self.windows]
-        )
-        return k.reshape(y, out.sizes)
+        w = grid.filters(k, w, ws, [self.channel], outs)
+        y = correlated(k, x, w, [v.stride for v in self.windows], [v.dilation for v in self.windows])
+        return grid.restored(k, y, out, outs)
 
     def flops(self, *local: TensorType) -> float:
         x, w = local
@@ -99,8 +101,8 @@ class Conv(Op):
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, w = inputs
         sizes = tuple(x.shape.dim(v.dim).size for v in self.windows)
-        back = ConvInputGrad(self.windows, self.taps, self.channel, sizes)
-        weight = ConvFilterGrad(self.windows, self.taps, self.channel, w.shape)
+        back = ConvInputGrad(self.windows, self.taps, self.channel, sizes, groups=self.groups)
+        weight = ConvFilterGrad(self.windows, self.taps, self.channel, w.shape, groups=self.groups)
         return dy.graph.apply(back, dy, w), dy.graph.apply(weight, x, dy)
 
 
@@ -120,11 +122,12 @@ class ConvInputGrad(Op):
     channel: str
     sizes: tuple[int, ...]
     base: tuple[int, ...] | None = None
+    groups: tuple[str, ...] = ()
     kind: ClassVar[str] = "matmul"
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.windows, self.taps, self.channel)
+        return Grid(self.windows, self.taps, self.channel, self.groups)
 
     def roles(self, *inputs: TensorType) -> Roles:
         dy, w = inputs
@@ -144,27 +147,24 @@ class ConvInputGrad(Op):
                     f"transposed conv of {listing(inputs)}: {size} elements of {v.dim!r} have "
                     f"{v.outputs(size)} windows, found {dy.shape.dim(v.dim).size}"
                 )
-        others = [d for d in dy.shape if d.name not in outs and d.name not in self.grid.names]
+        others = [dy.shape.dim(n) for n in self.grid.images_of(dy.shape.without(*outs))]
         spatial = [Dim(v.dim, s) for v, s in zip(self.windows, self.sizes, strict=True)]
-        return TensorType(Shape([*others, *spatial, w.shape.dim(self.channel)]), same_dtype("conv", inputs))
+        ends = [w.shape.dim(n) for n in (*self.groups, self.channel)]
+        return TensorType(Shape([*others, *spatial, *ends]), same_dtype("conv", inputs))
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         (dy, w), (ds, ws), grid = slices, (t.shape for t in at.inputs), self.grid
-        out, outs = at.outputs[0].shape, self.grid.outs(at.inputs[1].shape)
-        others = [n for n in ds.names if n not in outs and n not in grid.names]
-        dy = ordered(k, dy, ds, [*others, *grid.names, *outs])
-        dy = k.reshape(dy, [grid.count(ds, others), *grid.sizes(ds), grid.count(ds, outs)])
+        out, outs = at.outputs[0].shape, grid.outs(ws)
+        dy = grid.images(k, dy, ds, outs)
         for i, v in enumerate(self.windows):
             base = 0 if self.base is None else self.base[i]
             before = v.reach - 1 - v.before + base * v.stride
             dy = fitted(k, spread(k, dy, 1 + i, v.stride), 1 + i, before, out.dim(v.dim).size + v.reach - 1)
-        w = ordered(k, w, ws, [*self.taps, *outs, self.channel])
-        shape = [*(ws.dim(t).size for t in self.taps), grid.count(ws, outs), ws.dim(self.channel).size]
-        w = k.reshape(w, shape)
+        w = grid.filters(k, w, ws, outs, [self.channel])
         for i in range(len(self.windows)):
             w = k.flip(w, i)
-        dx = k.conv(dy, w, [1] * len(self.windows), [v.dilation for v in self.windows])
-        return k.reshape(dx, out.sizes)
+        dx = correlated(k, dy, w, [1] * len(self.windows), [v.dilation for v in self.windows])
+        return grid.restored(k, dx, out, [self.channel])
 
     def flops(self, *local: TensorType) -> float:
         dy, w = local
@@ -194,8 +194,8 @@ class ConvInputGrad(Op):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         y, w = inputs
-        forward = Conv(self.windows, self.taps, self.channel)
-        weight = ConvFilterGrad(self.windows, self.taps, self.channel, w.shape)
+        forward = Conv(self.windows, self.taps, self.channel, groups=self.groups)
+        weight = ConvFilterGrad(self.windows, self.taps, self.channel, w.shape, groups=self.groups)
         return dy.graph.apply(forward, dy, w), dy.graph.apply(weight, dy, y)
 
 
@@ -212,16 +212,17 @@ class ConvFilterGrad(Op):
     channel: str
     filters: Shape
     base: tuple[int, ...] | None = None
+    groups: tuple[str, ...] = ()
     kind: ClassVar[str] = "matmul"
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.windows, self.taps, self.channel)
+        return Grid(self.windows, self.taps, self.channel, self.groups)
 
     def roles(self, *inputs: TensorType) -> Roles:
-        summed = tuple(n for n in inputs[0].shape.names if n != self.channel)
+        summed = tuple(n for n in inputs[0].shape.names if n not in (self.channel, *self.groups))
         return Roles(
-            parallel=(self.channel, *self.grid.outs(self.filters)),
+            parallel=(self.channel, *self.groups, *self.grid.outs(self.filters)),
             reduced=summed,
             whole=self.grid.whole_taps(),
         )
@@ -231,21 +232,18 @@ class ConvFilterGrad(Op):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         (x, dy), (xs, ds), grid = slices, (t.shape for t in at.inputs), self.grid
-        out = at.outputs[0].shape
-        outs = self.grid.outs(self.filters)
-        x = grid.images(k, x, xs)
+        out, outs = at.outputs[0].shape, grid.outs(self.filters)
+        images = list(grid.images_of(xs))
+        x = grid.images(k, x, xs, [self.channel])
         for i, v in enumerate(self.windows):
             before = v.before if self.base is None else v.before + self.base[i]
             x = fitted(k, x, 1 + i, before, (ds.dim(v.dim).size - 1) * v.stride + v.reach)
-        rank = len(self.windows)
-        # Channels take the place of images and images that of channels; windows step over taps.
-        x = k.transpose(x, [rank + 1, *range(1, rank + 1), 0])
-        others = [n for n in ds.names if n not in outs and n not in grid.names]
-        dy = ordered(k, dy, ds, [*grid.names, *(n for n in xs.names if n in others), *outs])
-        dy = k.reshape(dy, [*grid.sizes(ds), grid.count(ds, others), grid.count(ds, outs)])
-        dw = k.conv(x, dy, [v.dilation for v in self.windows], [v.stride for v in self.windows])
-        dw = k.transpose(dw, [*range(1, rank + 1), 0, rank + 1])
-        made = Shape(out.dim(n) for n in (*self.taps, self.channel, *outs))
+        # The images of both in the same order.
+        same = Shape(ds.dim(n) for n in (*images, *grid.names, *self.groups, *outs))
+        dy = grid.images(k, ordered(k, dy, ds, same.names), same, outs)
+        taps = [out.dim(t).size for t in self.taps]
+        dw = taps_met(k, x, dy, taps, [v.stride for v in self.windows], [v.dilation for v in self.windows])
+        made = Shape(out.dim(n) for n in (*self.taps, *self.groups, self.channel, *outs))
         return ordered(k, k.reshape(dw, made.sizes), made, out.names)
 
     def flops(self, *local: TensorType) -> float:
@@ -256,9 +254,10 @@ class ConvFilterGrad(Op):
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
         """Windows' inputs, transposed, times the outputs that they met."""
         x, dy = local
-        n = self.grid.count(dy.shape, (name for name in dy.shape.names if name in self.filters.names))
+        outs = [name for name in dy.shape.names if name in self.grid.outs(self.filters)]
+        n, batch = self.grid.count(dy.shape, outs), self.grid.count(dy.shape, self.groups)
         weights = self.grid.count(self.filters, self.taps) * x.shape.dim(self.channel).size
-        return 1, weights, n, dy.shape.size // n
+        return batch, weights, n, dy.shape.size // (n * batch)
 
     def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, dy = inputs
@@ -280,28 +279,40 @@ class ConvFilterGrad(Op):
         raise UserError("the second derivative of conv with respect to its weights is not defined")
 
 
+_SINGLE = Dim("_single", 1)
+
+
 def conv(
     x: Tensor,
     w: Tensor,
     dims: Sequence[Dim],
     taps: Sequence[Dim],
-    channel: Dim,
+    channel: Dim | None,
     strides: int | Sequence[int] = 1,
     dilations: int | Sequence[int] = 1,
     pads: Pads = "same",
+    groups: Sequence[Dim] = (),
 ) -> Tensor:
-    """Correlation of x [others, dims, channel] with w [taps, channel, out]: [others, dims, out].
+    """Correlation of x [others, dims, groups, channel] with w [taps, groups, channel, out]: [others, dims,
+    groups, out].
 
     Args:
       dims: one to three dimensions of x that windows slide along; they keep their names.
       taps: the dimensions of w that belong to them, in the same order.
+      channel: summed out; None if nothing is (with groups: a depthwise convolution).
       pads: `same`, `valid`, or (before, after) per dimension.
+      groups: dimensions of x and of w, which the output keeps: each of their elements is convolved with
+        weights of its own.
     """
     rank = len(dims)
     steps = [strides] * rank if isinstance(strides, int) else list(strides)
     gaps = [dilations] * rank if isinstance(dilations, int) else list(dilations)
     found = windows([x.shape.dim(d.name) for d in dims], [t.size for t in taps], steps, gaps, pads)
-    return x.graph.apply(Conv(found, tuple(t.name for t in taps), channel.name), x, w)
+    if channel is None:
+        channel = _SINGLE
+        x, w = reshape(x, [*x.shape, _SINGLE]), reshape(w, [*w.shape, _SINGLE])
+    op = Conv(found, tuple(t.name for t in taps), channel.name, groups=tuple(g.name for g in groups))
+    return x.graph.apply(op, x, w)
 
 
 def conv_transpose(
@@ -309,19 +320,25 @@ def conv_transpose(
     w: Tensor,
     dims: Sequence[Dim],
     taps: Sequence[Dim],
-    channel: Dim,
+    channel: Dim | None,
     strides: int | Sequence[int] = 1,
     dilations: int | Sequence[int] = 1,
     pads: Pads = "same",
+    groups: Sequence[Dim] = (),
 ) -> Tensor:
     """The transpose of `conv`: y [others, dims, out] to [others, dims, channel], `strides` times as large.
 
     Args:
       dims: the dimensions with their sizes after it; y has them with the sizes that `conv` would give.
+      channel, groups: as of `conv`.
     """
     rank = len(dims)
     steps = [strides] * rank if isinstance(strides, int) else list(strides)
     gaps = [dilations] * rank if isinstance(dilations, int) else list(dilations)
     found = windows(dims, [t.size for t in taps], steps, gaps, pads)
-    op = ConvInputGrad(found, tuple(t.name for t in taps), channel.name, tuple(d.size for d in dims))
-    return y.graph.apply(op, y, w)
+    inner = channel or _SINGLE
+    w = w if channel else reshape(w, [*w.shape, _SINGLE])
+    sizes, names = tuple(d.size for d in dims), tuple(g.name for g in groups)
+    op = ConvInputGrad(found, tuple(t.name for t in taps), inner.name, sizes, groups=names)
+    x = y.graph.apply(op, y, w)
+    return x if channel else reshape(x, x.shape.without(_SINGLE.name))

@@ -3,8 +3,9 @@ order."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from mesh_tf_core.kernels.protocol import Kernel
 from mesh_tf_core.layout import check_disjoint
 from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import listing
-from mesh_tf_core.ops.windows import Window
+from mesh_tf_core.ops.windows import Window, strided
 from mesh_tf_core.program import Local
 
 if TYPE_CHECKING:
@@ -23,11 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grid:
-    """The parts of the dimensions of one convolution."""
+    """The parts of the dimensions of one convolution.
+
+    Attributes:
+      taps: the weights' dimensions that the windows slide over.
+      channel: what input and weights share and the output lacks.
+      groups: what all three share: every group has weights of its own.
+    """
 
     windows: tuple[Window, ...]
     taps: tuple[str, ...]
     channel: str
+    groups: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -36,11 +44,15 @@ class Grid:
 
     def outs(self, w: Shape) -> tuple[str, ...]:
         """The weights' dimensions that the output has."""
-        return tuple(n for n in w.names if n not in self.taps and n != self.channel)
+        return tuple(n for n in w.names if n not in (*self.taps, self.channel, *self.groups))
 
     def others(self, x: Shape) -> tuple[str, ...]:
-        """The input's dimensions that nothing happens to."""
+        """The input's dimensions that the output has too, groups among them."""
         return tuple(n for n in x.names if n not in self.names and n != self.channel)
+
+    def images_of(self, x: Shape) -> tuple[str, ...]:
+        """Those of them that the weights lack."""
+        return tuple(n for n in self.others(x) if n not in self.groups)
 
     def whole_taps(self) -> dict[str, str]:
         return dict.fromkeys(self.taps, "every window needs all of its weights")
@@ -59,23 +71,27 @@ class Grid:
                 problem = (
                     f"the windows along {v.dim!r} have {v.size} taps, the weights {w.shape.dim(tap).size}"
                 )
-        shared = set(w.shape.names) & set(x.shape.names) - {self.channel}
+        for name in self.groups:
+            if not any(d.name == name and d in x.shape.dims for d in w.shape):
+                problem = f"both need the same groups {name!r}"
+        shared = set(w.shape.names) & set(x.shape.names) - {self.channel, *self.groups}
         if shared:
-            problem = f"both have {', '.join(sorted(shared))}; rename it in one of them"
+            problem = f"both have {', '.join(sorted(shared))}; rename it in one of them, or name it in groups"
         if problem:
             raise UserError(f"{op} of {listing((x, w))}: {problem}")
 
     def output(self, x: Shape, w: Shape, sizes: dict[str, int]) -> Shape:
-        kept = [x.dim(n) for n in self.others(x)]
-        return Shape([*kept, *(Dim(n, sizes[n]) for n in self.names), *(w.dim(n) for n in self.outs(w))])
+        kept = [x.dim(n) for n in self.images_of(x)]
+        ends = [w.dim(n) for n in (*self.groups, *self.outs(w))]
+        return Shape([*kept, *(Dim(n, sizes[n]) for n in self.names), *ends])
 
     def weights_per_output(self, w: Shape) -> int:
         return self.count(w, (*self.taps, self.channel))
 
     def product(self, flops: float, w: Shape) -> tuple[int, int, int, int]:
         """(batch, m, n, k) of the matrix product of all windows and the weights, that has so many FLOPs."""
-        n, k = self.count(w, self.outs(w)), self.weights_per_output(w)
-        return 1, max(1, round(flops / (2.0 * n * k))), n, k
+        n, k, batch = self.count(w, self.outs(w)), self.weights_per_output(w), self.count(w, self.groups)
+        return batch, max(1, round(flops / (2.0 * n * k * batch))), n, k
 
     def sizes(self, x: Shape) -> list[int]:
         return [x.dim(n).size for n in self.names]
@@ -85,18 +101,90 @@ class Grid:
         """Elements over the named dimensions."""
         return math.prod(shape.dim(n).size for n in names)
 
-    def images(self, k: Kernel, x: Any, shape: Shape) -> Any:
-        """x as [others, windows' dims, channel] with the others in one axis."""
-        others = self.others(shape)
-        x = ordered(k, x, shape, [*others, *self.names, self.channel])
-        return k.reshape(x, [self.count(shape, others), *self.sizes(shape), shape.dim(self.channel).size])
+    def images(self, k: Kernel, x: Any, shape: Shape, last: Sequence[str]) -> Any:
+        """x as [others, windows' dims, groups, last], the others, groups and last ones in one axis each."""
+        images = self.images_of(shape.without(*last))
+        x = ordered(k, x, shape, [*images, *self.names, *self.groups, *last])
+        ends = [self.count(shape, self.groups), self.count(shape, last)]
+        return k.reshape(x, [self.count(shape, images), *self.sizes(shape), *ends])
 
-    def filters(self, k: Kernel, w: Any, shape: Shape) -> Any:
-        """w as [taps, channel, out] with the outs in one axis."""
-        outs = self.outs(shape)
-        w = ordered(k, w, shape, [*self.taps, self.channel, *outs])
-        taps = [shape.dim(t).size for t in self.taps]
-        return k.reshape(w, [*taps, shape.dim(self.channel).size, self.count(shape, outs)])
+    def filters(self, k: Kernel, w: Any, shape: Shape, first: Sequence[str], last: Sequence[str]) -> Any:
+        """w as [taps, groups, first, last], the dimensions of each of the last three in one axis."""
+        w = ordered(k, w, shape, [*self.taps, *self.groups, *first, *last])
+        ends = [self.count(shape, part) for part in (self.groups, first, last)]
+        return k.reshape(w, [*(shape.dim(t).size for t in self.taps), *ends])
+
+    def restored(self, k: Kernel, y: Any, out: Shape, last: Sequence[str]) -> Any:
+        """[others, windows' dims, groups, last] as the output `out`."""
+        images = self.images_of(out.without(*last))
+        made = Shape(out.dim(n) for n in (*images, *self.names, *self.groups, *last))
+        return ordered(k, k.reshape(y, made.sizes), made, out.names)
+
+
+def correlated(k: Kernel, x: Any, w: Any, strides: Sequence[int], dilations: Sequence[int]) -> Any:
+    """Correlation of x [n, windows' dims, g, c] with w [taps, g, c, o], group by group: [n, windows' dims, g,
+    o].
+
+    Groups are products tap by tap; without them it is the library's convolution.
+    """
+    rank, groups = len(strides), w.shape[-3]
+    if groups == 1:
+        y = k.conv(
+            k.reshape(x, [*x.shape[:-2], x.shape[-1]]),
+            k.reshape(w, [*w.shape[:-3], *w.shape[-2:]]),
+            strides,
+            dilations,
+        )
+        return k.reshape(y, [*y.shape[:-1], 1, y.shape[-1]])
+    reach = [(n - 1) * d + 1 for n, d in zip(w.shape, dilations, strict=False)]
+    counts = [(n - r) // s + 1 for n, r, s in zip(x.shape[1:], reach, strides, strict=False)]
+    total = None
+    for tap, part in _taps(k, x, w.shape[:rank], counts, strides, dilations):
+        own = k.slice(w, [*tap, 0, 0, 0], [*([1] * rank), *w.shape[rank:]])
+        own = k.reshape(own, w.shape[rank:])
+        if w.shape[-2] == 1:
+            term = k.binary("mul", part, k.reshape(own, [groups, w.shape[-1]]))
+        else:
+            rows = k.reshape(part, [math.prod(part.shape[:-2]), *part.shape[-2:]])
+            term = k.reshape(k.einsum("ngc,gco->ngo", rows, own), [*part.shape[:-1], w.shape[-1]])
+        total = term if total is None else k.binary("add", total, term)
+    return total
+
+
+def taps_met(
+    k: Kernel, x: Any, dy: Any, taps: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+) -> Any:
+    """For every tap the inputs x [n, windows' dims, g, c] times the outputs dy [n, windows' dims, g, o] that
+    they met: [taps, g, c, o]."""
+    rank, (g, c), o = len(strides), x.shape[-2:], dy.shape[-1]
+    if g == 1:
+        # Channels take the place of images and images that of channels; windows step over taps.
+        turned = k.transpose(x, [rank + 2, *range(1, rank + 1), rank + 1, 0])
+        dw = correlated(k, turned, _as_filters(k, dy), dilations, strides)
+        return k.transpose(dw, [*range(1, rank + 1), rank + 1, 0, rank + 2])
+    rows = k.reshape(dy, [math.prod(dy.shape[:-2]), g, o])
+    met = []
+    for _, part in _taps(k, x, taps, dy.shape[1 : rank + 1], strides, dilations):
+        inputs = k.reshape(part, [rows.shape[0], g, c])
+        met.append(k.reshape(k.einsum("ngc,ngo->gco", inputs, rows), [1, g, c, o]))
+    return k.reshape(k.concat(met, 0), [*taps, g, c, o])
+
+
+def _as_filters(k: Kernel, dy: Any) -> Any:
+    """[n, windows' dims, 1, o] as weights [windows' dims, 1, n, o]."""
+    rank = len(dy.shape) - 3
+    return k.transpose(dy, [*range(1, rank + 1), rank + 1, 0, rank + 2])
+
+
+def _taps(
+    k: Kernel, x: Any, taps: Sequence[int], counts: Sequence[int], strides: Sequence[int], gaps: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Every tap, and the inputs that it meets in all windows."""
+    for tap in itertools.product(*map(range, taps)):
+        part = x
+        for i, (at, count) in enumerate(zip(tap, counts, strict=True)):
+            part = strided(k, part, 1 + i, at * gaps[i], count, strides[i])
+        yield tap, part
 
 
 def ordered(k: Kernel, x: Any, shape: Shape, names: Sequence[str]) -> Any:

@@ -107,6 +107,53 @@ def pool_sample(name: str, fn: str, x: str, sizes: Any, strides: Any, pads: Pads
     )
 
 
+def grouped(x: np.ndarray, w: np.ndarray, strides: Any, dilations: Any, pads: Pads) -> np.ndarray:
+    """x [g n spatial in], w [g taps in out]: every group for itself, [n spatial g out]."""
+    parts = [reference(a, b, strides, dilations, pads) for a, b in zip(x, w, strict=True)]
+    return np.stack(parts, -2)
+
+
+GROUPED = (
+    Sample(
+        "conv grouped",
+        "spatial",
+        lambda g, x, w: mtf.conv(
+            x, w, dims("h:8"), dims("k:3"), mtf.Dim("in", 2), 2, groups=[mtf.Dim("g", 2)]
+        ),
+        (Arg("n:2 g:2 h:8 in:2"), Arg("k:3 g:2 in:2 out:2")),
+        lambda x, w: grouped(np.moveaxis(x, 1, 0), np.moveaxis(w, 1, 0), [2], [1], "same"),
+        together=("n g h in out",),
+    ),
+    Sample(
+        "conv depthwise",
+        "spatial",
+        lambda g, x, w: mtf.conv(x, w, dims("h:8 i:4"), dims("k:3 l:2"), None, 1, [2, 1], groups=dims("c:4")),
+        (Arg("n:1 h:8 i:4 c:4"), Arg("k:3 c:4 l:2")),
+        lambda x, w: grouped(
+            np.moveaxis(x, -1, 0)[..., None], np.moveaxis(w, 1, 0)[..., None, None], [1, 1], [2, 1], "same"
+        )[..., 0],
+    ),
+    Sample(
+        "conv multiplied depthwise",
+        "spatial",
+        lambda g, x, w: mtf.conv(x, w, dims("h:8"), dims("k:3"), None, groups=dims("c:2")),
+        (Arg("h:8 c:2"), Arg("m:2 k:3 c:2")),
+        lambda x, w: grouped(
+            x.T[:, None, :, None], np.einsum("mkc->ckm", w)[:, :, None, :], [1], [1], "same"
+        )[0],
+        together=("h c m",),
+    ),
+    Sample(
+        "conv_transpose depthwise",
+        "spatial",
+        lambda g, y, w: mtf.conv_transpose(y, w, dims("h:16"), dims("k:3"), None, 2, groups=dims("c:2")),
+        (Arg("n:2 h:8 c:2"), Arg("k:3 c:2")),
+        lambda y, w: np.concatenate(
+            [transposed(y[..., [i]], w[:, [i], None], [16], [2], [1], "same") for i in range(2)], -1
+        ),
+    ),
+)
+
 CONV = (
     conv_sample("conv 1d", "n:2 h:8 in:2", "kh:3 in:2 out:2", [1], [1], "same"),
     conv_sample("conv 1d wide", "n:2 h:8 in:2", "kh:7 in:2 out:2", [1], [1], "same"),
@@ -161,4 +208,4 @@ POOL = (
     pool_sample("avg_pool 3d", "avg", "n:1 h:4 i:2 d:4 c:1", [2, 1, 2], [2, 1, 2], "valid"),
 )
 
-SAMPLES = (*CONV, *TRANSPOSE, *POOL)
+SAMPLES = (*CONV, *GROUPED, *TRANSPOSE, *POOL)

@@ -21,6 +21,7 @@ from mesh_tf_core.ops import (
     along,
     basic,
     conv,
+    convgrid,
     cumulative,
     dynamic,
     einsum,
@@ -249,6 +250,19 @@ def test_candidates_without_their_place(monkeypatch: pytest.MonkeyPatch) -> None
 def test_running_sums_without_the_pieces_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(At, "shard", lambda self, name: 0)
     caught("cumsum", "cumsum exclusive", "max_pool overlaps", match="off the dense|disagrees")
+
+
+def test_groups_with_one_another_s_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    filters = convgrid.Grid.filters
+
+    def broken(self: Any, k: Any, *args: Any) -> Any:
+        w = filters(self, k, *args)
+        return k.flip(w, len(self.taps))
+
+    monkeypatch.setattr(convgrid.Grid, "filters", broken)
+    for name in ("conv grouped", "conv_transpose depthwise"):
+        with pytest.raises(AssertionError, match="off the dense"):
+            check_dense(BY_NAME[name])
 
 
 def test_halo_from_the_wrong_side(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,16 @@ def test_conv(size: int, stride: int) -> None:
     np.testing.assert_allclose(dense.out, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_separable_conv(stride: int) -> None:
+    layer = layers.SeparableConv(C, PLANE, 3, stride, bias=True)
+    dense = check_layouts(lambda g, x: layer(x), {"x": X}, LAYOUTS)
+    own = dense.variables["separable/depthwise/weight"]
+    each = [correlated(X[1][..., [c]], own[..., [c], None], stride) for c in range(4)]
+    want = np.concatenate(each, -1) @ dense.variables["separable/pointwise/weight"]
+    np.testing.assert_allclose(dense.out, want, rtol=1e-4, atol=1e-5)
+
+
 def test_transposed_conv() -> None:
     """The transpose: <conv(z), x> = <z, transposed(x)> for the same weights."""
     layer = layers.Conv(C, PLANE, 3, 2, transposed=True)
@@ -68,7 +78,21 @@ def test_group_norm(groups: int) -> None:
     np.testing.assert_allclose(dense.out, want.reshape(X[1].shape), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_conv_along_a_text(causal: bool) -> None:
+    """Mesh-TensorFlow's Conv1DLayer; causal, a position sees none after it."""
+    text = ("batch:2 length:8 d_model:4", RNG.normal(size=(2, 8, 4)))
+    layer = layers.Conv(mtf.Dim("d_model", 4), ("length",), 3, causal=causal, activation="relu")
+    layouts = [("x:2;y:2", "batch:x;length:y"), ("x:4", "length:x"), ("x:2;y:2", "d_model:x;d_model_in:y")]
+    dense = check_layouts(lambda g, x: layer(x), {"x": text}, layouts)
+    padded = np.pad(text[1], ((0, 0), (2, 0) if causal else (1, 1), (0, 0)))
+    want = sum(padded[:, j : j + 8] @ dense.variables["conv/weight"][j] for j in range(3))
+    np.testing.assert_allclose(dense.out, np.maximum(want, 0), rtol=1e-4, atol=1e-5)
+
+
 def test_errors() -> None:
+    with pytest.raises(mtf.UserError, match="causal is for one dimension, and not transposed"):
+        layers.Conv(C, PLANE, causal=True)
     with pytest.raises(mtf.UserError, match="1 to 3 spatial dimensions"):
         layers.Conv(C, ())
     with pytest.raises(mtf.UserError, match="groups=3 must divide the 4 channels"):

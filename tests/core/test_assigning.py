@@ -1,0 +1,41 @@
+"""Variables that are changed, or stored in part, under split layouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.verify import verify
+
+A, B = mtf.Dim("a", 8), mtf.Dim("b", 4)
+
+
+@pytest.mark.parametrize("layout", ["", "a:x", "a:x+y", "a:y;b:x"])
+def test_changes(layout: str) -> None:
+    g = mtf.Graph()
+    for name in ("more", "less", "part"):
+        g.variable(name, [A, B], mtf.ONES)
+    x, part = g.input("x", [A, B], "float32"), g.input("part", [B, mtf.Dim("a", 4)], "float32")
+    mtf.assign_add(g, g.lookup("more"), x)
+    mtf.assign_sub(g, g.lookup("less"), x)
+    mtf.assign_slice(g, g.lookup("part"), part, "a", 3)
+    engine = LockstepEngine(verify(mtf.lower(g, mtf.Mesh("x:2;y:2"), mtf.Layout(layout))))
+    rng = np.random.default_rng(0)
+    batch = {n: rng.normal(size=s).astype(np.float32) for n, s in (("x", (8, 4)), ("part", (4, 4)))}
+    for _ in range(2):
+        engine.step(batch)
+    np.testing.assert_allclose(engine.read("more"), 1 + 2 * batch["x"], 1e-6)
+    np.testing.assert_allclose(engine.read("less"), 1 - 2 * batch["x"], 1e-5, 1e-6)
+    want = np.ones((8, 4))
+    want[3:7] = batch["part"].T
+    np.testing.assert_allclose(engine.read("part"), want)
+
+
+def test_errors() -> None:
+    g = mtf.Graph()
+    g.variable("w", [A, B], mtf.ONES)
+    x = g.input("x", [mtf.Dim("a", 4), B], "float32")
+    with pytest.raises(mtf.UserError, match=r"4 elements of variable 'w' from 5: 'a' has 8"):
+        mtf.assign_slice(g, g.lookup("w"), x, A, 5)
