@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mesh_tf_core.dims import Dim
+from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.initializers import ZEROS
 from mesh_tf_core.layers.base import activation, check_rate, project
+from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.tensor import Tensor
 
@@ -42,6 +46,46 @@ class Dense:
             if self.bias:
                 y = y + x.graph.variable("bias", self.outputs, ZEROS, activation_dtype=x.dtype)
             return activation(self.activation)(y)
+
+
+@dataclass(frozen=True)
+class DenseProduct:
+    """Product of one `Dense` per activation: ("linear", "sigmoid") is a gated linear unit (Dauphin et al.
+    2017).
+
+    Attributes:
+      outputs, reduced, bias: as of `Dense`; the factors are called `0`, `1` and so on.
+    """
+
+    outputs: tuple[Dim, ...]
+    reduced: tuple[str, ...]
+    activations: tuple[str, ...] = ("linear", "sigmoid")
+    bias: bool = False
+    name: str = "dense_product"
+
+    def __post_init__(self) -> None:
+        if not self.activations:
+            raise UserError("DenseProduct: needs at least one activation")
+        self._factors()
+
+    def _factors(self) -> list[Dense]:
+        return [
+            Dense(self.outputs, self.reduced, self.bias, name, str(i))
+            for i, name in enumerate(self.activations)
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[others, reduced] -> [others, outputs]."""
+        with x.graph.scope(self.name):
+            return functools.reduce(operator.mul, (factor(x) for factor in self._factors()))
+
+
+def unit_einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor:
+    """`einsum` divided by the root of the number of terms that are added, so that operands of variance 1 give
+    a product of variance 1 (Mesh-TensorFlow's unit-scaling convention, us_einsum)."""
+    kept = Shape(output)
+    terms = {d for x in xs for d in x.shape if d.name not in kept.names}
+    return einsum(xs, kept) * Shape(sorted(terms, key=str)).size ** -0.5
 
 
 @dataclass(frozen=True)
