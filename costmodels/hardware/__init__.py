@@ -26,6 +26,7 @@ from costmodels.hardware.model import (
     Torus,
     Wraparound,
 )
+from costmodels.hardware.vary import drawn, varied, with_bandwidth
 
 __all__ = [
     "Calibration",
@@ -45,10 +46,13 @@ __all__ = [
     "SwitchReduce",
     "Torus",
     "Wraparound",
+    "drawn",
     "hardware_names",
     "load_hardware",
     "monotone",
     "preset_content",
     "read_hardware",
+    "varied",
+    "with_bandwidth",
     "write_profile",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, examples
+from layoutopt.cli.changed import Changed, changed_conditions, with_changed
+from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
 from layoutopt.cli.plan_tables import rules_text, summary
 from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, asked_of, open_plan
 from layoutopt.cli.progress import Steps
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "layoutopt explain plan.json",
     'layoutopt explain plan.json --against "batch:data+model" --pin "batch:none" --json',
+    "layoutopt explain plan.json --sensitivity --out plan.json",
 )
 MOST = 15
 
@@ -36,6 +39,22 @@ def explain(
         list[str] | None,
         typer.Option(metavar="RULES", help="Show what this pin costs.", show_default=False),
     ] = None,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity",
+            help="Also search with half and twice the bandwidth, memory and devices, and vary the hardware's "
+            "numbers within their uncertainties.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.json",
+            help="Write the plan again, with the sensitivity for its report.",
+            show_default=False,
+        ),
+    ] = None,
     model: ModelOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -45,13 +64,18 @@ def explain(
     from layoutopt.explain import disagreements
 
     terminal = Terminal(as_json, quiet)
+    check_out(out)
     found = open_plan(plan, model)
     own = found.plan
     judged = evaluate(found.loaded.model, own.mesh, own.layout, found.hardware, own.options)
     other = _against(found, against)
     said = disagreements(own, judged)
     answers = _searched(terminal, found, list(pin or ()))
-    _tell(terminal, found, said, judged, other, answers)
+    changed = changed_conditions(terminal, found) if sensitivity else None
+    _tell(terminal, found, said, judged, other, answers, changed)
+    if out is not None:
+        with_changed(found.plan, changed).save(out)
+        terminal.say(f"wrote the plan to {out}")
 
 
 def _against(found: Planned, layout: str | None) -> Evaluation | None:
@@ -86,11 +110,13 @@ def _tell(
     judged: Evaluation,
     other: Evaluation | None,
     answers: dict[str, list[Answer]],
+    changed: Changed | None,
 ) -> None:
     from layoutopt.explain import differences
 
     rows = differences(judged.cost, other.cost) if other else []
-    terminal.result(_json(found, said, judged, other, rows, answers))
+    more = changed.as_json() if changed else {}
+    terminal.result({**_json(found, said, judged, other, rows, answers), **more})
     if terminal.as_json:
         return
     checked = "lowered and priced again: the same" if not said else "; ".join(said)
@@ -106,6 +132,8 @@ def _tell(
         terminal.show("", pins)
     if other is not None:
         _show_against(terminal, judged, other, rows)
+    if changed is not None:
+        changed.show(terminal)
 
 
 def _binds(found: Planned, judged: Evaluation, answers: dict[str, list[Answer]]) -> tuple[str, str]:

@@ -124,7 +124,7 @@ def search(
         "recompute": list(RECOMPUTE[recompute]),
         "microbatches": _numbers(microbatches),
     }
-    where = {
+    where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),
         "devices": devices,
         "max_axes": max_axes,

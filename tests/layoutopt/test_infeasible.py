@@ -41,6 +41,7 @@ def diagnosis(model: mtf.Model, asked: dict[str, Any]) -> Diagnosis:
     return diagnose(search, model, asked)
 
 
+@pytest.mark.slow
 def test_the_conflict_is_in_the_users_words(diagnosis: Diagnosis) -> None:
     assert diagnosis.minimal
     assert "--pin classes:none" not in diagnosis.conflict
@@ -49,6 +50,7 @@ def test_the_conflict_is_in_the_users_words(diagnosis: Diagnosis) -> None:
     assert str(diagnosis).startswith("these cannot hold together: --pin batch:data+model, --storage layout, ")
 
 
+@pytest.mark.slow
 def test_a_repair_is_what_a_search_finds(
     diagnosis: Diagnosis, model: mtf.Model, asked: dict[str, Any]
 ) -> None:
@@ -59,6 +61,7 @@ def test_a_repair_is_what_a_search_finds(
     assert repair.peak <= asked["memory"]
 
 
+@pytest.mark.slow
 def test_repairs_are_sorted_and_fit(diagnosis: Diagnosis, asked: dict[str, Any]) -> None:
     seconds = [r.seconds for r in diagnosis.repairs]
     assert seconds == sorted(seconds)

@@ -1,0 +1,98 @@
+"""`explain --sensitivity`: what would be best under other conditions, as tables and for the report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from layoutopt.cli.plans import Planned, asked_of, details_of
+from layoutopt.cli.progress import Steps
+from layoutopt.cli.terminal import Terminal, table
+from layoutopt.cli.units import bytes_text, seconds_text, times_text
+
+if TYPE_CHECKING:
+    from layoutopt.plan import Plan
+    from layoutopt.sensitivity import Curve, Robustness
+
+SEARCHES = 6
+"""Half and twice of three factors."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The curves of the best under other conditions, and how robust the answer is."""
+
+    step: float
+    curves: list[Curve]
+    robust: Robustness
+
+    def as_json(self) -> dict[str, Any]:
+        from layoutopt.sensitivity import as_details
+
+        return {"sensitivity": as_details(self.curves), "robustness": asdict(self.robust)}
+
+    def show(self, terminal: Terminal) -> None:
+        rows = []
+        for curve in self.curves:
+            now = next(t.decided for t in curve.trials if t.step_seconds == self.step)
+            for t in curve.trials:
+                best = "; ".join(filter(None, (t.mesh, t.layout, t.besides))).replace(";", "; ")
+                seconds = t.step_seconds
+                rows.append(
+                    (
+                        curve.factor,
+                        _value(curve.factor, t.value),
+                        "nothing fits" if seconds is None else seconds_text(seconds),
+                        "" if seconds is None else times_text(seconds, self.step),
+                        "the same" if t.decided == now else best,
+                        "yes" if t.proven else "no",
+                    )
+                )
+        columns = ("factor", "is", "best step", "of the plan's", "then the best is", "proven")
+        terminal.show("", table("If the conditions were different", columns, rows, (1, 2, 3)))
+        terminal.show("", robust_text(self.robust))
+
+
+def robust_text(found: Robustness) -> str:
+    """What the uncertainties of the hardware's numbers leave of the answer's lead."""
+    if not found.draws:
+        return (
+            "No number of the hardware has an uncertainty, so nothing is known of how robust the answer is."
+        )
+    share = f"fastest on {found.wins} of {found.draws} machines drawn within {found.uncertain} uncertainties"
+    if found.wins == found.draws:
+        return f"Robust: {share}."
+    worst = f"at worst {100 * found.worst:.1f}% slower than the best"
+    tie = "A tie with" if found.wins < 0.8 * found.draws else "Nearly always before"
+    return f"{tie} {found.rival!r}: {share}, {worst}."
+
+
+def _value(factor: str, value: float) -> str:
+    if factor == "memory":
+        return bytes_text(value)
+    return f"{value:g}" if factor == "devices" else f"{value:g}×"
+
+
+def changed_conditions(terminal: Terminal, found: Planned) -> Changed:
+    """Searches under every changed condition, and prices the alternatives on varied hardware."""
+    from layoutopt.sensitivity import robustness, sensitivity
+
+    plan, model = found.plan, found.loaded.model
+    done = iter(range(SEARCHES + 1))
+    with Steps(terminal, "searching", SEARCHES + 1) as bar:
+
+        def told(words: str) -> None:
+            bar.update(next(done), words)
+
+        curves = sensitivity(model, plan, found.hardware, found.limit, asked_of(plan), told)
+        told("uncertain hardware")
+        robust = robustness(model, plan, found.hardware)
+    return Changed(plan.predicted.step_seconds, curves, robust)
+
+
+def with_changed(plan: Plan, changed: Changed | None) -> Plan:
+    """The same plan, with the curves among its details."""
+    from layoutopt.plan import Plan
+
+    details = {**details_of(plan), **(changed.as_json() if changed else {})}
+    return Plan(plan.data.model_copy(update={"details": details}))

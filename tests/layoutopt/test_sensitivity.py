@@ -1,0 +1,74 @@
+"""Other conditions, and uncertain hardware."""
+
+from __future__ import annotations
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import Hardware, load_hardware
+from layoutopt import search
+from layoutopt.explain import Asked
+from layoutopt.plan import Plan
+from layoutopt.sensitivity import Curve, as_details, robustness, sensitivity
+from tests.layoutopt.models import EXAMPLES
+
+ASKED = Asked(storage=("layout", "zero1"), recompute=(False,), microbatches=(1,))
+
+
+@pytest.fixture(scope="module")
+def model() -> mtf.Model:
+    return EXAMPLES["mlp"]()
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return load_hardware("tpu-v3")
+
+
+@pytest.fixture(scope="module")
+def plan(model: mtf.Model, hardware: Hardware) -> Plan:
+    return search(model, mesh="data:2;model:2", hardware=hardware, **ASKED.with_pins(None))
+
+
+@pytest.fixture(scope="module")
+def curves(model: mtf.Model, plan: Plan, hardware: Hardware) -> dict[str, Curve]:
+    limit = 1.1 * plan.predicted.peak_memory_bytes
+    return {c.factor: c for c in sensitivity(model, plan, hardware, limit, ASKED)}
+
+
+def test_every_factor_has_its_curve_through_the_plan(curves: dict[str, Curve], plan: Plan) -> None:
+    assert list(curves) == ["bandwidth", "memory", "devices"]
+    for curve in curves.values():
+        assert curve.trials[1].step_seconds == plan.predicted.step_seconds
+    assert [t.value for t in curves["devices"].trials] == [2, 4, 8]
+
+
+def test_more_bandwidth_or_memory_is_never_slower(curves: dict[str, Curve]) -> None:
+    for name in ("bandwidth", "memory"):
+        found = [t.step_seconds for t in curves[name].trials if t.step_seconds is not None]
+        assert found == sorted(found, reverse=True)
+
+
+def test_half_the_memory_is_proven_too_little_or_slower(curves: dict[str, Curve], plan: Plan) -> None:
+    least = curves["memory"].trials[0]
+    assert least.proven
+    assert least.step_seconds is None or least.step_seconds >= plan.predicted.step_seconds
+
+
+def test_a_trial_is_what_a_search_finds(
+    curves: dict[str, Curve], model: mtf.Model, plan: Plan, hardware: Hardware
+) -> None:
+    found = search(model, devices=8, hardware=hardware, **ASKED.with_pins(None))
+    assert curves["devices"].trials[2].step_seconds == pytest.approx(found.predicted.step_seconds, rel=1e-9)
+
+
+def test_details_are_what_reports_read(curves: dict[str, Curve]) -> None:
+    (found,) = [c for c in as_details(list(curves.values())) if c["factor"] == "bandwidth"]
+    assert [p["value"] for p in found["points"]] == [0.5, 1.0, 2.0]
+    assert all(p["step_seconds"] and p["layout"] for p in found["points"])
+
+
+def test_robustness_counts_machines(model: mtf.Model, plan: Plan, hardware: Hardware) -> None:
+    found = robustness(model, plan, hardware, draws=20)
+    assert found.draws == 20 and 0 < found.wins <= 20 and found.uncertain > 0
+    assert (found.wins == 20) == (found.worst == 0.0)
