@@ -81,21 +81,17 @@ def sensitivity(
 
     def trial(value: float, words: str, **change: Any) -> Trial:
         told(words)
+        now = {"mesh": plan.mesh, "hardware": hardware, "memory": limit, **more, **change}
         try:
-            found = search(
-                model, **{"mesh": plan.mesh, "hardware": hardware, "memory": limit, **more, **change}
-            )
+            return _trial(value, search(model, **now))
         except (InfeasibleError, LimitError) as error:
-            return Trial(value, None, "", "", "", isinstance(error, InfeasibleError))
-        return _trial(value, found)
+            return Trial(value, None, isinstance(error, InfeasibleError))
 
     def curve(name: str, unit: float, change: Callable[[float], dict[str, Any]]) -> Curve:
-        trials = [
-            _trial(unit, plan)
-            if times == 1
-            else trial(unit * times, f"{times:g}x the {name}", **change(times))
-            for times in FACTORS
-        ]
+        trials = []
+        for times in FACTORS:
+            words, known = f"{times:g}x the {name}", times == 1
+            trials.append(_trial(unit, plan) if known else trial(unit * times, words, **change(times)))
         return Curve(name, tuple(trials))
 
     curves = [
