@@ -117,7 +117,7 @@ def _show(
                 ("rate", f"{items / step:,.0f} {name}/s"),
                 ("compiling", seconds_text(found["compile_seconds"])),
                 ("sent", f"per device: {_sent(found['communication_bytes_per_device'])} ({equal})"),
-                ("memory", f"{_memory(found)} (predicted: {bytes_text(predicted.memory.peak)})"),
+                ("memory", _memory(found["peak_memory_bytes"], predicted.memory.peak)),
                 (
                     "loss",
                     f"{found['loss'][0]:.4f} at first, {found['loss'][-1]:.4f} after {len(seconds)} steps",
@@ -127,9 +127,11 @@ def _show(
     )
 
 
-def _memory(found: dict[str, Any]) -> str:
-    counted = found["peak_memory_bytes"]
-    return "not counted by this engine" if counted is None else f"{bytes_text(counted)} per device"
+def _memory(counted: int | None, predicted: int) -> str:
+    if counted is None:
+        return f"not counted by this engine (predicted: {bytes_text(predicted)})"
+    equal = "as predicted" if counted == predicted else f"predicted: {bytes_text(predicted)}"
+    return f"{bytes_text(counted)} per device at most ({equal})"
 
 
 def _sent(sent: dict[str, float]) -> str:

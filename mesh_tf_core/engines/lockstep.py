@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
 from mesh_tf_core.kernels.protocol import At, Kernel
@@ -50,6 +51,7 @@ class LockstepEngine(Stepping):
         self.devices = range(program.mesh.devices)
         self.state: dict[str, Pieces] = {}
         self._owner = True
+        self._meter: Meter | None = None
         self.communication_bytes: dict[str, float] = {}
         self.compile_seconds = 0.0
 
@@ -124,7 +126,7 @@ class LockstepEngine(Stepping):
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        return None
+        return self._meter.peak if self._meter else None
 
     def close(self) -> None:
         if self._owner:
@@ -141,6 +143,7 @@ class LockstepEngine(Stepping):
         self.communication_bytes = dict.fromkeys(self.mesh.names, 0.0)
         env: dict[int, Pieces] = {}
         new: dict[str, Pieces] = {}
+        self._meter = Meter(self.program, self.variable_bytes)
         self.run_code(self.program.code, env, fed, new)
         self.state.update(new)
         return {n: self.join(env[i], self.program.values[i]) for n, i in self.program.results.items()}
@@ -151,7 +154,8 @@ class LockstepEngine(Stepping):
         for instr in code:
             if isinstance(instr, Loop):
                 self.loop(instr, env, batch, new)
-            elif isinstance(instr, Local):
+                continue
+            if isinstance(instr, Local):
                 self.local(instr, env)
             elif isinstance(instr, Input):
                 v = self.program.values[instr.outputs[0]]
@@ -168,6 +172,8 @@ class LockstepEngine(Stepping):
                     env[o] = self.collective(instr, env[i], self.program.values[i], self.program.values[o])
             else:
                 raise TypeError(f"lockstep engine: unknown instruction {instr.text()}")
+            for unread in self._meter.ran(instr, lambda i: _bytes(env[i])) if self._meter else ():
+                env.pop(unread, None)
 
     def on(self, rank: int) -> AbstractContextManager[Any]:
         """Where a device's own work is done."""
@@ -198,6 +204,8 @@ class LockstepEngine(Stepping):
         state = [env[init] for init, _, _, _ in loop.carried]
         stacks: dict[int, dict[int, Pieces]] = {o: {} for _, o in loop.stacked}
         sums: dict[int, Pieces] = {}
+        if self._meter:
+            self._meter.entered(loop, lambda i: self.program.local(i).bytes)
         order = range(loop.dim.size)
         for step in reversed(order) if loop.reverse else order:
             inner = dict(env)
@@ -211,6 +219,8 @@ class LockstepEngine(Stepping):
                     stacks[o][step] = self.zeros(i)
                 continue
             self.run_code(loop.body, inner, batch, new)
+            if self._meter:
+                self._meter.iterated(loop)
             state = [inner[out] for _, _, out, _ in loop.carried]
             for i, o in loop.stacked:
                 stacks[o][step] = inner[i]
@@ -226,6 +236,8 @@ class LockstepEngine(Stepping):
         for o, parts in stacks.items():
             env[o] = [self.k_stack([parts[s][rank] for s in order]) for rank in self.devices]
         env.update({o: sums[o] if o in sums else self.zeros(o) for _, o in loop.summed})
+        for unread in self._meter.left(loop, lambda i: _bytes(env[i])) if self._meter else ():
+            env.pop(unread, None)
 
     def zeros(self, id: int) -> Pieces:
         """What a value is that no iteration computed."""
@@ -250,7 +262,7 @@ class LockstepEngine(Stepping):
         return out
 
     def collective(self, instr: Collective, pieces: Pieces, v: Value, result: Value) -> Pieces:
-        payload = int(np.asarray(pieces[0]).nbytes)
+        payload = _bytes(pieces)
         key = "+".join(instr.axes)
         sent = wire_bytes(instr.name, payload, self.mesh.group_size(instr.axes))
         self.communication_bytes[key] = self.communication_bytes.get(key, 0.0) + sent
@@ -281,6 +293,11 @@ class LockstepEngine(Stepping):
         zeros = self.k.full(members[0].shape, 0, v.dtype)
         sources = {to: i for i, to in instr.links(n)}
         return [members[sources[i]] if i in sources else zeros for i in range(n)]
+
+
+def _bytes(pieces: Pieces) -> int:
+    """Bytes of one device's piece."""
+    return int(np.asarray(pieces[0]).nbytes)
 
 
 def _joined(v: Value, instr: AllToAll) -> Value:

@@ -86,9 +86,11 @@ class Engine(Protocol):
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Most bytes that were in use on one device at any moment, as its own counter says.
+        """Most bytes that one device held at any moment of the steps so far.
 
-        None where there is no such counter: virtual CPU devices share one allocator, NumPy has none.
+        By the device's own counter where it has one. Virtual CPU devices share one allocator: there, and in
+        NumPy, the bytes of the values that the engine made are counted, each until its last reader has run
+        (`engines.meter`). None before the first step, and where nothing counts.
         """
         ...
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -109,11 +109,11 @@ class TfClusterEngine(TfLocalEngine):
             out[name] = self._gather.whole(v, here)
         return out
 
-    def _trace(self) -> Callable[..., Sequence[Any]]:
+    def _trace(self) -> GroupTrace:
         returned = [self._holders(self.program.values[id]) for id in self.program.results.values()]
         trace = GroupTrace(self.program, self.devices, self.variables, self._count, returned, self.first)
         trace.timeout = self.cluster.timeout
-        return trace.step()
+        return trace
 
 
 def _host(device: str) -> str:

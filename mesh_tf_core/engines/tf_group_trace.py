@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from mesh_tf_core.engines.meter import entries
 from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
 from mesh_tf_core.engines.replica import Replica
 from mesh_tf_core.engines.tf_graph import Wire
@@ -89,6 +90,7 @@ class _Block:
         for part in parts:
             if isinstance(part, Segment):
                 self.replica.run(part.code, env)
+                self.trace.measure((o for instr in part.code for o in instr.outputs), env)
             elif isinstance(part, Exchange):
                 self._exchanged(part.instr, env)
             else:
@@ -99,6 +101,7 @@ class _Block:
         payload = sum(x.dtype.size * x.shape.num_elements() for x in pieces)
         self.trace.count(instr, payload, self.weight)
         env.update(zip(instr.outputs, self.exchange.run(instr, pieces), strict=True))
+        self.trace.measure(instr.outputs, env)
 
     def _loop(self, part: Repeat, env: Env) -> None:
         """The body as a nested function, called once per iteration with instance keys of its own."""
@@ -110,6 +113,7 @@ class _Block:
 
         def body(rank: Any, turn: Any, *args: Any) -> list[Any]:
             values: Env = dict(zip(inner, args, strict=True))
+            self.trace.measure((i for i, _ in entries(loop)), values)
             times, weight = self.times * loop.dim.size, self.weight * loop.times
             _Block(self.trace, self.groups, rank, turn, times, weight, self.feeds).run(part.body, values)
             return [tf.convert_to_tensor(values[i]) for i in leaving]
@@ -132,6 +136,7 @@ class _Block:
             env[o] = tf.stack([made[s][k] for s in order])
         for k, (_, o) in enumerate(loop.summed, at + len(loop.stacked)):
             env[o] = tf.add_n([made[s][k] for s in order])
+        self.trace.measure(loop.outputs, env)
 
     def _iteration(self, loop: Loop, function: Any, turn: Any, args: Env) -> list[Any]:
         """One run of the body, unless the loop says that it does not run."""

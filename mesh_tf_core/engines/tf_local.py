@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.stepping import Stepping, check_beside
 from mesh_tf_core.engines.tf_group_trace import GroupTrace
 from mesh_tf_core.engines.tf_trace import Trace
@@ -50,6 +51,7 @@ class TfLocalEngine(Stepping):
         self.communication_bytes: dict[str, float] = {}
         self._bytes: dict[str, float] = dict.fromkeys(program.mesh.names, 0.0)
         self._step: Callable[..., Sequence[Any]] | None = None
+        self._sizes: Mapping[int, int] = {}
         self._ran = False
 
     # -- state -----------------------------------------------------------------------------------------------
@@ -86,8 +88,16 @@ class TfLocalEngine(Stepping):
     @property
     def peak_memory_bytes(self) -> int | None:
         if any("CPU" in d for d in self.devices):
-            return None
+            return self._counted_peak()
         return max(int(tf.config.experimental.get_memory_info(d)["peak"]) for d in self.devices)
+
+    def _counted_peak(self) -> int | None:
+        """By the sizes of the tensors that were traced, in the order of the trace."""
+        if self._step is None:
+            return None
+        meter = Meter(self.program, self.variable_bytes)
+        meter.follow(self.program.code, lambda id: self._sizes.get(id, 0))
+        return meter.peak
 
     def close(self) -> None:
         self.variables.delete()
@@ -96,7 +106,16 @@ class TfLocalEngine(Stepping):
     # -- running ---------------------------------------------------------------------------------------------
 
     def feed(self, batch: Mapping[str, Any]) -> Any:
-        return [tf.constant(x) for x in self._pieces(check_batch(self.program, batch))]
+        arrays, out = check_batch(self.program, batch), []
+        for name, id in self.program.feeds.items():
+            made: dict[tuple[int, ...], Any] = {}
+            for rank in range(self.first, self.first + len(self.devices)):
+                where = self._where(self.program.values[id], rank)
+                begin = tuple(s.start for s in where)
+                if begin not in made:
+                    made[begin] = tf.constant(arrays[name][where])
+                out.append(made[begin])
+        return out
 
     def run(self, fed: Any) -> dict[str, Any]:
         self._ready()
@@ -109,13 +128,6 @@ class TfLocalEngine(Stepping):
             self._ran = True
         self.communication_bytes = dict(self._bytes)
         return self._results(found)
-
-    def _pieces(self, arrays: Mapping[str, Any]) -> list[Any]:
-        out = []
-        for name, id in self.program.feeds.items():
-            for rank in range(self.first, self.first + len(self.devices)):
-                out.append(arrays[name][self._where(self.program.values[id], rank)])
-        return out
 
     def _where(self, v: Value, rank: int) -> tuple[slice, ...]:
         """A device's part of a global array."""
@@ -144,17 +156,18 @@ class TfLocalEngine(Stepping):
         collecting = gc.isenabled()
         gc.disable()  # tracing makes many objects and no garbage: a tenth of its time
         try:
-            step = self._trace()
+            trace = self._trace()
+            step, self._sizes = trace.step(), trace.sizes
         finally:
             if collecting:
                 gc.enable()
         self.compile_seconds += time.perf_counter() - start
         return step
 
-    def _trace(self) -> Callable[..., Sequence[Any]]:
+    def _trace(self) -> Trace:
         returned = [self._holders(self.program.values[id]) for id in self.program.results.values()]
         kind = Trace if self.exchange == "direct" else GroupTrace
-        return kind(self.program, self.devices, self.variables, self._count, returned).step()
+        return kind(self.program, self.devices, self.variables, self._count, returned)
 
     def _count(self, instr: Collective, payload: int, times: float) -> None:
         """Adds what a collective sends, from the bytes of the pieces that it is given and how often it runs

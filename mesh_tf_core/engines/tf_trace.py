@@ -7,12 +7,13 @@ body of a loop is traced once too and called per iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from mesh_tf_core.engines.meter import entries
 from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
 from mesh_tf_core.engines.replica import Replica
 from mesh_tf_core.engines.stacks import Stack, whole
@@ -35,6 +36,9 @@ class Trace:
         runs.
       returned: for every result in the program's order, which of the devices' pieces the step returns.
       first: rank of the first of the devices; the others follow it.
+
+    Attributes:
+      sizes: value id -> bytes of a device's piece, of every value that was traced.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Trace:
         self.program, self.devices, self.variables = program, tuple(devices), variables
         self.first = first
         self.count, self.returned = count, returned
+        self.sizes: dict[int, int] = {}
         self.writer = GraphWriter()
         self.exchange = LocalExchange(program, self.devices, self.writer)
         self.traced: dict[int, tuple[Segment, Any]] = {}
@@ -75,6 +80,7 @@ class Trace:
 
     def _inputs(self, id: int) -> list[Wire]:
         type = self.program.local(id)
+        self.sizes[id] = type.bytes
         return [self.writer.input(tf.as_dtype(type.dtype), type.shape.sizes) for _ in self.devices]
 
     def _parts(self, parts: Sequence[Part], env: Env) -> None:
@@ -85,6 +91,10 @@ class Trace:
                 self._exchanged(part.instr, env)
             else:
                 self._loop(part, env)
+
+    def measure(self, ids: Iterable[int], env: Env) -> None:
+        """Notes the sizes of values."""
+        self.sizes.update((id, _bytes(env[id])) for id in ids)
 
     # -- local work ------------------------------------------------------------------------------------------
 
@@ -110,6 +120,7 @@ class Trace:
             env = dict(zip(part.inputs, args[:n], strict=True))
             fed = dict(zip(feeds, args[n:], strict=True))
             Replica(self.program, TfKernel(), rank, self.variables.value, fed.__getitem__).run(part.code, env)
+            self.measure((o for instr in part.code for o in instr.outputs), env)
             return [tf.convert_to_tensor(env[o]) for o in part.outputs]
 
         return self.writer.function(body, [(x.dtype, x.shape) for x in examples])
@@ -125,6 +136,7 @@ class Trace:
                 env[o] = Stack([self.exchange.run(instr, i, part) for part in pieces.parts], pieces.join)
             else:
                 env[o] = self.exchange.run(instr, i, whole(pieces))
+        self.measure(instr.outputs, env)
         self.count(instr, payload, 1.0)
 
     # -- loops -----------------------------------------------------------------------------------------------
@@ -141,6 +153,7 @@ class Trace:
             inner[loop.index] = [self.writer.constant(step, d) for d in self.devices]
             inner.update(zip((i for _, i, _, _ in loop.carried), state, strict=True))
             inner.update((i, source.parts[step]) for source, i in sources)
+            self.measure((i for i, _ in entries(loop)), inner)
             leaving = self._iteration(part, inner)
             state = leaving[: len(state)]
             for (_, o), made in zip(loop.stacked, leaving[len(state) :], strict=False):
@@ -150,6 +163,7 @@ class Trace:
         env.update(zip((final for _, _, _, final in loop.carried), state, strict=True))
         env.update((o, Stack([parts[s] for s in order], self._join)) for o, parts in stacks.items())
         env.update(sums)
+        self.measure(loop.outputs, env)
 
     def _iteration(self, part: Repeat, env: Env) -> list[Any]:
         """What leaves one run of the body: carried, stacked, summed."""
@@ -272,7 +286,10 @@ def _node(wire: Wire) -> str:
 
 
 def _bytes(pieces: Any) -> int:
-    """Bytes of one device's piece."""
+    """Bytes of one device's piece: a tensor, the first of a list of wires, or a stack of such lists."""
     if isinstance(pieces, Stack):
         return sum(_bytes(part) for part in pieces.parts)
-    return int(pieces[0].bytes)
+    if isinstance(pieces, list):
+        return int(pieces[0].bytes)
+    tensor = tf.convert_to_tensor(pieces)
+    return int(tensor.dtype.size * tensor.shape.num_elements())

@@ -1,0 +1,97 @@
+"""Peak memory, counted by the engines from the values that they hold, against the program's own figure."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.memory import memory
+from examples import mlp, transformer_lm
+from mesh_tf_core.engines import open_engine
+from mesh_tf_core.engines.meter import Meter
+from mesh_tf_core.engines.tf_local import TfLocalEngine
+from tests.engines.programs import tokens
+
+SIZES = {"layers": 2, "d_model": 16, "d_kv": 4, "heads": 4, "d_ff": 32, "vocab": 24, "batch": 8, "length": 4}
+MESH = "a:2;b:2"
+MODELS = {
+    "mlp": (
+        lambda: mlp.model(batch=8, hidden=16),
+        ["", "batch:a", "batch:a;hidden:b", "batch:a+b", "hidden:a"],
+    ),
+    "adam": (
+        lambda: transformer_lm.model(**SIZES, dropout=0.1),
+        ["", "batch:a", "batch:a;heads:b;d_ff:b;vocab:b", "d_model:a", "length:a;batch:b"],
+    ),
+    "adafactor": (
+        lambda: transformer_lm.model(**SIZES, optimizer="adafactor", gated=True, tied=True),
+        ["batch:a;vocab:b", "heads:b;d_ff:b", "d_model:a+b"],
+    ),
+}
+
+
+def options(model):
+    wide = [v.name for v in model.graph.variables.values() if v.trainable and len(v.shape) > 1]
+    loops = frozenset(b.dim.name for b in model.graph.blocks if b.dim is not None)
+    yield mtf.Options()
+    yield mtf.Options(storage=dict.fromkeys(wide, 1), microbatches=2)
+    yield mtf.Options(storage=dict.fromkeys(wide, 3), recompute=loops)
+
+
+def programs(name):
+    made, layouts = MODELS[name]
+    model = made()
+    for layout, chosen in itertools.product(layouts, options(model)):
+        yield model.lower(mtf.Mesh(MESH), mtf.Layout(layout), chosen)
+
+
+def batch(program):
+    found = tokens(program)
+    return {n: a if program.values[program.feeds[n]].dtype == "int32" else a * 0.1 for n, a in found.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lockstep_holds_what_the_program_says(name: str) -> None:
+    peaks = set()
+    for program in programs(name):
+        engine = open_engine(program, "lockstep")
+        assert engine.peak_memory_bytes is None
+        engine.step(batch(program))
+        assert engine.peak_memory_bytes == memory(program).peak, program.layout
+        peaks.add(engine.peak_memory_bytes)
+    assert len(peaks) > 3
+
+
+@pytest.mark.parametrize("exchange", ["direct", "group"])
+@pytest.mark.parametrize(("name", "which"), [("mlp", 1), ("mlp", 7), ("adam", 8)])
+def test_tensorflow_holds_what_the_program_says(name: str, which: int, exchange: str, devices) -> None:
+    program = next(itertools.islice(programs(name), which, None))
+    engine = TfLocalEngine(program, devices[:4], exchange)
+    assert engine.peak_memory_bytes is None
+    engine.step(batch(program))
+    assert engine.peak_memory_bytes == memory(program).peak
+    engine.close()
+
+
+def test_the_count_follows_what_is_held() -> None:
+    """By hand: 8 floats of x; y = exp(x) takes their place only if x is not read again."""
+    for again, expected in ((False, 32), (True, 64)):
+        g = mtf.Graph()
+        x = g.input("x", [mtf.Dim("n", 8)], "float32")
+        y = mtf.exp(x)
+        total = mtf.reduce_sum(y * x if again else y)
+        program = mtf.lower(g, mtf.Mesh("a:1"), mtf.Layout(""), {"total": total})
+        engine = open_engine(program, "lockstep")
+        engine.step({"x": [0.0] * 8})
+        assert engine.peak_memory_bytes == expected + (4 if not again else 0)
+
+
+def test_a_result_of_another_size_than_declared_is_noticed() -> None:
+    program = next(programs("adam"))
+    meter = Meter(program, 0)
+    (loop, *_) = (i for i in program.code if i.name == "loop")
+    meter.entered(loop, lambda i: program.local(i).bytes)
+    with pytest.raises(ValueError, match=r"a loop's result has 1 bytes, room was taken for \d+"):
+        meter.left(loop, lambda i: 1)
