@@ -6,7 +6,7 @@ Use it as `import mesh_tf_core as mtf`. Nothing here loads TensorFlow before a p
 from mesh_tf_core import decoding, layers
 from mesh_tf_core.assigning import assign_add, assign_slice, assign_sub
 from mesh_tf_core.cluster import Cluster
-from mesh_tf_core.control import cond, while_loop
+from mesh_tf_core.control import cond, recomputable, while_loop
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.eager import Eager
 from mesh_tf_core.errors import ClusterError, InfeasibleError, LayoutError, LimitError, UserError
@@ -27,6 +27,7 @@ from mesh_tf_core.ops.cumulative import cumsum
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast, einsum
+from mesh_tf_core.ops.filled import constant, ones, ones_like, zeros, zeros_like
 from mesh_tf_core.ops.index import gather, mtf_range, one_hot, pick, scatter_add
 from mesh_tf_core.ops.math import (
     abs,
@@ -71,7 +72,7 @@ from mesh_tf_core.ops.math import (
     swish,
     tanh,
 )
-from mesh_tf_core.ops.neighbours import dynamic_shift, shift
+from mesh_tf_core.ops.neighbours import dynamic_shift, halo_exchange, shift
 from mesh_tf_core.ops.norm import layer_norm, normalize, rms_norm
 from mesh_tf_core.ops.order import (
     argmax,
@@ -172,6 +173,7 @@ __all__ = [
     "clip",
     "concat",
     "cond",
+    "constant",
     "conv",
     "conv_transpose",
     "cos",
@@ -196,6 +198,7 @@ __all__ = [
     "gradients",
     "greater",
     "greater_equal",
+    "halo_exchange",
     "is_finite",
     "layer_norm",
     "layers",
@@ -225,6 +228,8 @@ __all__ = [
     "nth_largest",
     "nth_smallest",
     "one_hot",
+    "ones",
+    "ones_like",
     "pad",
     "pick",
     "pow",
@@ -233,6 +238,7 @@ __all__ = [
     "random_normal",
     "random_uniform",
     "reciprocal",
+    "recomputable",
     "reduce_all",
     "reduce_any",
     "reduce_first",
@@ -281,4 +287,6 @@ __all__ = [
     "unstack",
     "where",
     "while_loop",
+    "zeros",
+    "zeros_like",
 ]

@@ -69,7 +69,8 @@ class Block:
       captured: tensor of `forward` -> its value here, in the backward.
       runs: bool scalar, carried, a part or from outside: whether an iteration runs. One that does not run
         passes its carries on, stacks zeros and adds nothing.
-      branch: it is a branch of `cond`: one iteration, no dimension of what is made inside.
+      single: a block of one iteration that is no loop to the model: what is made inside lacks its dimension.
+      branch: it is a branch of `cond`.
       halves: f and g of a reversible body, whose backward finds its inputs from its outputs.
     """
 
@@ -80,6 +81,7 @@ class Block:
     forward: Block | None = None
     index: int | None = None
     runs: int | None = None
+    single: bool = False
     branch: bool = False
     nodes: list[Node] = field(default_factory=list)
     carry_in: tuple[int, ...] = ()

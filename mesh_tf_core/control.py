@@ -1,4 +1,4 @@
-"""Choices and loops whose course depends on values.
+"""Choices and loops whose course depends on values, and blocks that may run again in backward.
 
 Every device has the predicate, so all take the same branch and meet in the same collectives: what is not
 chosen is not run, forward and backward. In a program both are loops that may not run (`program.Loop.runs`). A
@@ -41,17 +41,35 @@ def cond(
 
 def _branch(graph: Graph, runs: Tensor, fn: Callable[[], Any]) -> Any:
     """What fn() gives if `runs` holds, else zeros: a loop of one iteration that may not run."""
-    dim = Dim(f"branch_{len(graph.blocks)}", 1)
+    return _once(graph, Dim(f"branch_{len(graph.blocks)}", 1), fn, runs)
+
+
+def _once(graph: Graph, dim: Dim, fn: Callable[[], Any], runs: Tensor | None) -> Any:
+    """fn() as a loop of one iteration; `runs`: it is a branch, and this decides."""
     with graph.loop(dim) as block:
-        block.runs, block.branch = runs.id, True
+        block.single = True
+        if runs is not None:
+            block.runs, block.branch = runs.id, True
         made = fn()
         listed = list(made) if isinstance(made, tuple) else [made]
-        if not all(isinstance(t, Tensor) for t in listed):
-            raise UserError("cond: both branches must give a tensor, or tuples of equally many tensors")
-        stacks = [graph.stack_output(block, graph.visible(t, "cond")) for t in listed]
+        for t in listed:
+            if not isinstance(t, Tensor):
+                raise UserError(f"a branch or block must give a tensor or a tuple of tensors, found {t!r}")
+        stacks = [graph.stack_output(block, graph.visible(t, "block")) for t in listed]
     graph.close_loop(block, [])
     found = [reshape(t, t.shape.without(dim.name)) for t in stacks]
     return tuple(found) if isinstance(made, tuple) else found[0]
+
+
+def recomputable(fn: Callable[..., Any], *xs: Tensor, name: str = "block") -> Any:
+    """fn(*xs), a tensor or a tuple of them, as a block that may run again in backward.
+
+    `mtf.Options(recompute={name})` makes it so: what it computes on the way is then not kept. A search
+    decides it for the blocks of one name together.
+    """
+    if not xs:
+        raise UserError("recomputable: needs at least one tensor, found none")
+    return _once(xs[0].graph, Dim(name, 1), lambda: fn(*xs), None)
 
 
 def _chosen(predicate: Tensor, yes: Tensor, no: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Graph(Scopes):
     @property
     def _loops(self) -> list[Block]:
         """The loops around new operations, whose dimensions new variables have."""
-        return [b for b in self._stack if b.dim is not None and not b.branch]
+        return [b for b in self._stack if b.dim is not None and not b.single]
 
     @property
     def nodes(self) -> list[Node]:

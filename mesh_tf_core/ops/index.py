@@ -232,9 +232,12 @@ def mtf_range(graph: object, dim: Dim, dtype: str = "int32") -> Tensor:
     return graph.apply(Range(dim, dtype))  # type: ignore[attr-defined]
 
 
-def one_hot(ids: Tensor, dim: Dim, dtype: str = "float32") -> Tensor:
-    """1 along `dim` at each id, else 0: [ids' dims, dim]."""
-    return ids.graph.apply(OneHot(dim, dtype), ids)
+def one_hot(
+    ids: Tensor, dim: Dim, dtype: str = "float32", on_value: float = 1.0, off_value: float = 0.0
+) -> Tensor:
+    """`on_value` along `dim` at each id, else `off_value`: [ids' dims, dim]."""
+    marks: Tensor = ids.graph.apply(OneHot(dim, dtype), ids)
+    return marks if (on_value, off_value) == (1, 0) else marks * (on_value - off_value) + off_value
 
 
 def gather(table: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:

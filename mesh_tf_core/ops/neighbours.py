@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mesh_tf_core.dims import Dim
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.basic import constant_like
@@ -15,7 +16,7 @@ from mesh_tf_core.ops.common import all_parallel
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import Range, gather
 from mesh_tf_core.ops.pieces import window
-from mesh_tf_core.ops.shape import rename, transpose
+from mesh_tf_core.ops.shape import concat, rename, slice_dim, transpose
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
@@ -91,3 +92,25 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dim | str, wrap: bool = False)
     source = x.graph.apply(Range(Dim(moved, size), "int32")) - offset
     source = binary("mod", source, size) if wrap else source
     return transpose(rename(gather(x, source, name), **{moved: name}), x.shape)
+
+
+def halo_exchange(
+    x: Tensor, blocks: Dim | str, block: Dim | str, before: int, after: int, wrap: bool = False
+) -> Tensor:
+    """x [others, blocks, block] with every block longer by the ends of its neighbours.
+
+    Args:
+      blocks: counts the blocks of a dimension; where it is split, neighbours send each other the ends.
+      block: the elements of one; `before` + its size + `after` afterwards.
+      before, after: elements of the blocks before and after, at most a block's; zeros at the two ends, or
+        with `wrap` the other end.
+    """
+    outer, inner = (d.name if isinstance(d, Dim) else d for d in (blocks, block))
+    size = x.shape.dim(inner).size
+    if not 0 <= before <= size or not 0 <= after <= size:
+        raise UserError(
+            f"halo_exchange of [{x.shape}]: {before} and {after} elements; {inner!r} has {size} to give"
+        )
+    left = [shift(slice_dim(x, inner, size - before, before), 1, outer, wrap)] if before else []
+    right = [shift(slice_dim(x, inner, 0, after), -1, outer, wrap)] if after else []
+    return concat([*left, x, *right], inner)

@@ -131,7 +131,43 @@ SHAPE = (
     ),
 )
 
+SHAPE += (
+    Sample(
+        "halo_exchange",
+        "shape",
+        lambda g, x: mtf.halo_exchange(x, "a", "w", 2, 1),
+        (Arg("a:8 b:2 w:3"),),
+        lambda x: np.stack(
+            [
+                np.pad(x.transpose(0, 2, 1).reshape(24, 2), [(2, 1), (0, 0)])[3 * i : 3 * i + 6].T
+                for i in range(8)
+            ]
+        ),
+    ),
+    Sample(
+        "halo_exchange around",
+        "shape",
+        lambda g, x: mtf.halo_exchange(x, "a", "w", 0, 2, wrap=True),
+        (Arg("a:4 w:2"),),
+        lambda x: np.concatenate([x, np.roll(x, -1, 0)], 1),
+    ),
+    Sample(
+        "filled",
+        "shape",
+        lambda g, x: mtf.ones_like(x) * x + mtf.zeros(g, x.shape, x.dtype),
+        (AB,),
+        lambda x: x,
+    ),
+)
+
 INDEX = (
+    Sample(
+        "one_hot of two values",
+        "index",
+        lambda g, i: mtf.one_hot(i, mtf.Dim("v", 8), "float32", 0.75, 0.25),
+        (Arg("a:8 b:4", "odd:8"),),
+        lambda i: np.where(i[..., None] == np.arange(8), 0.75, 0.25),
+    ),
     Sample("range", "index", lambda g, x: x + mtf.mtf_range(g, x.dim("a"), x.dtype), (AB,)),
     Sample(
         "one_hot",

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from costmodels.memory import memory
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.engines.tf_local import TfLocalEngine
 from mesh_tf_core.program import AllReduce, Loop
+from mesh_tf_core.verify import verify
 from tests.conformance.helper import check_bytes
-from tests.engines.control import PROGRAMS, N, batches, branches, until
+from tests.engines.control import PROGRAMS, A, N, batches, branches, until
 
 
 @pytest.mark.parametrize("exchange", ["direct", "group"])
@@ -77,6 +79,42 @@ def test_variables_of_a_branch_have_no_dimension_of_it() -> None:
     assert g.variables["w"].shape == mtf.Shape([N]) and y.shape == x.shape
 
 
+@pytest.mark.parametrize("layout", ["", "n:x", "n:x;a:y"])
+def test_a_block_that_runs_again(layout: str) -> None:
+    """The same values and gradients, one variable without a dimension of the block, less memory."""
+
+    def build(again: bool) -> mtf.Model:
+        g = mtf.Graph()
+        x, c = g.input("x", [N, A], "float64"), mtf.Dim("c", 4)
+
+        def block(h: mtf.Tensor) -> mtf.Tensor:
+            for i in range(3):
+                w = g.variable(f"w{i}", [A, c], mtf.Normal(0.7), "float64")
+                h = mtf.rename(mtf.tanh(mtf.einsum([h, w], [N, c])), c="a")
+            return h
+
+        y = mtf.recomputable(block, x, name="again") if again else block(x)
+        return mtf.Model(mtf.reduce_sum(mtf.square(y)), mtf.SGD(0.1))
+
+    mesh, batch = mtf.Mesh("x:2;y:2"), {"x": np.random.default_rng(0).normal(size=(8, 4))}
+    programs = [
+        build(False).lower(mesh, mtf.Layout(layout)),
+        build(True).lower(mesh, mtf.Layout(layout)),
+        build(True).lower(mesh, mtf.Layout(layout), mtf.Options(recompute=frozenset({"again"}))),
+    ]
+    ran = []
+    for program in programs:
+        assert program.variables["w0"].variable.shape.names == ("a", "c")
+        engine = LockstepEngine(verify(program))
+        ran.append([engine.step(batch)["loss"], engine.step(batch)["loss"], engine.read("w0")])
+    for other in ran[1:]:
+        for found, expected in zip(other, ran[0], strict=True):
+            np.testing.assert_allclose(found, expected, 1e-12)
+    assert {i.origin.phase for i, _ in programs[2].walk()} >= {"recompute"}
+    kept, again = (memory(p).peak for p in programs[1:])
+    assert again < kept
+
+
 def test_errors() -> None:
     g = mtf.Graph()
     x = g.input("x", [N], "float32")
@@ -86,8 +124,10 @@ def test_errors() -> None:
         mtf.cond(total, lambda: x, lambda: x)
     with pytest.raises(mtf.UserError, match="same types"):
         mtf.cond(total > 0.0, lambda: x, lambda: total)
-    with pytest.raises(mtf.UserError, match="equally many"):
+    with pytest.raises(mtf.UserError, match="must give a tensor or a tuple of tensors, found None"):
         mtf.cond(total > 0.0, lambda: x, lambda: None)
+    with pytest.raises(mtf.UserError, match="equally many"):
+        mtf.cond(total > 0.0, lambda: x, lambda: (x, x))
     with pytest.raises(mtf.UserError, match="condition must give a bool scalar"):
         mtf.while_loop(lambda h: h, lambda h: h, [x], 3)
     with pytest.raises(mtf.UserError, match="must return what it is given"):
@@ -99,3 +139,5 @@ def test_errors() -> None:
 
     with pytest.raises(mtf.UserError, match="not inside a branch or a while loop"):
         mtf.cond(total > 0.0, stores, lambda: x)
+    with pytest.raises(mtf.UserError, match="needs at least one tensor"):
+        mtf.recomputable(lambda: x)
