@@ -96,10 +96,10 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         padding = padding_ratio(hardware.chip.matrix_unit, quantity)
         padded = quantity.flops * padding
         flops = contention * padded / (hardware.peak_flops(quantity.dtype) * _efficiency(hardware, padded))
-        flops = min(flops, contention * _vector_seconds(hardware, quantity.flops, math.inf))
+        flops = min(flops, contention * _vector_seconds(hardware, _reached(hardware, quantity), math.inf))
         flops = max(flops, contention * _vector_seconds(hardware, quantity.vector, 0.0))
     else:
-        flops = contention * _vector_seconds(hardware, quantity.flops, 0.0)
+        flops = contention * _vector_seconds(hardware, _reached(hardware, quantity), 0.0)
     launch = contention * hardware.chip.launch_overhead.value
     bound = "launch" if launch > max(flops, memory) else "flops" if flops >= memory else "memory"
     words = (
@@ -107,6 +107,15 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         f"{padding:.3g}; {memory * 1e6:.4g} us for {quantity.bytes:.4g} bytes)"
     )
     return ComputeCost(launch + max(flops, memory), flops, memory, launch, padding, bound, words)
+
+
+def _reached(hardware: Hardware, quantity: Quantity) -> float:
+    """FLOPs at the full vector rate that take as long: a small product reaches no larger part of that rate
+    than of the matrix unit's."""
+    if quantity.matmul_dims is None:
+        return quantity.flops
+    most = hardware.chip.matmul_efficiency.curve.points[-1][1]
+    return quantity.flops * most / _efficiency(hardware, quantity.flops)
 
 
 def _vector_seconds(hardware: Hardware, flops: float, unknown: float) -> float:

@@ -356,7 +356,7 @@ def quantity_of(program: Program, instr: Local) -> Quantity:
     matmul = (dims[1], dims[2], dims[3], dims[0]) if dims else None
     kind = instr.op.kind
     if kind == "matmul" and (matmul is None or min(matmul[:3]) == 1):
-        kind, matmul = "elementwise", None
+        kind = "elementwise"
     dtype = (inputs or outputs)[0].dtype
     return Quantity(float(instr.op.flops(*inputs)), moved, kind, dtype, matmul)
 
