@@ -20,6 +20,7 @@ on its dimensions, and further:
   result of softmax  and of other operations along a dimension: gone where it is split, for then smaller
   operations
                      run instead, in place
+  under another      gone where dimensions are split that only its other name or shape has (see `aliases`)
   elementwise y      gone where it has the size of an operand that is smaller while nothing is split
 """
 
@@ -33,6 +34,7 @@ from typing import TypeVar
 import numpy as np
 
 from costmodels.memory import Alive, alive
+from layoutopt.aliases import aliases
 from layoutopt.coupling import Coupling
 from layoutopt.decisions import Choice, Decisions, recompute_name, storage_class
 from layoutopt.problem import Entry, Row, Sparse
@@ -147,6 +149,7 @@ class _Rows:
         self.nodes = {n.index: n for n, _ in graph.walk()}
         self.gradients = self._gradients()
         self.trace = alive(program, fuses)
+        self.aliases = aliases(program)
         self.whole = self._gathered()
         self._shares: dict[tuple[Kind, Shape], Share] = {}
 
@@ -216,7 +219,8 @@ class _Rows:
         loop = self.saved.get(value.tensor)
         node = self.nodes[point.node]
         if value.tensor not in node.outputs:
-            return [(Kind(names, loop=loop), shape, element)]
+            unless = self.aliases.beyond(value.id, point.position)
+            return [(Kind(names, loop=loop, unless=unless), shape, element)]
         types = [self.graph.tensor(i).type for i in node.inputs]
         if node.op.expands():
             # Where these dimensions are split, smaller operations run instead, some of them in place.

@@ -12,6 +12,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware
 from costmodels.pricing import pricer
 from examples.mlp import model as mlp
+from examples.reformer_lm import model as reformer
 from examples.transformer_lm import model as transformer
 from layoutopt.decisions import Choice, Decisions, decisions
 from layoutopt.domains import domains
@@ -39,7 +40,9 @@ EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
     ),
     "mlp": lambda: mlp(batch=8, hidden=16, layers=3),
     "mlp in bfloat16": lambda: mlp(batch=8, hidden=16, dtype="bfloat16", optimizer="sgd"),
+    "loops in loops": lambda: nested(False),
     "reversible": lambda: nested(True),
+    "reformer": lambda: reformer(**{**SMALL, "length": 8}, chunk=4, ff_chunks=2, dropout=0.1),
 }
 
 
