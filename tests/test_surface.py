@@ -37,6 +37,14 @@ def test_what_is_named_exists(name: str) -> None:
         found = getattr(found, part)
 
 
+def test_every_recipe_that_is_named_exists() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    headings = {h.strip().lower().replace(" ", "-") for h in re.findall(r"^## (.+)$", text, re.MULTILINE)}
+    named = {name for row in rows() for name in re.findall(r"\(recipes\.md#([^)]+)\)", row[3])}
+    assert len(named) > 8
+    assert named <= headings
+
+
 def test_every_row_has_a_mark_and_what_is_missing_is_marked() -> None:
     assert len(rows()) > 60
     for theirs, own, mark, _ in rows():
