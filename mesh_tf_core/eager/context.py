@@ -37,13 +37,13 @@ class Eager:
         self.machine = Machine(self.mesh, self.layout, engine)
         self.store = Store(self.machine)
 
-    def step(self, batch: Mapping[str, Any] | None = None, unroll: bool = False) -> EagerStep:
+    def step(self, batch: Mapping[str, Any] | None = None, unroll: bool = True) -> EagerStep:
         """A new step.
 
         Args:
           batch: arrays by name, for code that declares inputs (`graph.input`).
-          unroll: `scan` and `while_loop` run iteration by iteration: values inside their bodies can be looked
-            at. By default a loop is one operation, which is faster.
+          unroll: `scan` and `while_loop` run iteration by iteration, so that values inside their bodies can
+            be looked at. Else a loop is one operation, as in a program: its body is built once.
         """
         return EagerStep(self.machine, self.store, batch or {}, unroll)
 

@@ -16,13 +16,12 @@ from mesh_tf_core.dtypes import check_dtype
 from mesh_tf_core.eager.machine import Machine
 from mesh_tf_core.eager.store import Store
 from mesh_tf_core.eager.tensor import EagerTensor
-from mesh_tf_core.eager.unroll import Stopped, Turn, Unrolled, whole
+from mesh_tf_core.eager.unroll import Stopped, Turn, Unrolled, taken_apart, whole
 from mesh_tf_core.engines.feeds import check_batch
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.op import Op, TensorType
-from mesh_tf_core.ops.stacking import unstack
 from mesh_tf_core.program import Program
 from mesh_tf_core.structure import Assign, Feed, Read, Variable
 from mesh_tf_core.tensor import Tensor
@@ -52,12 +51,10 @@ class EagerStep(Graph):
 
     Args:
       batch: arrays that `input` takes, by name.
-      unroll: run loops iteration by iteration, so that values inside their bodies can be looked at.
+      unroll: run loops iteration by iteration (see `Eager.step`).
     """
 
-    def __init__(
-        self, machine: Machine, store: Store, batch: Mapping[str, Any], unroll: bool = False
-    ) -> None:
+    def __init__(self, machine: Machine, store: Store, batch: Mapping[str, Any], unroll: bool) -> None:
         super().__init__("eager step")
         self.machine, self.store, self.batch, self.unroll = machine, store, batch, unroll
         self._sent_before = dict(machine.sent)
@@ -212,9 +209,9 @@ class EagerStep(Graph):
 
     def _fed_pieces(self, op: Feed) -> Pieces:
         """A constant, or an array of the batch."""
-        what = f"input {op.feed!r}"
         if op.feed in self._constants:
-            return self.machine.placed(self._constants[op.feed], op.type, what)
+            return self.machine.placed(self._constants[op.feed], op.type, "a constant")
+        what = f"input {op.feed!r}"
         mesh, layout, value = self.machine.mesh, self.machine.layout, self.machine.value(op.type, what)
         asked = Program(mesh, layout, (value,), (), feeds={op.feed: 0})
         return self.machine.placed(check_batch(asked, self.batch)[op.feed], op.type, what)
@@ -251,7 +248,7 @@ class EagerStep(Graph):
         """The parts of a stacked tensor, one per iteration of an unrolled loop."""
         if x.id not in self._apart:
             with self._at_root():
-                self._apart[x.id] = unstack(x, dim)
+                self._apart[x.id] = taken_apart(x, dim)
         return self._apart[x.id]
 
     def _slice(self, block: Block, outer: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mesh_tf_core.dtypes import is_float
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.layout import Layout
@@ -77,7 +78,7 @@ class EagerTensor(Tensor):
         title = str(self.graph.machine.value(self.type))
         array = self.numpy()
         if not self.shape:
-            return f"{title} {array}"
+            return f"{title} {float(array):.6g}" if is_float(self.dtype) else f"{title} {array}"
         shown = np.array2string(array, threshold=MANY, edgeitems=2, precision=4, suppress_small=True)
         return f"{title} on mesh {self.graph.machine.mesh}{_summary(array)}\n{shown}"
 

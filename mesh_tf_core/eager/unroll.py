@@ -14,7 +14,8 @@ from mesh_tf_core.blocks import Block
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ops.basic import Constant
-from mesh_tf_core.ops.stacking import stack
+from mesh_tf_core.ops.custom import custom_gradient
+from mesh_tf_core.ops.stacking import stack, unstack
 from mesh_tf_core.structure import Variable
 from mesh_tf_core.tensor import Tensor
 
@@ -82,6 +83,17 @@ class Unrolled:
             yield
         finally:
             step._stack.pop()
+
+
+def taken_apart(x: Tensor, dim: Dim) -> list[Tensor]:
+    """One tensor per element of x's first dimension. Its gradient is put together once, where those of slices
+    would each be as large as x."""
+
+    def stacked(dys: list[Tensor | None], xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+        known = [y * 0.0 if dy is None else dy for dy, y in zip(dys, ys, strict=True)]
+        return [stack(known, dim.name)]
+
+    return list(custom_gradient(lambda t: tuple(unstack(t, dim)), stacked, [x]))
 
 
 def whole(variable: Variable, parts: Sequence[Tensor]) -> Tensor:
