@@ -24,7 +24,7 @@ from mesh_tf_core.ops.basic import add_n, cast, scale, stop_gradient
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.conv import conv, conv_transpose
 from mesh_tf_core.ops.cumulative import cumsum
-from mesh_tf_core.ops.custom import custom_gradient
+from mesh_tf_core.ops.custom import clip_activation_gradient, custom_gradient
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast, einsum
 from mesh_tf_core.ops.filled import constant, ones, ones_like, zeros, zeros_like
@@ -171,6 +171,7 @@ __all__ = [
     "broadcast",
     "cast",
     "clip",
+    "clip_activation_gradient",
     "concat",
     "cond",
     "constant",

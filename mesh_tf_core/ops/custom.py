@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.kernels.protocol import At, Kernel
 from mesh_tf_core.op import Op, Roles, TensorType
-from mesh_tf_core.ops.basic import stop_gradient
+from mesh_tf_core.ops.basic import constant_like, stop_gradient
+from mesh_tf_core.ops.math import maximum, sqrt, square
+from mesh_tf_core.ops.reduce import reduce_mean
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
@@ -78,3 +80,18 @@ def custom_gradient(
     ys = list(made) if isinstance(made, tuple) else [made]
     out: Any = inputs[0].graph.apply(CustomGradient(len(ys), backward), *ys, *inputs)
     return out if isinstance(made, tuple) and len(ys) > 1 else (out,) if isinstance(made, tuple) else out
+
+
+def clip_activation_gradient(x: Tensor, clip_rms: float = 1.0) -> Tensor:
+    """x, whose gradient is scaled down until the root of its mean square is at most `clip_rms`."""
+    if not clip_rms > 0:
+        raise UserError(f"clip_activation_gradient: clip_rms must be positive, found {clip_rms}")
+
+    def backward(dys: list[Tensor | None], xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+        (dy,) = dys
+        assert dy is not None  # else nothing would ask
+        rms = sqrt(reduce_mean(square(dy)))
+        return [dy * (constant_like(rms, clip_rms) / maximum(rms, clip_rms))]
+
+    out: Tensor = custom_gradient(lambda t: t, backward, [x])  # type: ignore[assignment]
+    return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from mesh_tf_core.graph import Graph
@@ -14,12 +15,18 @@ from mesh_tf_core.tensor import Tensor
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Kingma & Ba 2015, algorithm 1, with bias correction; weight decay as in Loshchilov & Hutter 2019."""
+    """Kingma & Ba 2015, algorithm 1, with bias correction; weight decay as in Loshchilov & Hutter 2019.
+
+    Attributes:
+      undecayed: regular expressions; variables in whose names one is found do not decay (norms and biases,
+        say).
+    """
 
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
     weight_decay: float = 0.0
+    undecayed: tuple[str, ...] = ()
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
         g = gradient.cast("float32")
@@ -35,7 +42,7 @@ class Adam(Optimizer):
         w = graph.read(variable)
         master = w.cast("float32")
         step = (m / unbias1) / (sqrt(v / unbias2) + self.epsilon)
-        if self.weight_decay:
+        if self.weight_decay and not any(re.search(p, variable.name) for p in self.undecayed):
             step = step + master * self.weight_decay
         yield variable, (master - times(step, rate)).cast(variable.dtype)
 

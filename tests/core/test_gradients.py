@@ -154,3 +154,20 @@ def test_product_with_zeros(layout: str) -> None:
     rows = np.array([[2.0, 3, 5, 7], [0, 3, 5, 7], [2, 3, 0, 0], [2, -3, 5, 0]])
     want = [[np.delete(row, i).prod() for i in range(4)] for row in rows]
     np.testing.assert_array_equal(LockstepEngine(program).step({"x": rows})["dx"], want)
+
+
+@pytest.mark.parametrize("layout", ["", "a:x+y", "b:x;a:y"])
+def test_clipped_gradient_of_an_activation(layout: str) -> None:
+    g = mtf.Graph()
+    x, w = (g.input(n, [mtf.Dim("b", 4), mtf.Dim("a", 4)], "float64") for n in "xw")
+    y = mtf.clip_activation_gradient(x * 2.0, 0.5)
+    (dx,) = mtf.gradients(mtf.reduce_sum(y * w), [x])
+    assert dx is not None
+    engine = LockstepEngine(verify(mtf.lower(g, mtf.Mesh("x:2;y:2"), mtf.Layout(layout), {"dx": dx})))
+    small, rng = np.full((4, 4), 0.25), np.random.default_rng(0)
+    large = rng.normal(size=(4, 4)) * 7
+    for batch, want in ((small, small), (large, large * 0.5 / np.sqrt((large**2).mean()))):
+        got = engine.step({"x": rng.normal(size=(4, 4)), "w": batch})["dx"]
+        np.testing.assert_allclose(got, 2 * want, 1e-12)
+    with pytest.raises(mtf.UserError, match="clip_rms must be positive"):
+        mtf.clip_activation_gradient(x, 0.0)

@@ -71,6 +71,7 @@ CASES = {
     "momentum": (mtf.SGD(RATE, momentum=0.9), lambda: sgd(0.9)),
     "adam": (mtf.Adam(RATE), lambda: adam(0.0)),
     "adam with weight decay": (mtf.Adam(RATE, weight_decay=0.1), lambda: adam(0.1)),
+    "adam that decays others": (mtf.Adam(RATE, weight_decay=0.1, undecayed=("^w$",)), lambda: adam(0.0)),
     "adafactor": (mtf.Adafactor(RATE), lambda: adafactor(False)),
     "adafactor, momentum": (mtf.Adafactor(RATE, beta1=0.9), lambda: adafactor(False, 0.9)),
     "adafactor, factored": (mtf.Adafactor(RATE, min_dim=4), lambda: adafactor(True)),
