@@ -174,11 +174,12 @@ def _watched(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, ...]:
 
 def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ends workers, whatever they are doing, with all that they started."""
-    for number, patience in ((signal.SIGTERM, TERMINATE), (signal.SIGKILL, None)):
+    for numbers, patience in (((signal.SIGTERM, signal.SIGCONT), TERMINATE), ((signal.SIGKILL,), None)):
         for worker in workers:
             if worker.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.pid, number)
+                    for number in numbers:  # a stopped process takes no other signal before it goes on
+                        os.killpg(worker.pid, number)
         until = None if patience is None else time.monotonic() + patience
         for worker in workers:
             with contextlib.suppress(subprocess.TimeoutExpired):

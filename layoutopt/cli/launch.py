@@ -16,6 +16,9 @@ EXAMPLES = examples(
     '--mesh "data:4;model:2" --layout "batch:data;d_ff:model" --checkpoint build/run',
 )
 
+START = 60
+"""Seconds that workers wait for one that has not started: all start at once on one machine."""
+
 
 def launch(
     command: Annotated[
@@ -47,7 +50,7 @@ def launch(
             f"launch runs `train` in several processes, found {command[0]!r}; write launch -n {processes} -- "
             "train MODEL …"
         )
-    whole = command if "--cluster" in command else [*command, "--cluster"]
+    whole = ["train", "--cluster", "--start-timeout", str(START), *command[1:]]
     say = Terminal().say
     with stopped_by_signals():
         code = run(

@@ -84,6 +84,10 @@ def train(
             min=1, metavar="SECONDS", help="With --cluster: how long to wait for a process that lives."
         ),
     ] = 120.0,
+    start_timeout: Annotated[
+        float,
+        typer.Option(min=1, metavar="SECONDS", help="With --cluster: how long to wait for one to start."),
+    ] = 300.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -92,7 +96,9 @@ def train(
     from mesh_tf_core.cluster import Cluster
 
     with contextlib.ExitStack() as stack:
-        members = stack.enter_context(Cluster(timeout=timeout)) if cluster else None
+        members = (
+            stack.enter_context(Cluster(timeout=timeout, start_timeout=start_timeout)) if cluster else None
+        )
         shown = members is None or members.is_writer
         terminal = Terminal(as_json, quiet or not shown)
         machine = read_hardware(hardware)
