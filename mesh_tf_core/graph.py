@@ -25,9 +25,6 @@ from mesh_tf_core.tensor import Tensor
 class Graph(Scopes):
     """A model under construction, and afterwards its operations."""
 
-    unroll = False
-    """Whether `scan` calls its body once per iteration, through `unrolled`, instead of building a loop."""
-
     def __init__(self, name: str = "model") -> None:
         super().__init__()
         self.name = name
@@ -44,6 +41,11 @@ class Graph(Scopes):
         self._count = 0
 
     # -- structure -------------------------------------------------------------------------------------------
+
+    @property
+    def unroll(self) -> bool:
+        """Whether `scan` calls its body once per iteration, through `unrolled`, instead of building it."""
+        return False
 
     @property
     def block(self) -> Block:

@@ -65,7 +65,7 @@ class Tensor:
         self._no_value(_RETURN)
 
     def _no_value(self, advice: str) -> NoReturn:
-        where = " (a loop's body is built before it is run)" if self.block else ""
+        where = " (loops and branches are built before they are run)" if self.block else ""
         raise UserError(f"{self!r} has no value while the model is being built{where}; {advice}")
 
     def __add__(self, other: Tensor | float) -> Tensor:

@@ -36,6 +36,7 @@ class Eager:
         self.layout = Layout(layout) if isinstance(layout, str) else layout
         self.machine = Machine(self.mesh, self.layout, engine)
         self.store = Store(self.machine)
+        self._staged: list[Staged] = []
 
     def step(self, batch: Mapping[str, Any] | None = None, unroll: bool = True) -> EagerStep:
         """A new step.
@@ -53,7 +54,8 @@ class Eager:
         Args:
           fn: takes tensors (in tuples, lists and dicts too) and hashable values; returns tensors.
         """
-        return Staged(fn, self.machine, self.store)
+        self._staged.append(Staged(fn, self.machine, self.store))
+        return self._staged[-1]
 
     @property
     def variables(self) -> dict[str, Variable]:
@@ -67,3 +69,9 @@ class Eager:
     def write(self, name: str, array: Any) -> None:
         """Replaces the value of a variable."""
         self.store.write(name, array)
+
+    def close(self) -> None:
+        """Gives the memory of staged programs back; neither they nor the variables can be used afterwards."""
+        for staged in self._staged:
+            staged.close()
+        self.store.held.clear()

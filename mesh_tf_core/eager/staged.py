@@ -124,6 +124,12 @@ class Staged:
         made = [step.constant(arrays[f"result {i}"], shape) for i, shape in enumerate(traced.shapes)]
         return put_together(traced.result, made)
 
+    def close(self) -> None:
+        """Closes the engines."""
+        for traced in self._traced.values():
+            traced.engine.close()
+        self._traced.clear()
+
     def _checked(self, x: Tensor, first: Tensor) -> EagerTensor:
         if not isinstance(x, EagerTensor) or x.graph is not first.graph:
             raise UserError(

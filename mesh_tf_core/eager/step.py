@@ -56,7 +56,7 @@ class EagerStep(Graph):
 
     def __init__(self, machine: Machine, store: Store, batch: Mapping[str, Any], unroll: bool) -> None:
         super().__init__("eager step")
-        self.machine, self.store, self.batch, self.unroll = machine, store, batch, unroll
+        self.machine, self.store, self.batch, self._unroll = machine, store, batch, unroll
         self._sent_before = dict(machine.sent)
         self._constants: dict[str, Any] = {}
         self._written: dict[str, Write] = {}
@@ -91,7 +91,7 @@ class EagerStep(Graph):
 
     def replay(self, graph: Graph) -> dict[Tensor, EagerTensor]:
         """Runs the operations of a graph that was built before (`model.step_graph` of a model file), one by
-        one, on the batch and the variables of this step.
+        one, on the batch and the variables of this step. A loop is one operation.
 
         Returns:
           Every tensor outside of loops -> its value, in the order of computation.
@@ -156,14 +156,17 @@ class EagerStep(Graph):
         return self.tensors[-1]
 
     def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
+        self._check_open(user)
+        if isinstance(x, Tensor) and x.graph is not self:
+            raise UserError(f"{getattr(user, 'name', user)}: {self._foreign(x)}")
+        return super().visible(x, user, level)
+
+    def _check_open(self, user: object) -> None:
         if self._over:
             raise UserError(
                 f"{getattr(user, 'name', user)}: this eager step is over; begin another (Eager.step) and "
                 "take values into it with its constant(x)"
             )
-        if isinstance(x, Tensor) and x.graph is not self:
-            raise UserError(f"{getattr(user, 'name', user)}: {self._foreign(x)}")
-        return super().visible(x, user, level)
 
     def _foreign(self, x: Tensor) -> str:
         if not isinstance(x, EagerTensor):
@@ -175,6 +178,7 @@ class EagerStep(Graph):
         return f"{x!r} belongs to {whose}; take its value into this one with step.constant(x)"
 
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
+        self._check_open(op)
         node = super()._append(op, inputs, outs, body)
         if not self.block.id:
             try:
@@ -231,9 +235,19 @@ class EagerStep(Graph):
 
     # -- loops -----------------------------------------------------------------------------------------------
 
+    @property
+    def unroll(self) -> bool:
+        return self._unroll and not self.block.id
+
     def unrolled(
         self, body: Callable[..., Any], init: Sequence[Tensor], dim: Dim, stacks: Sequence[Tensor]
     ) -> Any:
+        axes = self.machine.layout.axes(dim.name)
+        if axes:
+            raise LayoutError(
+                f"scan at {_line()}: {dim.name!r} counts the iterations of a loop and cannot be split over "
+                f"{'+'.join(axes)}; drop this rule of the layout"
+            )
         made = Unrolled(self, dim).run(body, init, stacks)
         self._assign_stacked()
         return made

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_tf_core.blocks import Block
 from mesh_tf_core.dims import Dim, Shape
-from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ops.basic import Constant
+from mesh_tf_core.ops.basic import Constant, constant_like
 from mesh_tf_core.ops.custom import custom_gradient
+from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.stacking import stack, unstack
 from mesh_tf_core.structure import Variable
 from mesh_tf_core.tensor import Tensor
@@ -39,12 +39,6 @@ class Unrolled:
 
     def __init__(self, step: EagerStep, dim: Dim) -> None:
         self.step, self.dim = step, dim
-        axes = step.machine.layout.axes(dim.name)
-        if axes:
-            raise LayoutError(
-                f"layout {step.machine.layout}: {dim.name!r} counts the iterations of a loop and cannot be "
-                f"split over {'+'.join(axes)}; drop this rule"
-            )
         self._keys, self._names = step._keys, set(step.variables)
         # Counted as a loop that is built would be: `while_loop` names its dimension after the number.
         step.blocks.append(Block(len(step.blocks), 0, dim))
@@ -90,10 +84,13 @@ def taken_apart(x: Tensor, dim: Dim) -> list[Tensor]:
     would each be as large as x."""
 
     def stacked(dys: list[Tensor | None], xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
-        known = [y * 0.0 if dy is None else dy for dy, y in zip(dys, ys, strict=True)]
+        pairs = zip(dys, ys, strict=True)
+        known = [broadcast(constant_like(y, 0.0), y.shape) if dy is None else dy for dy, y in pairs]
         return [stack(known, dim.name)]
 
-    return list(custom_gradient(lambda t: tuple(unstack(t, dim)), stacked, [x]))
+    parts = custom_gradient(lambda t: tuple(unstack(t, dim)), stacked, [x])
+    assert isinstance(parts, tuple)
+    return list(parts)
 
 
 def whole(variable: Variable, parts: Sequence[Tensor]) -> Tensor:

@@ -202,6 +202,31 @@ def test_while_loop_and_cond(unroll: bool, limit: float) -> None:
     assert (want["n"] == 0) == (limit == 0.0)
 
 
+def test_loops_inside_branches_and_branches_inside_loops() -> None:
+    def nested(g: mtf.Graph) -> mtf.Tensor:
+        def layer(x: mtf.Tensor) -> mtf.Tensor:
+            return mtf.cond(
+                mtf.reduce_sum(x) > 0.0, lambda: mtf.scan(lambda y: y * 2.0, x, L), lambda: x + 1.0
+            )
+
+        return mtf.scan(layer, g.input("x", [B, D], "float32"), mtf.Dim("outer", 2))
+
+    for unroll in (False, True):
+        with mtf.Eager("data:2", "batch:data", "lockstep").step({"x": X + 0.01}, unroll) as g:
+            np.testing.assert_allclose(nested(g).numpy(), 64 * (X + 0.01), rtol=1e-6)
+        with mtf.Eager("data:2", "batch:data", "lockstep").step({"x": X - 0.01}, unroll) as g:
+            np.testing.assert_allclose(nested(g).numpy(), 8 * (X + 0.99), rtol=1e-6)
+
+
+def test_part_of_a_stack_that_nothing_reads_has_zero_gradient() -> None:
+    for unroll in (False, True):
+        with mtf.Eager("data:2", "batch:data", "lockstep").step(unroll=unroll) as g:
+            xs = g.constant(np.array([1.0, np.inf, 3.0], np.float32), [L])
+            _, (ys,) = mtf.scan(lambda s, x: (s, [x]), g.constant(0.0), L, [xs])
+            (dx,) = mtf.gradients(mtf.reduce_sum(mtf.slice_dim(ys, L, 0, 1)), [xs])
+            np.testing.assert_array_equal(dx.numpy(), [1, 0, 0])
+
+
 # -- staged functions --
 
 
@@ -273,6 +298,17 @@ def test_a_staged_function_cannot_read_values_or_tensors_from_outside() -> None:
             run.staged(lambda x: x if x > 0.0 else -x)(mtf.reduce_sum(x))
         with pytest.raises(mtf.UserError, match=r"belongs to graph 'eager step', not '<lambda>'"):
             run.staged(lambda y: y + x)(x)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "local"])
+def test_a_staged_function_may_return_nothing(engine: str) -> None:
+    run = new(engine)
+    step = run.staged(lambda x: mtf.minimize(loss_of(x), mtf.SGD(0.1)))
+    with run.step() as g:
+        assert step(g.constant(X, [B, D])) is None
+    assert run.read("step") == 1
+    run.close()
+    assert not run.variables
 
 
 def test_steps_are_graphs() -> None:

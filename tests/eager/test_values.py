@@ -105,6 +105,8 @@ def test_another_step_of_the_same_context() -> None:
             h.constant(X, [B, D]) + x
         with pytest.raises(mtf.UserError, match="add: this eager step is over; begin another"):
             x + h.constant(X, [B, D])
+        with pytest.raises(mtf.UserError, match="feed: this eager step is over"):
+            g.constant(X, [B, D])
         assert float(mtf.reduce_sum(h.constant(x) + 1.0)) == 78
     assert float(x.numpy().sum()) == 66
 
@@ -132,7 +134,7 @@ def test_a_value_inside_a_loop_that_is_built() -> None:
         return x
 
     run = mtf.Eager("data:2", "batch:data", "lockstep")
-    with pytest.raises(mtf.UserError, match=r"\(a loop's body is built before it is run\)"):
+    with pytest.raises(mtf.UserError, match=r"\(loops and branches are built before they are run\)"):
         mtf.scan(body, run.step(unroll=False).constant(X, [B, D]), mtf.Dim("layers", 2))
     mtf.scan(body, run.step().constant(X, [B, D]), mtf.Dim("layers", 2))
 
@@ -168,7 +170,9 @@ def test_a_size_that_devices_do_not_divide() -> None:
 def test_a_loops_own_dimension_cannot_be_split() -> None:
     for unroll in (False, True):
         g = mtf.Eager("data:2", "layers:data", "lockstep").step(unroll=unroll)
-        with pytest.raises(mtf.LayoutError, match="'layers' counts the iterations of a loop"):
+        with pytest.raises(
+            mtf.LayoutError, match=r"scan at .*test_values.py:\d+: .*'layers' counts the iter"
+        ):
             mtf.scan(lambda x: x + 1.0, g.constant(X, [B, D]), mtf.Dim("layers", 2))
 
 
