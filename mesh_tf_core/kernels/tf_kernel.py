@@ -148,7 +148,10 @@ class TfKernel:
 
     def softmax(self, x: T, axis: int) -> T:
         if axis in (-1, len(x.shape) - 1):
-            return tf.nn.softmax(x)
+            if len(x.shape) < 6:
+                return tf.nn.softmax(x)
+            # On CPUs it takes at most five dimensions.
+            return tf.reshape(tf.nn.softmax(tf.reshape(x, (-1, x.shape[-1]))), x.shape)
         e = tf.exp(x - tf.reduce_max(x, axis, keepdims=True))
         return e / tf.reduce_sum(e, axis, keepdims=True)
 

@@ -165,6 +165,10 @@ def test_softmax_and_logsumexp(dtype, axis):
     both("logsumexp", sample(dtype), axis)
 
 
+def test_softmax_of_many_dimensions():
+    both("softmax", np.random.default_rng(0).normal(size=(2, 1, 3, 2, 1, 2, 4)).astype(np.float32), 6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint32"])
 @pytest.mark.parametrize(
     ("exclusive", "reverse"), [(False, False), (True, False), (False, True), (True, True)]
