@@ -115,13 +115,16 @@ class Cache:
         depth = len(self._loops)
         inside = [n for n, s in outside.items() if s.loops[:depth] == self._loops]
         made: list[str] = []
+        count = self._count
 
         def body(x: Any, *parts: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
+            # Run once per iteration in eager steps: each begins with what was there before.
+            self.states, self._count = dict(outside), count
             for name, part in zip(inside, parts, strict=True):
                 self.states[name] = outside[name].with_value(part)
             y = fn(x)
             known = [n for n in inside if outside[n].changes]
-            made.extend([*known, *(n for n in self.states if n not in outside)])
+            made[:] = [*known, *(n for n in self.states if n not in outside)]
             return y, tuple(self.states[n].value for n in made)
 
         found, stacked = scan(body, carry, dim, [outside[n].value for n in inside])
