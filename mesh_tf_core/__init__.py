@@ -18,6 +18,7 @@ from mesh_tf_core.loops import scan
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model, minimize
+from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.activations import clip, elu, leaky_relu, logical_xor, selu
 from mesh_tf_core.ops.along import put_along, take_along
 from mesh_tf_core.ops.basic import add_n, cast, scale, stop_gradient
