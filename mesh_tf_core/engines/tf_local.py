@@ -106,7 +106,9 @@ class TfLocalEngine(Stepping):
     # -- running ---------------------------------------------------------------------------------------------
 
     def feed(self, batch: Mapping[str, Any]) -> Any:
-        arrays, out = check_batch(self.program, batch), []
+        arrays, out = check_batch(self.program, batch), list[Any]()
+        if self.exchange == "direct":
+            return [tf.constant(arrays[name]) for name in self.program.feeds]
         for name, id in self.program.feeds.items():
             made: dict[tuple[int, ...], Any] = {}
             for rank in range(self.first, self.first + len(self.devices)):

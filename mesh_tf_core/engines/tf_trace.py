@@ -60,7 +60,7 @@ class Trace:
         self.chosen: dict[int, tuple[Repeat, _Choice]] = {}
 
     def step(self) -> Callable[..., Sequence[Any]]:
-        """The step as a function of the pieces of every input, rank by rank, input by input."""
+        """The step as a function of the inputs (see `_inputs`)."""
         program = self.program
         self.feeds = {name: self._inputs(id) for name, id in program.feeds.items()}
         self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices, self.first)]
@@ -79,9 +79,17 @@ class Trace:
         return [whole(env[id]) for id in wanted]
 
     def _inputs(self, id: int) -> list[Wire]:
-        type = self.program.local(id)
-        self.sizes[id] = type.bytes
-        return [self.writer.input(tf.as_dtype(type.dtype), type.shape.sizes) for _ in self.devices]
+        """A piece per device, cut from one argument that holds the whole: handing a tensor over costs more
+        than cutting it."""
+        v, mesh, w = self.program.values[id], self.program.mesh, self.writer
+        parts: dict[tuple[int, ...], Wire] = {(): w.input(tf.as_dtype(v.dtype), v.shape.sizes)}
+        for axis, axes in enumerate(v.splits):
+            cuts = {k: w.split(x, mesh.group_size(axes), axis, self.devices[0]) for k, x in parts.items()}
+            parts = {(*k, i): x for k, xs in cuts.items() for i, x in enumerate(xs)}
+        ranks = range(self.first, self.first + len(self.devices))
+        pieces = [parts[tuple(mesh.group_index(rank, axes) for axes in v.splits)] for rank in ranks]
+        self.sizes[id] = _bytes(pieces)
+        return pieces
 
     def _parts(self, parts: Sequence[Part], env: Env) -> None:
         for part in parts:

@@ -118,7 +118,7 @@ class Variables:
         v, sizes = self.values[name], self.sizes[name]
         out = np.empty(v.shape.sizes, np_dtype(v.dtype))
         for begin, piece in pieces.items():
-            out[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))] = piece.numpy()
+            out[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))] = np.asarray(piece)
         return out
 
     @property
