@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -20,7 +21,18 @@ from costmodels.pricing import pricer
 from layoutopt.decisions import Choice, Decisions
 from layoutopt.evaluate import Evaluation, evaluate
 from layoutopt.extract import Extraction, extract
-from layoutopt.problem import Entry, Problem, Row, Solution, Sparse, Status, Term, solve
+from layoutopt.problem import (
+    Elimination,
+    Entry,
+    Problem,
+    Row,
+    Solution,
+    Sparse,
+    Status,
+    Term,
+    eliminate,
+    solve,
+)
 from layoutopt.problem import evaluate as judge_problem
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
@@ -93,9 +105,32 @@ class MeshSearch:
             )
         return self.judged[choices]
 
+    @cached_property
+    def eliminated(self) -> Elimination:
+        """What is known of the problem without its memory rows."""
+        return eliminate(self.extraction.problem)
+
     def relaxed(self, deadline: float | None = None) -> float:
         """A bound on the seconds of every layout, whatever memory it takes."""
+        if self.eliminated.exact:
+            return self.eliminated.bound
         return solve(limited(self.extraction.problem, math.inf), time_limit=_left(deadline)).bound
+
+    def _roomy(self, limit: float, listener: Listener | None) -> Outcome | None:
+        """The fastest layout whatever memory it takes, if it fits: then no solver is needed."""
+        choices = self.eliminated.best()
+        if choices is None:
+            return None
+        choices = simplest(self.extraction.problem, self.extraction, choices)
+        judged = self.judge(choices)
+        if judged.memory.peak > limit:
+            return None
+        bound = self.eliminated.bound
+        if listener is not None:
+            listener(judged.cost.step_seconds, bound)
+        solution = Solution(Status.OPTIMAL, choices, bound, bound, 0.0, "elimination")
+        layout, options = self.extraction.read(choices)
+        return Outcome(Found(self.mesh, layout, options, judged, solution), bound, True)
 
     def fastest(
         self,
@@ -117,6 +152,8 @@ class MeshSearch:
           excluded: solver's choices that may not be the answer.
           pinned: decisions that are taken already.
         """
+        if not excluded and not pinned and (found := self._roomy(limit, listener)) is not None:
+            return found
         bound, share = 0.0, 1.0
         banned = [choices[: len(self.extraction.names)] for choices in excluded]
         tries = self._tries()
@@ -135,8 +172,8 @@ class MeshSearch:
             judged = self.judge(choices)
             if judged.memory.peak <= limit:
                 layout, options = self.extraction.read(choices)
-                found = Found(self.mesh, layout, options, judged, replace(solution, choices=choices))
-                return Outcome(found, bound, exact and solution.status is Status.OPTIMAL)
+                best = Found(self.mesh, layout, options, judged, replace(solution, choices=choices))
+                return Outcome(best, bound, exact and solution.status is Status.OPTIMAL)
             counted = max(row.use(choices) for row in self.extraction.problem.rows)
             share = min(share, counted / judged.memory.peak)
             banned.append(choices[: len(self.extraction.names)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from layoutopt.problem.answer import Evaluation, Solution, Status, Violation, evaluate
 from layoutopt.problem.conflict import Conflict, Facts, conflict
+from layoutopt.problem.elimination import Elimination, eliminate
 from layoutopt.problem.files import dump, load
 from layoutopt.problem.form import (
     Choices,
@@ -23,6 +24,7 @@ from layoutopt.problem.solve import solve
 __all__ = [
     "Choices",
     "Conflict",
+    "Elimination",
     "Entry",
     "Evaluation",
     "Facts",
@@ -41,6 +43,7 @@ __all__ = [
     "Violation",
     "conflict",
     "dump",
+    "eliminate",
     "evaluate",
     "load",
     "pareto",
