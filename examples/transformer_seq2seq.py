@@ -2,19 +2,24 @@
 translation model of the Mesh-TensorFlow paper (Shazeer et al. 2018, section 9.2).
 
     layoutopt search examples/transformer_seq2seq.py --mesh "data:2;model:4"
-    layoutopt train examples/transformer_seq2seq.py --layout auto --mesh "data:2;model:4" --steps 200
+    layoutopt train examples/transformer_seq2seq.py --layout auto --mesh "data:2;model:4" --steps 200 \\
+        --checkpoint build/seq2seq
+    layoutopt generate examples/transformer_seq2seq.py --checkpoint build/seq2seq --prompt "Return the sum."
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 import mesh_tf_core as mtf
+from mesh_tf_core import decoding
 from mesh_tf_core import layers as nn
 from mesh_tf_core.optimizers import by_name
 
+Cached = decoding.Cache | None
 _EXPERT = "batch:batch;vocab:model;d_ff:model;heads:model"
 _PAPER = {
     2048: ("batch:32", "batch:batch"),
@@ -60,75 +65,105 @@ def model(
       dtype: of activations; variables and their updates are float32.
       warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
     """
-    g = mtf.Graph("transformer_seq2seq")
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
     d, f, v = mtf.Dim("d_model", d_model), mtf.Dim("d_ff", d_ff), mtf.Dim("vocab", vocab)
     h, k = mtf.Dim("heads", heads), mtf.Dim("d_kv", d_kv)
     rotary = nn.Rotary() if positions == "rotary" else None
 
-    def attention(name: str, **fields: object) -> nn.Attention:
-        return nn.Attention(h, k, kv_heads, dropout=dropout, name=name, **fields)  # type: ignore[arg-type]
+    def attention(name: str, **fields: Any) -> nn.Attention:
+        return nn.Attention(h, k, kv_heads, dropout=dropout, name=name, **fields)
 
-    own, looking_back = (
-        attention("attention", rotary=rotary),
-        attention("attention", rotary=rotary, causal=True),
-    )
+    own = attention("attention", rotary=rotary)
+    looking_back = attention("attention", rotary=rotary, causal=True)
     across = attention("cross_attention")
     feed_forward = nn.FeedForward(f, "silu" if gated else "relu", gated, dropout=dropout)
-    source, targets = g.input("source", text), g.input("targets", text)
     embedding = nn.Embedding(v, d, dtype)
-    table = embedding.table(g)
-    learned, where = None, None
-    if positions not in ("relative", "rotary", "none"):
-        learned = nn.LearnedPositions(length if positions == "learned" else int(positions))
-        where = learned.table(g, d, dtype)
-    seen = mtf.rename(source > 0, length="memory_length")
 
-    def embedded(ids: mtf.Tensor) -> mtf.Tensor:
-        x = embedding(table, ids)
-        return mtf.dropout(learned(x, where) if learned else x, dropout)
-
-    def bias(kind: nn.Attention, x: mtf.Tensor) -> mtf.Tensor | None:
-        if positions != "relative":
-            return None
-        return nn.RelativeBias(bidirectional=not kind.causal)(kind.relative(x), kind.head_dims, dtype)
-
-    def plus(x: mtf.Tensor, name: str, layer: object, *more: object, **fields: object) -> mtf.Tensor:
-        y = layer(nn.LayerNorm(name=f"{name}_norm")(x), *more, **fields)  # type: ignore[operator]
+    def plus(x: mtf.Tensor, name: str, layer: Any, *more: object, **fields: object) -> mtf.Tensor:
+        y = layer(nn.LayerNorm(name=f"{name}_norm")(x), *more, **fields)
         return x + mtf.dropout(y, dropout)
 
-    with g.scope("encoder"):
-        x = embedded(source)
-        near = bias(own, x)
+    def network(g: mtf.Graph) -> decoding.Logits:
+        source, table = g.input("source", text), embedding.table(g)
+        seen = mtf.rename(source > 0, length="memory_length")
+        learned, where = None, None
+        if positions not in ("relative", "rotary", "none"):
+            learned = nn.LearnedPositions(length if positions == "learned" else int(positions))
+            where = learned.table(g, d, dtype)
 
-        def encode(x: mtf.Tensor) -> mtf.Tensor:
-            x = plus(x, "attention", own, mask=seen, bias=near)
-            return plus(x, "feed_forward", feed_forward)
+        def embedded(ids: mtf.Tensor, cache: Cached = None) -> mtf.Tensor:
+            x = embedding(table, ids)
+            return mtf.dropout(learned(x, where, cache) if learned else x, dropout)
 
-        x = mtf.scan(encode, x, mtf.Dim("encoder_layers", encoder_layers or layers))
-        memory = mtf.rename(nn.LayerNorm(name="final_norm")(x), length="memory_length")
-    with g.scope("decoder"):
-        x = embedded(mtf.shift(targets, 1, "length"))
-        before = bias(looking_back, x)
+        def bias(kind: nn.Attention, x: mtf.Tensor, cache: Cached = None) -> mtf.Tensor | None:
+            if positions != "relative":
+                return None
+            relative = kind.relative_at(x, cache)
+            return nn.RelativeBias(bidirectional=not kind.causal)(relative, kind.head_dims, dtype)
 
-        def decode(x: mtf.Tensor) -> mtf.Tensor:
-            x = plus(x, "attention", looking_back, bias=before)
-            x = plus(x, "cross_attention", across, memory, mask=seen)
-            return plus(x, "feed_forward", feed_forward)
+        with g.scope("encoder"):
+            x = embedded(source)
+            near = bias(own, x)
 
-        x = mtf.scan(decode, x, mtf.Dim("decoder_layers", decoder_layers or layers))
-        x = nn.LayerNorm(name="final_norm")(x)
-    logits = embedding.logits(x, table if tied else None)
-    loss = mtf.softmax_cross_entropy(logits, targets, v)
-    # The mean over all positions, padding included, so that a batch is the sum of its parts (microbatches).
-    loss = mtf.reduce_mean(mtf.where(targets > 0, loss, 0.0))
+            def encode(x: mtf.Tensor) -> mtf.Tensor:
+                x = plus(x, "attention", own, mask=seen, bias=near)
+                return plus(x, "feed_forward", feed_forward)
+
+            x = mtf.scan(encode, x, mtf.Dim("encoder_layers", encoder_layers or layers))
+            memory = mtf.rename(nn.LayerNorm(name="final_norm")(x), length="memory_length")
+
+        def logits(before: mtf.Tensor, cache: Cached = None) -> mtf.Tensor:
+            with g.scope("decoder"):
+                x = embedded(before, cache)
+                back = bias(looking_back, x, cache)
+
+                def decode(x: mtf.Tensor) -> mtf.Tensor:
+                    x = plus(x, "attention", looking_back, bias=back, cache=cache)
+                    x = plus(x, "cross_attention", across, memory, mask=seen, cache=cache)
+                    return plus(x, "feed_forward", feed_forward)
+
+                stack = mtf.Dim("decoder_layers", decoder_layers or layers)
+                x = nn.LayerNorm(name="final_norm")(decoding.scan_layers(decode, x, stack, cache))
+            return embedding.logits(x, table if tied else None)
+
+        return logits
+
+    g = mtf.Graph("transformer_seq2seq")
+    logits, targets = network(g), g.input("targets", text)
+    before = mtf.shift(targets, 1, "length")
+    loss = mtf.softmax_cross_entropy(logits(before), targets, v)
+    # Of the target and the 0 that ends it; the mean is over all positions, padding included, so that a batch
+    # is the sum of its parts (microbatches).
+    loss = mtf.reduce_mean(mtf.where(targets + before > 0, loss, 0.0))
     rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
     return mtf.Model(
         loss,
         by_name(optimizer, rate),
         name="transformer_seq2seq",
         layouts={"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {},
+        network=network,
     )
+
+
+def generate(
+    beams: int = 4, alpha: float = 0.6, temperature: float = 0.0, top: int = 0, **hparams: Any
+) -> mtf.Model:
+    """The model that writes targets of sources, from the hyperparameters of `model`: by beam search, or as
+    `decoding.generate` says."""
+    built = model(**{**hparams, "dropout": 0.0})
+    return decoding.generate(built, beams, alpha, temperature, top, begin=0, end=0)
+
+
+def encode(text: str, vocab: int = 256) -> dict[str, list[int]]:
+    """What to feed for a source."""
+    return {"source": [byte % (vocab - 1) + 1 for byte in text.encode()]}
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Tokens as text, up to the 0 that ends it."""
+    tokens = list(tokens)
+    text = tokens[: tokens.index(0)] if 0 in tokens else tokens
+    return bytes(token - 1 for token in text).decode(errors="replace")
 
 
 def data(

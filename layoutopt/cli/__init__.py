@@ -11,6 +11,7 @@ from layoutopt.cli import (
     cost,
     explain,
     export,
+    generate,
     hardware,
     init,
     launch,
@@ -56,6 +57,7 @@ app.command(epilog=explain.EXAMPLES, rich_help_panel=FIND)(explain.explain)
 app.command(epilog=cost.EXAMPLES, rich_help_panel=FIND)(cost.cost)
 app.command(epilog=train.EXAMPLES, rich_help_panel=RUN)(train.train)
 app.command(epilog=launch.EXAMPLES, rich_help_panel=RUN)(launch.launch)
+app.command(epilog=generate.EXAMPLES, rich_help_panel=RUN)(generate.generate)
 app.command(epilog=calibrate.EXAMPLES, rich_help_panel=RUN)(calibrate.calibrate)
 app.command(epilog=validate.EXAMPLES, rich_help_panel=RUN)(validate.validate)
 app.command(epilog=measure.EXAMPLES, rich_help_panel=RUN)(measure.measure)

@@ -10,6 +10,8 @@ from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.model import Model, TrainingStep
+from mesh_tf_core.ops.basic import Constant
+from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.reduce import reduce_mean
 
 
@@ -46,16 +48,18 @@ def generate(
     alpha: float = 0.6,
     temperature: float = 0.0,
     top: int = 0,
+    begin: int | None = None,
     end: int | None = None,
 ) -> Decoder:
     """The model that decodes with a model's network: greedily unless told otherwise.
 
-    Its inputs are `prompts` [batch, length] and `lengths` [batch], those of the network, and if it samples
+    Its inputs are those of the network, `prompts` [batch, length] and `lengths` [batch], and if it samples
     `seed`, a scalar. Batch and length are those of the model's first input.
 
     Args:
       beams: beam search with so many, along the dimension `beam`; `alpha` of its length penalty.
       temperature: draws tokens, from the `top` most likely ones if that is not 0.
+      begin: id of the token that every text begins with, instead of a prompt of its own.
       end: id of the token that ends a text.
     """
     if model.network is None:
@@ -67,8 +71,11 @@ def generate(
         )
     batch, length = next(t for t in model.graph.inputs.values() if len(t.shape) == 2).shape
     g = Graph(f"{model.name} decoding")
-    prompts, lengths = g.input("prompts", [batch, length]), g.input("lengths", [batch])
-    network = model.network(g)
+    network, lengths = model.network(g), None
+    if begin is None:
+        prompts, lengths = g.input("prompts", [batch, length]), g.input("lengths", [batch])
+    else:
+        prompts = broadcast(g.apply(Constant(begin, "int32")), [batch, length])
     if beams:
         found = beam_search(network, prompts, Dim("beam", beams), lengths, end, alpha)
     elif temperature or top:

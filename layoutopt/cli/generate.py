@@ -1,0 +1,188 @@
+"""`layoutopt generate`: texts from a checkpoint, under any layout.
+
+The model file says how: `generate(**hparams)` builds the decoding model, `encode(text)` gives what is fed for
+a prompt, input by input as token ids, and `decode(tokens)` the text of the ids that follow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layoutopt.cli.options import (
+    Given,
+    JsonOption,
+    LayoutOption,
+    MeshOption,
+    ModelArgument,
+    QuietOption,
+    SetOption,
+    examples,
+    read_layout,
+)
+from layoutopt.cli.results import layout_json, model_json
+from layoutopt.cli.running import open_trainer
+from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.units import seconds_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from layoutopt.loading import Loaded
+    from mesh_tf_core.trainer import Trainer
+
+EXAMPLES = examples(
+    'layoutopt generate examples/transformer_lm.py --checkpoint build/run --prompt "def main("',
+    'layoutopt generate examples/transformer_lm.py --checkpoint build/run --prompt "import " --set beams=4 '
+    '--mesh "data:2;model:2" --layout "beam:data;heads:model" --json',
+)
+ONE_DEVICE = "device:1"
+
+
+def generate(
+    model: ModelArgument,
+    checkpoint: Annotated[Path, typer.Option(metavar="DIR", help="What `train --checkpoint` wrote.")],
+    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A text to begin with (again for more).")],
+    mesh: MeshOption = None,
+    layout: LayoutOption = None,
+    settings: SetOption = None,
+    seed: Annotated[int, typer.Option(help="Of the draws, if the model draws.")] = 0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Continue texts with a trained model, under any layout."""
+    terminal = Terminal(as_json, quiet)
+    loaded, given = _loaded(model, settings or [], len(prompt), mesh or ONE_DEVICE, layout)
+    feeds, begun = _feeds(loaded, prompt, seed)
+    trainer = open_trainer(terminal, loaded, given)
+    step = _restored(trainer, checkpoint)
+    began = time.perf_counter()
+    with terminal.waiting("generating"):
+        found = trainer.step(feeds)
+    seconds = time.perf_counter() - began
+    texts = [
+        {"prompt": text, "continuations": _continuations(loaded, found, row, begun[row])}
+        for row, text in enumerate(prompt)
+    ]
+    terminal.result(
+        {
+            "model": model_json(loaded.model),
+            "mesh": given.mesh.as_dict(),
+            "layout": layout_json(given.layout),
+            "step": step,
+            "seconds": seconds,
+            "texts": texts,
+        }
+    )
+    terminal.say(f"step {step} of {checkpoint}, {seconds_text(seconds)} with compiling")
+    _show(terminal, texts)
+
+
+def _loaded(
+    source: str, settings: Sequence[str], rows: int, mesh: str, layout: str | None
+) -> tuple[Loaded, Given]:
+    """The decoding model, with a batch of as many texts as there are prompts (and the layout can split)."""
+    from layoutopt.loading import load_model
+
+    source = source if ":" in Path(source).name else f"{source}:generate"
+    loaded = load_model(source, settings)
+    given = read_layout(loaded, mesh, layout)
+    if "batch" not in loaded.hparams or any(s.partition("=")[0].strip() == "batch" for s in settings):
+        return loaded, given
+    ways = given.mesh.group_size(given.layout.axes("batch"))
+    return load_model(source, {**loaded.hparams, "batch": -(-rows // ways) * ways}), given
+
+
+def _feeds(loaded: Loaded, prompts: Sequence[str], seed: int) -> tuple[dict[str, np.ndarray], list[int]]:
+    """What the model is fed, and how many tokens each text begins with."""
+    import numpy as np
+
+    inputs = loaded.model.graph.inputs
+    encoded = [loaded.call("encode", text=text) for text in prompts]
+    _check_names(loaded, encoded[0])
+    feeds: dict[str, np.ndarray] = {"seed": np.array(seed, np.int32)}
+    begun = [1] * len(prompts)
+    for name in encoded[0]:
+        rows, room = inputs[name].shape.sizes
+        if len(prompts) > rows:
+            from mesh_tf_core import UserError
+
+            raise UserError(f"{len(prompts)} prompts do not fit into a batch of {rows}; drop --set batch")
+        feeds[name] = np.zeros((rows, room), np.int32)
+        for i in range(rows):
+            # Places of the batch that no prompt has repeat the last one.
+            ids = encoded[min(i, len(prompts) - 1)][name]
+            _check_room(prompts[min(i, len(prompts) - 1)], len(ids), room - (name == "prompts"))
+            feeds[name][i, : len(ids)] = ids
+    if "lengths" in inputs:
+        begun = [len(e["prompts"]) for e in encoded]
+        rows = inputs["lengths"].shape.sizes[0]
+        feeds["lengths"] = np.array([begun[min(i, len(begun) - 1)] for i in range(rows)], np.int32)
+    return feeds, begun
+
+
+def _check_names(loaded: Loaded, encoded: Mapping[str, Any]) -> None:
+    from mesh_tf_core import UserError
+    from mesh_tf_core.errors import known_names
+
+    inputs = loaded.model.graph.inputs
+    for name in encoded:
+        if name not in inputs or len(inputs[name].shape) != 2:
+            raise UserError(
+                f"{loaded.source}: encode() gives {name!r}, which is no [batch, length] input of the model; "
+                f"{known_names(name, inputs)}"
+            )
+    for name in inputs:
+        if name not in (*encoded, "lengths", "seed"):
+            raise UserError(
+                f"{loaded.source}: encode() does not give the model's input {name!r}; "
+                f"{known_names(name, encoded)}"
+            )
+
+
+def _check_room(prompt: str, tokens: int, room: int) -> None:
+    from mesh_tf_core import UserError
+
+    if not 1 <= tokens <= room:
+        raise UserError(
+            f"--prompt {prompt[:40]!r} has {tokens} tokens; the model takes 1 to {room} "
+            "(--set length=… as it was trained)"
+        )
+
+
+def _restored(trainer: Trainer, checkpoint: Path) -> int:
+    """Takes the variables of a checkpoint; returns its step."""
+    from mesh_tf_core import UserError
+
+    if not trainer.restore(checkpoint):
+        raise UserError(
+            f"--checkpoint {str(checkpoint)!r}: no checkpoint there; write one with layoutopt train"
+        )
+    return trainer.step_number
+
+
+def _continuations(loaded: Loaded, found: Mapping[str, Any], row: int, begun: int) -> list[dict[str, Any]]:
+    """The texts of one prompt, best first: one, or those of the beams."""
+    import numpy as np
+
+    length = found["tokens"].shape[-1]
+    tokens = found["tokens"][row].reshape(-1, length)
+    scores = np.reshape(found["scores"][row], -1)
+    return [
+        {
+            "text": loaded.call("decode", tokens=ids[begun:].tolist()),
+            "score": float(score),
+            "tokens": ids.tolist(),
+        }
+        for ids, score in zip(tokens, scores, strict=True)
+    ]
+
+
+def _show(terminal: Terminal, texts: Sequence[Mapping[str, Any]]) -> None:
+    for text in texts:
+        for found in text["continuations"]:
+            terminal.show(f"── {text['prompt']!r}, score {found['score']:.3f}", found["text"])
