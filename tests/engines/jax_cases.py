@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
+from examples import mlp
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax_home import devices
 from mesh_tf_core.errors import UserError
@@ -113,6 +114,29 @@ def state() -> None:
     engine.close()
 
 
+def beside() -> None:
+    """Evaluation shares the variables of the training; a snapshot stays what it was."""
+    runs = [
+        mtf.Trainer(mlp.model(batch=8, hidden=8), "a:2;b:2", "batch:a;hidden:b", engine=kind)
+        for kind in ("jax", "lockstep")
+    ]
+    rng = np.random.default_rng(0)
+    fed = [
+        {"image": rng.random((8, 64)).astype(np.float32), "label": rng.integers(0, 10, 8).astype(np.int32)}
+        for _ in range(3)
+    ]
+    short = {name: array[:3] for name, array in fed[1].items()}
+    before = {name: runs[0].engine.read(name) for name in runs[0].program.variables}
+    kept = runs[0].engine.snapshot()
+    for batch in fed:
+        found, expected = ([run.step(batch), run.evaluate([fed[0], short])] for run in runs)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose([a[name] for name in b], list(b.values()), 1e-5)
+    for name, value in before.items():
+        np.testing.assert_array_equal(kept[name], value)
+    assert not np.array_equal(runs[0].engine.read("output/weight"), before["output/weight"])
+
+
 def refused(call: Callable[[], Any], why: str) -> None:
     try:
         call()
@@ -131,6 +155,7 @@ CASES: dict[str, Callable[[], None]] = {
     "loops": loops,
     **{f"control {name}": lambda n=name: control(n) for name in PROGRAMS},
     "state": state,
+    "beside": beside,
 }
 
 
