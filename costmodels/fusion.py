@@ -52,14 +52,15 @@ class Fused:
 
     Attributes:
       items: instructions that are not fused, and kernels, each with how often it runs.
-      inner: values that have no memory of their own -> the values that their kernel reads to compute them
-        (none if they lie in a stack).
-      products: those of them that are, or follow from, a product in their kernel.
+      inner: values that have no memory of their own: maps and reductions whose results stay inside of a
+        kernel, or lie in a loop's stack. A product's result stands for that of its kernel.
+      passed: values that are written for a later kernel of their own group only; other layouts may compute
+        them again instead.
     """
 
     items: tuple[tuple[Instr | Kernel, float], ...]
-    inner: dict[int, frozenset[int]]
-    products: frozenset[int]
+    inner: frozenset[int]
+    passed: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def fused(program: Program, again: bool = False) -> Fused:
     """
     found = _Fuser(program, again)
     found.block(program.code, program.results.values(), (), 1)
-    return Fused(tuple(found.items), found.inner, frozenset(found.products))
+    return Fused(tuple(found.items), frozenset(found.inner), frozenset(found.passed))
 
 
 class _Fuser:
@@ -90,8 +91,8 @@ class _Fuser:
     def __init__(self, program: Program, again: bool) -> None:
         self.program, self.again = program, again
         self.items: list[tuple[Instr | Kernel, float]] = []
-        self.inner: dict[int, frozenset[int]] = {}
-        self.products: set[int] = set()
+        self.inner: set[int] = set()
+        self.passed: set[int] = set()
         self.same: dict[int, int] = {}
         self.producer: dict[int, Instr] = {}
         self.readers: dict[int, set[_Group | None]] = defaultdict(set)
@@ -133,12 +134,17 @@ class _Fuser:
         number = self.program.fusion.group.get(instr.origin.node)
         if number is None or not isinstance(instr, Local):
             return None
-        if role(instr.op, tuple(map(self.program.local, instr.inputs))) == ALONE:
+        if self.role(instr) == ALONE:
             return None
         again = self.again or instr.origin.phase == "recompute"
         group = groups.setdefault((number, again), _Group(self, again))
         group.instrs.append(instr)
         return group
+
+    def role(self, instr: Local) -> str:
+        """How an instruction fuses, whatever is left of its operands on a device."""
+        values = (self.program.values[i] for i in instr.inputs)
+        return role(instr.op, tuple(TensorType(v.shape, v.dtype) for v in values))
 
     def bytes(self, value: int) -> int:
         return self.program.values[value].local_bytes(self.program.mesh)
@@ -169,7 +175,8 @@ class _Group:
                 self.number[key] = number
                 self.ready[key] = number + (step.kind == REDUCE)
             within.update(i for i in step.inputs if i in self.made)
-        self.written = {k for k in self.made if self._leaves(k, within)}
+        leaving = {k for k in self.made if self._leaves(k, within)}
+        self.written = set(leaving)
         last: dict[int, Local] = {}
         members: dict[int, list[Local]] = defaultdict(list)
         products: dict[int, Local] = {}
@@ -181,7 +188,10 @@ class _Group:
                 members[number].append(step.instr)
             if step.kind == PRODUCT:
                 products[number] = step.instr
-        self._inner()
+        whole = {o for instr in products.values() for o in instr.outputs}
+        outputs = {o for instr in self.instrs for o in instr.outputs} - whole
+        self.owner.inner.update(o for o in outputs if o not in self.written or self._stacked(o))
+        self.owner.passed.update(outputs & self.written - leaving)
         found = []
         for number in sorted(members):
             made = [k for k in self.written if self.number[k] == number and not self._stacked(k)]
@@ -198,7 +208,7 @@ class _Group:
         parts = _parts(op, types) if op.expands() else ()
         if not parts:
             outputs = tuple((o, self.owner.bytes(o)) for o in instr.outputs)
-            return [Step(role(op, types), float(op.flops(*types)), inputs, outputs, instr)]
+            return [Step(self.owner.role(instr), float(op.flops(*types)), inputs, outputs, instr)]
         (out,) = instr.outputs
 
         def key(i: int) -> Key:
@@ -280,21 +290,6 @@ class _Group:
         if isinstance(key, int):
             return self.owner.bytes(key)
         return next(size for k, size in self.made[key].outputs if k == key)
-
-    def _inner(self) -> None:
-        """Notes what is never written, or written in a stack only, and where it comes from."""
-        inner = self.owner.inner
-        for instr in self.instrs:
-            sources = map(self.owner.source, instr.inputs)
-            roots = frozenset(r for i in sources for r in inner.get(i, (i,)))
-            types = tuple(map(self.owner.program.local, instr.inputs))
-            if role(instr.op, types) == PRODUCT or self.owner.products.intersection(instr.inputs):
-                self.owner.products.update(o for o in instr.outputs if o not in self.written)
-            for o in instr.outputs:
-                if o not in self.written:
-                    inner[o] = roots
-                elif self._stacked(o):
-                    inner[o] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

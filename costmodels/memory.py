@@ -7,9 +7,7 @@ A device holds, at instruction t,
   values at their
       worst point.
 
-Where the compiler fuses (`costmodels.fusion`), values inside of a kernel take no memory, and what the kernel
-reads
-stays until its last output is written.
+Where the compiler fuses (`costmodels.fusion`), values inside of a kernel take no memory.
 
 An output may take the place of an input that is read for the last time, if the operation works element by
 element (or
@@ -20,7 +18,7 @@ place of the old one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from costmodels.fusion import fused
@@ -96,7 +94,7 @@ class Alive:
 
 def alive(program: Program, fuses: bool = False) -> list[Alive]:
     """The values alive at every point. Meant for a program in which nothing is split: other layouts hold
-    the same (so what a kernel keeps for its later outputs is left out: another layout may break it)."""
+    the same (what one kernel writes for the next is left out: they may make other kernels)."""
     walk = _Walk(program, fuses, record=True)
     walk.run()
     out = []
@@ -113,9 +111,10 @@ def alive(program: Program, fuses: bool = False) -> list[Alive]:
 class _Walk:
     def __init__(self, program: Program, fuses: bool, record: bool = False) -> None:
         self.record = record
-        kernels = fused(program) if fuses else None
-        self.inner = kernels.inner if kernels else {}
-        self.products = kernels.products if kernels else frozenset()
+        self.inner: frozenset[int] = frozenset()
+        if fuses:
+            kernels = fused(program)
+            self.inner = kernels.inner | kernels.passed if record else kernels.inner
         self.trace: list[tuple[Point, tuple[int, ...], tuple[int, ...]]] = []
         self.program = program
         self.size = [v.local_bytes(program.mesh) for v in program.values]
@@ -159,18 +158,12 @@ class _Walk:
     def weight(self, id: int) -> int:
         return 0 if id in self.weightless or id in self.inner else self.size[id]
 
-    def _read(self, id: int) -> Iterable[int]:
-        """The memory that reading a value needs."""
-        root = self.root.get(id, id)
-        return self.inner.get(root, (root,)) if not self.record else (root,)
-
     def _last_reads(self, code: Sequence[Instr], leaving: set[int]) -> list[set[int]]:
         """For every instruction, the memory that is free once it has run."""
         needed = {self.root.get(i, i) for i in leaving}
         out: list[set[int]] = []
         for instr in reversed(code):
-            touched = {self.root.get(o, o) for o in instr.outputs}
-            touched.update(j for i in instr.inputs for r in self._read(i) for j in (r, self.root.get(i, i)))
+            touched = {self.root.get(i, i) for i in (*instr.inputs, *instr.outputs)}
             out.append(touched - needed)
             needed |= touched
         return out[::-1]
@@ -210,8 +203,7 @@ class _Walk:
         elementwise = isinstance(instr, Local) and instr.op.kind == "elementwise"
         if not (elementwise or isinstance(instr, AllReduce)):
             return []
-        direct = (j for j in instr.inputs if self.root.get(j, j) not in self.products)
-        inputs = {r for j in direct for r in self._read(j)}
+        inputs = {self.root.get(j, j) for j in instr.inputs}
         freed = [self.weight(i) for i in dying if i not in instr.outputs and i in inputs]
         taken = []
         for o in instr.outputs:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from costmodels.collectives import collective_seconds, full_bytes
-from costmodels.compute import Quantity, compute_seconds
+from costmodels.compute import MATMUL_CLASSES, Quantity, compute_seconds
 from costmodels.fusion import Kernel, fused
 from costmodels.hardware import ComputeCurve, Hardware
 from costmodels.kernels import call_seconds, calls
@@ -220,10 +220,12 @@ class Pricer:
         first = kernel.product or kernel.instrs[0]
         moved = kernel.read + kernel.written
         own = self._quantity(program, first)
-        if kernel.product is not None:
+        if kernel.product is None:
+            quantity = Quantity(kernel.vector, moved, "elementwise", own.dtype)
+        elif own.op_class in MATMUL_CLASSES:
             quantity = replace(own, bytes=moved, vector=kernel.vector)
         else:
-            quantity = Quantity(kernel.vector, moved, "elementwise", own.dtype)
+            quantity = replace(own, bytes=moved, flops=own.flops + kernel.vector)
         seconds = self._priced(quantity)
         flops = sum(self._quantity(program, instr).flops for instr in kernel.instrs)
         text = " + ".join(instr.name for instr in kernel.instrs) if len(kernel.instrs) > 1 else ""
