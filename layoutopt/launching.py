@@ -157,15 +157,14 @@ def _started(
 def _watched(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, ...]:
     """Waits until all have ended; those that did not after another had are ended, and returned."""
     until = float("inf")
-    while any(worker.poll() is None for worker in workers):
-        codes = [worker.returncode for worker in workers if worker.returncode is not None]
-        now = time.monotonic()
+    while None in (found := [worker.poll() for worker in workers]):
+        codes, now = [code for code in found if code is not None], time.monotonic()
         if any(codes):
             until = min(until, now + SETTLE)
         elif codes:
             until = min(until, now + FINISH)
         if now > until:
-            stuck = tuple(i for i, worker in enumerate(workers) if worker.returncode is None)
+            stuck = tuple(i for i, code in enumerate(found) if code is None)
             _end([workers[i] for i in stuck])
             return stuck
         time.sleep(POLL)

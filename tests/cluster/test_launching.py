@@ -1,0 +1,145 @@
+"""Local workers: exit codes, restarts, and that none of them outlives the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from layoutopt import launching
+from layoutopt.launching import Attempt, launch, run_once
+from tests.cluster.job import ROOT, Job, wait_for
+
+WAITS = "import os, time\nopen(f'{os.path.dirname(__file__)}/{os.getpid()}', 'w').close()\ntime.sleep(600)\n"
+LEAVES = "import json, os\nif json.loads(os.environ['TF_CONFIG'])['task']['index']: os._exit(7)\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "stuck", "culprit", "code", "reason"),
+    [
+        ((0, 0), (), None, 0, None),
+        ((5, -9), (), 1, 137, "worker 1 was ended by SIGKILL"),
+        ((5, -15), (1,), 1, 5, "worker 1 stood still"),
+        ((-15, 1), (0,), 1, 1, "worker 1 ended with exit code 1"),
+        ((5, 3, -9), (), 1, 3, "worker 1 ended with exit code 3"),
+        ((5, 5), (), 0, 5, "worker 0 ended with exit code 5"),
+    ],
+)
+def test_whose_end_the_others_follow(
+    codes: tuple[int, ...], stuck: tuple[int, ...], culprit: int | None, code: int, reason: str | None
+) -> None:
+    attempt = Attempt(codes, stuck, ("",) * len(codes))
+    assert (attempt.culprit, attempt.exit_code) == (culprit, code)
+    if reason is not None:
+        assert attempt.reason() == reason
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Callable[[], Attempt]]], None]:
+    """Attempts that end as told."""
+
+    def plan(ends: list[Callable[[], Attempt]]) -> None:
+        left = iter(ends)
+        monkeypatch.setattr(launching, "run_once", lambda *_: next(left)())
+
+    return plan
+
+
+def killed() -> Attempt:
+    return Attempt((5, -9), (), ("", ""))
+
+
+def done() -> Attempt:
+    return Attempt((0, 0), (), ("", ""))
+
+
+def test_a_job_is_started_again_from_its_checkpoint(
+    attempts: Callable[[list[Callable[[], Attempt]]], None], tmp_path: Path
+) -> None:
+    def saved(step: int) -> Callable[[], Attempt]:
+        def end() -> Attempt:
+            (tmp_path / f"step-{step:09d}").mkdir()
+            return killed()
+
+        return end
+
+    said: list[str] = []
+    attempts([killed, saved(5), killed, saved(10), killed, done])
+    assert launch(["train"], 2, None, 2, tmp_path, said.append) == 0
+    assert [text.partition("; ")[2] for text in said] == [
+        "starting again from the beginning, for nothing is saved yet (restart 1 of 2)",
+        "starting again from step-000000005 (restart 1 of 2)",
+        "starting again from step-000000005 (restart 2 of 2)",
+        "starting again from step-000000010 (restart 1 of 2)",
+        "starting again from step-000000010 (restart 2 of 2)",
+    ]
+
+
+def test_it_is_given_up(attempts: Callable[[list[Callable[[], Attempt]]], None], tmp_path: Path) -> None:
+    said: list[str] = []
+    attempts([killed] * 3)
+    assert launch(["train"], 2, None, 2, tmp_path, said.append) == 137
+    assert said[-1] == "worker 1 was ended by SIGKILL; given up after 2 restarts without a new checkpoint"
+    attempts([killed])
+    assert launch(["train"], 2, None, 2, None, said.append) == 137
+    assert said[-1] == "worker 1 was ended by SIGKILL; add --checkpoint DIR to go on after a failure"
+
+
+def test_wrong_input_is_not_tried_again(
+    attempts: Callable[[list[Callable[[], Attempt]]], None], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    attempts([lambda: Attempt((5, 2), (), ("", "error: no such file"))])
+    assert launch(["train"], 2, None, 2, tmp_path, said.append) == 2
+    assert said == ["worker 1 ended with exit code 2: error: no such file"]
+    attempts([lambda: Attempt((2, 2), (), ("", "error: no such file"))])
+    assert launch(["train"], 2, None, 2, tmp_path, said.append) == 2
+    assert len(said) == 1  # worker 0 has shown it
+
+
+def test_the_others_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "SETTLE", 0.0)
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "model.py"
+    file.write_text(LEAVES + WAITS, encoding="utf-8")
+    attempt = run_once(["train", "--cluster", str(file), "--mesh", "data:2"], 2, 1)
+    assert (attempt.codes[1], attempt.stuck, attempt.culprit) == (7, (0,), 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_no_worker_outlives_the_launcher(tmp_path: Path, number: int, code: int) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(WAITS, encoding="utf-8")
+    with Job(["-n", "2"], ["train", str(file), "--mesh", "data:2"], tmp_path / "saved") as job:
+
+        def waiting() -> set[int]:
+            return {int(p.name) for p in tmp_path.glob("[0-9]*")} & set(job.workers().values())
+
+        pids = wait_for(lambda: len(found := waiting()) == 2 and found, 60, "the start of two workers")
+        os.kill(min(pids), signal.SIGSTOP)
+        job.process.send_signal(number)
+        assert job.end(30)[0] == code
+        wait_for(lambda: not any(map(runs, pids)), 30, "the end of the workers")
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not only waits for somebody to ask how it ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_launch_tells_what_it_takes() -> None:
+    words = [sys.executable, "-m", "layoutopt", "launch", "-n", "2", "--", "measure", "examples/mlp.py"]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert "error: launch runs `train` in several processes, found 'measure'" in found.stderr
