@@ -23,6 +23,8 @@ from mesh_tf_core.op import Op, TensorType
 from mesh_tf_core.program import Program, Value
 
 KINDS = ("auto", "local", "lockstep")
+KEPT = 4096
+"""Lowered operations that are kept: code that multiplies by another number in every step makes new ones."""
 
 
 class PlacedEngine(LockstepEngine):
@@ -105,15 +107,15 @@ class Machine:
         """A global array cut into every device's piece."""
         v, engine = self.value(type, what), self._pieces
         sizes, array = v.local(self.mesh).shape.sizes, np.asarray(array, np_dtype(type.dtype))
-        made: dict[tuple[int, ...], Any] = {}
+        parts: dict[tuple[int, ...], Any] = {}
         out = []
         for rank in range(self.mesh.devices):
             begin = tuple(engine.begin(rank, v))
-            if begin not in made:
+            if begin not in parts:
                 part = array[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
-                with engine.on(rank):
-                    made[begin] = engine.k.cast(np.array(part), type.dtype)
-            out.append(made[begin])
+                parts[begin] = np.array(part)
+            with engine.on(rank):
+                out.append(engine.k.cast(parts[begin], type.dtype))
         return out
 
     def joined(self, pieces: Pieces, type: TensorType) -> Any:
@@ -144,6 +146,8 @@ class Machine:
         types = tuple(graph.tensor(i).type for i in node.inputs)
         key = node.op, types
         if key not in self._known:
+            if len(self._known) >= KEPT:
+                self._known.clear()
             scratch = Graph(node.op.name)
             scratch.apply(node.op, *(scratch.new_tensor(t, scratch.blocks[0]) for t in types))
             self._known[key] = self._alone(scratch, scratch.nodes[0])

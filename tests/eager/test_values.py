@@ -57,7 +57,8 @@ def test_shards_are_the_devices_pieces(engine: str) -> None:
 def test_shards_on_tensorflows_devices() -> None:
     x = new(engine="local").constant(X, [B, D])
     assert x.pieces is not None
-    assert [p.device[-5:] for p in (x + 1.0).pieces] == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+    for pieces in (x.pieces, (x + 1.0).pieces):
+        assert [p.device[-5:] for p in pieces] == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 
 
 def test_python_control_flow_follows_values() -> None:
@@ -197,3 +198,12 @@ def test_communication_is_counted() -> None:
     assert g.communication_bytes == {"data": 0, "model": 0}
     assert isinstance(mtf.reduce_sum(x), EagerTensor)
     assert g.communication_bytes == {"data": 4, "model": 0}
+
+
+def test_only_so_many_lowered_operations_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh_tf_core.eager.machine.KEPT", 3)
+    g = new()
+    x = g.constant(X, [B, D])
+    for factor in range(2, 9):
+        np.testing.assert_array_equal((x * factor).numpy(), factor * X)
+    assert len(g.machine._known) <= 3
