@@ -20,7 +20,7 @@ from layoutopt.coupling import Coupling
 from layoutopt.decisions import recompute_name, storage_class
 from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.lower import Keep
-from mesh_tf_core.lower.loops import leading_to, stands_beside_backward
+from mesh_tf_core.lower.loops import running_again, stands_beside_backward
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.structure import Assign, Feed, Read, Scan, Variable
@@ -76,16 +76,10 @@ class _Builder:
     def _rerun(self) -> dict[int, tuple[str, ...]]:
         """Node -> the dimensions of the loops whose recomputation makes it run again."""
         out: dict[int, tuple[str, ...]] = {}
-
-        def mark(nodes: list[Node], name: str) -> None:
-            for node in nodes:
-                out[node.index] = (*out.get(node.index, ()), name)
-                if node.body is not None:
-                    mark(node.body.nodes, name)
-
         for block in self.graph.blocks:
             if stands_beside_backward(block, self.graph) and block.dim is not None:
-                mark(leading_to(set(block.saved), block), block.dim.name)
+                for node in running_again(block):
+                    out[node.index] = (*out.get(node.index, ()), block.dim.name)
         return out
 
     # -- operations ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from mesh_tf_core.blocks import Node, reads
 from mesh_tf_core.graph import Graph
-from mesh_tf_core.lower.loops import leading_to
+from mesh_tf_core.lower.loops import running_again
 from mesh_tf_core.op import Op, TensorType
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import Fusion
@@ -231,17 +231,11 @@ class _Groups:
         for block in self.graph.blocks:
             if block.saved:
                 again.update(map(self._source, block.saved))
-                for node in leading_to(set(block.saved), block):
-                    again.update(self._read_in(node))
+                for node in running_again(block):
+                    again.update(self._read_by(node))
             else:
                 again.update(t for t in leaving if self.graph.tensor(t).block == block.id)
         return frozenset(leaving), frozenset(again)
-
-    def _read_in(self, node: Node) -> Iterable[int]:
-        """What a node and those of its body read of other groups."""
-        yield from self._read_by(node)
-        for inner in node.body.nodes if node.body is not None else ():
-            yield from self._read_in(inner)
 
     def _read_by(self, node: Node) -> Iterable[int]:
         """What a node reads of other groups (free operations pass it on)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from mesh_tf_core.blocks import Block, Node, reads
+from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.dims import Shape
 from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.op import TensorType
@@ -50,7 +50,7 @@ class Loops:
         self.low.nodes(block)
         carry_out = [self.low.at_home(self.low.value_of(t)) for t in block.carry_out] if whole else []
         finals = [self._outer(v, None) for v in carry_in]
-        pairs = [*block.stacked, *self._saves(block)]
+        pairs = self._read_again([*block.stacked, *self._saves(block)], block)
         stacked = [self._stack(block, inner, outer) for inner, outer in pairs if self._here(inner, node)]
         if self._recomputes(block):
             stacked += self._carries(block, starts)
@@ -127,7 +127,7 @@ class Loops:
                 pairs.append(self._part(self.low.value_of(outer), inner))
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
-        for node in leading_to({tensor for tensor, _ in again}, forward):
+        for node in leading_to([tensor for tensor, _ in again], forward):
             self.low.node(node, again=True)
         for tensor, inner in again:
             self.low.env[inner] = self.low.value_of(tensor)
@@ -142,13 +142,26 @@ class Loops:
     def _carries(self, block: Block, starts: Sequence[int]) -> list[tuple[int, int]]:
         """What recomputation saves instead: the state at the beginning of every iteration, as far as it is
         read again."""
-        read = set(block.saved).union(*map(reads, leading_to(set(block.saved), block)))
+        read = needed_for(block.saved, block)
         found = {t: self._outer(self.low.env[t], block) for t in starts if t in read}
         self._carry_stacks[block.id] = found
         return [(self.low.env[t], outer) for t, outer in found.items()]
 
     def _saves(self, block: Block) -> list[tuple[int, int]]:
         return [] if self._recomputes(block) or self._saves_later(block) else list(block.saved.items())
+
+    def _read_again(self, pairs: list[tuple[int, int]], block: Block) -> list[tuple[int, int]]:
+        """What a loop stacks when one around it is recomputed: only what backward reads. (The whole program
+        drops the rest as dead.)"""
+        if self.low.keep is None or not self.low.keep.again:
+            return pairs
+        around = block
+        while around.parent is not None:
+            around = self.low.graph.blocks[around.parent]
+            if self._recomputes(around):
+                needed = needed_for(around.saved, around)
+                return [(i, outer) for i, outer in pairs if outer in needed]
+        return pairs
 
     def _saves_later(self, block: Block) -> bool:
         """Whether a loop is inside of one that is recomputed: what it saves the first time nobody reads. (The
@@ -207,12 +220,43 @@ def check_recompute(graph: Graph, names: Iterable[str]) -> None:
             )
 
 
-def leading_to(wanted: set[int], block: Block) -> list[Node]:
-    """The nodes of `block` from which the tensors `wanted` follow, in order."""
-    needed, chosen = set(wanted), []
+def needed_for(wanted: Iterable[int], block: Block) -> set[int]:
+    """The tensors, also those of loops inside, that the tensors `wanted` of a block follow from."""
+    needed = set(wanted)
     for node in reversed(block.nodes):
-        made = (*node.outputs, *(node.body.saved.values() if node.body else ()))
-        if any(o in needed for o in made):
-            chosen.append(node)
-            needed |= reads(node)
-    return chosen[::-1]
+        if not _makes(node, needed):
+            continue
+        needed.update(node.inputs)
+        body = node.body
+        if body is not None:
+            leaving = (*body.stacked, *body.summed, *body.saved.items())
+            inner = needed_for([*body.carry_out, *(i for i, outer in leaving if outer in needed)], body)
+            needed |= inner | {outer for outer, i in body.sliced if i in inner}
+            needed |= set() if body.runs is None else {body.runs}
+    return needed
+
+
+def _makes(node: Node, needed: set[int]) -> bool:
+    made = (*node.outputs, *(node.body.saved.values() if node.body else ()))
+    return any(o in needed for o in made)
+
+
+def leading_to(wanted: Iterable[int], block: Block) -> list[Node]:
+    """The nodes of `block` from which the tensors `wanted` follow, in order."""
+    needed = needed_for(wanted, block)
+    return [node for node in block.nodes if _makes(node, needed)]
+
+
+def running_again(block: Block) -> list[Node]:
+    """The nodes, also those of loops inside, that run a second time when a loop's body is recomputed."""
+    needed, found = needed_for(block.saved, block), []
+
+    def visit(inside: Block) -> None:
+        for node in inside.nodes:
+            if _makes(node, needed):
+                found.append(node)
+                if node.body is not None:
+                    visit(node.body)
+
+    visit(block)
+    return found

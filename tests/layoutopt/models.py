@@ -30,6 +30,26 @@ SMALL = {
     "batch": 8,
     "length": 16,
 }
+def branching() -> mtf.Model:
+    """A branch in a loop that stops early, with products on one side only."""
+    g = mtf.Graph("branching")
+    batch, d, f = mtf.Dim("batch", 8), mtf.Dim("d", 16), mtf.Dim("f", 32)
+    x = g.input("x", [batch, d], "float32")
+    up, down = g.variable("up", [d, f], mtf.Normal(0.1)), g.variable("down", [f, d], mtf.Normal(0.1))
+
+    def step(h: mtf.Tensor) -> mtf.Tensor:
+        def wide() -> mtf.Tensor:
+            return h + mtf.einsum([mtf.tanh(mtf.einsum([h, up], [batch, f])), down], [batch, d])
+
+        chosen = mtf.cond(mtf.reduce_sum(h) > 0.0, wide, lambda: h * 2.0)
+        assert isinstance(chosen, mtf.Tensor)
+        return chosen
+
+    (y,) = mtf.while_loop(lambda h: mtf.reduce_max(h) < 9.0, step, [x], 3)
+    halves = mtf.concat([mtf.slice_dim(y, d, 8, 8), mtf.slice_dim(y, d, 0, 8)], d)
+    return mtf.Model(mtf.reduce_mean(mtf.square(halves * x)), mtf.Adam(0.01))
+
+
 EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
     "transformer": lambda: transformer(**SMALL),
     "transformer in bfloat16": lambda: transformer(
@@ -39,6 +59,7 @@ EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
         **SMALL, kv_heads=1, positions="24", optimizer="sgd", dropout=0.2
     ),
     "mlp": lambda: mlp(batch=8, hidden=16, layers=3),
+    "branching": branching,
     "mlp in bfloat16": lambda: mlp(batch=8, hidden=16, dtype="bfloat16", optimizer="sgd"),
     "loops in loops": lambda: nested(False),
     "reversible": lambda: nested(True),
