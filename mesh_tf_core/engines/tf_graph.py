@@ -12,7 +12,15 @@ from typing import Any
 import tensorflow as tf
 
 _steps = itertools.count()
-_OUTPUT = {"AddN": "sum", "AddV2": "z", "Maximum": "z", "Minimum": "z", "ZerosLike": "y"}
+_OUTPUT = {
+    "AddN": "sum",
+    "AddV2": "z",
+    "Less": "z",
+    "LogicalAnd": "z",
+    "Maximum": "z",
+    "Minimum": "z",
+    "ZerosLike": "y",
+}
 """Names of operations' outputs, where they are not "output"."""
 
 
@@ -128,7 +136,27 @@ class GraphWriter:
         attr["_lower_using_switch_merge"].b = True
         return found
 
+    def repeated(self, condition: str, body: str, inputs: Sequence[Wire]) -> list[Wire]:
+        """The state after `body` was run on it for as long as `condition` holds: two functions of all of it."""
+        state = [(w.dtype, w.shape) for w in inputs]
+        found = self.node("StatelessWhile", "", inputs, state, numbers=[("parallel_iterations", 10)])
+        attr = self.body.node_def[-1].attr
+        attr["cond"].func.name, attr["body"].func.name = condition, body
+        attr["T"].list.type.extend(w.dtype.as_datatype_enum for w in inputs)
+        attr["output_shapes"].list.shape.extend(tf.TensorShape(shape).as_proto() for _, shape in state)
+        # Without this all of the loop would run on one device.
+        attr["_lower_using_switch_merge"].b = True
+        return found
+
     # -- operations ------------------------------------------------------------------------------------------
+
+    def both(self, x: Wire, y: Wire, device: str) -> Wire:
+        """Whether two bool scalars hold."""
+        return self.node("LogicalAnd", device, [x, y], [(tf.bool, ())])[0]
+
+    def less(self, x: Wire, y: Wire, device: str) -> Wire:
+        """Whether x < y, of scalars."""
+        return self.node("Less", device, [x, y], [(tf.bool, ())], [("T", x.dtype)])[0]
 
     def constant(self, value: int, device: str) -> Wire:
         """An int32 scalar."""

@@ -151,6 +151,8 @@ class Trace:
 
     def _loop(self, part: Repeat, env: Env) -> None:
         loop = part.loop
+        if _passes_state_only(loop):
+            return self._while(part, env)
         order = range(loop.dim.size)
         state = [env[start] for start, _, _, _ in loop.carried]
         sources = [(self._stack(env[outer]), inner) for outer, inner in loop.sliced]
@@ -215,6 +217,44 @@ class Trace:
         self._write_to(outer)
         self.count = count
         return _Choice(reads, like, run, skip, sent)
+
+    def _while(self, part: Repeat, env: Env) -> None:
+        """A loop whose body is in the graph once, and runs while the state says so."""
+        loop, outer, count, n = part.loop, self.writer, self.count, len(self.devices)
+        self.count = lambda instr, payload, times: count(instr, payload, times * loop.times)
+        carried, outside = [i for _, i, _, _ in loop.carried], loop.inputs[len(loop.carried) :]
+        start = [
+            [outer.constant(0, d) for d in self.devices],
+            *(whole(env[i]) for i, _, _, _ in loop.carried),
+        ]
+        start += [whole(env[i]) for i in outside]
+        ids = [loop.index, *carried, *outside]
+
+        def begun() -> Env:
+            self._write_to(outer.inside())
+            return {
+                i: [self.writer.input(x.dtype, x.shape) for x in xs] for i, xs in zip(ids, start, strict=True)
+            }
+
+        assert loop.runs is not None
+        values, first = begun(), self.devices[0]
+        more = self.writer.less(values[loop.index][0], self.writer.constant(loop.dim.size, first), first)
+        condition = self.writer.closed([self.writer.both(values[loop.runs][0], more, first)])
+        values = begun()
+        index = [
+            self.writer.combined("sum", [x, self.writer.constant(1, d)], d)
+            for x, d in zip(values[loop.index], self.devices, strict=True)
+        ]
+        passed = [values[i] for i in outside]
+        self.measure((i for i, _ in entries(loop)), values)
+        self._parts(part.body, values)
+        made = [index, *(whole(values[out]) for _, _, out, _ in loop.carried), *passed]
+        body = self.writer.closed([x for xs in made for x in xs])
+        self._write_to(outer)
+        self.count = count
+        found = outer.repeated(condition, body, [x for xs in start for x in xs])
+        for at, (_, _, _, final) in enumerate(loop.carried, 1):
+            env[final] = found[at * n : (at + 1) * n]
 
     def _write_to(self, writer: GraphWriter) -> None:
         self.writer, self.exchange = writer, LocalExchange(self.program, self.devices, writer)
@@ -281,6 +321,12 @@ class _Choice:
     run: str
     skip: str
     sent: list[tuple[Collective, int, float]]
+
+
+def _passes_state_only(loop: Loop) -> bool:
+    """Whether a loop that may end early has nothing that counts its iterations: it is not differentiated."""
+    parts = (*loop.sliced, *loop.stacked, *loop.summed)
+    return not parts and not loop.reverse and loop.runs in [i for _, i, _, _ in loop.carried]
 
 
 def _leaving(loop: Loop) -> list[int]:
