@@ -45,6 +45,8 @@ ATTEMPTS = (3, 100)
 CELLS = 30_000
 """Table cells that may be solved anew: what is small enough is solved as often as it takes."""
 MOST_POINTS = 200
+EQUAL = 1e-12
+"""Relative difference of sums that are taken in another order."""
 ROW_SLACK = 1.0 + 1e-9
 """The memory rows never count more than the judge (tests/layoutopt/test_tables.py) but for rounding."""
 
@@ -284,7 +286,7 @@ def simplest(problem: Problem, extraction: Extraction, choices: tuple[int, ...])
             if option == best[i]:
                 break
             found = judge_problem(problem, (*best[:i], option, *best[i + 1 :]))
-            if found.feasible and found.objective <= value:
+            if found.feasible and found.objective <= value * (1 + EQUAL):
                 best[i] = option
                 break
     return tuple(best)

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from costmodels.hardware import Cluster, Hardware, load_hardware
-from layoutopt.baselines import mesh_shapes
-from layoutopt.decisions import Decisions, decisions
-from layoutopt.domains import domains, parse_rules
+from costmodels.hardware import Hardware, load_hardware
+from layoutopt.domains import parse_rules
 from layoutopt.evaluate import gib
 from layoutopt.extract import count_layouts
 from layoutopt.mesh_search import Found, MeshSearch, Outcome
 from layoutopt.plan import Plan
 from layoutopt.planning import make_plan
 from layoutopt.request import EXACT, OBJECTIVES, Progress, Request, Rules
+from layoutopt.space import Space, meshes, spaces
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.mesh import Mesh
@@ -87,7 +86,9 @@ def search(
         tuple(sorted(set(microbatches))),
     )
     results = _Results(request)
-    results.add(_meshes(mesh, devices, max_axes, chosen))
+    r = request
+    shapes = meshes(mesh, devices, max_axes, chosen)
+    results.add(spaces(model, shapes, r.pins, r.forbid, r.storage, r.recompute, r.microbatches))
     best = results.answer()
     known = results.searches[best.mesh, best.options.microbatches]
     return make_plan(
@@ -126,17 +127,14 @@ def _check(
         raise UserError("--pin and --forbid name mesh axes: give the mesh with --mesh instead of --devices")
 
 
-def _meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware: Hardware) -> list[Mesh]:
-    if mesh is not None:
-        return [Mesh(mesh) if isinstance(mesh, str) else mesh]
-    assert devices is not None
-    shapes = mesh_shapes(devices, max_axes, isinstance(hardware.topology, Cluster))
-    return [Mesh([(f"axis{i}", n) for i, n in enumerate(s)]) for s in shapes]
-
-
 @dataclass
 class _Results:
-    """The best over the mesh shapes so far, and what is proven about all of them."""
+    """The best over the mesh shapes so far, and what is proven about all of them.
+
+    Attributes:
+      searches: of a mesh and a number of microbatches.
+      least: seconds that no layout of these is faster than, nor of a multiple of the microbatches.
+    """
 
     request: Request
     best: Found | None = None
@@ -145,65 +143,35 @@ class _Results:
     considered: int = 0
     frontier: list[Found] = field(default_factory=list)
     searches: dict[tuple[Mesh, int], MeshSearch] = field(default_factory=dict)
+    least: dict[tuple[Mesh, int], float] = field(default_factory=dict)
 
-    def add(self, meshes: Sequence[Mesh]) -> None:
-        """Searches mesh shapes, each with every number of microbatches."""
-        if self.request.objective == "time":
-            self._add_fastest(meshes)
-            return
-        for mesh in meshes:
-            for parts in self._parts():
-                decided = self._decided(mesh, parts)
-                if decided is None:
-                    break
-                search = self._open(mesh, decided)
-                for outcome in search.frontier(
-                    self.request.limit, self.request.deadline, self.request.objective
-                ):
+    def add(self, found: Iterable[Space]) -> None:
+        """Searches every space."""
+        for space in found:
+            self.considered += count_layouts(space.decided.options)
+            if self.request.objective == "time":
+                self._add_fastest(space)
+            else:
+                limit, deadline = self.request.limit, self.request.deadline
+                for outcome in self._open(space).frontier(limit, deadline, self.request.objective):
                     self._take(outcome)
 
-    def _add_fastest(self, meshes: Sequence[Mesh]) -> None:
-        """The fewest microbatches of every mesh first: what they find rules out most of the others."""
-        least: dict[tuple[Mesh, int], float] = {}
-        for parts in self._parts():
-            for mesh in meshes:
-                decided = self._decided(mesh, parts)
-                known = (t for (m, whole), t in least.items() if m == mesh and parts % whole == 0)
-                if decided is not None and self._promising(max(known, default=0.0)):
-                    search = self._open(mesh, decided)
-                    seconds = self._fastest(search, mesh)
-                    least[mesh, parts] = seconds if search.prices.pieces_cost_more else 0.0
+    def _add_fastest(self, space: Space) -> None:
+        """Searches a space, unless what is known of fewer microbatches rules it out."""
+        known = (t for (m, whole), t in self.least.items() if m == space.mesh and space.parts % whole == 0)
+        if self._promising(max(known, default=0.0)):
+            search = self._open(space)
+            seconds = self._fastest(search, space.mesh)
+            if search.prices.pieces_cost_more:
+                self.least[space.mesh, space.parts] = seconds
 
     def _promising(self, bound: float) -> bool:
         """Whether something with this bound on its seconds may still be the best."""
         return self.best is None or bound < self.best.seconds * (1 - EXACT)
 
-    def _parts(self) -> list[int]:
-        """The numbers of microbatches to try; for the frontier and the least memory, of one each."""
-        model = self.request.model
-        if model.batch_dim is None:
-            return [1]
-        size = min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
-        return [m for m in self.request.microbatches if size % m == 0] or [1]
-
-    def _decided(self, mesh: Mesh, parts: int) -> Decisions | None:
-        """What is decided on one mesh with some microbatches; None if more of them cannot be had: the model
-        cannot be split so, or what is pinned does not divide the smaller batch."""
-        request = self.request
-        try:
-            graph = request.model.training_step(parts).graph
-            splits = domains(graph, mesh, request.pins, request.forbid)
-        except UserError:
-            if parts == self._parts()[0]:
-                raise
-            return None
-        decided = decisions(graph, splits, request.storage, request.recompute, parts)
-        self.considered += count_layouts(decided.options)
-        return decided
-
-    def _open(self, mesh: Mesh, decided: Decisions) -> MeshSearch:
-        search = MeshSearch(self.request.model, mesh, decided, self.request.hardware)
-        self.searches[mesh, decided.microbatches] = search
+    def _open(self, space: Space) -> MeshSearch:
+        search = MeshSearch(self.request.model, space.mesh, space.decided, self.request.hardware)
+        self.searches[space.mesh, space.parts] = search
         return search
 
     def _fastest(self, search: MeshSearch, mesh: Mesh) -> float:

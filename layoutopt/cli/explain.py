@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,13 +12,14 @@ import typer
 from layoutopt.cli.changed import Changed, changed_conditions, with_changed
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
 from layoutopt.cli.plan_tables import rules_text, summary
-from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, asked_of, open_plan
+from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, asked_of, details_of, open_plan
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
+    from layoutopt.certificate import Certificate
     from layoutopt.evaluate import Evaluation
     from layoutopt.explain import Answer, Difference
 
@@ -25,6 +27,7 @@ EXAMPLES = examples(
     "layoutopt explain plan.json",
     'layoutopt explain plan.json --against "batch:data+model" --pin "batch:none" --json',
     "layoutopt explain plan.json --sensitivity --out plan.json",
+    "layoutopt explain plan.json --check",
 )
 MOST = 15
 
@@ -46,6 +49,10 @@ def explain(
             help="Also search with half and twice the bandwidth, memory and devices, and vary the hardware's "
             "numbers within their uncertainties.",
         ),
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Show without a solver that nothing that was searched is faster."),
     ] = False,
     out: Annotated[
         Path | None,
@@ -70,12 +77,29 @@ def explain(
     judged = evaluate(found.loaded.model, own.mesh, own.layout, found.hardware, own.options)
     other = _against(found, against)
     said = disagreements(own, judged)
+    proof = checked_proof(terminal, found) if check else None
     answers = _searched(terminal, found, list(pin or ()))
     changed = changed_conditions(terminal, found) if sensitivity else None
-    _tell(terminal, found, said, judged, other, answers, changed)
+    _tell(terminal, found, said, judged, other, answers, changed, proof)
     if out is not None:
         with_changed(found.plan, changed).save(out)
         terminal.say(f"wrote the plan to {out}")
+
+
+def checked_proof(terminal: Terminal, found: Planned) -> Certificate:
+    """Rules out every problem of the plan's search once more; UserError for a plan that was not for time."""
+    from layoutopt.certificate import Certificate, certify
+    from mesh_tf_core.errors import UserError
+
+    plan, asked = found.plan, details_of(found.plan).get("search")
+    if not isinstance(asked, dict) or asked.get("objective", "time") != "time":
+        raise UserError("--check needs a plan of `search --objective time --out`, which says what was asked")
+    if plan.solver.status != "OPTIMAL":
+        raise UserError(f"--check: the plan claims no proof, its status is {plan.solver.status}")
+    devices, axes = asked.get("devices"), asked.get("max_axes", 2)
+    with terminal.waiting("ruling out what was searched"):
+        ruled = certify(found.loaded.model, plan, found.hardware, found.limit, asked_of(plan), devices, axes)
+        return Certificate(tuple(ruled))
 
 
 def _against(found: Planned, layout: str | None) -> Evaluation | None:
@@ -111,18 +135,20 @@ def _tell(
     other: Evaluation | None,
     answers: dict[str, list[Answer]],
     changed: Changed | None,
+    proof: Certificate | None,
 ) -> None:
     from layoutopt.explain import differences
 
     rows = differences(judged.cost, other.cost) if other else []
     more = changed.as_json() if changed else {}
+    if proof is not None:
+        more["proof"] = {"verified": proof.verified, "problems": [asdict(p) for p in proof.problems]}
     terminal.result({**_json(found, said, judged, other, rows, answers), **more})
     if terminal.as_json:
         return
     checked = "lowered and priced again: the same" if not said else "; ".join(said)
-    terminal.show(
-        facts([*summary(found.plan, found.limit), ("checked", checked), _binds(found, judged, answers)])
-    )
+    checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
+    terminal.show(facts([*summary(found.plan, found.limit), *checks, _binds(found, judged, answers)]))
     splits = table(
         "What each split is worth", *_worth(judged.cost.step_seconds, answers["splits"], "without it")
     )

@@ -1,0 +1,67 @@
+"""Proofs are checked without a solver, and wrong ones are found out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import Hardware, load_hardware
+from layoutopt import search
+from layoutopt.certificate import Certificate, certify
+from layoutopt.explain import Asked
+from layoutopt.plan import Plan
+from tests.layoutopt.models import EXAMPLES
+
+ASKED = Asked(storage=("layout", "zero1"), recompute=(False,))
+ROOM = 1e12
+
+
+@pytest.fixture(scope="module")
+def model() -> mtf.Model:
+    return EXAMPLES["mlp"]()
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return load_hardware("tpu-v3")
+
+
+def found(model: mtf.Model, hardware: Hardware, **asked: Any) -> Plan:
+    return search(model, hardware=hardware, **{"mesh": "data:2;model:2", **ASKED.with_pins(None), **asked})
+
+
+def certificate(model: mtf.Model, plan: Plan, hardware: Hardware, limit: float, **asked: Any) -> Certificate:
+    return Certificate(tuple(certify(model, plan, hardware, limit, ASKED, **asked)))
+
+
+def test_with_room_the_bound_is_enough(model: mtf.Model, hardware: Hardware) -> None:
+    proof = certificate(model, found(model, hardware), hardware, ROOM)
+    assert proof.verified
+    assert [p.how for p in proof.problems] == ["bound", "pieces", "pieces", "pieces"]
+    assert str(proof) == "4 problems, ruled out without a solver: 1 by their bound, 3 as pieces of these"
+
+
+def test_where_memory_binds_what_is_faster_is_listed(model: mtf.Model, hardware: Hardware) -> None:
+    roomy = found(model, hardware)
+    limit = 0.9 * roomy.predicted.peak_memory_bytes
+    plan = found(model, hardware, memory=limit)
+    assert plan.predicted.step_seconds > roomy.predicted.step_seconds
+    proof = certificate(model, plan, hardware, limit)
+    assert proof.verified
+    assert proof.problems[0].how == "listed" and proof.problems[0].listed > 0
+
+
+def test_a_plan_that_is_not_the_best_is_refuted(model: mtf.Model, hardware: Hardware) -> None:
+    worse = found(model, hardware, pins="batch:data+model")
+    proof = certificate(model, worse, hardware, ROOM)
+    assert not proof.verified
+    assert str(proof).startswith("wrong: ") and str(proof).endswith(" is faster and fits")
+
+
+def test_every_shape_that_was_searched_is_ruled_out(model: mtf.Model, hardware: Hardware) -> None:
+    plan = found(model, hardware, mesh=None, devices=4)
+    proof = certificate(model, plan, hardware, ROOM, devices=4)
+    assert proof.verified
+    assert len({p.mesh for p in proof.problems}) == 2
