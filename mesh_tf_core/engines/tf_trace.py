@@ -258,7 +258,7 @@ class Trace:
 
     def _write_to(self, writer: GraphWriter) -> None:
         self.writer, self.exchange = writer, LocalExchange(self.program, self.devices, writer)
-        self.ranks = [writer.constant(rank, d) for rank, d in enumerate(self.devices)]
+        self.ranks = [writer.constant(rank, d) for rank, d in enumerate(self.devices, self.first)]
 
     def _added(self, xs: Sequence[Wire], ys: Sequence[Wire]) -> list[Wire]:
         pairs = zip(xs, ys, self.devices, strict=True)
