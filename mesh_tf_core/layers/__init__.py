@@ -11,6 +11,7 @@ from mesh_tf_core.layers.attention_kinds import (
     BranchedAttention,
     CompressedAttention,
     DoublyNormalizedAttention,
+    RelativeAttention,
 )
 from mesh_tf_core.layers.base import ACTIVATIONS
 from mesh_tf_core.layers.batch_norm import BatchNorm
@@ -70,6 +71,7 @@ __all__ = [
     "ProductKeyMemory",
     "RMSNorm",
     "ReZero",
+    "RelativeAttention",
     "RelativeBias",
     "Rotary",
     "Router",

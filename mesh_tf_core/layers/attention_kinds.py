@@ -12,9 +12,10 @@ from mesh_tf_core.initializers import Constant, Normal, Uniform
 from mesh_tf_core.layers.attention import Attention
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.layers.dense import FeedForward
+from mesh_tf_core.layers.positions import RelativeBias
 from mesh_tf_core.ops.activations import clip
 from mesh_tf_core.ops.einsum import einsum
-from mesh_tf_core.ops.index import mtf_range
+from mesh_tf_core.ops.index import mtf_range, one_hot
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape
 from mesh_tf_core.ops.softmax import log_softmax, masked, masked_softmax, softmax
@@ -135,3 +136,47 @@ class BranchedAttention(Attention):
         branches = einsum([mixed, o, share("kappa")], [*x.shape.without(d.name), h, d])
         branches = FeedForward(self.d_ff, d_model=self.d_model)(branches)
         return reduce_sum(branches * share("alpha"), h)
+
+
+@dataclass(frozen=True)
+class RelativeAttention(Attention):
+    """Logits also hold the query times a learned vector per head and bucket of relative positions (Shaw et
+    al. 2018, equation 4, with T5's buckets; Mesh-TensorFlow's contextual relative attention).
+
+    Attributes:
+      positions: whose buckets are used.
+    """
+
+    positions: RelativeBias = field(kw_only=True)
+    cached: ClassVar[bool] = False
+
+    def memory_of(self, x: Tensor, memory: Tensor | None) -> Tensor:
+        """x itself under the memory's name."""
+        if memory is not None:
+            raise UserError(
+                "RelativeAttention: a memory of its own has no positions in common with the queries; use "
+                "Attention"
+            )
+        return super().memory_of(x, None)
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        length: str,
+        memory: str,
+        mask: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Values weighted by the softmax of queries times keys and positions: q's dimensions."""
+        g, count = q.graph, Dim("buckets", self.positions.buckets)
+        stddev = Normal(1 / math.sqrt(self.d_kv.size))
+        dims = [*self.head_dims, self.d_kv, count]
+        table = g.variable("positions", dims, stddev, activation_dtype=q.dtype)
+        products = einsum([q, table], [*q.shape.without(self.d_kv.name), count]) * self.d_kv.size**-0.5
+        apart = -(mtf_range(g, q.dim(length)) - mtf_range(g, k.dim(memory)))
+        # As a product: a look-up would need an index per head and example.
+        which = one_hot(self.positions.bucket(apart), count, q.dtype)
+        own = einsum([products, which], [*products.shape.without(count.name), k.dim(memory)])
+        return super().mix(q, k, v, length, memory, mask, own if bias is None else own + bias.cast(q.dtype))

@@ -10,6 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
 from tests.layers.helper import check_layouts, run
+from tests.layers.test_attention import t5_bucket
 
 H, K = mtf.Dim("heads", 2), mtf.Dim("d_kv", 4)
 RNG = np.random.default_rng(0)
@@ -209,6 +210,26 @@ def test_synthesizer(name: str, mixed: bool) -> None:
     assert ("q" in w) == (mixed or name == "dense")
 
 
+@pytest.mark.parametrize("kv_heads", [0, 1])
+def test_relative(kv_heads: int) -> None:
+    positions = layers.RelativeBias(8, 6)
+    kind = layers.RelativeAttention(H, K, kv_heads, causal=True, positions=positions)
+    layouts = [*LAYOUTS, ("x:2;y:2", "buckets:x;heads:y")]
+    dense = check_layouts(lambda g, x: kind(x), {"x": X}, layouts)
+    w, x = names(dense.variables), X[1]
+    q = heads_of(x, w["q"])
+    k, v = (heads_of(x, w[n]) if not kv_heads else np.repeat((x @ w[n])[:, None], 2, 1) for n in "kv")
+    apart = np.arange(8) - np.arange(8)[:, None]
+    bucket = t5_bucket(apart, True, 8, 6)
+    logits = (
+        np.einsum("bhlk,bhmk->bhlm", q, k)
+        + np.einsum("bhlk,hkn->bhln", q, w["positions"])[:, :, np.arange(8)[:, None], bucket]
+    )
+    weights = softmax(masked(logits / 2, causal(8)))
+    want = np.einsum("bhlm,bhmk,hkd->bld", weights, v, w["o"])
+    np.testing.assert_allclose(dense.out, want, rtol=1e-4, atol=1e-5)
+
+
 IMAGE = ("batch:2 height:8 width:4 d_model:8", RNG.normal(size=(2, 8, 4, 8)))
 SPLIT_IMAGES = [
     ("x:2;y:2", "height:x;height_blocks:x;width:y;width_blocks:y"),
@@ -279,6 +300,10 @@ def test_bad_fields(make: Any, message: str) -> None:
     ("build", "message"),
     [
         (lambda g, x: layers.CompressedAttention(H, K, compression=3)(x), "memory_length=8 must be a multip"),
+        (
+            lambda g, x: layers.RelativeAttention(H, K, positions=layers.RelativeBias())(x, x),
+            "RelativeAttention: a memory of its own has no positions in common",
+        ),
         (lambda g, x: layers.BilinearAttention(H, K)(x), "d_kv:4 must have the size of d_model:8"),
         (
             lambda g, x: layers.LocalAttention2D(H, K, window=3, height="batch", width="length")(x),
