@@ -137,7 +137,7 @@ class GraphWriter:
         return found
 
     def repeated(self, condition: str, body: str, inputs: Sequence[Wire]) -> list[Wire]:
-        """The state after `body` was run on it for as long as `condition` holds: two functions of all of it."""
+        """The state after `body` was run on it as long as `condition` holds: two functions of all of it."""
         state = [(w.dtype, w.shape) for w in inputs]
         found = self.node("StatelessWhile", "", inputs, state, numbers=[("parallel_iterations", 10)])
         attr = self.body.node_def[-1].attr

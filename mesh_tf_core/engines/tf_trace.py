@@ -2,7 +2,8 @@
 
 Every part of the program between two collectives is traced once, as a function of a device's rank and pieces,
 and called for every device; collectives join the pieces of all devices in the graph around the calls. The
-body of a loop is traced once too and called per iteration.
+body of a loop is traced once too and called per iteration; a while loop that only passes its state on, as
+decoding does, is a loop of the graph.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class Trace:
                 self._segment(part, env)
             elif isinstance(part, Exchange):
                 self._exchanged(part.instr, env)
+            elif _passes_state_only(part.loop):
+                self._while(part, env)
             else:
                 self._loop(part, env)
 
@@ -151,8 +154,6 @@ class Trace:
 
     def _loop(self, part: Repeat, env: Env) -> None:
         loop = part.loop
-        if _passes_state_only(loop):
-            return self._while(part, env)
         order = range(loop.dim.size)
         state = [env[start] for start, _, _, _ in loop.carried]
         sources = [(self._stack(env[outer]), inner) for outer, inner in loop.sliced]
@@ -255,6 +256,7 @@ class Trace:
         found = outer.repeated(condition, body, [x for xs in start for x in xs])
         for at, (_, _, _, final) in enumerate(loop.carried, 1):
             env[final] = found[at * n : (at + 1) * n]
+        self.measure(loop.outputs, env)
 
     def _write_to(self, writer: GraphWriter) -> None:
         self.writer, self.exchange = writer, LocalExchange(self.program, self.devices, writer)
