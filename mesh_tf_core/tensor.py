@@ -29,6 +29,8 @@ class Tensor:
     """
 
     __slots__ = ("block", "graph", "id", "type")
+    __array_ufunc__ = None
+    """NumPy's arrays leave arithmetic to the tensor instead of applying it element by element."""
 
     def __init__(self, graph: Graph, id: int, type: TensorType, block: int) -> None:
         self.graph, self.id, self.type, self.block = graph, id, type, block

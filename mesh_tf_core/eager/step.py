@@ -157,8 +157,13 @@ class EagerStep(Graph):
 
     def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
         self._check_open(user)
-        if isinstance(x, Tensor) and x.graph is not self:
-            raise UserError(f"{getattr(user, 'name', user)}: {self._foreign(x)}")
+        name = getattr(user, "name", user)
+        if not isinstance(x, Tensor):
+            raise UserError(
+                f"{name}: expected a tensor, found {type(x).__name__}; make it one: step.constant(x, dims)"
+            )
+        if x.graph is not self:
+            raise UserError(f"{name}: {self._foreign(x)}")
         return super().visible(x, user, level)
 
     def _check_open(self, user: object) -> None:

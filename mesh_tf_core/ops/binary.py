@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from mesh_tf_core.dtypes import is_float
@@ -135,7 +136,8 @@ class Where(Op):
 
 
 def binary(fn: str, x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Element-wise `fn`; a Python number becomes a constant of the other operand's dtype."""
+    """Element-wise `fn`; a number becomes a constant of the other operand's dtype."""
+    x, y = _plain(x), _plain(y)
     if isinstance(x, int | float):
         if isinstance(y, int | float):
             raise UserError(f"{fn} of two numbers ({x}, {y}): one operand must be a tensor")
@@ -148,7 +150,13 @@ def binary(fn: str, x: Tensor | float, y: Tensor | float) -> Tensor:
         if fn == "mul" or (fn == "div" and is_float(x.dtype)):
             return scale(x, y if fn == "mul" else 1.0 / y)
         y = constant_like(x, y)
-    return x.graph.apply(Binary(fn), x, y)
+    graph = x.graph if hasattr(x, "graph") else y.graph
+    return graph.apply(Binary(fn), x, y)
+
+
+def _plain(x: Any) -> Any:
+    """Python's number for NumPy's scalar."""
+    return x.item() if isinstance(x, Real) and hasattr(x, "item") else x
 
 
 def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:

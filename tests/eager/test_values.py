@@ -112,6 +112,15 @@ def test_another_step_of_the_same_context() -> None:
     assert float(x.numpy().sum()) == 66
 
 
+def test_arrays_are_no_operands_but_their_scalars_are() -> None:
+    x = new().constant(X, [B, D])
+    for use in (lambda: x * X, lambda: X * x):
+        with pytest.raises(mtf.UserError, match=r"mul: expected a tensor, found ndarray; .*step.constant"):
+            use()
+    for y in (x * np.float32(2), np.int64(2) * x):
+        np.testing.assert_array_equal(y.numpy(), 2 * X)
+
+
 def test_a_tensor_that_is_being_traced_cannot_be_mixed_in() -> None:
     symbolic = mtf.Graph("plain").input("x", [B, D], "float32")
     with pytest.raises(
