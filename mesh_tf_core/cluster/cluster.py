@@ -86,11 +86,12 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         atexit.register(self._at_exit)
 
     def reach(self) -> None:
-        """Tries the ports of all processes, once each listens on its own.
+        """Waits until every process listens on its port, and tries all of them.
 
         Raises:
           ClusterError: two of them cannot reach each other; both are named.
         """
+        self.gather("the start of the servers", None)
         here = self.members.name(self.members.index)
         shut = [
             f"{here} cannot reach {self.members.name(i)}"
