@@ -1,0 +1,137 @@
+"""How fast the search proves its answer, on real sizes and with everything free.
+
+    python benchmarks/search.py [--only "language model"] [--out benchmarks/results/search.json]
+
+Every row is a process of its own: seconds are CPU seconds of that process and its children, from reading the
+model to the written plan (loading Python included). Splits, storage, recomputation and microbatches are free in
+all rows, the mesh's shape too where devices are given.
+Targets: a given mesh of three axes in 10 s, 512 devices over every shape of up to three axes in 60 s; 96 layers
+take no longer than 6. Contest instances: see `contest.py`; random problems against enumeration: the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LARGE = {
+    "d_model": 4096,
+    "d_kv": 128,
+    "heads": 32,
+    "d_ff": 16384,
+    "vocab": 32768,
+    "batch": 512,
+    "length": 1024,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "language model": ("transformer_lm.py", {**LARGE, "dtype": "bfloat16"}),
+    "encoder-decoder": ("transformer_seq2seq.py", {**LARGE, "dtype": "bfloat16"}),
+    "mixture of experts": ("moe_lm.py", {**LARGE, "d_model": 2048, "experts": 64, "dtype": "bfloat16"}),
+    "spatial CNN": ("resnet.py", {"batch": 512, "size": 256, "channels": 64, "dtype": "bfloat16"}),
+    "3-D U-Net": ("unet3d.py", {"batch": 64, "size": 128, "channels": 32, "dtype": "bfloat16"}),
+}
+LAYERED = ("language model", "encoder-decoder", "mixture of experts")
+HARDWARE = "tpu-v4"
+MESH = ("--mesh", "data:8;model:8;more:8")
+DEVICES = ("--devices", "512", "--max-axes", "3")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One search.
+
+    Attributes:
+      step_ms: predicted, of the answer; rival_ms: of the best named baseline that fits.
+    """
+
+    model: str
+    layers: int | None
+    where: str
+    status: str
+    gap: float
+    cpu_seconds: float
+    step_ms: float
+    rival: str
+    rival_ms: float
+    layouts: str
+
+
+def rows(only: str | None) -> Iterator[Row]:
+    for name in MODELS:
+        if only is None or only in name:
+            for layers in (6, 96) if name in LAYERED else (None,):
+                yield run(name, layers, MESH)
+            yield run(name, 96 if name in LAYERED else None, DEVICES)
+
+
+def run(name: str, layers: int | None, where: tuple[str, ...]) -> Row:
+    """One search by the command line; raises CalledProcessError with its message on stderr."""
+    file, hparams = MODELS[name]
+    settings = {**hparams, **({"layers": layers} if layers else {})}
+    command = [sys.executable, "-m", "layoutopt", "search", str(ROOT / "examples" / file), *where]
+    command += ["--hardware", HARDWARE, "--json", "--quiet"]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryFile("w+") as out:
+        subprocess.run(command, check=True, stdout=out, cwd=ROOT)
+        out.seek(0)
+        plan = json.load(out)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    fits = [a for a in plan["alternatives"] if a["feasible"]]
+    rival = min(fits, key=lambda a: a["predicted"]["step_seconds"], default=None)
+    return Row(
+        name,
+        layers,
+        " ".join(where[1::2]),
+        plan["solver"]["status"],
+        plan["solver"]["gap"],
+        round(spent, 1),
+        1e3 * plan["predicted"]["step_seconds"],
+        rival["name"] if rival else "none fits",
+        1e3 * rival["predicted"]["step_seconds"] if rival else float("nan"),
+        plan["solver"]["layouts_considered"],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", help="models whose name has this in it")
+    parser.add_argument("--out", type=Path, help="write the rows there as JSON")
+    asked = parser.parse_args()
+    found = []
+    print(f"{'model':20}{'layers':>7}  {'mesh or devices':24}{'status':>9}{'gap':>7}{'CPU s':>8}", end="")
+    print(f"{'step ms':>10}  best baseline")
+    for row in rows(asked.only):
+        found.append(row)
+        print(f"{row.model:20}{row.layers or '':>7}  {row.where:24}{row.status:>9}{row.gap:>7.1g}", end="")
+        ratio = row.rival_ms / row.step_ms
+        print(f"{row.cpu_seconds:>8.1f}{row.step_ms:>10.4g}  {row.rival} ({ratio:.2f}x)", flush=True)
+    if asked.out:
+        machine = {
+            "date": date.today().isoformat(),
+            "machine": platform.platform(),
+            "python": platform.python_version(),
+        }
+        content = {**machine, "ortools": version("ortools"), "rows": [asdict(row) for row in found]}
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        asked.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
