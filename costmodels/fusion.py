@@ -8,6 +8,8 @@ one after the other:
   (3) a value is written if something outside of its kernel needs it. A later kernel of its own group reads it
       too, or computes it again from what it reads anyway, whichever moves fewer bytes
   (4) what a loop stacks is written in its place in the stack, and priced there
+  (5) hardware that says so (`streams_attention`) has a kernel for attention: what is between its two products
+      is neither written nor read, unless the dimension of its softmax is split
 So a chain of maps behind a product costs the product, its operands and the chain's last result.
 
 All of this is local to a group, and a cluster of the search holds whole groups: prices of clusters add up.
@@ -74,22 +76,30 @@ class Step:
     instr: Local
 
 
-def fused(program: Program, again: bool = False) -> Fused:
+def fused(program: Program, again: bool = False, streams: bool = False) -> Fused:
     """The kernels of a program.
 
     Args:
       again: it is (a part of) a loop's body that runs again for backward.
+      streams: attention is one kernel, rule (5).
     """
-    found = _Fuser(program, again)
+    found = _Fuser(program, again, streams)
     found.block(program.code, program.results.values(), (), 1)
     return Fused(tuple(found.items), frozenset(found.inner), frozenset(found.passed))
+
+
+def streamed(program: Program, value: int) -> bool:
+    """Whether a kernel for attention keeps a value to itself, rule (5)."""
+    found = program.values[value]
+    dim = program.fusion.streamed.get(found.tensor)
+    return dim is not None and not found.split_of(dim)
 
 
 class _Fuser:
     """Walks a program block by block."""
 
-    def __init__(self, program: Program, again: bool) -> None:
-        self.program, self.again = program, again
+    def __init__(self, program: Program, again: bool, streams: bool) -> None:
+        self.program, self.again, self.streams = program, again, streams
         self.items: list[tuple[Instr | Kernel, float]] = []
         self.inner: set[int] = set()
         self.passed: set[int] = set()
@@ -147,6 +157,9 @@ class _Fuser:
         return role(instr.op, tuple(TensorType(v.shape, v.dtype) for v in values))
 
     def bytes(self, value: int) -> int:
+        """Bytes of memory that a value moves when it is written or read."""
+        if self.streams and streamed(self.program, value):
+            return 0
         return self.program.values[value].local_bytes(self.program.mesh)
 
 
@@ -211,11 +224,19 @@ class _Group:
             return [Step(self.owner.role(instr), float(op.flops(*types)), inputs, outputs, instr)]
         (out,) = instr.outputs
 
+        whole = self.owner.streams and all(streamed(program, o) for o in instr.outputs)
+
         def key(i: int) -> Key:
             return inputs[i] if i < len(inputs) else out if i == parts[-1].output else (out, i)
 
         return [
-            Step(p.kind, p.flops, tuple(map(key, p.inputs)), ((key(p.output), p.bytes),), instr)
+            Step(
+                p.kind,
+                p.flops,
+                tuple(map(key, p.inputs)),
+                ((key(p.output), 0 if whole else p.bytes),),
+                instr,
+            )
             for p in parts
         ]
 

@@ -27,14 +27,14 @@ from functools import cached_property
 
 from costmodels.collectives import collective_seconds, full_bytes
 from costmodels.compute import MATMUL_CLASSES, Quantity, compute_seconds
-from costmodels.fusion import Kernel, fused
+from costmodels.fusion import Kernel, fused, streamed
 from costmodels.hardware import ComputeCurve, Hardware
 from costmodels.kernels import call_seconds, calls
 from costmodels.overlap import ACTIVATION, GRADIENT, classes
 from costmodels.topology import Placement, place
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.op import Op, TensorType
-from mesh_tf_core.program import AllReduce, Collective, Local, Loop, Origin, Program, WriteVariable
+from mesh_tf_core.program import AllReduce, Collective, Instr, Local, Loop, Origin, Program, WriteVariable
 
 KernelKey = tuple[Op, tuple[TensorType, ...], tuple[TensorType, ...], frozenset[str], bool]
 
@@ -154,6 +154,9 @@ class Pricer:
         """Whether operations are priced as the kernels that a compiler makes of them."""
         return self.hardware.fuses and not self.by_call
 
+    def _kernels(self, program: Program, again: bool) -> Iterable[tuple[Instr | Kernel, float]]:
+        return fused(program, again, self.hardware.streams_attention).items
+
     def lines(self, program: Program, again: bool = False) -> Iterable[Line]:
         """One line per instruction or kernel that takes time.
 
@@ -162,7 +165,7 @@ class Pricer:
         """
         stacks = _stacks(program) if self.by_call else {}
         found = classes(program) if self.hardware.overlap else {}
-        for instr, times in fused(program, again).items if self.fuses else program.expected():
+        for instr, times in self._kernels(program, again) if self.fuses else program.expected():
             if isinstance(instr, Kernel):
                 yield self.kernel(program, instr, times)
             elif isinstance(instr, Local) and not instr.op.free:
@@ -276,6 +279,8 @@ class Pricer:
         passes = 2 if self.by_call else 1
         for _, o in loop.stacked:
             value = program.values[o]
+            if self.hardware.streams_attention and streamed(program, o):
+                continue
             size = float(passes * value.local_bytes(program.mesh))
             seconds = self._priced(Quantity(0.0, size, "data", value.dtype))
             yield Line("stack", loop.text(), loop.origin, "data", times, seconds, seconds, 0.0, size)

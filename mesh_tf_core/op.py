@@ -62,6 +62,10 @@ class Op:
     linear: ClassVar[bool] = False
     """True if a sum of partial inputs may wait until after the operation (jointly in all its inputs)."""
 
+    streams: ClassVar[bool] = False
+    """True if a kernel may do it piece by piece between the product that makes its operand and the one that
+    reads its result, and write neither (attention: Dao et al. 2022, "FlashAttention")."""
+
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         missing = [f for f in cls.FACETS if getattr(cls, f) is getattr(Op, f)]

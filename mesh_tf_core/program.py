@@ -322,12 +322,14 @@ class Fusion:
       leaving: tensors that are read outside of their group, or leave their block.
       again: the same for a loop's body that runs again in backward.
       stored: tensors that are variables' values, or parts or casts of them, before the update.
+      streamed: tensors between the two products of an attention -> the dimension that its softmax runs along.
     """
 
     group: Mapping[int, int] = field(default_factory=dict)
     leaving: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
     stored: frozenset[int] = frozenset()
+    streamed: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,8 @@ class Calibration:
 class Hardware:
     """A machine that programs are priced for. Everything below is per DEVICE and in SI units.
 
-    `fuses`: programs are compiled by XLA, which makes one kernel of several operations.
+    `fuses`: programs are compiled by XLA, which makes one kernel of several operations; `streams_attention`:
+    attention runs as one kernel (`costmodels.fusion`).
     """
 
     name: str
@@ -220,6 +221,7 @@ class Hardware:
     chip: Chip
     topology: Torus | Cluster | SharedMemory
     fuses: bool = False
+    streams_attention: bool = False
     overlap: Pairs[Number] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()

@@ -249,6 +249,7 @@ class _HardwareFile(_File):
     device: Text
     calibrated: bool
     fuses: bool = False
+    streams_attention: bool = False
     chip: _ChipFile
     topology: Annotated[_TorusFile | _ClusterFile | _SharedMemoryFile, Field(discriminator="kind")]
     overlap: dict[Purpose, Fraction] = {}

@@ -86,7 +86,7 @@ class _Groups:
             self._visit(node)
         groups = {n: self._root(n) for n in self.fuses}
         self._between(groups)
-        return Fusion(groups, *self._leaving(), frozenset(self.stored))
+        return Fusion(groups, *self._leaving(), frozenset(self.stored), self._streamed())
 
     def _between(self, groups: dict[int, int]) -> None:
         """Adds the free operations between two of a group."""
@@ -217,6 +217,28 @@ class _Groups:
 
     def _source(self, tensor: int) -> int:
         return self.same.get(tensor, tensor)
+
+    # -- attention -------------------------------------------------------------------------------------------
+
+    def _streamed(self) -> dict[int, str]:
+        """What the groups of a product and a softmax make, and what loops keep of it for backward."""
+        along: dict[int, str] = {}
+        for node, _ in self.graph.walk():
+            if node.op.streams and node.index in self.fuses and self._root(node.index) in self.operands:
+                along[self._root(node.index)] = str(getattr(node.op, "dim", ""))
+        found: dict[int, str] = {}
+        for node, _ in self.graph.walk():
+            dim = along.get(self._root(node.index)) if node.index in self.fuses else None
+            for o in node.outputs if dim is not None else ():
+                if dim in self.graph.tensor(o).shape.names:
+                    found.update(dict.fromkeys(self._kept(o), dim))
+        return found
+
+    def _kept(self, tensor: int) -> list[int]:
+        """A tensor, and its stacks and their parts."""
+        block = self.graph.blocks[self.graph.tensor(tensor).block]
+        stack = block.saved.get(tensor)
+        return [tensor] if stack is None else [tensor, stack, *self.slices[stack]]
 
     # -- what leaves a group ---------------------------------------------------------------------------------
 

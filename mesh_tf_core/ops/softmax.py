@@ -40,6 +40,7 @@ class Softmax(Op):
 
     dim: str
     kind: ClassVar[str] = "reduce"
+    streams: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return _along(self.dim, inputs, "every element is divided by the sum over all of it")
@@ -69,6 +70,7 @@ class SoftmaxGrad(Op):
 
     dim: str
     kind: ClassVar[str] = "reduce"
+    streams: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return _along(self.dim, inputs, "the gradient subtracts a sum over all of it")
