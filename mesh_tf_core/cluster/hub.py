@@ -153,7 +153,7 @@ class Hub(threading.Thread):
         if index not in self._left:
             self._left.add(index)
             state = self._seen[index].state(time.monotonic())
-            self._fail(f"{self.members.name(index)} was lost: its process ended ({state})")
+            self._fail(f"{self.members.name(index)} was lost: its process ended (last heard: {state})")
 
     # -- what does not ---------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Hub(threading.Thread):
                 self._left.add(index)
                 self._fail(
                     f"{self.members.name(index)} was lost: no sign of life for {SILENCE:.0f} s, it is frozen "
-                    f"or cut off ({seen.doing})"
+                    f"or cut off (last heard: {seen.doing})"
                 )
         for key, found in self._rounds.items():
             limit = PATIENT if found.patient else self.timeout

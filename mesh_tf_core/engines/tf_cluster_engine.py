@@ -51,7 +51,7 @@ class TfClusterEngine(TfLocalEngine):
 
     def run(self, fed: Any) -> dict[str, Any]:
         self._steps += 1
-        with self._together(f"step {self._steps}"):
+        with self._together(f"step {self._steps} since the start"):
             return super().run(fed)
 
     def read(self, name: str) -> Any:

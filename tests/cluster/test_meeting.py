@@ -89,7 +89,7 @@ def test_an_ended_process_is_named_with_what_it_did(meet: Callable[..., Meeting]
     third = meeting.joined_raw(2)
     third.send(doing="in step 7", **{"for": 0.0})
     third.close()
-    text = rf"worker 2 \({meeting.addresses[2]}\) was lost: its process ended \(in step 7\)"
+    text = rf"worker 2 \({meeting.addresses[2]}\) was lost: its process ended \(last heard: in step 7\)"
     for one in (first, second):
         with pytest.raises(mtf.ClusterError, match=text):
             one.round("values", None)

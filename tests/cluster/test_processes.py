@@ -1,0 +1,73 @@
+"""A training over two processes, two of whose workers are killed, learns what one process learns."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from layoutopt.cli.options import read_options
+from layoutopt.loading import load_model
+from mesh_tf_core import checkpoint
+from mesh_tf_core.layout import Layout
+from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.trainer import Trainer
+from tests.cluster.job import Job, wait_for
+
+MODEL = '''
+from examples.mlp import data as digits
+from examples.mlp import model as perceptron
+
+
+def model(batch: int = 32, hidden: int = 512, layers: int = 1):
+    return perceptron(batch, hidden, layers)
+
+
+def data(batch: int = 32, split: str = "train", rows=None):
+    """Every process makes its own rows alone."""
+    for whole in digits(batch, split):
+        yield {name: array if rows is None else array[rows] for name, array in whole.items()}
+'''
+MESH, LAYOUT, STORAGE = "data:2;model:2", "batch:data;hidden:model", "zero3"
+STEPS, EVERY = 150, 10
+
+
+@pytest.mark.slow
+def test_killed_workers_change_nothing(tmp_path: Path) -> None:
+    """One worker in a step, the one that writes while it writes; variables are split over both processes."""
+    file = tmp_path / "model.py"
+    file.write_text(MODEL, encoding="utf-8")
+    loaded = load_model(str(file))
+    alone = Trainer(loaded.model, Mesh(MESH), Layout(LAYOUT), read_options(loaded, [STORAGE], [], 1))
+    losses = [found["loss"] for found in alone.fit(loaded.data(), STEPS)]
+
+    saved = tmp_path / "saved"
+    words = ["train", str(file), "--mesh", MESH, "--layout", LAYOUT, "--storage", STORAGE, "--json"]
+    numbers = ["--steps", str(STEPS), "--every", str(EVERY), "--held-out", "0", "--checkpoint", str(saved)]
+    with Job(["-n", "2", "--devices-per-process", "2"], [*words, *numbers], saved) as job:
+        for worker, step in ((1, EVERY), (0, 4 * EVERY)):
+            wait_for(lambda step=step: job.newest() >= step, 100, f"step {step}")
+            if worker == 0:
+                wait_for(job.writing, 100, "a checkpoint", look=0.0005)
+            before, killed_at = job.workers(), time.monotonic()
+            job.signal(worker)
+            wait_for(lambda before=before: not any(map(job.alive, before.values())), 60, "the others' end")
+            assert time.monotonic() - killed_at < 60
+        code, out = job.end(100)
+        log, left = job.log(), job.workers()
+    assert code == 0, log
+    assert not left
+    assert "error: worker 1 (127.0.0.1:" in log and "devices 2 to 3) was lost: its process ended" in log
+    assert log.count("launch: worker 1 was ended by SIGKILL; starting again from step-") == 1
+    assert log.count("launch: worker 0 was ended by SIGKILL; starting again from step-") == 1
+
+    found = json.loads(out)
+    assert found["steps"] == STEPS and found["first_step"] >= 4 * EVERY
+    assert found["loss"] == pytest.approx(losses[found["first_step"] :], rel=1e-5)
+    last = checkpoint.newest(saved)
+    assert last is not None and last.step == STEPS
+    for name in alone.program.variables:
+        np.testing.assert_allclose(last.read(name), alone.engine.read(name), rtol=1e-4, atol=1e-6)
