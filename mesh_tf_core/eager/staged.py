@@ -112,6 +112,8 @@ class Staged:
         tensors = [self._checked(x, found[0]) for x in found]
         if not tensors:
             raise UserError(f"staged {self.name}: needs at least one tensor among its arguments, found none")
+        step = tensors[0].graph
+        step.check_open(f"staged {self.name}")
         traced = self._program(pattern, tensors)
         for stored in traced.engine.program.variables.values():
             self.store.bring(stored.variable, traced.engine)
@@ -120,7 +122,6 @@ class Staged:
             self.machine.sent[axes] = self.machine.sent.get(axes, 0.0) + sent
         for variable in traced.written:
             self.store.wrote(variable, traced.engine)
-        step = tensors[0].graph
         made = [step.constant(arrays[f"result {i}"], shape) for i, shape in enumerate(traced.shapes)]
         return put_together(traced.result, made)
 

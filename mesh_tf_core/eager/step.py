@@ -156,7 +156,7 @@ class EagerStep(Graph):
         return self.tensors[-1]
 
     def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
-        self._check_open(user)
+        self.check_open(user)
         name = getattr(user, "name", user)
         if not isinstance(x, Tensor):
             raise UserError(
@@ -166,7 +166,8 @@ class EagerStep(Graph):
             raise UserError(f"{name}: {self._foreign(x)}")
         return super().visible(x, user, level)
 
-    def _check_open(self, user: object) -> None:
+    def check_open(self, user: object) -> None:
+        """UserError if the step is over."""
         if self._over:
             raise UserError(
                 f"{getattr(user, 'name', user)}: this eager step is over; begin another (Eager.step) and "
@@ -183,7 +184,7 @@ class EagerStep(Graph):
         return f"{x!r} belongs to {whose}; take its value into this one with step.constant(x)"
 
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
-        self._check_open(op)
+        self.check_open(op)
         node = super()._append(op, inputs, outs, body)
         if not self.block.id:
             try:

@@ -311,6 +311,17 @@ def test_a_staged_function_may_return_nothing(engine: str) -> None:
     assert not run.variables
 
 
+def test_a_staged_function_does_not_run_in_a_step_that_is_over() -> None:
+    run = new()
+    with run.step() as g:
+        x = g.constant(X, [B, D])
+        loss_of(x)
+    before = run.read("dense/weight")
+    with pytest.raises(mtf.UserError, match="staged trained: this eager step is over"):
+        run.staged(trained)(x)
+    np.testing.assert_array_equal(run.read("dense/weight"), before)
+
+
 def test_steps_are_graphs() -> None:
     assert isinstance(new().step(), mtf.Graph)
     assert isinstance(new().step(), EagerStep)
