@@ -26,7 +26,7 @@ class MixtureOfExperts2D:
     The batch has two dimensions. With layout `outer_batch:a;batch:b;rows:b;columns:a` on a mesh of axes a and
     b, tokens go to their row by all-to-alls along b, then to their expert by all-to-alls along a.
 
-    In a row, tokens that chose it first have all their choices, the others one.
+    In a row, tokens that chose it first have all their choices, the others fewer (`Router`).
 
     Attributes:
       rows, columns: experts in both directions, and the names by which they are split.

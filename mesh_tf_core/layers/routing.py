@@ -101,7 +101,8 @@ class Router:
         Args:
           router: the experts, to be renamed once tokens are dispatched.
           per: dimensions of x that have a router of their own for every element.
-          importance: [others, token]; tokens of 1 have all their choices, of less one, of 0 none.
+          importance: [others, token]; tokens of 1 have all their choices, of less one fewer (if there are
+            several), of 0 none.
           names: of the router's variable, and of the buffers' places.
         """
         self.check(router.size)
@@ -188,7 +189,8 @@ class TokenChoice(Router):
         for j in range(self.chosen):
             mask = one_hot(argmax(left, router), router)
             if importance is not None:
-                mask = mask * (importance > 0.0 if j else importance >= 1.0).cast("float32")
+                first = self.chosen > 1 and not j
+                mask = mask * (importance >= 1.0 if first else importance > 0.0).cast("float32")
             masks.append(mask)
             left = left * (1.0 - mask)
         gates = [einsum([p, mask], p.shape.without(router.name)) for mask in masks]
@@ -263,7 +265,7 @@ def _balance(p: Tensor, first: Tensor, router: Dim, token: Dim, importance: Tens
     if importance is None:
         even = reduce_mean(first, token) * reduce_mean(p, token)
     else:
-        counts = (importance >= 1.0).cast("float32")
+        counts = reduce_sum(first, router)
         share = maximum(reduce_sum(counts, token), 1.0)
         even = reduce_sum(first, token) / share * (reduce_sum(p * counts, token) / share)
     return reduce_mean(even) * float(router.size**2)
