@@ -15,7 +15,7 @@ from mesh_tf_core.engines.tf_graph import Wire
 from mesh_tf_core.engines.tf_group import STRIDE, TIMEOUT, GroupExchange, Groups, keys_for
 from mesh_tf_core.engines.tf_trace import Trace
 from mesh_tf_core.kernels.tf_kernel import TfKernel
-from mesh_tf_core.program import Collective, Loop
+from mesh_tf_core.program import Collective, Instr, Loop
 
 Env = dict[int, Any]
 """Value id -> this device's tensor."""
@@ -36,9 +36,9 @@ class GroupTrace(Trace):
         self.sizes[id] = type.bytes
         return [self.writer.input(tf.as_dtype(type.dtype), type.shape.sizes) for _ in self.devices]
 
-    def _computed(self, wanted: Sequence[int]) -> list[list[Wire]]:
-        """For every wanted value, one wire per device."""
-        groups, parts = Groups(self.program.mesh), cut(self.program.code, self.program.results.values())
+    def _computed(self, code: Sequence[Instr], wanted: Sequence[int]) -> list[list[Wire]]:
+        """For every wanted value of `code`, one wire per device."""
+        groups, parts = Groups(self.program.mesh), cut(code, wanted)
         names = list(self.feeds)
 
         def body(rank: Any, *feeds: Any) -> list[Any]:
@@ -56,10 +56,12 @@ class GroupTrace(Trace):
         self._made = [list(pieces) for pieces in zip(*made, strict=True)]
         return self._made
 
-    def _committed(self, results: Sequence[Wire], writes: Mapping[str, Sequence[Wire]]) -> list[Wire]:
+    def _committed(
+        self, results: Sequence[Wire], kept: Mapping[int, Sequence[Wire]], writes: Mapping[str, int]
+    ) -> list[Wire]:
         """Every device must run, also one whose pieces nobody reads: the others wait for it."""
-        if writes:
-            return super()._committed(results, writes)
+        if kept:
+            return super()._committed(results, kept, writes)
         w, first = self.writer, self.devices[0]
         done = [w.identity(x, d) for xs in self._made for x, d in zip(xs, self.devices, strict=True)]
         after = [w.barrier(first, [x.name.partition(":")[0] for x in done])]

@@ -22,7 +22,7 @@ from mesh_tf_core.engines.tf_exchange import LocalExchange
 from mesh_tf_core.engines.tf_graph import GraphWriter, Wire
 from mesh_tf_core.engines.tf_variables import Variables
 from mesh_tf_core.kernels.tf_kernel import TfKernel
-from mesh_tf_core.program import Collective, Input, Loop, Program, WriteVariable
+from mesh_tf_core.program import Collective, Input, Instr, Local, Loop, Program, Slice, WriteVariable
 
 Env = dict[int, Any]
 """Value id -> one wire per device, or a Stack of such lists."""
@@ -65,18 +65,33 @@ class Trace:
         program = self.program
         self.feeds = {name: self._inputs(id) for name, id in program.feeds.items()}
         self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices, self.first)]
-        writes = {i.variable: i.inputs[0] for i in program.code if isinstance(i, WriteVariable)}
-        wanted = [*program.results.values(), *writes.values()]
-        made = self._computed(wanted)
+        self.update = self._own_update()
+        code = program.code[: len(program.code) - len(self.update)]
+        writes = {i.variable: i.inputs[0] for i in code if isinstance(i, WriteVariable)}
+        inside = {o for instr in self.update for o in instr.outputs}
+        reads = dict.fromkeys(i for instr in self.update for i in instr.inputs if i not in inside)
+        held = list(dict.fromkeys((*writes.values(), *reads)))
+        made = self._computed(code, [*program.results.values(), *held])
         pairs = zip(made, self.returned, strict=False)
         results = [pieces[rank] for pieces, ranks in pairs for rank in ranks]
-        written = dict(zip(writes, made[len(program.results) :], strict=True))
-        return self.writer.compiled(self._committed(results, written))
+        kept = dict(zip(held, made[len(program.results) :], strict=True))
+        return self.writer.compiled(self._committed(results, kept, writes))
 
-    def _computed(self, wanted: Sequence[int]) -> list[list[Wire]]:
-        """For every wanted value, one wire per device."""
+    def _own_update(self) -> tuple[Instr, ...]:
+        """The end of the program in which every device updates its variables from what it has: arithmetic
+        that cannot fail, so it may be done while they are stored, in the memory of the old ones."""
+        results, begin = set(self.program.results.values()), len(self.program.code)
+        for instr in reversed(self.program.code):
+            local = isinstance(instr, Local | Slice | WriteVariable) and instr.origin.phase == "update"
+            if not local or results & set(instr.outputs):
+                break
+            begin -= 1
+        return self.program.code[begin:]
+
+    def _computed(self, code: Sequence[Instr], wanted: Sequence[int]) -> list[list[Wire]]:
+        """For every wanted value of `code`, one wire per device."""
         env: Env = {}
-        self._parts(cut(self.program.code, self.program.results.values()), env)
+        self._parts(cut(code, wanted), env)
         return [whole(env[id]) for id in wanted]
 
     def _inputs(self, id: int) -> list[Wire]:
@@ -278,29 +293,46 @@ class Trace:
 
     # -- the end of a step -----------------------------------------------------------------------------------
 
-    def _committed(self, results: Sequence[Wire], writes: Mapping[str, Sequence[Wire]]) -> list[Wire]:
-        """Stores the written values once all of them exist everywhere; returns the results after that."""
-        if not writes:
+    def _committed(
+        self, results: Sequence[Wire], kept: Mapping[int, Sequence[Wire]], writes: Mapping[str, int]
+    ) -> list[Wire]:
+        """Updates and stores variables once everything that may fail is done everywhere; returns the results
+        after that.
+
+        Args:
+          kept: value id -> pieces, of what is written and of what the update reads.
+          writes: variable -> value, of those that the update does not make.
+        """
+        if not kept:
             return list(results)
         w, first = self.writer, self.devices[0]
         ready = []
         for rank, device in enumerate(self.devices):
             # Identities, since waiting for a call would wait for its side effects only.
-            held = [w.identity(x[rank], device) for x in writes.values()]
+            held = [w.identity(x[rank], device) for x in kept.values()]
             ready.append((held, w.barrier(device, [_node(h) for h in held])))
         have = [_node(w.identity(r, first)) for r in results]
         everywhere = w.barrier(first, [*(b for _, b in ready), *have])
-        store = self._store(list(writes), ready[0][0])
+        store = self._store(list(kept), writes, [self.ranks[0], *ready[0][0]])
         done = []
-        for (held, _), device in zip(ready, self.devices, strict=True):
-            (stored,) = w.call(store, device, held, after=[everywhere])
+        for (held, _), number, device in zip(ready, self.ranks, self.devices, strict=True):
+            (stored,) = w.call(store, device, [number, *held], after=[everywhere])
             done.append(_node(w.identity(stored, device)))
         after = [w.barrier(first, done)]
         return [w.identity(r, first, after) for r in results]
 
-    def _store(self, names: Sequence[str], examples: Sequence[Wire]) -> Any:
-        def body(*values: Any) -> list[Any]:
-            stores = [self.variables.assign(n, value) for n, value in zip(names, values, strict=True)]
+    def _store(self, ids: Sequence[int], writes: Mapping[str, int], examples: Sequence[Wire]) -> Any:
+        """Of one device: the update and the stores, as a function of its rank and pieces."""
+        code = [i for i in self.update if not isinstance(i, WriteVariable)]
+        written = {i.variable: i.inputs[0] for i in self.update if isinstance(i, WriteVariable)}
+
+        def body(rank: Any, *values: Any) -> list[Any]:
+            env = dict(zip(ids, values, strict=True))
+            Replica(self.program, TfKernel(), rank, self.variables.value, self.feeds.__getitem__).run(
+                code, env
+            )
+            self.measure((o for instr in code for o in instr.outputs), env)
+            stores = [self.variables.assign(n, env[id]) for n, id in {**writes, **written}.items()]
             with tf.control_dependencies(stores):
                 return [tf.constant(0)]
 
