@@ -3,10 +3,10 @@
     python benchmarks/search.py [--only "language model"] [--out benchmarks/results/search.json]
 
 Every row is a process of its own: seconds are CPU seconds of that process and its children, from reading the
-model to the written plan (loading Python included). Splits, storage, recomputation and microbatches are free in
-all rows, the mesh's shape too where devices are given.
-Targets: a given mesh of three axes in 10 s, 512 devices over every shape of up to three axes in 60 s; 96 layers
-take no longer than 6. Contest instances: see `contest.py`; random problems against enumeration: the tests.
+model to the written plan (loading Python included). Splits, storage, recomputation and microbatches are free
+in all rows, the mesh's shape too where devices are given.
+Targets: a given mesh of three axes in 10 s; 512 devices over every shape of up to three axes in 60 s; 96
+layers take no longer than 6. Contest instances: see `contest.py`; random problems against enumeration: tests.
 """
 
 from __future__ import annotations
