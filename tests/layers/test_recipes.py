@@ -228,3 +228,20 @@ def test_masked() -> None:
     ]
     np.testing.assert_allclose(got.out[:, :7], np.concatenate(parts, 1), rtol=1e-4, atol=1e-5)
     assert not got.out[:, 7].any()
+
+
+def test_pooled() -> None:
+    classes = mtf.Dim("classes", 2)
+    got = check_layouts(lambda g, x: RECIPES["pooled"](x, classes), {"x": X}, LAYOUTS)
+    w = got.variables
+    want = np.tanh(X[1][:, 0] @ w["pooler/weight"]) @ w["classes/weight"]
+    np.testing.assert_allclose(got.out, want, rtol=1e-4, atol=1e-5)
+
+
+def test_every_recipe_is_tested() -> None:
+    """By its name here, or as a part of another recipe."""
+    made = [n for n, f in RECIPES.items() if getattr(f, "__code__", None)]
+    here = Path(__file__).read_text(encoding="utf-8")
+    code = " ".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
+    assert len(made) > 12
+    assert [n for n in made if f'RECIPES["{n}"]' not in here and len(re.findall(rf"\b{n}\b", code)) < 2] == []
