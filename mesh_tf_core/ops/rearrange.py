@@ -9,8 +9,10 @@ operand, and happens only where nearly every device needs nearly everything (as 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mesh_tf_core.errors import UserError
@@ -37,15 +39,15 @@ class Run:
 
 
 Source = tuple[int, int, int]
-"""Elements that stay together: where the first one goes in the whole result, which operand's they are
-(counted over the operands' sizes: its first element there), how many."""
+"""Neighbouring elements of one operand: where the first of them goes in the whole result, which element of
+the operand it is, and how many they are."""
 
 
 def runs(parts: Sequence[Source], sizes: Sequence[int], pieces: int, length: int) -> list[Run]:
     """What goes where if every operand and the result are cut into as many pieces.
 
     Args:
-      parts: (place in the result, operand's first element, number of elements), one per operand.
+      parts: one per operand.
       sizes: of the operands along the dimension; a device holds its pieces of them end to end.
       length: of one piece of the result.
     """
@@ -80,15 +82,16 @@ def _joined(found: Sequence[Run]) -> Iterator[Run]:
 
 def rounds(found: Sequence[Run]) -> list[list[Run]]:
     """The runs between different devices, so that in a round nobody sends or receives twice."""
-    out: list[list[Run]] = []
+    out: list[tuple[list[Run], set[int], set[int]]] = []
     for run in sorted((r for r in found if r.source != r.target), key=lambda r: -r.size):
-        for taken in out:
-            if all(run.source != r.source and run.target != r.target for r in taken):
-                taken.append(run)
-                break
-        else:
-            out.append([run])
-    return out
+        free = (r for r in out if run.source not in r[1] and run.target not in r[2])
+        taken, sources, targets = next(free, None) or ([], set(), set())
+        if not taken:
+            out.append((taken, sources, targets))
+        taken.append(run)
+        sources.add(run.source)
+        targets.add(run.target)
+    return [taken for taken, _, _ in out]
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,9 @@ class PieceTake(Op):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         raise UserError("parts of pieces are made by lowering and have no gradient of their own")
+
+
+_NOTHING = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +164,10 @@ class PiecePut(Op):
         for slot in self.slots:
             part = self._moved(k, at, slot, slices[slot.operand], axis)
             if any((first, size) != (0, self.length) for _, first, size in slot.table):
-                first = _looked_up(k, at, self.dim, [first for _, first, _ in slot.table])
-                last = _looked_up(k, at, self.dim, [first + size for _, first, size in slot.table])
-                inside = k.binary("and", k.binary("ge", places, first), k.binary("lt", places, last))
+                ends = ([first, first + size] for _, first, size in slot.table)
+                first, last = (_looked_up(k, at, self.dim, end) for end in zip(*ends, strict=True))
+                inside = k.binary("ge", places, k.scalar(first, "int32"))
+                inside = k.binary("and", inside, k.binary("lt", places, k.scalar(last, "int32")))
                 part = k.where(inside, part, out)
             out = part
         return out
@@ -206,10 +213,9 @@ def rearranged(
     values = [low.values[i] for i in inputs]
     kept = low.natural(type.shape)
     count = low.mesh.group_size(low.layout.axes(dim))
-    sizes = [v.shape.dim(dim).size for v in values]
+    sizes = tuple(v.shape.dim(dim).size for v in values)
     length = type.shape.dim(dim).size // count
-    found = runs(parts, sizes, count, length) if count > 1 else []
-    steps = rounds(found)
+    own_slots, steps = plan(tuple(parts), sizes, count, length)
     once = sum(low.values[i].shape.dim(dim).size for i in set(inputs))
     whole = wire_bytes("all_gather", once // count, count)
     if count == 1 or sum(step[0].size for step in steps) >= whole:
@@ -221,7 +227,7 @@ def rearranged(
         join = PieceJoin(dim, 0, 0, count)
         joined = join.infer(*(TensorType(v.shape, v.dtype) for v in values))
         (own,) = low.local(join, inputs, [joined], [kept])
-    operands, slots = [own], _own_slots([r for r in found if r.source == r.target], count)
+    operands, slots = [own], list(own_slots)
     for number, step in enumerate(steps, 1):
         operand, slot = _sent(low, own, dim, step, number, count)
         operands.append(operand)
@@ -232,14 +238,19 @@ def rearranged(
     return low.local(put, [operands[i] for i in used], [type], [kept])[0]
 
 
-def _own_slots(own: Sequence[Run], count: int) -> list[Slot]:
-    """What a device has itself: as many slots as any device has runs."""
-    by_device = [[(r.begin, r.at, r.size) for r in own if r.target == device] for device in range(count)]
-    most = max(map(len, by_device))
-    return [Slot(0, tuple(r[n] if n < len(r) else _NOTHING for r in by_device)) for n in range(most)]
-
-
-_NOTHING = (0, 0, 0)
+@lru_cache(maxsize=1 << 12)
+def plan(
+    parts: tuple[Source, ...], sizes: tuple[int, ...], pieces: int, length: int
+) -> tuple[list[Slot], list[list[Run]]]:
+    """What devices put of their own, and the rounds of what they send (see `runs`)."""
+    found = runs(parts, sizes, pieces, length) if pieces > 1 else []
+    own: list[list[tuple[int, int, int]]] = [[] for _ in range(pieces)]
+    for run in found:
+        if run.source == run.target:
+            own[run.target].append((run.begin, run.at, run.size))
+    # As many slots as any device has runs.
+    columns = itertools.zip_longest(*own, fillvalue=_NOTHING)
+    return [Slot(0, column) for column in columns], rounds(found)
 
 
 def _sent(
