@@ -12,6 +12,8 @@ from typing import Any, Self
 
 DEPTH = 2
 """Batches that wait ready: one for the step after the running one, one for a batch that takes longer."""
+GRACE = 5.0
+"""Seconds that the end of a run waits for a batch that is being made."""
 
 
 def position(stream: Any) -> Any:
@@ -88,6 +90,7 @@ class Prefetch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the thread; it may have taken batches that nobody used."""
+        """Ends the thread, which may have taken batches that nobody used. One that is stuck in the stream is
+        left to the end of the process."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(GRACE)

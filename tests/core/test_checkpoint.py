@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -139,6 +141,38 @@ def test_an_error_in_the_thread_is_raised_by_the_next_call(
     with pytest.raises(OSError, match="No space left"):
         saver.wait()
     saver.wait()
+
+
+ENDING = """
+import sys, threading
+from collections.abc import Mapping
+import numpy as np
+from mesh_tf_core.saving import Saver
+
+class Late(Mapping):
+    def __getitem__(self, name):
+        threading.main_thread().join()  # the program is through
+        return np.ones(3) / (1 if sys.argv[2] == "whole" else np.load("/nowhere"))
+    def __iter__(self):
+        return iter("w")
+    def __len__(self):
+        return 1
+
+Saver().save(sys.argv[1], 5, Late(), {})
+"""
+
+
+@pytest.mark.parametrize("kind", ["whole", "failing"])
+def test_the_end_of_the_process_waits_for_the_file(tmp_path: Path, kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, str(tmp_path), kind], capture_output=True, text=True, check=True
+    )
+    found = checkpoint.newest(tmp_path)
+    if kind == "whole":
+        assert found is not None and found.step == 5 and done.stderr == ""
+    else:
+        assert found is None
+        assert "error: the last checkpoint was not written: [Errno 2] No such file" in done.stderr
 
 
 class Fresh(Mapping[str, Any]):
