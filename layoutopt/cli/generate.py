@@ -22,6 +22,7 @@ from layoutopt.cli.options import (
     QuietOption,
     SetOption,
     examples,
+    is_plan,
     read_layout,
 )
 from layoutopt.cli.results import layout_json, model_json
@@ -56,7 +57,8 @@ def generate(
 ) -> None:
     """Continue texts with a trained model, under any layout."""
     terminal = Terminal(as_json, quiet)
-    loaded, given = _loaded(model, settings or [], len(prompt), mesh or ONE_DEVICE, layout)
+    mesh = mesh if mesh or is_plan(layout) else ONE_DEVICE
+    loaded, given = _loaded(model, settings or [], len(prompt), mesh, layout)
     feeds, begun = _feeds(loaded, prompt, seed)
     trainer = open_trainer(terminal, loaded, given)
     step = _restored(trainer, checkpoint)
@@ -83,7 +85,7 @@ def generate(
 
 
 def _loaded(
-    source: str, settings: Sequence[str], rows: int, mesh: str, layout: str | None
+    source: str, settings: Sequence[str], rows: int, mesh: str | None, layout: str | None
 ) -> tuple[Loaded, Given]:
     """The decoding model, with a batch of as many texts as there are prompts (and the layout can split)."""
     from layoutopt.loading import load_model

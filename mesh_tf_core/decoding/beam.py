@@ -125,8 +125,7 @@ class _Search:
 
     def grown(self, position: Tensor) -> Tensor:
         """Tokens behind each prompt [batch] if the last one is at this position."""
-        own = constant_like(self.prompts.tokens, 1) if self.prompts.lengths is None else self.prompts.lengths
-        return position + 1 - own
+        return position + 1 - self.prompts.own
 
     def score(self, log_p: Tensor, position: Tensor) -> Tensor:
         """Of texts whose last token is at a position."""

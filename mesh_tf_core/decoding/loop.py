@@ -19,7 +19,7 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import mtf_range, need_ints, pick
-from mesh_tf_core.ops.math import logical_and, logical_not, logical_or
+from mesh_tf_core.ops.math import logical_and, logical_not, logical_or, maximum
 from mesh_tf_core.ops.order import argmax, top_k
 from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.ops.reduce import reduce_all, reduce_min
@@ -81,15 +81,19 @@ class Prompts:
         return Shape(self.tokens.shape.dims[:-1])
 
     @property
+    def own(self) -> Tensor:
+        """How many tokens each prompt has: the first is always its own."""
+        one = constant_like(self.tokens, 1)
+        return one if self.lengths is None else maximum(self.lengths, one)
+
+    @property
     def start(self) -> Tensor:
         """The position that the loop begins with."""
-        if self.lengths is None:
-            return constant_like(self.tokens, 0)
-        return reduce_min(self.lengths, list(self.batch)) - 1
+        return reduce_min(self.own) - 1
 
     def given(self, position: Tensor) -> Tensor:
         """Bool: whether the prompt has a token at this position."""
-        return position < (constant_like(self.tokens, 1) if self.lengths is None else self.lengths)
+        return position < self.own
 
     def texts(self) -> Tensor:
         """The prompts, filled up with ends."""

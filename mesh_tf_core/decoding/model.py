@@ -58,7 +58,7 @@ def generate(
 
     Args:
       beams: beam search with so many, along the dimension `beam`; `alpha` of its length penalty.
-      temperature: draws tokens, from the `top` most likely ones if that is not 0.
+      temperature: draws tokens, from the `top` most likely ones if that is not 0 (top alone: at 1).
       begin: id of the token that every text begins with, instead of a prompt of its own.
       end: id of the token that ends a text.
     """
@@ -69,7 +69,12 @@ def generate(
             f"generate: beams={beams} with temperature={temperature}, top={top}: search with beams or draw, "
             "not both"
         )
-    batch, length = next(t for t in model.graph.inputs.values() if len(t.shape) == 2).shape
+    texts = [t.shape for t in model.graph.inputs.values() if len(t.shape) == 2]
+    if not texts:
+        raise UserError(
+            f"model {model.name!r} has no input [batch, length] to be decoded; call greedy itself"
+        )
+    batch, length = texts[0]
     g = Graph(f"{model.name} decoding")
     network, lengths = model.network(g), None
     if begin is None:

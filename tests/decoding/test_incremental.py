@@ -112,6 +112,15 @@ def test_without_prompts_nothing_is_read() -> None:
     assert sizes == [2, 4]
 
 
+def test_an_empty_prompt_has_its_first_token() -> None:
+    g = mtf.Graph()
+    prompts, lengths = inputs(g)
+    found = decoding.greedy(Net(g), prompts, lengths)
+    engine = LockstepEngine(mtf.lower(g, mtf.Mesh("one:1"), mtf.Layout(), {"tokens": found.tokens}))
+    texts = [engine.step({**feeds(), "lengths": np.full(BATCH.size, n, np.int32)})["tokens"] for n in (0, 1)]
+    np.testing.assert_array_equal(*texts)
+
+
 # -- what cannot be --
 
 

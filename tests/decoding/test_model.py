@@ -98,3 +98,7 @@ def test_models_without_a_network() -> None:
     model = mtf.Model(mtf.reduce_sum(g.variable("w", [mtf.Dim("a", 2)], mtf.ONES)))
     with pytest.raises(mtf.UserError, match=r"no network that decodes; give mtf.Model\(..., network=...\)"):
         decoding.generate(model)
+    x = g.input("x", [mtf.Dim("a", 2)])
+    model = mtf.Model(mtf.reduce_sum(x.cast("float32")), network=lambda g: lambda tokens: tokens)
+    with pytest.raises(mtf.UserError, match=r"has no input \[batch, length\] to be decoded"):
+        decoding.generate(model)
