@@ -23,6 +23,16 @@ from mesh_tf_core.program import Collective, Program, text
 if TYPE_CHECKING:
     from mesh_tf_core.cluster import Cluster
 
+LOST = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+)
+"""What TensorFlow raises when a collective fails because of other processes."""
+
 
 class TfClusterEngine(TfLocalEngine):
     """See `engines.protocol.Engine`. Every process must call the same methods in the same order.
@@ -83,9 +93,9 @@ class TfClusterEngine(TfLocalEngine):
             try:
                 yield
             except tf.errors.OpError as error:
-                late = isinstance(error, tf.errors.DeadlineExceededError)
-                if not late and "aborted by" not in str(error):
+                if not isinstance(error, LOST) or "ollective" not in str(error):
                     raise
+                late = isinstance(error, tf.errors.DeadlineExceededError)
                 raise self.cluster.explain(f"{self._waited(error)} of {what}", late) from error
 
     def _waited(self, error: Any) -> str:

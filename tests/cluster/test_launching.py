@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from layoutopt import launching
+from layoutopt.cli import app
 from layoutopt.launching import Attempt, launch, run_once
 from tests.cluster.job import ROOT, Job, wait_for
 
@@ -143,3 +145,10 @@ def test_launch_tells_what_it_takes() -> None:
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert "error: launch runs `train` in several processes, found 'measure'" in found.stderr
+
+
+def test_a_cluster_needs_its_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    found = CliRunner().invoke(app, ["train", str(ROOT / "examples/mlp.py"), "--cluster", "--mesh", "data:2"])
+    assert found.exit_code == 2
+    assert found.stderr.startswith("error: cluster: TF_CONFIG is not set; set it as {")
