@@ -1,129 +1,143 @@
-"""Predictions against throughput that others published: the Mesh-TensorFlow paper's run and MaxText on one
-slice.
+"""Predictions against step times, throughput and memory that others published.
 
-    .venv/bin/python -m benchmarks.published
+    .venv/bin/python -m benchmarks.published [--out FILE.json]
 
-Every row is priced under the layout that its authors state, on the preset as it ships: nothing is fitted to
-these rows.
-MaxText counts 6 FLOPs per weight of a product and token, and 12 L S H d for attention without the causal
-half; the same
-count is divided by our predicted step here. "minimal" keeps some products for backward; it is priced as if
-all of a
-layer ran again ("full"), and as if nothing did ("none").
+Every row of the tables that the layout language can express is priced from the hardware preset and the
+model's dimensions, under the layout that its authors state (`published_rows`). Printed twice: as the presets
+ship, and with at most three constants per software stack, each model predicted by constants fitted without
+it (`published_fit`). Beside them what other cost models report, and floors that any must beat. The presets'
+hidden fraction of gradients and parameters, one half, is itself from these fits; one run decides it (GSPMD's
+trillion parameters, the only one that this communication bounds), and is far off when it is left out.
 """
 
 from __future__ import annotations
 
-import csv
-from dataclasses import dataclass
+import argparse
+import json
+import platform
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-import mesh_tf_core as mtf
-from costmodels import load_hardware
-from costmodels.memory import memory
-from costmodels.pricing import price
-from examples.transformer_lm import model
+from benchmarks.published_fit import STACKS, Priced, Quality, Stack, fit, quality, without_own
+from benchmarks.published_memory import memory_rows
+from benchmarks.published_rows import LEFT_OUT, read, runs
+from costmodels.pricing import Pricer, pricer
 
-DATA = Path(__file__).parent / "data" / "maxtext_tpu.csv"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A published figure beside ours."""
-
-    name: str
-    recompute: str
-    measured: float
-    predicted: float
-    gib: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
+OUT = Path(__file__).parent / "results" / "published.json"
+SHOWN = 30
+"""Tables with more rows than this are summed up only."""
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open() as f:
-        return list(csv.DictReader(line for line in f if not line.startswith("#")))
-
-
-def maxtext(row: dict[str, str]) -> list[Row]:
-    chips, length = int(row["chips"]), int(row["seq"])
-    ways = dict(part.split("=") for part in row["layout"].split(";")[0].removeprefix("ici ").split())
-    fsdp, tensor = int(ways["fsdp"]), int(ways.get("tp", 1))
-    assert fsdp * tensor == chips
-    generation = row["slice"].split("-")[0]
-    old = generation == "v4"
-    sizes = {
-        "layers": int(row["layers"]),
-        "d_model": int(row["emb"]),
-        "d_kv": int(row["head_dim"]),
-        "heads": int(row["heads"]),
-        "d_ff": int(row["mlp"]),
-        "vocab": int(row["vocab"]),
-        "length": length,
-        "batch": int(float(row["per_chip_batch"]) * chips),
-        "gated": not old,
-        "tied": old,
-        "positions": "none",
-        "dtype": "bfloat16",
-        "optimizer": "adam",
-    }
-    built = model(**sizes)  # type: ignore[arg-type]
-    _ = built.step_graph
-    mesh = mtf.Mesh([("fsdp", fsdp), ("tensor", tensor)] if tensor > 1 else [("fsdp", fsdp)])
-    layout = "batch:fsdp" + (";heads:tensor;d_ff:tensor;vocab:tensor" if tensor > 1 else "")
-    stages = {v.name: 3 for v in built.graph.variables.values() if v.trainable}
-    hardware = load_hardware(f"tpu-{generation}")
-    attention = 12 * sizes["layers"] * length * sizes["heads"] * sizes["d_kv"]
-    table = 0 if old else sizes["vocab"] * sizes["d_model"]  # an untied look-up multiplies nothing
-    norms = (2 * sizes["layers"] + 1) * sizes["d_model"]
-    flops = (6 * (built.parameters - table - norms) + attention) * sizes["batch"] * length
+def priced() -> list[Priced]:
+    """Every run, lowered and priced."""
+    known: dict[tuple[str, str], Pricer] = {}
     found = []
-    for name in ("full",) if row["remat"].startswith("full") else ("full", "none"):
-        again = frozenset({"layers"}) if name == "full" else frozenset()
-        program = built.lower(mesh, mtf.Layout(layout), mtf.Options(stages, again))
-        seconds = price(program, hardware).step_seconds
-        what = f"{row['slice']} {row['model']} {row['layout'].split(';')[0]}"
-        ours = flops / seconds / chips / 1e12
-        found.append(Row(what, name, float(row["tflops_per_chip"]), ours, memory(program).peak / 2**30))
+    for run in runs():
+        program = run.program()
+        prices = known.setdefault((run.table, str(program.mesh)), pricer(run.hardware, program))
+        if prices.hardware != run.hardware:
+            prices = pricer(run.hardware, program)
+        found.append(Priced.of(run, prices.cost(program)))
     return found
 
 
-def paper() -> Row:
-    """The 4.9-billion-parameter language model on 512 TPU v2 cores: steps per second (Shazeer et al.
-    2018)."""
-    built = model(
-        layers=6,
-        d_model=1024,
-        d_kv=256,
-        heads=256,
-        d_ff=262144,
-        vocab=32768,
-        batch=256,
-        length=256,
-        dtype="bfloat16",
-        optimizer="adafactor",
-        dropout=0.1,
-    )
-    layout = mtf.Layout("batch:batch;vocab:model;d_ff:model;heads:model")
-    program = built.lower(mtf.Mesh("batch:16;model:32"), layout)
-    seconds = price(program, load_hardware("tpu-v2")).step_seconds
-    return Row("Mesh-TF 4.9B, 512 v2 cores, step", "none", 0.3441, seconds, memory(program).peak / 2**30)
+def report(stack: Stack, rows: Sequence[Priced]) -> dict[str, Any]:
+    """Prints a stack's tables; returns its results."""
+    constants, fitted = fit(stack, rows), without_own(stack, rows)
+    words = ", ".join(f"{n} {k:.3g}" for n, k in zip(stack.constants, constants, strict=True))
+    print(f"\n{stack.name}; constants of all rows: {words}")
+    tables: dict[str, list[tuple[Priced, float]]] = defaultdict(list)
+    for p, o in zip(rows, fitted, strict=True):
+        tables[p.run.table].append((p, o))
+    results = {}
+    for table, found in tables.items():
+        inside = [p for p, _ in found]
+        shipped, left = quality(inside, [p.shipped for p in inside]), quality(inside, [o for _, o in found])
+        print(f"\n  {table}: {len(found)} rows; left out: {LEFT_OUT.get(table, 'none')}")
+        if len(found) <= SHOWN:
+            _rows(found)
+        for name, q in (("as shipped", shipped), ("model left out", left)):
+            print(f"    {name:15}{_words(q)}")
+        results[table] = {
+            "as shipped": asdict(shipped),
+            "model left out": asdict(left),
+            "rows": [_row(p, o) for p, o in found],
+        }
+    return {"constants": dict(zip(stack.constants, constants, strict=True)), "tables": results}
+
+
+def _rows(found: Sequence[tuple[Priced, float]]) -> None:
+    print(f"    {'run':46} {'published':>10} {'as shipped':>18} {'model left out':>18}")
+    for p, o in found:
+        s = p.run.seconds
+        print(
+            f"    {p.run.name[:46]:46} {s:8.3f} s {p.shipped:8.3f} s {p.shipped / s - 1:+6.1%} "
+            f"{o:9.3f} s {o / s - 1:+6.1%}"
+        )
+
+
+def _words(q: Quality) -> str:
+    words = f"mean error {q.mape:.1%}, largest {q.worst:.1%}"
+    if q.spearman is not None:
+        words += f"; within workloads Spearman {q.spearman:.3f}, regret {q.regret:.1%} (largest "
+        words += f"{q.worst_regret:.1%})"
+    return words
+
+
+def _row(p: Priced, o: float) -> dict[str, Any]:
+    return {
+        "run": p.run.name,
+        "published_seconds": p.run.seconds,
+        "as_shipped_seconds": p.shipped,
+        "model_left_out_seconds": o,
+    }
+
+
+def others() -> list[str]:
+    """What other cost models report of themselves, and floors."""
+    return [
+        f"{r['name']}: {r['value']}{r['unit'] if '%' not in r['value'] else ''} ({r['source']})"
+        for r in read("cost_model_constants.csv")
+        if r["model"] == "reported error %"
+    ]
 
 
 def main() -> None:
-    found = [paper()]
-    for row in rows_of(DATA):
-        found += maxtext(row)
-    print(f"{'run':44} {'recompute':9} {'published':>9} {'ours':>8} {'error':>7} {'peak GiB':>8}")
-    for r in found:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    found = priced()
+    stacks = {s.name: report(s, [p for p in found if p.run.table in s.tables]) for s in STACKS}
+    print(
+        "\nPeak memory of the 22-billion-parameter model of Korthikanti et al. 2022, 8 A100, tensor parallel"
+    )
+    memory = memory_rows()
+    for m in memory:
         print(
-            f"{r.name:44} {r.recompute:9} {r.measured:9.4g} {r.predicted:8.4g} {r.error:+7.1%} {r.gib:8.1f}"
+            f"    {m['run']:40} {m['published_gib']:8.2f} GiB {m['predicted_gib']:8.2f} GiB {m['error']:+.1%}"
         )
-    full = [abs(r.error) for r in found[1:] if r.recompute == "full"]
-    mean = sum(full) / len(full)
-    print(f"mean absolute error of the {len(full)} MaxText rows, all recomputed: {mean:.1%}")
+    print("\nWhat others report (and floors: simpler models on the vTrain tables)")
+    for line in others():
+        print(f"    {line}")
+    result = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": version("numpy"),
+            "scipy": version("scipy"),
+        },
+        "stacks": stacks,
+        "memory": memory,
+        "others": others(),
+        "left_out": LEFT_OUT,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
