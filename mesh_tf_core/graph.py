@@ -17,6 +17,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.initializers import Initializer
 from mesh_tf_core.op import Op, TensorType
 from mesh_tf_core.ops.random import FoldIn
+from mesh_tf_core.ops.shape import Reshape
 from mesh_tf_core.scopes import Scopes
 from mesh_tf_core.structure import Assign, Feed, Read, Scan, Variable
 from mesh_tf_core.tensor import Tensor
@@ -151,7 +152,7 @@ class Graph(Scopes):
         if x.id == forward.index:
             assert block.index is not None
             found = self.tensors[block.index]
-        elif outer is None and self._is_free(x, forward):
+        elif outer is None and self.is_free(x, forward):
             found = self._rebuild(block, level, x)
         else:
             if outer is None:
@@ -173,7 +174,7 @@ class Graph(Scopes):
         block.sliced.append((outer.id, inner.id))
         return inner
 
-    def _is_free(self, x: Tensor, forward: Block) -> bool:
+    def is_free(self, x: Tensor, forward: Block) -> bool:
         """Whether x follows, by element-wise work alone, from variables, the index and values from
         outside."""
         if x.block != forward.id or x.id == forward.index:
@@ -183,7 +184,7 @@ class Graph(Scopes):
         node = self.producer.get(x.id)
         if node is None or node.body is not None or node.op.kind not in ("data", "elementwise"):
             return False
-        return all(self._is_free(self.tensors[i], forward) for i in node.inputs)
+        return all(self.is_free(self.tensors[i], forward) for i in node.inputs)
 
     def _rebuild(self, block: Block, level: int, x: Tensor) -> Tensor:
         node = self.producer[x.id]
@@ -265,7 +266,7 @@ class Graph(Scopes):
                 f"assign to variable {variable.name!r}: not inside a branch or a while loop, which may not "
                 "run; return the value from it"
             )
-        shape = Shape([*(b.dim for b in loops if b.dim), *value.shape])
+        shape = Shape([*(b.dim for b in self._loops if b.dim), *value.shape])
         if TensorType(shape, value.dtype) != variable.type:
             raise UserError(
                 f"assign to variable {variable.name!r} of {variable.dtype}[{variable.shape}]: "
@@ -375,5 +376,8 @@ class Graph(Scopes):
         """Assignments that were made inside the loop that has just been closed."""
         for variable, value, scope in self._assigned:
             with self.phase(self._phase, scope):
-                self._append(Assign(variable), [value], [], None)
+                # Blocks of one iteration have a dimension that the variable lacks.
+                same = value.shape == variable.shape
+                whole = value if same else self.apply(Reshape(variable.shape), value)
+                self._append(Assign(variable), [whole], [], None)
         self._assigned.clear()

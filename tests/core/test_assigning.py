@@ -33,6 +33,30 @@ def test_changes(layout: str) -> None:
     np.testing.assert_allclose(engine.read("part"), want)
 
 
+@pytest.mark.parametrize("layout", ["", "a:x;b:y"])
+def test_inside_blocks_that_may_run_again(layout: str) -> None:
+    """In a loop over layers: one value per layer, without a dimension of the block."""
+    g, layers = mtf.Graph(), mtf.Dim("layers", 3)
+    x = g.input("x", [A, B], "float32")
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        def inner(u: mtf.Tensor) -> mtf.Tensor:
+            g.variable("last", [B], mtf.ZEROS, trainable=False)
+            g.assign(g.lookup("last"), mtf.reduce_sum(u, A))
+            return mtf.tanh(u) * 2.0
+
+        out: mtf.Tensor = mtf.recomputable(inner, h)
+        return out
+
+    y = mtf.scan(layer, x, layers)
+    engine = LockstepEngine(verify(mtf.lower(g, mtf.Mesh("x:2;y:2"), mtf.Layout(layout), {"y": y})))
+    h = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    engine.step({"x": h})
+    for found in engine.read("last"):
+        np.testing.assert_allclose(found, h.sum(0), 1e-5, 1e-5)
+        h = np.tanh(h) * 2
+
+
 def test_errors() -> None:
     g = mtf.Graph()
     g.variable("w", [A, B], mtf.ONES)
