@@ -71,9 +71,7 @@ def generate(
         )
     texts = [t.shape for t in model.graph.inputs.values() if len(t.shape) == 2]
     if not texts:
-        raise UserError(
-            f"model {model.name!r} has no input [batch, length] to be decoded; call greedy itself"
-        )
+        raise UserError(f"model {model.name!r} has no input [batch, length] to decode; use decoding.greedy")
     batch, length = texts[0]
     g = Graph(f"{model.name} decoding")
     network, lengths = model.network(g), None

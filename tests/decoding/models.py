@@ -31,9 +31,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"window": 3},
     "window, rotary, relative": {"window": 3, "rotary": nn.Rotary(), "bias": True},
     "wide window": {"window": 64},
-    "local": {"window": 4, "local": True},
-    "local, relative": {"window": 2, "local": True, "bias": True},
+    "local": {"window": 4, "kind": nn.LocalAttention},
+    "local, relative": {"window": 2, "kind": nn.LocalAttention, "bias": True},
     "encoder": {"encoder": True},
+    "branched": {"kind": nn.BranchedAttention, "d_ff": mtf.Dim("branch_ff", 8)},
+    "bilinear": {"kind": nn.BilinearAttention, "d_kv": mtf.Dim("d_kv", 8)},
 }
 """Fields of the attention, and what else the model has."""
 
@@ -57,10 +59,9 @@ class Net:
     def __post_init__(self) -> None:
         g = self.graph
         options = dict(self.fields)
-        bias, local, self.sinusoids = (options.pop(n, False) for n in ("bias", "local", "sinusoids"))
-        encoder = options.pop("encoder", False)
-        kind = nn.LocalAttention if local else nn.Attention
-        self.attention = kind(HEADS, KV, causal=True, **options)
+        bias, encoder, self.sinusoids = (options.pop(n, False) for n in ("bias", "encoder", "sinusoids"))
+        kind = options.pop("kind", nn.Attention)
+        self.attention = kind(HEADS, options.pop("d_kv", KV), causal=True, **options)
         self.across = nn.Attention(HEADS, KV, name="cross_attention")
         self.embedding = nn.Embedding(self.vocab, D, self.dtype, stddev=1.0)
         self.table = self.embedding.table(g)

@@ -8,6 +8,10 @@ import pytest
 import mesh_tf_core as mtf
 from mesh_tf_core import decoding
 from mesh_tf_core.engines import open_engine
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.engines.tf_local import TfLocalEngine
+from mesh_tf_core.engines.tf_trace import Trace
+from mesh_tf_core.program import Program
 from tests.decoding.models import BATCH, KINDS, VOCAB, D, Net, Run, decoded
 
 METHODS = {
@@ -125,3 +129,24 @@ def test_tensorflow(method: str, kind: str, mesh: str, layout: str) -> None:
     got = decoded(METHODS[method], KINDS[kind], mesh, layout, engine=lambda p: open_engine(p, "local"))
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
+
+
+def nodes(length: int) -> int:
+    """Of the TensorFlow graph that decodes texts of a length."""
+    found: list[int] = []
+
+    def engine(program: Program) -> LockstepEngine:
+        running = open_engine(program, "local")
+        assert isinstance(running, TfLocalEngine)
+        returned = [(0,)] * len(program.results)
+        trace = Trace(program, running.devices, running.variables, lambda *_: None, returned)
+        trace.step()
+        found.append(sum(len(f.node_def) for f in trace.writer.library.library.function))
+        return LockstepEngine(program)
+
+    decoded(METHODS["greedy"], {}, "x:2", "heads:x", length, engine)
+    return found[0]
+
+
+def test_a_longer_text_is_no_larger_graph() -> None:
+    assert nodes(16) == nodes(8)

@@ -100,5 +100,7 @@ def test_models_without_a_network() -> None:
         decoding.generate(model)
     x = g.input("x", [mtf.Dim("a", 2)])
     model = mtf.Model(mtf.reduce_sum(x.cast("float32")), network=lambda g: lambda tokens: tokens)
-    with pytest.raises(mtf.UserError, match=r"has no input \[batch, length\] to be decoded"):
+    with pytest.raises(
+        mtf.UserError, match=r"has no input \[batch, length\] to decode; use decoding\.greedy"
+    ):
         decoding.generate(model)
