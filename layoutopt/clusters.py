@@ -20,7 +20,7 @@ from layoutopt.coupling import Coupling
 from layoutopt.decisions import recompute_name, storage_class
 from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.lower import Keep
-from mesh_tf_core.lower.loops import running_again, stands_beside_backward
+from mesh_tf_core.lower.reruns import running_again, stands_beside_backward
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.structure import Assign, Feed, Read, Scan, Variable

@@ -16,7 +16,7 @@ from functools import cached_property
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Axes, Layout
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.loops import recomputable
+from mesh_tf_core.lower.reruns import recomputable
 from mesh_tf_core.lower.storage import STAGES, stage_number
 from mesh_tf_core.structure import Variable
 

@@ -45,7 +45,7 @@ from mesh_tf_core.dtypes import itemsize
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.layout import Layout
-from mesh_tf_core.lower.loops import stands_beside_backward
+from mesh_tf_core.lower.reruns import stands_beside_backward
 from mesh_tf_core.lower.storage import STAGES, shard_layout, stage_number
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.op import TensorType

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from mesh_tf_core.blocks import Node, reads
 from mesh_tf_core.graph import Graph
-from mesh_tf_core.lower.loops import running_again
+from mesh_tf_core.lower.reruns import running_again
 from mesh_tf_core.op import Op, TensorType
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import Fusion

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.dims import Shape
-from mesh_tf_core.errors import LayoutError, UserError, known_names
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.lower.reruns import Reruns, leading_to, needed_for
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.program import make_loop
 
 if TYPE_CHECKING:
-    from mesh_tf_core.graph import Graph
     from mesh_tf_core.lower.base import Lowering
 
 
@@ -21,7 +21,8 @@ class Loops:
 
     def __init__(self, low: Lowering) -> None:
         self.low = low
-        self._carry_stacks: dict[int, dict[int, int]] = {}
+        self.reruns = Reruns(low.graph, low.recompute)
+        self._kept: dict[int, dict[int | tuple[int, int], int]] = {}
 
     def loop(self, node: Node) -> None:
         block, origin = node.body, self.low.origin
@@ -35,6 +36,8 @@ class Loops:
         decides = block.runs if whole else None
         inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
         init = [self.low.at_home(self.low.value_of(i)) for i in inputs]
+        if self.low.keep is None:
+            self._bring(block)
         outer_code, self.low.code = self.low.code, []
         outer_memory = self.low.moved, self.low.cast
         self.low.moved, self.low.cast = {}, {}
@@ -52,8 +55,7 @@ class Loops:
         finals = [self._outer(v, None) for v in carry_in]
         pairs = self._read_again([*block.stacked, *self._saves(block)], block)
         stacked = [self._stack(block, inner, outer) for inner, outer in pairs if self._here(inner, node)]
-        if self._recomputes(block):
-            stacked += self._carries(block, starts)
+        stacked += self._keeps(block, node, starts)
         summed = []
         for inner, outer in block.summed:
             if self._here(inner, node):
@@ -88,28 +90,35 @@ class Loops:
     def _sliced(self, block: Block) -> list[tuple[int, int]]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
         pairs = []
-        saved = {o: i for i, o in block.forward.saved.items()} if block.forward else {}
+        forward = block.forward if self.low.keep is None else None
+        saved = {o: i for i, o in forward.saved.items()} if forward else {}
+        then = self._stands_for(block)
         again: list[tuple[int, int]] = []
         for outer, inner in block.sliced:
-            forward = block.forward if self.low.keep is None else None
-            if outer in saved and forward and self._recomputes(forward):
-                again.append((saved[outer], inner))
+            tensor = saved.get(then.get(outer, outer))
+            if tensor is not None and forward and self.reruns.again(forward):
+                again.append((tensor, inner))
+                continue
+            if tensor is not None and self.reruns.unsaved(tensor):
                 continue
             if self.low.keep is not None and outer not in self.low.env and not self._used(block, inner):
                 continue
             pairs.append(self._part(self.low.value_of(outer), inner))
         if again:
             pairs += self._recomputed(block, again)
+        elif forward and not self.reruns.again(forward):
+            pairs += self._unpacked(block, forward)
         return pairs
 
     def _used(self, block: Block, tensor: int) -> bool:
         assert self.low.keep is not None
         return tensor in self.low.keep.reads(block)
 
-    def _part(self, outer: int, inner: int) -> tuple[int, int]:
+    def _part(self, outer: int, inner: object) -> tuple[int, int]:
         v = self.low.values[outer]
         part = self.low.new(TensorType(Shape(v.shape.dims[1:]), v.dtype), v.splits[1:], v.partial)
-        self.low.bind(inner, part)
+        if isinstance(inner, int):
+            self.low.bind(inner, part)
         return outer, part
 
     def _recomputed(self, block: Block, again: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -117,38 +126,94 @@ class Loops:
         forward = block.forward
         assert forward is not None
         pairs = []
-        for tensor, stack in self._carry_stacks[forward.id].items():
-            pairs.append(self._part(stack, tensor))
-        known = dict(block.sliced)
+        pairs += [self._part(stack, key) for key, stack in self._kept[forward.id].items()]
+        then, needed = self._stands_for(block), self.reruns.needs(forward)
+        known = {then.get(outer, outer): inner for outer, inner in block.sliced}
         for outer, inner in forward.sliced:
             if known.get(outer) in self.low.env:
                 self.low.env[inner] = self.low.env[known[outer]]
-            else:
+            elif inner in needed:
                 pairs.append(self._part(self.low.value_of(outer), inner))
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
         for node in leading_to([tensor for tensor, _ in again], forward):
             self.low.node(node, again=True)
         for tensor, inner in again:
-            self.low.env[inner] = self.low.value_of(tensor)
+            if not self.reruns.unsaved(tensor):
+                self.low.env[inner] = self.low.value_of(tensor)
         return pairs
 
-    def _recomputes(self, block: Block) -> bool:
-        """Asked for, and the loop's backward stands beside it (a loop in a recomputed body runs again as it
-        is)."""
-        asked = block.dim is not None and block.dim.name in self.low.recompute
-        return asked and stands_beside_backward(block, self.low.graph)
+    def _stands_for(self, block: Block) -> dict[int, int]:
+        """For the body around a backward loop: its tensors -> the forward's that they stand for."""
+        around = self.low.graph.blocks[block.parent] if block.parent else None
+        return {now: then for then, now in around.captured.items()} if around else {}
 
-    def _carries(self, block: Block, starts: Sequence[int]) -> list[tuple[int, int]]:
+    def _bring(self, block: Block) -> None:
+        """Before a backward loop: what second runs inside need without work from the body around."""
+        forward, graph = block.forward, self.low.graph
+        if forward is None or forward.parent == block.parent or not self.reruns.names:
+            return
+        assert forward.parent is not None and block.parent is not None
+        then, now = graph.blocks[forward.parent], graph.blocks[block.parent]
+        if self.reruns.again(then):
+            return
+        wanted = {t for t in self.reruns.needs(forward) if graph.tensor(t).block == then.id}
+        for node in then.nodes:
+            missing = False
+            for t in wanted.intersection(node.outputs):
+                if now.captured.get(t) in self.low.env:
+                    self.low.env[t] = self.low.env[now.captured[t]]
+                else:
+                    missing = missing or graph.is_free(graph.tensor(t), then)
+            if missing:
+                self.low.node(node, again=True)
+
+    def _unpacked(self, block: Block, forward: Block) -> list[tuple[int, int]]:
+        """One iteration's part of what the forward loop keeps for loops inside that run again."""
+        pairs: list[tuple[int, int]] = []
+        for key, stack in self._kept.get(forward.id, {}).items():
+            pairs.append(self._part(stack, key))
+            if not isinstance(key, int):
+                self._kept.setdefault(key[0], {})[key[1]] = pairs[-1][1]
+        stacks = {inner: outer for outer, inner in forward.sliced}
+        stacks.update((i, o) for i, o in forward.saved.items() if not self.reruns.unsaved(i))
+        for t in self.reruns.of_body(forward):
+            if t == forward.index:
+                self.low.env[t] = self.low.env[block.index]  # type: ignore[index]
+            elif block.captured.get(t) in self.low.env:
+                self.low.env[t] = self.low.env[block.captured[t]]
+            elif t in stacks:
+                pairs.append(self._part(self.low.value_of(stacks[t]), t))
+        return pairs
+
+    def _keeps(self, block: Block, node: Node, starts: Sequence[int]) -> list[tuple[int, int]]:
         """What recomputation saves instead: the state at the beginning of every iteration, as far as it is
-        read again."""
-        read = needed_for(block.saved, block)
-        found = {t: self._outer(self.low.env[t], block) for t in starts if t in read}
-        self._carry_stacks[block.id] = found
-        return [(self.low.env[t], outer) for t, outer in found.items()]
+        read again; for loops inside that run again, what they keep and read."""
+        if not self.reruns.names or self._saves_later(block):
+            return []
+        found: dict[int | tuple[int, int], int] = {}
+        if self.reruns.again(block):
+            read = needed_for(block.saved, block)
+            found.update((t, self.low.env[t]) for t in starts if t in read)
+        else:
+            for inner in self.reruns.inner(block):
+                kept = self._kept.get(inner.id, {})
+                found.update(((inner.id, key), value) for key, value in kept.items())  # type: ignore[misc]
+            for t in self.reruns.of_body(block):
+                if self.reruns.stacked(t, block) and self._here(t, node):
+                    found[t] = self.low.value_of(t)
+        self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
+        return [(value, self._kept[block.id][key]) for key, value in found.items()]
 
     def _saves(self, block: Block) -> list[tuple[int, int]]:
-        return [] if self._recomputes(block) or self._saves_later(block) else list(block.saved.items())
+        if self.reruns.again(block) or self._saves_later(block):
+            return []
+        return [(i, o) for i, o in block.saved.items() if not self.reruns.unsaved(i)]
+
+    def _saves_later(self, block: Block) -> bool:
+        """Whether a loop is inside of one that is recomputed: what it saves the first time nobody reads. (The
+        whole program drops that as dead.)"""
+        return self.low.keep is not None and not self.low.keep.again and self.reruns.around(block)
 
     def _read_again(self, pairs: list[tuple[int, int]], block: Block) -> list[tuple[int, int]]:
         """What a loop stacks when one around it is recomputed: only what backward reads. (The whole program
@@ -158,7 +223,7 @@ class Loops:
         around = block
         while around.parent is not None:
             around = self.low.graph.blocks[around.parent]
-            if self._recomputes(around):
+            if self.reruns.again(around):
                 needed = needed_for(around.saved, around)
                 return [(i, outer) for i, outer in pairs if outer in needed]
         return pairs
@@ -169,7 +234,7 @@ class Loops:
         if self.low.keep is None or self.low.keep.again or block.parent is None:
             return False
         around = self.low.graph.blocks[block.parent]
-        return self._recomputes(around) or self._saves_later(around)
+        return self.reruns.again(around) or self._saves_later(around)
 
     def _stack(self, block: Block, inner: int, outer: int) -> tuple[int, int]:
         value = self._scattered(self.low.value_of(inner), self.low.graph.gradient_of.get(outer))
@@ -189,74 +254,3 @@ class Loops:
             return self.low.new(TensorType(v.shape, v.dtype), v.splits, v.partial)
         assert stack.dim is not None
         return self.low.new(TensorType(Shape([stack.dim, *v.shape]), v.dtype), ((), *v.splits), v.partial)
-
-
-def stands_beside_backward(block: Block, graph: Graph) -> bool:
-    """Whether a loop's body can run again in its backward: both loops are in the same block."""
-    return bool(block.saved) and any(b.forward is block and b.parent == block.parent for b in graph.blocks)
-
-
-def recomputable(graph: Graph) -> list[str]:
-    """Dimensions of the loops whose bodies can run again in backward."""
-    found = (b for b in graph.blocks if b.dim is not None and stands_beside_backward(b, graph))
-    return list(dict.fromkeys(b.dim.name for b in found if b.dim is not None))
-
-
-def check_recompute(graph: Graph, names: Iterable[str]) -> None:
-    """UserError for a dimension that no loop runs over, or only loops inside of others, whose values the
-    loops around them save."""
-    loops = {b.dim.name: b for b in graph.blocks if b.dim is not None}
-    can = recomputable(graph)
-    for name in names:
-        if name not in loops:
-            raise UserError(f"recompute {name!r}: no loop runs over it; {known_names(name, loops)}")
-        inner = [b for b in graph.blocks if b.dim == loops[name].dim and b.saved]
-        if name not in can and inner:
-            around = graph.blocks[inner[0].parent or 0].dim
-            assert around is not None
-            raise UserError(
-                f"recompute {name!r}: its loop is inside of the one over {around.name!r}, which saves its "
-                f"values; recompute {around.name!r} instead"
-            )
-
-
-def needed_for(wanted: Iterable[int], block: Block) -> set[int]:
-    """The tensors, also those of loops inside, that the tensors `wanted` of a block follow from."""
-    needed = set(wanted)
-    for node in reversed(block.nodes):
-        if not _makes(node, needed):
-            continue
-        needed.update(node.inputs)
-        body = node.body
-        if body is not None:
-            leaving = (*body.stacked, *body.summed, *body.saved.items())
-            inner = needed_for([*body.carry_out, *(i for i, outer in leaving if outer in needed)], body)
-            needed |= inner | {outer for outer, i in body.sliced if i in inner}
-            needed |= set() if body.runs is None else {body.runs}
-    return needed
-
-
-def _makes(node: Node, needed: set[int]) -> bool:
-    made = (*node.outputs, *(node.body.saved.values() if node.body else ()))
-    return any(o in needed for o in made)
-
-
-def leading_to(wanted: Iterable[int], block: Block) -> list[Node]:
-    """The nodes of `block` from which the tensors `wanted` follow, in order."""
-    needed = needed_for(wanted, block)
-    return [node for node in block.nodes if _makes(node, needed)]
-
-
-def running_again(block: Block) -> list[Node]:
-    """The nodes, also those of loops inside, that run a second time when a loop's body is recomputed."""
-    needed, found = needed_for(block.saved, block), []
-
-    def visit(inside: Block) -> None:
-        for node in inside.nodes:
-            if _makes(node, needed):
-                found.append(node)
-                if node.body is not None:
-                    visit(node.body)
-
-    visit(block)
-    return found

@@ -10,7 +10,7 @@ from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower.base import Keep, lower_base
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.dead import drop_dead
-from mesh_tf_core.lower.loops import check_recompute
+from mesh_tf_core.lower.reruns import check_recompute
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.mesh import Mesh
@@ -31,8 +31,7 @@ class Options:
 
     Attributes:
       storage: variable name -> stage (see `lower.storage`) for those that are not stored as the layout says.
-      recompute: names of the dimensions of the loops whose bodies run again in backward. A loop inside of
-        another one runs again with it, not alone.
+      recompute: names of the dimensions of the loops whose bodies run again in backward.
       microbatches: parts of the batch that a step runs one after the other, adding up their gradients.
     """
 
@@ -59,7 +58,7 @@ def lower(
       keep: lower only some nodes (for pricing them alone); `results` are then ignored dead-code roots.
 
     Raises:
-      UserError: `recompute` names what is not the dimension of a loop that can run again.
+      UserError: `recompute` names what is not the dimension of a loop.
       LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two
         dimensions of one operation over the same axis.
     """

@@ -10,7 +10,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from examples import bert, moe_lm, reformer_lm, resnet, transformer_seq2seq, unet3d
-from mesh_tf_core.lower.loops import recomputable
+from mesh_tf_core.lower.reruns import recomputable
 from mesh_tf_core.program import AllGather, AllToAll, Permute, Program
 from tests.examples.helper import Result, batches, check_same, train
 
