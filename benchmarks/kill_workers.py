@@ -65,7 +65,7 @@ def suffer(job: Job, failure: Failure, rng: random.Random, start_seconds: float,
     """Waits for the moment, sends the signal, watches what follows."""
     before = wait_for(lambda: len(w := job.workers()) == processes and w, PATIENCE, "the start")
     if failure.moment == "start":
-        time.sleep(rng.uniform(0.0, start_seconds))
+        time.sleep(rng.uniform(0.0, 0.7 * start_seconds))
         failure.worker = rng.randrange(processes)
     else:
         after = job.newest() + EVERY * rng.randint(1, 3)

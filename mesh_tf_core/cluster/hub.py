@@ -95,7 +95,10 @@ class Hub(threading.Thread):
     # -- what arrives ----------------------------------------------------------------------------------------
 
     def _welcome(self) -> None:
-        connection, _ = self._door.accept()
+        try:
+            connection, _ = self._door.accept()
+        except OSError:  # it has gone again
+            return
         lines = Lines(connection)
         self._waiting.register(lines, selectors.EVENT_READ, lines)
 

@@ -106,8 +106,8 @@ class Link(threading.Thread):
 
     def leave(self) -> None:
         """Ends the connection in peace."""
-        self._closed = True
         self._beat(left=True)
+        self._closed = True
 
     def _beat(self, **more: Any) -> None:
         if self._lines is not None:
