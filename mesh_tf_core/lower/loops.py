@@ -16,13 +16,17 @@ if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
 
 
+Key = int | tuple[int, "Key"]
+"""What a loop keeps for second runs: a tensor of its body, or what a loop inside (its id) keeps."""
+
+
 class Loops:
     """Lowers the loops of one lowering; `low` is its state."""
 
     def __init__(self, low: Lowering) -> None:
         self.low = low
         self.reruns = Reruns(low.graph, low.recompute)
-        self._kept: dict[int, dict[int | tuple[int, int], int]] = {}
+        self._kept: dict[int, dict[Key, int]] = {}
 
     def loop(self, node: Node) -> None:
         block, origin = node.body, self.low.origin
@@ -114,7 +118,7 @@ class Loops:
         assert self.low.keep is not None
         return tensor in self.low.keep.reads(block)
 
-    def _part(self, outer: int, inner: object) -> tuple[int, int]:
+    def _part(self, outer: int, inner: Key) -> tuple[int, int]:
         v = self.low.values[outer]
         part = self.low.new(TensorType(Shape(v.shape.dims[1:]), v.dtype), v.splits[1:], v.partial)
         if isinstance(inner, int):
@@ -125,8 +129,7 @@ class Loops:
         """Runs the needed part of the forward body inside the backward body."""
         forward = block.forward
         assert forward is not None
-        pairs = []
-        pairs += [self._part(stack, key) for key, stack in self._kept[forward.id].items()]
+        pairs = [self._part(stack, key) for key, stack in self._kept[forward.id].items()]
         then, needed = self._stands_for(block), self.reruns.needs(forward)
         known = {then.get(outer, outer): inner for outer, inner in block.sliced}
         for outer, inner in forward.sliced:
@@ -191,14 +194,14 @@ class Loops:
         read again; for loops inside that run again, what they keep and read."""
         if not self.reruns.names or self._saves_later(block):
             return []
-        found: dict[int | tuple[int, int], int] = {}
+        found: dict[Key, int] = {}
         if self.reruns.again(block):
             read = needed_for(block.saved, block)
             found.update((t, self.low.env[t]) for t in starts if t in read)
         else:
             for inner in self.reruns.inner(block):
                 kept = self._kept.get(inner.id, {})
-                found.update(((inner.id, key), value) for key, value in kept.items())  # type: ignore[misc]
+                found.update(((inner.id, key), value) for key, value in kept.items())
             for t in self.reruns.of_body(block):
                 if self.reruns.stacked(t, block) and self._here(t, node):
                     found[t] = self.low.value_of(t)
@@ -227,14 +230,6 @@ class Loops:
                 needed = needed_for(around.saved, around)
                 return [(i, outer) for i, outer in pairs if outer in needed]
         return pairs
-
-    def _saves_later(self, block: Block) -> bool:
-        """Whether a loop is inside of one that is recomputed: what it saves the first time nobody reads. (The
-        whole program drops that as dead.)"""
-        if self.low.keep is None or self.low.keep.again or block.parent is None:
-            return False
-        around = self.low.graph.blocks[block.parent]
-        return self.reruns.again(around) or self._saves_later(around)
 
     def _stack(self, block: Block, inner: int, outer: int) -> tuple[int, int]:
         value = self._scattered(self.low.value_of(inner), self.low.graph.gradient_of.get(outer))
