@@ -28,13 +28,23 @@ from functools import cached_property
 from costmodels.collectives import collective_seconds, full_bytes
 from costmodels.compute import MATMUL_CLASSES, Quantity, compute_seconds
 from costmodels.fusion import Kernel, fused, streamed
-from costmodels.hardware import ComputeCurve, Hardware
+from costmodels.hardware import ComputeCurve, Hardware, Torus
 from costmodels.kernels import call_seconds, calls
 from costmodels.overlap import ACTIVATION, GRADIENT, classes
 from costmodels.topology import Placement, place
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.op import Op, TensorType
-from mesh_tf_core.program import AllReduce, Collective, Instr, Local, Loop, Origin, Program, WriteVariable
+from mesh_tf_core.program import (
+    AllReduce,
+    Collective,
+    Instr,
+    Local,
+    Loop,
+    Origin,
+    Permute,
+    Program,
+    WriteVariable,
+)
 
 KernelKey = tuple[Op, tuple[TensorType, ...], tuple[TensorType, ...], frozenset[str], bool]
 
@@ -300,9 +310,12 @@ class Pricer:
     def collective(self, program: Program, instr: Collective, times: float, purpose: str) -> Line:
         """A line for one collective; `purpose` is its class (`costmodels.overlap`)."""
         kind = instr.name
-        seconds = self._joined(
-            kind, instr.axes, [program.values[i].local_bytes(program.mesh) for i in instr.inputs]
-        )
+        payloads = [program.values[i].local_bytes(program.mesh) for i in instr.inputs]
+        if isinstance(instr, Permute) and isinstance(self.hardware.topology, Torus):
+            # Pieces that go further than to the next chip share links.
+            crossings = max(1, instr.crossings(program.mesh.group_size(instr.axes)))
+            payloads = [payload * crossings for payload in payloads]
+        seconds = self._joined(kind, instr.axes, payloads)
         exposed = seconds * (1.0 - self.hardware.hidden_fraction(purpose))
         sent, text = program.wire_bytes(instr), instr.text()
         return Line(

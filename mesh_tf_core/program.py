@@ -9,8 +9,10 @@ taken yet).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeVar
 
 from mesh_tf_core.dims import Dim, Shape
@@ -190,10 +192,25 @@ class Permute(Collective):
         moves = ((i, i + self.shift) for i in range(n))
         return tuple((i, to % n) for i, to in moves if self.wrap or 0 <= to < n)
 
+    def crossings(self, n: int) -> int:
+        """The most pieces that cross one link in one direction, were the group a ring of n devices on which
+        every piece goes the short way."""
+        return _crossings(self.links(n), n)
+
     def text(self) -> str:
         how = " ".join(f"{i}>{to}" for i, to in self.pairs)
         how = how or f"{self.shift:+d}{', wrap' if self.wrap else ''}"
         return f"permute({'+'.join(self.axes)}, {how})"
+
+
+@lru_cache(maxsize=1 << 12)
+def _crossings(links: tuple[tuple[int, int], ...], n: int) -> int:
+    crossed: Counter[tuple[int, int]] = Counter()
+    for i, to in links:
+        far = (to - i) % n
+        way, steps = (1, far) if 2 * far <= n else (-1, n - far)
+        crossed.update(((i + way * k) % n, way) for k in range(steps))
+    return max(crossed.values(), default=0)
 
 
 @dataclass(frozen=True)

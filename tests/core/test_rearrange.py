@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from costmodels.pricing import price
 from mesh_tf_core.ops.rearrange import Run, rounds, runs
-from mesh_tf_core.program import AllGather, Permute, Program
+from mesh_tf_core.program import AllGather, Origin, Permute, Program
 from mesh_tf_core.verify import verify
 
 B = mtf.Dim("b", 2)
@@ -80,3 +84,29 @@ def test_neighbouring_runs_are_joined() -> None:
         Run(0, 2, 1, 0, 2),
         Run(1, 2, 1, 2, 2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("how", "crossings"),
+    [
+        ({"shift": 1}, 1),
+        ({"shift": -3}, 3),
+        ({"shift": 7, "wrap": True}, 1),
+        ({"pairs": ((0, 1), (1, 0), (4, 5))}, 1),
+        ({"pairs": ((0, 4), (1, 3), (2, 5))}, 3),
+    ],
+)
+def test_pieces_that_cross_one_link(how: dict[str, Any], crossings: int) -> None:
+    """On a ring of eight."""
+    assert Permute((0,), (1,), Origin(0, "", "forward"), ("x",), **how).crossings(8) == crossings
+
+
+def test_far_pieces_cost_more_on_a_torus_only() -> None:
+    times = {}
+    for name in ("tpu-v3", "h100"):
+        for offset in (1, 2):
+            program = lowered(8, 1 << 23, lambda x, o=offset: mtf.shift(x, o * (1 << 20), "a"))
+            (line,) = [x for x in price(program, load_hardware(name)).lines if x.name == "permute"]
+            times[name, offset] = line.seconds
+    assert times["tpu-v3", 2] > 1.5 * times["tpu-v3", 1]
+    assert times["h100", 2] == times["h100", 1]
