@@ -91,22 +91,40 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
     curve = _curve(hardware, quantity)
     if curve is not None:
         return _measured(hardware, quantity, curve, contention, memory)
-    padding, flops = 1.0, 0.0
+    padding, flops, where = (
+        1.0,
+        contention * _vector_seconds(hardware, _reached(hardware, quantity)),
+        "vector",
+    )
     if quantity.op_class in MATMUL_CLASSES:
         padding = padding_ratio(hardware.chip.matrix_unit, quantity)
         padded = quantity.flops * padding
-        flops = contention * padded / (hardware.peak_flops(quantity.dtype) * _efficiency(hardware, padded))
-        flops = min(flops, contention * _vector_seconds(hardware, _reached(hardware, quantity), math.inf))
-        flops = max(flops, contention * _vector_seconds(hardware, quantity.vector, 0.0))
-    else:
-        flops = contention * _vector_seconds(hardware, _reached(hardware, quantity), 0.0)
+        rate = hardware.peak_flops(quantity.dtype) * _efficiency(hardware, padded)
+        product = contention * padded / rate
+        if product <= flops or hardware.chip.vector_flops is None:
+            flops, where = product, f"x {padding:.3g} of padding, at {rate / 1e12:.4g} TFLOP/s"
+        fused = contention * _vector_seconds(hardware, quantity.vector)
+        if fused > flops:
+            flops, where = fused, "fused"
     launch = contention * hardware.chip.launch_overhead.value
     bound = "launch" if launch > max(flops, memory) else "flops" if flops >= memory else "memory"
     words = (
-        f"{launch * 1e6:.3g} us launch + max({flops * 1e6:.4g} us for {quantity.flops:.4g} FLOPs, padded x"
-        f"{padding:.3g}; {memory * 1e6:.4g} us for {quantity.bytes:.4g} bytes)"
+        f"{launch * 1e6:.3g} us launch + max({flops * 1e6:.4g} us for {_work(hardware, quantity, where)}; "
+        f"{memory * 1e6:.4g} us for {quantity.bytes:.4g} bytes at {_reachable(hardware) / 1e9:.4g} GB/s)"
     )
+    if contention > 1:
+        words += f", {contention:.3g} devices to a core"
     return ComputeCost(launch + max(flops, memory), flops, memory, launch, padding, bound, words)
+
+
+def _work(hardware: Hardware, quantity: Quantity, where: str) -> str:
+    """The FLOPs that decide, and the rate they run at."""
+    if where not in ("vector", "fused"):
+        return f"{quantity.flops:.4g} FLOPs {where}"
+    amount = quantity.vector if where == "fused" else _reached(hardware, quantity)
+    vector = hardware.chip.vector_flops
+    rate = f"{vector.value / hardware.devices_per_chip / 1e12:.4g} TFLOP/s" if vector else "no known rate"
+    return f"{amount:.4g} FLOPs of the vector unit, at {rate}"
 
 
 def _reached(hardware: Hardware, quantity: Quantity) -> float:
@@ -118,10 +136,10 @@ def _reached(hardware: Hardware, quantity: Quantity) -> float:
     return quantity.flops * most / _efficiency(hardware, quantity.flops)
 
 
-def _vector_seconds(hardware: Hardware, flops: float, unknown: float) -> float:
-    """Equation (5); `unknown` when the file has no vector rate."""
+def _vector_seconds(hardware: Hardware, flops: float) -> float:
+    """Equation (5); 0 when the file has no vector rate."""
     rate = hardware.chip.vector_flops
-    return unknown if rate is None else flops * hardware.devices_per_chip / rate.value
+    return 0.0 if rate is None else flops * hardware.devices_per_chip / rate.value
 
 
 def padding_ratio(unit: MatrixUnit, quantity: Quantity) -> float:
@@ -160,7 +178,12 @@ def _efficiency(hardware: Hardware, flops: float) -> float:
 
 
 def _memory_seconds(hardware: Hardware, quantity: Quantity) -> float:
-    return quantity.bytes / (hardware.memory_bandwidth * hardware.chip.memory_efficiency.value)
+    return quantity.bytes / _reachable(hardware)
+
+
+def _reachable(hardware: Hardware) -> float:
+    """Bytes/s that a program reaches."""
+    return hardware.memory_bandwidth * hardware.chip.memory_efficiency.value
 
 
 def _curve(hardware: Hardware, quantity: Quantity) -> ComputeCurve | None:

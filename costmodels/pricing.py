@@ -30,10 +30,10 @@ from costmodels.compute import MATMUL_CLASSES, Quantity, compute_seconds
 from costmodels.fusion import Kernel, fused, streamed
 from costmodels.hardware import ComputeCurve, Hardware, Torus
 from costmodels.kernels import call_seconds, calls
+from costmodels.lines import Called, Cost, KernelKey, Line, Sent
 from costmodels.overlap import ACTIVATION, GRADIENT, classes
 from costmodels.topology import Placement, place
 from mesh_tf_core.layout import Axes
-from mesh_tf_core.op import Op, TensorType
 from mesh_tf_core.program import (
     AllReduce,
     Collective,
@@ -46,84 +46,7 @@ from mesh_tf_core.program import (
     WriteVariable,
 )
 
-KernelKey = tuple[Op, tuple[TensorType, ...], tuple[TensorType, ...], frozenset[str], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One instruction's share of the price.
-
-    Attributes:
-      times: how often it runs in a step (`Loop.times`); every other number is of one run on one device.
-      seconds: all of it, hidden or not.
-      exposed: seconds that the step waits for.
-      flops, bytes: of computation.
-      axes, sent, purpose: of a collective: its mesh axes, the bytes a device sends, its class of
-        `costmodels.overlap`.
-    """
-
-    name: str
-    text: str
-    origin: Origin
-    kind: str
-    times: float
-    seconds: float
-    exposed: float
-    flops: float = 0.0
-    bytes: float = 0.0
-    axes: Axes = ()
-    sent: float = 0.0
-    purpose: str = ""
-
-    @property
-    def is_communication(self) -> bool:
-        return bool(self.axes)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The price of a program on hardware; all numbers of one step, per device."""
-
-    lines: tuple[Line, ...]
-
-    def _total(self, value: Callable[[Line], float], communication: bool) -> float:
-        return sum(value(x) * x.times for x in self.lines if x.is_communication == communication)
-
-    @cached_property
-    def compute_seconds(self) -> float:
-        return self._total(lambda x: x.seconds, False)
-
-    @cached_property
-    def communication_seconds(self) -> float:
-        return self._total(lambda x: x.seconds, True)
-
-    @cached_property
-    def exposed_communication_seconds(self) -> float:
-        return self._total(lambda x: x.exposed, True)
-
-    @property
-    def step_seconds(self) -> float:
-        return self.compute_seconds + self.exposed_communication_seconds
-
-    @cached_property
-    def flops(self) -> float:
-        return self._total(lambda x: x.flops, False)
-
-    def communication_bytes(self) -> dict[str, float]:
-        """Bytes sent, by mesh axes joined with '+'."""
-        out: dict[str, float] = {}
-        for x in self.lines:
-            if x.is_communication:
-                key = "+".join(x.axes)
-                out[key] = out.get(key, 0.0) + x.sent * x.times
-        return out
-
-    def by(self, key: Callable[[Line], str]) -> dict[str, float]:
-        """Exposed seconds grouped by any property of the lines, the largest first."""
-        out: dict[str, float] = {}
-        for x in self.lines:
-            out[key(x)] = out.get(key(x), 0.0) + x.exposed * x.times
-        return dict(sorted(out.items(), key=lambda item: -item[1]))
+__all__ = ["Cost", "Line", "Pricer", "price", "pricer", "quantity_of"]
 
 
 @dataclass
@@ -213,7 +136,7 @@ class Pricer:
 
     def local(self, program: Program, instr: Local, times: float) -> Line:
         quantity = self._quantity(program, instr)
-        seconds = self._called(program, instr) if self.by_call else None
+        seconds, opened = self._called(program, instr) if self.by_call else (None, None)
         if seconds is None:
             seconds = self._priced(quantity)
         return Line(
@@ -226,6 +149,7 @@ class Pricer:
             seconds,
             quantity.flops,
             quantity.bytes,
+            opened=opened or quantity,
         )
 
     def kernel(self, program: Program, kernel: Kernel, times: float) -> Line:
@@ -243,7 +167,9 @@ class Pricer:
         flops = sum(self._quantity(program, instr).flops for instr in kernel.instrs)
         text = " + ".join(instr.name for instr in kernel.instrs) if len(kernel.instrs) > 1 else ""
         kind = quantity.op_class if kernel.product is not None else own.op_class
-        return Line(first.name, text, first.origin, kind, times, seconds, seconds, flops, moved)
+        return Line(
+            first.name, text, first.origin, kind, times, seconds, seconds, flops, moved, opened=quantity
+        )
 
     def _priced(self, quantity: Quantity) -> float:
         seconds = self._compute.get(quantity)
@@ -251,8 +177,8 @@ class Pricer:
             seconds = self._compute[quantity] = compute_seconds(self.hardware, quantity, self.devices)
         return seconds
 
-    def _called(self, program: Program, instr: Local) -> float | None:
-        """Seconds of an instruction's array functions; None if one of them is not known."""
+    def _called(self, program: Program, instr: Local) -> tuple[float | None, Called | None]:
+        """Seconds of an instruction's array functions, and what they are; None if one is not known."""
         split = frozenset(
             name
             for i in (*instr.inputs, *instr.outputs)
@@ -268,10 +194,12 @@ class Pricer:
             except NotImplementedError:
                 self._kernel[key] = None
             else:
-                self._kernel[key] = sum(call_seconds(c, self._kernel_curve, stays) for c in found)
-        return self._kernel[key]
+                self._kernel[key] = sum(call_seconds(c, self.kernel_curve, stays) for c in found)
+        seconds = self._kernel[key]
+        return seconds, None if seconds is None else Called(key)
 
-    def _kernel_curve(self, op_class: str) -> Callable[[float], float] | None:
+    def kernel_curve(self, op_class: str) -> Callable[[float], float] | None:
+        """Seconds of a class of array functions against its bytes or FLOPs; None if it was not measured."""
         found = self._curves.get(op_class)
         if found is None:
             return None
@@ -292,19 +220,29 @@ class Pricer:
             if self.hardware.streams_attention and streamed(program, o):
                 continue
             size = float(passes * value.local_bytes(program.mesh))
-            seconds = self._priced(Quantity(0.0, size, "data", value.dtype))
-            yield Line("stack", loop.text(), loop.origin, "data", times, seconds, seconds, 0.0, size)
+            moved = Quantity(0.0, size, "data", value.dtype)
+            seconds, text = self._priced(moved), loop.text()
+            yield Line("stack", text, loop.origin, "data", times, seconds, seconds, 0.0, size, opened=moved)
 
     def _sums(self, program: Program, instr: AllReduce, times: float, stacks: dict[int, int]) -> Line:
         """An all-reduce whose values, and the parts of stacked ones, are summed one by one."""
-        seconds = 0.0
+        payloads: list[int] = []
         for i in instr.inputs:
             parts = stacks.get(i, 1)
             payload = program.values[i].local_bytes(program.mesh)
-            seconds += parts * self._message(instr.name, instr.axes, max(1, payload // parts))
-        sent, text = program.wire_bytes(instr), instr.text()
+            payloads += [max(1, payload // parts)] * parts
+        seconds = sum(self._message(instr.name, instr.axes, payload) for payload in payloads)
         return Line(
-            instr.name, text, instr.origin, instr.name, times, seconds, seconds, axes=instr.axes, sent=sent
+            instr.name,
+            instr.text(),
+            instr.origin,
+            instr.name,
+            times,
+            seconds,
+            seconds,
+            axes=instr.axes,
+            sent=program.wire_bytes(instr),
+            opened=Sent(tuple(payloads), together=False),
         )
 
     def collective(self, program: Program, instr: Collective, times: float, purpose: str) -> Line:
@@ -329,6 +267,7 @@ class Pricer:
             axes=instr.axes,
             sent=sent,
             purpose=purpose,
+            opened=Sent(tuple(payloads)),
         )
 
     def message_seconds(self, axes: Axes, payload: int) -> float:

@@ -100,7 +100,7 @@ def test_a_cost_says_what_bounds_it() -> None:
     assert compute_cost(hardware, Quantity(1, 1, "elementwise", "bfloat16")).bound == "launch"
     words = compute_cost(hardware, product(8192, 8192, 8192)).words
     assert words.startswith("1 us launch + max(")
-    assert "padded x" in words
+    assert "of padding, at " in words and " TFLOP/s; " in words and " GB/s)" in words
 
 
 def test_float32_products_use_the_listed_peak_or_the_next_narrower_float() -> None:
