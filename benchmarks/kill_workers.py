@@ -94,7 +94,10 @@ def run(
     began = time.monotonic()
     with Job(options, command(args.mesh, args.layout, folder), folder) as job:
         for failure in failures:
-            suffer(job, failure, rng, start_seconds, args.processes)
+            try:
+                suffer(job, failure, rng, start_seconds, args.processes)
+            except AssertionError as error:
+                raise SystemExit(f"{error}\n{job.log()}") from error
         if not failures:
             wait_for(lambda: job.newest() >= 0, PATIENCE, "a checkpoint")
             start_seconds = time.monotonic() - began
