@@ -75,6 +75,25 @@ class Checkpoint:
 # -- writing -------------------------------------------------------------------------------------------------
 
 
+def check_directory(directory: str | Path) -> None:
+    """Raises UserError unless checkpoints can be written there; makes the directory."""
+    root = Path(directory)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(directory, error) from None
+    if not os.access(root, os.W_OK):
+        raise UserError(f"checkpoint {str(directory)!r} cannot be written: permission denied")
+
+
+def unwritable(directory: str | Path, error: OSError) -> UserError:
+    """What the system said, as the user's error."""
+    return UserError(
+        f"checkpoint {str(directory)!r} cannot be written: {error.strerror or error}; "
+        "give a directory with room"
+    )
+
+
 def write(
     directory: str | Path, step: int, variables: Mapping[str, Any], extra: Mapping[str, Any], keep: int = 3
 ) -> Path:
@@ -94,7 +113,8 @@ def write(
         name: _write_array(temporary / f"{number:05d}.npy", variables[name])
         for number, name in enumerate(variables)
     }
-    _write_manifest(temporary, {"format": FORMAT, "step": step, "variables": files, "extra": dict(extra)})
+    manifest = {"format": FORMAT, "step": step, "variables": files, "extra": dict(extra)}
+    _write_manifest(temporary, json.loads(json.dumps(manifest)))
     _sync(temporary)
     if final.exists():
         final.rename(root / f".step-{step:09d}.replaced")

@@ -40,6 +40,8 @@ class Saver:
         def run() -> None:
             try:
                 checkpoint.write(directory, step, variables, extra)
+            except OSError as error:
+                self._error = checkpoint.unwritable(directory, error)
             except BaseException as error:
                 self._error = error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 import math
 import time
 import warnings
@@ -152,8 +153,10 @@ class Trainer:
         Raises:
           UserError: the loss is not a finite number, the data ended, a checkpoint is of another model.
         """
-        if checkpoint is not None and not self.step_number:
-            self.restore(checkpoint)
+        if checkpoint is not None:
+            checkpoints.check_directory(checkpoint)
+            if not self.step_number:
+                self.restore(checkpoint)
         history: list[dict[str, Any]] = []
         stream, left = self._continued(iter(batches)), max(0, steps - self.step_number)
         began = last = time.perf_counter()
@@ -226,6 +229,13 @@ class Trainer:
           wait: False returns at once; an error is raised by the next `save`.
         """
         extra = {"layout": str(self.layout), "data": self.position}
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"the data's get_state() gave {self.position!r}, which a checkpoint cannot hold ({error}); "
+                "return what JSON can hold"
+            ) from None
         snapshot = self.engine.snapshot()
         if self.engine.is_chief:
             self._saver.save(directory, self.step_number, snapshot, extra)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -28,9 +29,10 @@ VALUES: dict[str, Any] = {
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path, 12, VALUES, {"data": {"at": 3}})
+    checkpoint.write(tmp_path, 12, VALUES, {"data": {9: (1, 2), 10: math.inf}})
     found = checkpoint.newest(tmp_path)
-    assert found is not None and (found.step, found.extra, found.skipped) == (12, {"data": {"at": 3}}, ())
+    assert found is not None and (found.step, found.skipped) == (12, ())
+    assert found.extra == {"data": {"9": [1, 2], "10": math.inf}}  # as JSON gives it back
     for name, value in VALUES.items():
         read = found.read(name)
         assert read.dtype == value.dtype
@@ -128,7 +130,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_call(
 ) -> None:
     saver = Saver()
     saver.save(tmp_path, 1, Failing(), {})
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="cannot be written: No space left on device; give"):
         saver.save(tmp_path, 2, VALUES, {})
     saver.save(tmp_path, 2, VALUES, {})
     saver.wait()
@@ -137,8 +139,8 @@ def test_an_error_in_the_thread_is_raised_by_the_next_call(
     assert saver._thread is not None
     saver._thread.join()
     saver._report()
-    assert "error: the last checkpoint was not written: No space left" in capsys.readouterr().err
-    with pytest.raises(OSError, match="No space left"):
+    assert "error: the last checkpoint was not written: checkpoint" in capsys.readouterr().err
+    with pytest.raises(UserError, match="cannot be written: No space left on device; give"):
         saver.wait()
     saver.wait()
 
@@ -172,7 +174,8 @@ def test_the_end_of_the_process_waits_for_the_file(tmp_path: Path, kind: str) ->
         assert found is not None and found.step == 5 and done.stderr == ""
     else:
         assert found is None
-        assert "error: the last checkpoint was not written: [Errno 2] No such file" in done.stderr
+        assert "error: the last checkpoint was not written: checkpoint" in done.stderr
+        assert "cannot be written: No such file" in done.stderr
 
 
 class Fresh(Mapping[str, Any]):

@@ -157,12 +157,20 @@ def test_a_damaged_checkpoint_is_said_and_passed_over(tmp_path: Path) -> None:
     assert found is not None and (found.step, found.skipped) == (3, ())
 
 
-def test_an_error_in_writing_reaches_the_run(tmp_path: Path) -> None:
+def test_an_error_in_writing_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     run = trainer()
-    with pytest.raises(FileExistsError):
-        run.fit(batches(), 4, tmp_path / "file", every=2)
-    assert run.step_number in (2, 4)  # where the next checkpoint was due, at the latest
+    with pytest.raises(mtf.UserError, match="cannot be written: File exists"):
+        run.fit(batches(), 4, tmp_path / "file")
+    assert run.step_number == 0
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    with pytest.raises(mtf.UserError, match="cannot be written: No space left on device"):
+        run.fit(batches(), 4, tmp_path / "run", every=2)
+    assert run.step_number == 4  # where the next checkpoint was due
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
@@ -171,6 +179,11 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         run.fit([next(batches())] * 2, 3)
     with pytest.raises(mtf.UserError, match="the batch has no 'y'; the model reads x, y"):
         run.fit([{"x": np.zeros((8, 4), np.float32)}] * 3, 3)
+    data = Placed()
+    data.get_state = lambda: {"rng": np.random.default_rng(0)}
+    with pytest.raises(mtf.UserError, match=r"the data's get_state\(\) gave .* return what JSON can hold"):
+        run.fit(data, 4, tmp_path)
+    run.position = None
     run.save(tmp_path)
     with pytest.raises(mtf.UserError, match=r"has shape \(2, 4, 8\) there, \(2, 4, 6\) here"):
         trainer(hidden=6).restore(tmp_path)
