@@ -37,7 +37,8 @@ def start_devices(terminal: Terminal, count: int, cluster: Cluster | None = None
 
         with hushed():
             import tensorflow  # noqa: F401  (it writes when it is imported, and the others' absence is told)
-        terminal.say(f"starting {count} devices in {len(cluster.members.addresses)} processes")
+        if not cluster.joined:
+            terminal.say(f"starting {count} devices in {len(cluster.members.addresses)} processes")
         start_cluster(cluster, count)
         return
     terminal.say(f"starting {count} devices")

@@ -108,7 +108,8 @@ def train(
             given = _searched(terminal, loaded, machine, mesh, members)
         else:
             given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
-        where = f"{len(members.members.addresses)} processes" if members else "this machine"
+        together = len(members.members.addresses) if members else 1
+        where = f"{together} processes" if together > 1 else "this machine"
         run = _Run(terminal, loaded, given, machine, steps, where)
         trainer = open_trainer(terminal, loaded, given, members)
         run.train(trainer, checkpoint, every)
