@@ -74,11 +74,11 @@ class Rows:
             has = self.batch in node.op.type.shape.dims
             self.kinds[node.outputs[0]] = Kind.ROWS if has else Kind.CONSTANT
         elif not isinstance(node.op, Read):
-            for o in node.outputs:
-                self.kinds[o] = self._made(node, self.graph.tensor(o).type)
-                if self.kinds[o] is Kind.MIXED:
-                    older = (self._mixing[i] for i in node.inputs if i in self._mixing)
-                    self._mixing[o] = next(older, node.op.describe())
+            self.kinds.update((o, self._made(node, self.graph.tensor(o).type)) for o in node.outputs)
+        for o in node.outputs:
+            if self._kind(o) is Kind.MIXED:
+                older = (self._mixing[i] for i in node.inputs if i in self._mixing)
+                self._mixing[o] = next(older, node.op.describe())
 
     def _made(self, node: Node, output: TensorType) -> Kind:
         """The kind of an operation's output."""
@@ -105,19 +105,13 @@ class Rows:
             for inner in body.nodes:
                 self._visit(inner)
             runs = Kind.CONSTANT if body.runs is None else self._kind(body.runs)
-            new = [self._joined(k, self._kind(o), runs) for k, o in zip(carried, body.carry_out, strict=True)]
+            new = [_worst(runs, k, self._kind(o)) for k, o in zip(carried, body.carry_out, strict=True)]
             if new == carried:
                 break
             carried = new
         self.kinds.update(zip(node.outputs, carried, strict=False))
         for inner_id, outer in (*body.stacked, *body.summed):
-            self.kinds[outer] = self._joined(self._kind(inner_id), runs)
-
-    @staticmethod
-    def _joined(*kinds: Kind) -> Kind:
-        *_, runs = kinds
-        most = max(kinds)
-        return Kind.MIXED if runs is not Kind.CONSTANT and most is Kind.ROWS else most
+            self.kinds[outer] = _worst(runs, self._kind(inner_id))
 
     # -- results as sums -------------------------------------------------------------------------------------
 
@@ -183,6 +177,11 @@ class Rows:
         if isinstance(op, AddN):
             return add_n(parts)
         return reduce_sum(parts[0], op.dims) if isinstance(op, Reduce) and op.fn == "sum" else None
+
+
+def _worst(runs: Kind, *kinds: Kind) -> Kind:
+    """What a loop hands out whose iterations run or not by a value of kind `runs`."""
+    return Kind.MIXED if runs is not Kind.CONSTANT and Kind.ROWS in kinds else max(runs, *kinds)
 
 
 def _named(op: Any) -> set[str]:
