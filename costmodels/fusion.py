@@ -36,12 +36,14 @@ class Kernel:
     """Operations that run as one.
 
     Attributes:
-      instrs: in order; `product` is the matrix product among them.
+      instrs: in order; `product` is the matrix product among them, `ends` are those that no later kernel
+        goes on with.
       read, written: bytes of memory.
       vector: FLOPs of all but the product.
     """
 
     instrs: tuple[Local, ...]
+    ends: tuple[Local, ...]
     product: Local | None
     read: float
     written: float
@@ -190,13 +192,13 @@ class _Group:
             within.update(i for i in step.inputs if i in self.made)
         leaving = {k for k in self.made if self._leaves(k, within)}
         self.written = set(leaving)
-        last: dict[int, Local] = {}
+        last: dict[int, int] = {}
         members: dict[int, list[Local]] = defaultdict(list)
         products: dict[int, Local] = {}
         for step in steps:
             number = self.number[step.outputs[0][0]]
             self._compute(step, number)
-            last[number] = step.instr
+            last[id(step.instr)] = max(number, last.get(id(step.instr), 0))
             if step.instr not in members[number][-1:]:
                 members[number].append(step.instr)
             if step.kind == PRODUCT:
@@ -210,7 +212,8 @@ class _Group:
             made = [k for k in self.written if self.number[k] == number and not self._stacked(k)]
             read, written = sum(map(self._bytes, self.reads[number])), sum(map(self._bytes, made))
             instrs, product = tuple(members[number]), products.get(number)
-            found.append(Kernel(instrs, product, float(read), float(written), self.vector[number]))
+            ends = tuple(i for i in instrs if last[id(i)] == number)
+            found.append(Kernel(instrs, ends, product, float(read), float(written), self.vector[number]))
         return found
 
     def _steps(self, instr: Local) -> list[Step]:
@@ -223,7 +226,6 @@ class _Group:
             outputs = tuple((o, self.owner.bytes(o)) for o in instr.outputs)
             return [Step(self.owner.role(instr), float(op.flops(*types)), inputs, outputs, instr)]
         (out,) = instr.outputs
-
         whole = self.owner.streams and all(streamed(program, o) for o in instr.outputs)
 
         def key(i: int) -> Key:

@@ -164,7 +164,7 @@ class Pricer:
         else:
             quantity = replace(own, bytes=moved, flops=own.flops + kernel.vector)
         seconds = self._priced(quantity)
-        flops = sum(self._quantity(program, instr).flops for instr in kernel.instrs)
+        flops = sum(self._quantity(program, instr).flops for instr in kernel.ends)
         text = " + ".join(instr.name for instr in kernel.instrs) if len(kernel.instrs) > 1 else ""
         kind = quantity.op_class if kernel.product is not None else own.op_class
         return Line(

@@ -10,6 +10,7 @@ from layoutopt.cli.options import (
     HardwareOption,
     JsonOption,
     LayoutOption,
+    LinesOption,
     MemoryOption,
     MeshOption,
     MicrobatchesOption,
@@ -29,6 +30,7 @@ from layoutopt.cli.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
+    from costmodels.pricing import Cost, Pricer
     from layoutopt.evaluate import Evaluation
     from layoutopt.lint import Finding
     from layoutopt.loading import Loaded
@@ -50,10 +52,12 @@ def cost(
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     memory: MemoryOption = None,
+    lines: LinesOption = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Price a layout: per operation, per axis, per phase, and its peak memory."""
+    from costmodels.pricing import pricer
     from layoutopt.evaluate import evaluate
     from layoutopt.lint import lint
     from layoutopt.loading import load_model
@@ -63,7 +67,9 @@ def cost(
     limit = read_memory(memory, machine)
     loaded = load_model(model, settings or ())
     given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
-    found = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
+    prices = pricer(machine, given.mesh)
+    found = evaluate(loaded.model, given.mesh, given.layout, machine, given.options, prices)
+    opened = opened_lines(found.cost, prices) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)
     terminal.result(
@@ -77,11 +83,40 @@ def cost(
             "feasible": reason is None,
             "reason": reason,
             "findings": [asdict(doubt) for doubt in doubts],
+            **({"lines": opened} if lines else {}),
         }
     )
     if not as_json:
         _show(terminal, loaded, found, machine, limit, reason, options_json(given.options))
+        if lines:
+            from layoutopt.cli.cost_tables import line_table
+
+            terminal.show("", line_table(opened))
         _show_doubts(terminal, doubts)
+
+
+def opened_lines(cost: Cost, prices: Pricer) -> list[dict[str, Any]]:
+    """Every priced line with its formula, in the order of the program."""
+    from costmodels.opening import formula
+
+    return [
+        {
+            "operation": x.name,
+            "fused": x.text.split(" + ") if " + " in x.text else [],
+            "scope": x.origin.scope,
+            "phase": x.origin.phase,
+            "axes": list(x.axes),
+            "class": x.purpose,
+            "runs": x.times,
+            "seconds": x.seconds,
+            "exposed_seconds": x.exposed,
+            "flops": x.flops,
+            "bytes": x.bytes,
+            "sent_bytes": x.sent,
+            "formula": formula(prices, x),
+        }
+        for x in cost.lines
+    ]
 
 
 def _show_doubts(terminal: Terminal, doubts: list[Finding]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -137,3 +137,18 @@ def _memory_row(what: str, origin: str, sizes: Sequence[int], held: Memory) -> t
 
 def _exposed(lines: Iterable[Line]) -> float:
     return sum(x.exposed * x.times for x in lines)
+
+
+def line_table(lines: Iterable[dict[str, Any]]) -> Table:
+    """Every priced line (`cli.cost.opened_lines`): what runs, how often, how long, and why so long."""
+    rows = [
+        (
+            "/".join(filter(None, (x["scope"], " + ".join(x["fused"]) or x["operation"]))),
+            x["phase"],
+            f"{x['runs']:,g}",
+            seconds_text(x["seconds"]),
+            x["formula"],
+        )
+        for x in lines
+    ]
+    return table("Per instruction", ("operation", "phase", "runs", "one takes", "formula"), rows, (2, 3))

@@ -93,6 +93,9 @@ TimeLimitOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+LinesOption = Annotated[
+    bool, typer.Option("--lines", help="Also every priced instruction: its formula and the numbers in it.")
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages.")]
 
 

@@ -69,9 +69,21 @@ def test_the_numbers_are_the_cost_models(result: Callable[..., dict[str, Any]]) 
     cost = price(program, load_hardware("tpu-v3"))
     found = result(*COST, "--hardware", "tpu-v3")["predicted"]
     assert found["step_seconds"] == pytest.approx(cost.step_seconds, rel=1e-12)
-    assert found["peak_memory_bytes"] == memory(program).peak
+    assert found["peak_memory_bytes"] == memory(program, fuses=True).peak
     assert found["flops_per_device"] == cost.flops
     assert found["communication_bytes_per_device"] == program.communication_bytes()
+
+
+def test_every_line_can_be_opened(result: Callable[..., dict[str, Any]]) -> None:
+    found = result(*COST, "--hardware", "tpu-v5e", "--lines")
+    lines, predicted = found["lines"], found["predicted"]
+    assert sum(x["exposed_seconds"] * x["runs"] for x in lines) == pytest.approx(predicted["step_seconds"])
+    assert sum(x["flops"] * x["runs"] for x in lines) == pytest.approx(predicted["flops_per_device"])
+    (attention,) = [x for x in lines if "softmax" in x["fused"] and "einsum" in x["fused"]]
+    assert " of padding, at " in attention["formula"] and " GB/s); bound by " in attention["formula"]
+    sums = [x for x in lines if x["class"] == "gradient"]
+    assert sums and all("50% of it runs under compute (gradient)" in x["formula"] for x in sums)
+    assert all("torus: " in x["formula"] for x in lines if x["axes"])
 
 
 @pytest.mark.parametrize(("heads", "d_ff", "parameters"), PAPER)

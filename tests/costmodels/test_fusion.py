@@ -1,0 +1,172 @@
+"""Kernels of a compiler that fuses: what joins, what breaks a chain, the bytes that are left, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.fusion import Kernel, fused
+from costmodels.hardware import load_hardware
+from costmodels.memory import memory
+from costmodels.pricing import price
+from mesh_tf_core import Dim, Layout, Mesh
+from mesh_tf_core.lower import lower
+from mesh_tf_core.lower.fusion import fusion
+from mesh_tf_core.optimizers import by_name
+
+B, D, F = Dim("batch", 64), Dim("d", 32), Dim("f", 128)
+S, M = Dim("length", 16), Dim("memory_length", 16)
+Build = Callable[[mtf.Graph], mtf.Tensor]
+
+
+def kernels(build: Build, layout: str = "", mesh: str = "x:2") -> list[Kernel]:
+    g = mtf.Graph("m")
+    out = build(g)
+    program = lower(g, Mesh(mesh), Layout(layout), {"out": out})
+    return [k for k, _ in fused(program).items if isinstance(k, Kernel)]
+
+
+def names(found: list[Kernel]) -> list[list[str]]:
+    return [[i.name for i in k.instrs] for k in found]
+
+
+def x(g: mtf.Graph, *dims: Dim) -> mtf.Tensor:
+    return g.input("x", dims or [B, D], "float32")
+
+
+def w(g: mtf.Graph, *dims: Dim) -> mtf.Tensor:
+    return g.variable("w", dims, mtf.ZEROS)
+
+
+def test_a_chain_costs_its_ends() -> None:
+    (kernel,) = kernels(lambda g: mtf.relu(x(g) * 2.0 + 1.0))
+    assert len(kernel.instrs) == 3 and kernel.product is None
+    assert kernel.read == kernel.written == 4.0 * B.size * D.size
+
+
+def test_what_follows_a_product_joins_it_and_operands_do_not() -> None:
+    (before, product) = kernels(lambda g: mtf.relu(mtf.einsum([mtf.tanh(x(g)), w(g, D, F)], [B, F]) * 2.0))
+    assert names([before, product]) == [["tanh"], ["einsum", "scale", "relu"]]
+    assert product.product is not None
+    assert (product.read, product.written) == (
+        4.0 * (B.size * D.size + D.size * F.size),
+        4.0 * B.size * F.size,
+    )
+
+
+def test_a_collective_breaks_a_chain() -> None:
+    def build(g: mtf.Graph) -> mtf.Tensor:
+        return mtf.relu(mtf.einsum([x(g), w(g, D, F)], [B, F]))
+
+    assert names(kernels(build)) == [["einsum", "relu"]]
+    assert names(kernels(build, "d:x")) == [["einsum"], ["relu"]]
+
+
+def test_several_readers_of_one_group_do_not_and_others_make_it_written() -> None:
+    def inside(g: mtf.Graph) -> mtf.Tensor:
+        y = mtf.tanh(x(g))
+        return y * y + y
+
+    def outside(g: mtf.Graph) -> mtf.Tensor:
+        y = mtf.tanh(x(g))
+        weight = w(g, D, F)
+        return mtf.einsum([y, weight], [B, F]) + mtf.einsum([y * 2.0, weight], [B, F])
+
+    (kernel,) = kernels(inside)
+    assert kernel.written == 4.0 * B.size * D.size
+    (chain,) = [k for k in kernels(outside) if k.product is None]
+    assert names([chain]) == [["tanh", "scale"]]
+    assert chain.written == 2 * 4.0 * B.size * D.size
+
+
+def test_a_reduction_used_again_makes_a_second_kernel_that_computes_again() -> None:
+    def build(g: mtf.Graph) -> mtf.Tensor:
+        y = mtf.exp(x(g))
+        return y / mtf.reduce_sum(y, "d")
+
+    first, second = kernels(build)
+    assert names([first, second]) == [["exp", "reduce_sum"], ["div"]]
+    assert (first.written, second.read) == (4.0 * B.size, 4.0 * B.size * (D.size + 1))
+    assert second.vector > B.size * D.size  # the exponential once more
+
+
+def test_softmax_is_the_reductions_that_it_consists_of() -> None:
+    found = kernels(lambda g: mtf.softmax(x(g), "d"))
+    assert names(found) == [["softmax"]] * 3
+    assert [len(k.ends) for k in found] == [0, 0, 1]
+    assert sum(k.written for k in found) == 4.0 * (B.size * D.size + 2 * B.size)
+
+
+def test_two_products_do_not_share_a_kernel() -> None:
+    def build(g: mtf.Graph) -> mtf.Tensor:
+        a = mtf.einsum([x(g), w(g, D, F)], [B, F])
+        return a + mtf.einsum([mtf.relu(a), g.variable("v", [F, Dim("g", 8)], mtf.ZEROS)], [B, Dim("g", 8)])
+
+    found = kernels(build)
+    assert all(sum(i.name == "einsum" for i in k.instrs) <= 1 for k in found)
+
+
+def test_no_kernel_waits_for_itself() -> None:
+    """What a gather makes of a group cannot come back into it."""
+    g = mtf.Graph("m")
+    y = mtf.tanh(x(g))
+    z = mtf.gather(g.variable("table", [D, F], mtf.ZEROS), mtf.argmax(y, D), D)
+    back, direct = mtf.reduce_sum(z, "f"), mtf.reduce_sum(y, "d")
+    total = back + direct
+    groups = fusion(g).group
+    first, late, early, last = (groups[g.producer[t.id].index] for t in (y, back, direct, total))
+    assert first == early and late != first
+    assert last in (first, late)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_an_update_reads_and_writes_its_state_once(optimizer: str) -> None:
+    g = mtf.Graph("m")
+    y = mtf.einsum([x(g), w(g, D, F)], [B, F])
+    model = mtf.Model(mtf.reduce_mean(mtf.square(y)), by_name(optimizer, 0.1), name="m")
+    program = model.lower(Mesh("x:1"), Layout())
+    updates = [
+        k
+        for k, _ in fused(program).items
+        if isinstance(k, Kernel) and k.instrs[0].origin.phase == "update" and k.instrs[0].origin.scope == "w"
+    ]
+    (kernel,) = updates
+    size, state = 4.0 * D.size * F.size, 2 if optimizer == "adam" else 0
+    assert kernel.written == size * (1 + state)
+    assert kernel.read - size * (2 + state) <= 16  # and the number of the step
+
+
+def attention(g: mtf.Graph) -> mtf.Tensor:
+    q, v = g.input("q", [B, S, D], "float32"), g.input("v", [B, M, D], "float32")
+    return mtf.einsum([mtf.softmax(mtf.einsum([q, v], [B, S, M]) * 0.1, M), v], [B, S, D])
+
+
+def test_hardware_may_have_a_kernel_for_attention() -> None:
+    g = mtf.Graph("m")
+    out = attention(g)
+    program = lower(g, Mesh("x:2"), Layout(), {"out": out})
+    logits, operands = 4.0 * B.size * S.size * M.size, 4.0 * B.size * S.size * D.size
+    moved = []
+    for streams in (False, True):
+        found = [k for k, _ in fused(program, streams=streams).items if isinstance(k, Kernel)]
+        moved.append(sum(k.read + k.written for k in found))
+    assert moved[1] == 4 * operands and moved[0] > moved[1] + 4 * logits
+    split = lower(g, Mesh("x:2"), Layout("memory_length:x"), {"out": out})
+    both = [[k for k, _ in fused(split, streams=s).items if isinstance(k, Kernel)] for s in (False, True)]
+    assert both[0] == both[1]
+
+
+def test_fused_work_costs_no_more_and_holds_no_more() -> None:
+    from tests.layoutopt.models import EXAMPLES
+
+    program = EXAMPLES["transformer"]().lower(Mesh("data:2;model:2"), Layout("batch:data;heads:model"))
+    hardware = load_hardware("tpu-v5e")
+    alone = price(program, replace(hardware, fuses=False))
+    together = price(program, hardware)
+    assert together.compute_seconds < alone.compute_seconds
+    assert together.communication_seconds == pytest.approx(alone.communication_seconds, rel=1e-12)
+    assert together.flops == pytest.approx(alone.flops, rel=1e-12)
+    assert memory(program, fuses=True).peak <= memory(program).peak

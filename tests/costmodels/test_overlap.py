@@ -1,0 +1,94 @@
+"""Classes of collectives, and that what the file says of them is what a step waits for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import Hardware, load_hardware
+from costmodels.hardware.model import Number
+from costmodels.overlap import ACTIVATION, CLASSES, GRADIENT, PARAMETER
+from costmodels.pricing import Cost, price, pricer
+from layoutopt.decisions import decisions
+from layoutopt.domains import domains
+from layoutopt.evaluate import evaluate
+from layoutopt.extract import extract
+from layoutopt.problem import evaluate as value_of
+from tests.layoutopt.models import EXAMPLES, some_choices
+
+MESH = mtf.Mesh("data:2;model:2")
+
+
+def hiding(**fractions: float) -> Hardware:
+    numbers = tuple((n, Number(f, str(f), "a test", "2026")) for n, f in sorted(fractions.items()))
+    return replace(load_hardware("tpu-v3"), overlap=numbers)
+
+
+def cost(layout: str, hardware: Hardware, **options: Any) -> Cost:
+    model = EXAMPLES["transformer"]()
+    _ = model.step_graph
+    if "storage" in options:
+        stage = options.pop("storage")
+        names = [v.name for v in model.graph.variables.values() if v.trainable and len(v.shape)]
+        options["storage"] = dict.fromkeys(names, stage)
+    return price(model.lower(MESH, mtf.Layout(layout), mtf.Options(**options)), hardware)
+
+
+def found(cost: Cost) -> dict[str, set[str]]:
+    out: dict[str, set[str]] = {}
+    for x in cost.lines:
+        if x.is_communication:
+            out.setdefault(x.purpose, set()).add(x.name)
+    return out
+
+
+def test_data_parallel_sums_are_of_gradients() -> None:
+    assert found(cost("batch:data+model", hiding(gradient=0.5))) == {
+        GRADIENT: {"all_reduce"},
+        ACTIVATION: {"all_reduce"},  # the loss
+    }
+
+
+def test_sums_between_layers_are_of_activations() -> None:
+    kinds = found(cost("heads:model;d_ff:model", hiding(gradient=0.5)))
+    assert set(kinds) == {ACTIVATION}
+
+
+@pytest.mark.parametrize("recompute", [(), ("layers",)])
+def test_stored_split_variables_are_gathered_as_parameters(recompute: tuple[str, ...]) -> None:
+    kinds = found(cost("batch:data", hiding(gradient=0.5), storage=3, recompute=frozenset(recompute)))
+    assert kinds[PARAMETER] == {"all_gather"}
+    assert "reduce_scatter" in kinds[GRADIENT]
+
+
+def test_hidden_seconds_are_fractions_of_each_class() -> None:
+    fractions = {GRADIENT: 0.25, PARAMETER: 0.5, ACTIVATION: 0.75}
+    priced = cost("batch:data;heads:model", hiding(**fractions), storage=3)
+    seconds = {c: sum(x.seconds * x.times for x in priced.lines if x.purpose == c) for c in CLASSES}
+    assert all(seconds.values())
+    exposed = sum((1 - fractions[c]) * s for c, s in seconds.items())
+    assert priced.exposed_communication_seconds == pytest.approx(exposed, rel=1e-12)
+    assert priced.communication_seconds == pytest.approx(sum(seconds.values()), rel=1e-12)
+    assert priced.step_seconds == priced.compute_seconds + priced.exposed_communication_seconds
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp in bfloat16"])
+def test_the_tables_add_up_when_classes_are_hidden(name: str) -> None:
+    hardware, model = hiding(gradient=0.7, parameter=0.8, activation=0.3), EXAMPLES[name]()
+    graph = model.training_step(1).graph
+    decided = decisions(graph, domains(graph, MESH))
+    prices, rng = pricer(hardware, MESH), random.Random(name)
+    whole = extract(model, MESH, decided, prices)
+    compared = 0
+    while compared < 6:
+        layout, options = decided.read(some_choices(decided, rng))
+        choices = whole.choices(layout, options)
+        if choices is None:
+            continue
+        judged = evaluate(model, MESH, layout, hardware, options, prices)
+        assert value_of(whole.problem, choices).objective == pytest.approx(judged.cost.step_seconds, rel=1e-9)
+        compared += 1
