@@ -35,12 +35,28 @@ def batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Random windows: tokens [batch length] and targets, the tokens one place later. Bytes are folded into
     `vocab`."""
-    text = corpus(split)
-    rng = np.random.default_rng([seed, len(text)])
-    while True:
-        begin = rng.integers(0, len(text) - length - 1, batch)
-        window = np.stack([text[b : b + length + 1] for b in begin]) % vocab
-        yield {"tokens": window[:, :-1], "targets": window[:, 1:]}
+    return Windows(corpus(split), batch, length, vocab, seed)
+
+
+class Windows(Iterator[dict[str, np.ndarray]]):
+    """What `batches` gives. Its place can be kept and found, so that a resumed training skips nothing."""
+
+    def __init__(self, text: np.ndarray, batch: int, length: int, vocab: int, seed: int) -> None:
+        self.text, self.batch, self.length, self.vocab = text, batch, length, vocab
+        self.rng = np.random.default_rng([seed, len(text)])
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        begin = self.rng.integers(0, len(self.text) - self.length - 1, self.batch)
+        window = np.stack([self.text[b : b + self.length + 1] for b in begin]) % self.vocab
+        return {"tokens": window[:, :-1], "targets": window[:, 1:]}
+
+    def get_state(self) -> dict[str, object]:
+        """Where the random numbers stand."""
+        return dict(self.rng.bit_generator.state)
+
+    def set_state(self, state: dict[str, object]) -> None:
+        """Goes to a place that `get_state` told."""
+        self.rng.bit_generator.state = state
 
 
 def unigram_entropy(vocab: int = 256) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -300,3 +301,15 @@ def test_held_out_data_ends_and_its_last_batch_may_be_short(tmp_path: Path) -> N
     assert [batch["x"].shape for batch in batches] == [(4, 8), (3, 8)]
     with pytest.raises(UserError, match=r"batch input 'x' has shape \(3, 8\)"):
         list(itertools.islice(loaded(tmp_path, text).data("held-out"), 2))
+
+
+def test_the_examples_text_goes_to_a_place_that_json_holds() -> None:
+    found = load_model("examples/transformer_lm.py", ["batch=2", "length=8"])
+    batches = found.data()
+    for _ in range(3):
+        next(batches)
+    place, following = json.loads(json.dumps(batches.get_state())), next(batches)
+    again = found.data()
+    again.set_state(place)
+    assert (next(again)["tokens"] == following["tokens"]).all()
+    assert (next(found.data())["tokens"] != following["tokens"]).any()
