@@ -46,7 +46,7 @@ def model(dtype: str = "float64") -> mtf.Model:
         return mtf.scan(layer, h + other, mtf.Dim("layers", 2)) * scale
 
     y = mtf.scan(group, x, mtf.Dim("groups", 3))
-    return mtf.Model(mtf.reduce_sum(mtf.square(y.cast("float64"))), mtf.SGD(0.1))
+    return mtf.Model(mtf.reduce_sum(mtf.square(y.cast("float64"))), mtf.SGD(0.001))
 
 
 def run(recompute: frozenset[str], mesh: str, layout: str, dtype: str = "float64", **options: Any) -> Any:

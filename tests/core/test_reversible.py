@@ -258,3 +258,22 @@ def test_stacks_of_another_length() -> None:
     stack = g.input("stack", [mtf.Dim("layers", 3), D], "float64")
     with pytest.raises(mtf.UserError, match=r"scan over layers:2: .* has another number of iterations"):
         mtf.reversible_scan(lambda h, p: p, lambda h, p: p, x, x, layers, [stack])
+
+
+def test_eager_steps() -> None:
+    """Iteration by iteration and as one loop, the values of a program."""
+
+    def build(x: mtf.Tensor) -> mtf.Tensor:
+        def half(h: mtf.Tensor) -> mtf.Tensor:
+            return mtf.tanh(h * x.graph.variable("w", [D], mtf.Normal(0.3), "float64"))
+
+        y1, y2 = mtf.reversible_scan(half, mtf.sin, x, x * 2.0, mtf.Dim("layers", 3))
+        return y1 * 3.0 + y2
+
+    g = mtf.Graph()
+    y = build(g.input("x", [B, S, D], "float64"))
+    want = LockstepEngine(mtf.lower(g, mtf.Mesh("m:1"), mtf.Layout(""), {"y": y})).step({"x": X})["y"]
+    for unroll in (True, False):
+        with mtf.Eager("x:2", "batch:x", "lockstep").step(unroll=unroll) as step:
+            found = build(step.constant(X, [B, S, D]))
+            np.testing.assert_allclose(found.numpy(), want, rtol=1e-12)
