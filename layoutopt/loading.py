@@ -99,8 +99,9 @@ class Loaded:
             if rows is not None:
                 wanted = (len(rows), *wanted[1:])
             if found != wanted and not (short and found[1:] == wanted[1:] and 0 < found[0] < wanted[0]):
+                whose = "the model's" if rows is None else f"that of the {len(rows)} rows asked for"
                 raise UserError(
-                    f"{self.source}: batch input {name!r} has shape {found}, but the model's is "
+                    f"{self.source}: batch input {name!r} has shape {found}, but {whose} is "
                     f"{wanted} [{tensor.shape}]"
                 )
         return dict(batch)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from layoutopt.loading import load_model
 from mesh_tf_core.cluster.rows import rows_of, widened
 from tests.engines.programs import language_model
 
@@ -43,3 +46,32 @@ def test_a_part_of_a_batch_stands_in_its_rows() -> None:
     found = widened(whole[rows], rows, 6)
     assert found.shape == whole.shape and found.dtype == whole.dtype
     np.testing.assert_array_equal(found[rows], whole[rows])
+
+
+DATA = """
+from examples.mlp import data as digits
+from examples.mlp import model
+
+
+def data(batch=64, rows=None, **others):
+    for whole in digits(batch):
+        yield {name: array[ROWS] for name, array in whole.items()}
+"""
+
+
+def test_data_makes_the_rows_that_it_is_asked_for(tmp_path: Path) -> None:
+    rows = np.array([0, 2, 5])
+    file = tmp_path / "some.py"
+    file.write_text(DATA.replace("ROWS", "... if rows is None else rows"), encoding="utf-8")
+    some = load_model(str(file))
+    whole = next(some.data())
+    found = next(some.data(rows=rows))
+    np.testing.assert_array_equal(found["image"], whole["image"][rows])
+    file = tmp_path / "all.py"
+    file.write_text(DATA.replace("ROWS", "..."), encoding="utf-8")
+    text = r"'image' has shape \(64, 64\), but that of the 3 rows asked for is \(3, 64\)"
+    with pytest.raises(mtf.UserError, match=text):
+        next(load_model(str(file)).data(rows=rows))
+    np.testing.assert_array_equal(
+        next(load_model("examples/mlp.py").data(rows=rows))["image"].shape, (64, 64)
+    )
