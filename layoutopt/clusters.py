@@ -3,11 +3,11 @@
 Lowering treats most operations alone. The exceptions couple operations, and a cluster holds together what
 they couple:
   - a sum that may wait behind linear operations (pass `pending sums`), also out of a loop;
+  - a gather that several operations of a block share;
   - the update of one variable, all of it;
   - the casts and gathers of one variable that is stored split, in every block that reads it.
 A cluster is lowered by itself, with everything around it given; equal clusters (unrolled layers) are priced
-once, with a
-multiplicity.
+once, with a multiplicity.
 """
 
 from __future__ import annotations

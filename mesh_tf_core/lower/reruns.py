@@ -98,7 +98,8 @@ def stands_beside_backward(block: Block, graph: Graph) -> bool:
 
 
 def recomputable(graph: Graph) -> list[str]:
-    """Dimensions that a search decides about: of loops that are all in one body with their backward."""
+    """Dimensions that a search decides about: of loops that are all in one body with their backward. (What
+    others cost depends on whether the loops around them run again.)"""
     loops = [b for b in graph.blocks if b.dim is not None and has_backward(b, graph)]
     away = {b.dim for b in loops if not stands_beside_backward(b, graph)}
     return list(dict.fromkeys(b.dim.name for b in loops if b.dim is not None and b.dim not in away))
