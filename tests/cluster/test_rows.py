@@ -10,6 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from layoutopt.loading import load_model
 from mesh_tf_core.cluster.rows import rows_of, widened
+from tests.cluster.job import ROOT
 from tests.engines.programs import language_model
 
 
@@ -72,6 +73,5 @@ def test_data_makes_the_rows_that_it_is_asked_for(tmp_path: Path) -> None:
     text = r"'image' has shape \(64, 64\), but that of the 3 rows asked for is \(3, 64\)"
     with pytest.raises(mtf.UserError, match=text):
         next(load_model(str(file)).data(rows=rows))
-    np.testing.assert_array_equal(
-        next(load_model("examples/mlp.py").data(rows=rows))["image"].shape, (64, 64)
-    )
+    plain = load_model(str(ROOT / "examples/mlp.py"))
+    assert next(plain.data(rows=rows))["image"].shape == (64, 64)
