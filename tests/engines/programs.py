@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.layout import Layout
@@ -94,3 +95,19 @@ def tokens(program, seed=0):
 def numbers(program, seed=0):
     rng = np.random.default_rng(seed)
     return {name: rng.normal(size=program.values[id].shape.sizes) for name, id in program.feeds.items()}
+
+
+def network(hidden=8, dropout=0.2, bias=False):
+    """Two residual layers in a loop, with dropout."""
+    g = mtf.Graph("network")
+    b, d, h = mtf.Dim("batch", 8), mtf.Dim("features", 4), mtf.Dim("hidden", hidden)
+
+    def layer(x):
+        inner = mtf.tanh(mtf.einsum([x, g.variable("wi", [d, h], mtf.Normal(0.5))], [b, h]))
+        if bias:
+            inner = inner + g.variable("bias", [h], mtf.ZEROS)
+        wo = g.variable("wo", [h, d], mtf.Normal(0.5))
+        return x + mtf.einsum([mtf.dropout(inner, dropout), wo], [b, d])
+
+    y = mtf.scan(layer, g.input("x", [b, d], "float32"), mtf.Dim("layers", 2))
+    return mtf.Model(mtf.reduce_mean(mtf.square(y - g.input("y", [b, d], "float32"))), mtf.Adam(0.01))

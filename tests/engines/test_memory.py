@@ -12,7 +12,7 @@ from examples import mlp, transformer_lm
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.tf_local import TfLocalEngine
-from tests.engines.programs import tokens
+from tests.engines.programs import network, numbers, tokens
 
 SIZES = {"layers": 2, "d_model": 16, "d_kv": 4, "heads": 4, "d_ff": 32, "vocab": 24, "batch": 8, "length": 4}
 MESH = "a:2;b:2"
@@ -21,6 +21,7 @@ MODELS = {
         lambda: mlp.model(batch=8, hidden=16),
         ["", "batch:a", "batch:a;hidden:b", "batch:a+b", "hidden:a"],
     ),
+    "loop": (network, ["", "batch:a", "batch:a;hidden:b", "features:a;batch:b"]),
     "adam": (
         lambda: transformer_lm.model(**SIZES, dropout=0.1),
         ["", "batch:a", "batch:a;heads:b;d_ff:b;vocab:b", "d_model:a", "length:a;batch:b"],
@@ -48,8 +49,9 @@ def programs(name):
 
 
 def batch(program):
-    found = tokens(program)
-    return {n: a if program.values[program.feeds[n]].dtype == "int32" else a * 0.1 for n, a in found.items()}
+    integers = {n for n, id in program.feeds.items() if program.values[id].dtype == "int32"}
+    found, real = tokens(program), numbers(program)
+    return {n: found[n] if n in integers else real[n] for n in found}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -65,7 +67,7 @@ def test_lockstep_holds_what_the_program_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["direct", "group"])
-@pytest.mark.parametrize(("name", "which"), [("mlp", 1), ("mlp", 7), ("adam", 8)])
+@pytest.mark.parametrize(("name", "which"), [("mlp", 7), ("loop", 0), ("loop", 4), ("loop", 8)])
 def test_tensorflow_holds_what_the_program_says(name: str, which: int, exchange: str, devices) -> None:
     program = next(itertools.islice(programs(name), which, None))
     engine = TfLocalEngine(program, devices[:4], exchange)

@@ -12,6 +12,7 @@ import layoutopt
 import mesh_tf_core as mtf
 from mesh_tf_core import checkpoint
 from mesh_tf_core.checkpoint import CheckpointWarning
+from tests.engines.programs import network
 
 STORED = mtf.Options(storage={"wi": 3, "wo": 1}, recompute=frozenset({"layers"}))
 LAYOUTS = {
@@ -20,22 +21,6 @@ LAYOUTS = {
     "stored": ("a:4", "batch:a", STORED),
     "parts": ("a:2", "batch:a", mtf.Options(microbatches=2)),
 }
-
-
-def network(hidden=8, dropout=0.2, bias=False):
-    """Two residual layers in a loop, with dropout."""
-    g = mtf.Graph("network")
-    b, d, h = mtf.Dim("batch", 8), mtf.Dim("features", 4), mtf.Dim("hidden", hidden)
-
-    def layer(x):
-        inner = mtf.tanh(mtf.einsum([x, g.variable("wi", [d, h], mtf.Normal(0.5))], [b, h]))
-        if bias:
-            inner = inner + g.variable("bias", [h], mtf.ZEROS)
-        wo = g.variable("wo", [h, d], mtf.Normal(0.5))
-        return x + mtf.einsum([mtf.dropout(inner, dropout), wo], [b, d])
-
-    y = mtf.scan(layer, g.input("x", [b, d], "float32"), mtf.Dim("layers", 2))
-    return mtf.Model(mtf.reduce_mean(mtf.square(y - g.input("y", [b, d], "float32"))), mtf.Adam(0.01))
 
 
 def trainer(layout="data", **hparams):
