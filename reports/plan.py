@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from reports.evidence import Calibration, Proof, Robustness, Validation
 from reports.units import quantity, some
 
 Layout = Mapping[str, tuple[str, ...]]
@@ -105,7 +106,11 @@ class Number:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that the plan is priced on."""
+    """The hardware that the plan is priced on.
+
+    Attributes:
+      placement: how the mesh lies on it; `lies` says it of each mesh axis.
+    """
 
     name: str
     summary: str = ""
@@ -113,6 +118,7 @@ class Hardware:
     memory: float | None = None
     assumptions: tuple[str, ...] = ()
     placement: str = ""
+    lies: Mapping[str, str] = field(default_factory=dict)
     numbers: tuple[Number, ...] = ()
 
 
@@ -225,54 +231,6 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One layout, predicted and measured."""
-
-    layout: str
-    predicted: float
-    measured: float
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Predictions beside measurements; the summary numbers are absent when too few layouts were measured.
-
-    Attributes:
-      noise: what disturbed the measurements, in words.
-    """
-
-    rows: tuple[Measured, ...]
-    mape: float | None = None
-    kendall: float | None = None
-    spearman: float | None = None
-    regret: float | None = None
-    noise: str = ""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measurement of a calibration: what was run, how big it was, the seconds measured and fitted."""
-
-    what: str
-    size: float
-    measured: float
-    fitted: float
-
-    @property
-    def residual(self) -> float:
-        """Fitted over measured, minus one: positive when the fit is too slow."""
-        return self.fitted / self.measured - 1.0
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What a hardware profile was fitted to, and the fitted numbers as (name, value in words)."""
-
-    samples: tuple[Sample, ...]
-    fit: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
 class Details:
     """What a plan may bring beside its layout and price; everything is optional.
 
@@ -290,6 +248,8 @@ class Details:
     sensitivity: tuple[Sensitivity, ...] = ()
     validation: Validation | None = None
     calibration: Calibration | None = None
+    robustness: Robustness | None = None
+    proof: Proof | None = None
     source: str = ""
     rules: str = ""
 
@@ -338,6 +298,10 @@ class Plan:
         fits = self.fits is not False
         extras = (self.storage, self.recompute, self.microbatches)
         return Choice("answer", self.mesh, self.layout, self.predicted, fits, "", *extras)
+
+    def lies_on(self, axis: str) -> str:
+        """Where a mesh axis lies on the hardware, in words; '' where the plan does not say."""
+        return self.details.hardware.lies.get(axis, "") if self.details.hardware else ""
 
     def dims_on(self, axis: str) -> tuple[str, ...]:
         """The dimensions that are split over a mesh axis."""

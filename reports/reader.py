@@ -1,7 +1,8 @@
 """Plain objects of a plan file to `reports.plan` values; what is missing or wrong is one line for the user.
 
 The format is `layoutopt-plan/1`, plus an optional object `details` whose parts, all optional, are `hardware`,
-`dims`, `variables`, `lines`, `by_kind`, `memory`, `sensitivity`, `validation` and `calibration`.
+`dims`, `variables`, `lines`, `by_kind`, `memory`, `sensitivity`, `robustness`, `proof`, `validation` and
+`calibration`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from reports import evidence as e
 from reports import plan as p
 from reports.fields import Fields, words
 from reports.units import clean, quantity
@@ -26,6 +27,8 @@ def details(at: Fields) -> p.Details:
         source=at.text("source", ""),
         rules=_rules(at.object("search", {})),
         calibration=_calibration(at.object("calibration")) if at.has("calibration") else None,
+        robustness=_robustness(at.object("robustness")) if at.has("robustness") else None,
+        proof=_proof(at.object("proof")) if at.has("proof") else None,
     )
 
 
@@ -43,6 +46,7 @@ def _hardware(at: Fields) -> p.Hardware:
         memory=at.number("memory_bytes", None),
         assumptions=at.names("assumptions"),
         placement=at.text("placement", ""),
+        lies={clean(str(axis)): words(said) for axis, said in at.object("lies", {}).items()},
         numbers=tuple(_number(f) for f in at.objects("numbers")),
     )
 
@@ -162,15 +166,15 @@ def _layout_words(at: Fields) -> str:
     return words(value)
 
 
-def validation(at: Fields) -> p.Validation:
+def validation(at: Fields) -> e.Validation:
     """What `layoutopt validate --json` prints."""
     rows = []
     for f in at.objects("rows"):
         measured = f.number("measured_seconds")
         predicted = f.number("predicted_seconds")
         if measured > 0 and predicted > 0:
-            rows.append(p.Measured(_layout_words(f), predicted, measured))
-    return p.Validation(
+            rows.append(e.Measured(_layout_words(f), predicted, measured))
+    return e.Validation(
         rows=tuple(rows),
         mape=_summary(at, "mape"),
         kendall=_summary(at, "kendall_tau"),
@@ -188,15 +192,29 @@ def _summary(at: Fields, key: str) -> float | None:
     return at.number(key, None, signed=True)
 
 
-def _calibration(at: Fields) -> p.Calibration:
+def _calibration(at: Fields) -> e.Calibration:
     samples = []
     for f in at.objects("measurements"):
         measured, fitted = f.number("measured_seconds"), f.number("predicted_seconds")
         if measured > 0:
-            samples.append(p.Sample(f.text("what"), f.number("size", 0.0), measured, fitted))
+            unseen = f.flag("held_out", False)
+            samples.append(e.Sample(f.text("what"), f.number("size", 0.0), measured, fitted, unseen))
     fit = at.raw("fit", {})
     if isinstance(fit, dict):
         found = [(clean(str(name)), _value(value)) for name, value in fit.items()]
     else:
         found = [(f.text("name"), _value(f.raw("value"), f.text("unit", ""))) for f in at.objects("fit")]
-    return p.Calibration(tuple(samples), tuple(found))
+    return e.Calibration(tuple(samples), tuple(found), at.names("notes"))
+
+
+def _robustness(at: Fields) -> e.Robustness:
+    draws, wins = at.whole("draws", 0) or 0, at.whole("wins", 0) or 0
+    if wins > draws:
+        at.fail("wins", f"says {wins} of {draws} draws")
+    rival = at.text("rival", "")
+    return e.Robustness(draws, wins, at.number("worst", 0.0), rival, at.whole("uncertain", 0) or 0)
+
+
+def _proof(at: Fields) -> e.Proof:
+    refuted = any(f.text("how", "") == "faster" for f in at.objects("problems"))
+    return e.Proof(at.flag("verified", False), refuted, at.text("words", ""))

@@ -11,6 +11,7 @@ from layoutopt.cli.terminal import Terminal, table
 from layoutopt.cli.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
+    from layoutopt.certificate import Certificate
     from layoutopt.plan import Plan
     from layoutopt.sensitivity import Curve, Robustness
 
@@ -90,9 +91,20 @@ def changed_conditions(terminal: Terminal, found: Planned) -> Changed:
     return Changed(plan.predicted.step_seconds, curves, robust)
 
 
-def with_changed(plan: Plan, changed: Changed | None) -> Plan:
-    """The same plan, with the curves among its details."""
+def with_found(plan: Plan, changed: Changed | None, proof: Certificate | None) -> Plan:
+    """The same plan, with what was found out about it among its details."""
     from layoutopt.plan import Plan
 
     details = {**details_of(plan), **(changed.as_json() if changed else {})}
+    if proof is not None:
+        details["proof"] = proof_json(proof)
     return Plan(plan.data.model_copy(update={"details": details}))
+
+
+def proof_json(proof: Certificate) -> dict[str, Any]:
+    """Every problem of the search and how it was ruled out."""
+    return {
+        "verified": proof.verified,
+        "words": str(proof),
+        "problems": [asdict(p) for p in proof.problems],
+    }

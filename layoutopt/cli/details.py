@@ -2,12 +2,14 @@
 
 source      what the user typed as MODEL
 search      what was asked besides the model and the mesh
-hardware    description and numbers with their sources
+hardware    description, how the mesh lies on it, numbers with their sources
+calibration every measurement of a calibrated profile beside its fit
 dims        dimension -> size
 variables   every variable as it is stored: shape, dtype, splits, bytes whole and on a device
 lines       the priced instructions of the answer
 by_kind     seconds by kind of work, of the answer and every alternative
 memory      the timeline of the answer, and what is held at its peak
+sensitivity, robustness, proof   what `explain --sensitivity --check --out` adds
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ MOST_POINTS = 2000
 
 def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, source: str) -> Plan:
     """The same plan, with all its `details`."""
+    from layoutopt.cli.machine_details import calibration_details, hardware_details
     from layoutopt.cli.plans import details_of
     from layoutopt.evaluate import evaluate
     from layoutopt.plan import Plan
@@ -35,28 +38,17 @@ def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, sourc
     details = {
         **details_of(plan),
         "source": source,
-        "hardware": _hardware(hardware),
+        "hardware": hardware_details(hardware, plan.mesh),
         "dims": {name: max(sizes) for name, sizes in model.graph.dims().items()},
         "variables": list(_variables(found.program)),
         "lines": [_line(x) for x in found.cost.lines],
         "by_kind": {"answer": _shares(found.cost), **_alternatives(plan, model, hardware)},
         "memory": _memory(found.memory, limit),
     }
+    calibration = calibration_details(hardware)
+    if calibration is not None:
+        details["calibration"] = calibration
     return Plan(plan.data.model_copy(update={"details": details}))
-
-
-def _hardware(machine: Hardware) -> dict[str, Any]:
-    numbers = [(path, n) for path, n in machine.numbers()]
-    return {
-        "name": machine.name,
-        "summary": machine.summary,
-        "device": machine.device,
-        "memory_bytes": machine.usable_memory_bytes,
-        "assumptions": list(machine.notes),
-        "numbers": [
-            {"path": path, "value": n.given, "source": n.source, "date": n.date} for path, n in numbers
-        ],
-    }
 
 
 def _variables(program: Program) -> Iterable[dict[str, Any]]:

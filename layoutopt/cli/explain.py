@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.changed import Changed, changed_conditions, with_changed
+from layoutopt.cli.changed import Changed, changed_conditions, proof_json, with_found
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
 from layoutopt.cli.plan_tables import rules_text, summary
 from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, asked_of, details_of, open_plan
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "layoutopt explain plan.json",
     'layoutopt explain plan.json --against "batch:data+model" --pin "batch:none" --json',
-    "layoutopt explain plan.json --sensitivity --out plan.json",
-    "layoutopt explain plan.json --check",
+    "layoutopt explain plan.json --sensitivity --check --out plan.json",
 )
 MOST = 15
 
@@ -58,7 +56,7 @@ def explain(
         Path | None,
         typer.Option(
             metavar="PLAN.json",
-            help="Write the plan again, with the sensitivity for its report.",
+            help="Write the plan again, with what --sensitivity and --check found, for its report.",
             show_default=False,
         ),
     ] = None,
@@ -82,7 +80,7 @@ def explain(
     changed = changed_conditions(terminal, found) if sensitivity else None
     _tell(terminal, found, said, judged, other, answers, changed, proof)
     if out is not None:
-        with_changed(found.plan, changed).save(out)
+        with_found(found.plan, changed, proof).save(out)
         terminal.say(f"wrote the plan to {out}")
 
 
@@ -142,7 +140,7 @@ def _tell(
     rows = differences(judged.cost, other.cost) if other else []
     more = changed.as_json() if changed else {}
     if proof is not None:
-        more["proof"] = {"verified": proof.verified, "problems": [asdict(p) for p in proof.problems]}
+        more["proof"] = proof_json(proof)
     terminal.result({**_json(found, said, judged, other, rows, answers), **more})
     if terminal.as_json:
         return

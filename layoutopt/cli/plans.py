@@ -81,6 +81,13 @@ def limit_of(plan: Plan, hardware: Hardware) -> int:
     return int(limit) if isinstance(limit, int | float) else int(hardware.usable_memory_bytes)
 
 
+def hardware_of(plan: Plan) -> str:
+    """The hardware file that the plan was made for, if it is there; else the hardware's name."""
+    found = details_of(plan).get("search")
+    given = found.get("hardware") if isinstance(found, dict) else None
+    return given if isinstance(given, str) and Path(given).is_file() else plan.data.hardware
+
+
 def options_of(storage: Mapping[str, str], recompute: Sequence[str], microbatches: int) -> Options:
     """What a plan file says besides a layout, as lowering takes it."""
     from mesh_tf_core import Options
@@ -116,5 +123,5 @@ def open_plan(path: Path, model: str | None, hardware: str | None = None) -> Pla
         check_plan_model(plan, loaded.model)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    machine = read_hardware(hardware or plan.data.hardware)
+    machine = read_hardware(hardware or hardware_of(plan))
     return Planned(plan, loaded, machine, limit_of(plan, machine))

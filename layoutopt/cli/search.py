@@ -147,7 +147,13 @@ def search(
         terminal.say("nothing fits; looking for what would help")
         why = diagnose(find, loaded.model, {**where, **asked})
         raise InfeasibleError("; ".join(filter(None, (str(error), str(why))))) from None
-    question = {"memory_bytes": limit, "devices": devices, "max_axes": max_axes, "objective": objective.value}
+    question = {
+        "hardware": hardware,
+        "memory_bytes": limit,
+        "devices": devices,
+        "max_axes": max_axes,
+        "objective": objective.value,
+    }
     plan = with_source(plan, model, {**question, **asked})
     terminal.result(plan.to_json())
     if not as_json:

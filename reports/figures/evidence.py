@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from reports.evidence import Calibration, Measured, Sample, Validation
 from reports.figures.scales import log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
-from reports.plan import Calibration, Measured, Plan, Sample, Validation
+from reports.plan import Plan
 from reports.theme import LIGHT
 from reports.units import digits, layout_text, percent, plural, rounded, seconds, shorten, signed_percent
 
@@ -107,11 +108,11 @@ def draw_calibration(plan: Plan, title: str = "") -> Figure:
 
 
 def _groups(plan: Plan) -> list[tuple[str, list[Sample]]]:
-    """Measurements by what was run, those with the most samples first."""
+    """Measurements by what was run: what the fit had not seen, then those with the most samples."""
     found: dict[str, list[Sample]] = {}
     for sample in (plan.details.calibration or Calibration(())).samples:
         found.setdefault(sample.what, []).append(sample)
-    return sorted(found.items(), key=lambda g: -len(g[1]))[:MOST_PANELS]
+    return sorted(found.items(), key=lambda g: (not g[1][0].held_out, -len(g[1])))[:MOST_PANELS]
 
 
 def _typical(samples: Sequence[Sample]) -> float:
@@ -150,9 +151,12 @@ def find_calibration(plan: Plan) -> str:
     if found is None or not found.samples:
         return "Calibration"
     worst = max(found.samples, key=lambda s: abs(s.residual))
-    number, typical = plural(len(found.samples), "measurement"), percent(_typical(found.samples))
+    fitted, unseen = found.typical(held_out=False), found.typical(held_out=True)
+    typical = "" if fitted is None else f"the fit is typically {percent(fitted)} off, "
+    if unseen is not None:
+        typical = f"typically {percent(unseen)} off on operations that the fit had not seen, "
     return (
-        f"{number}; the fit is typically {typical} off, "
+        f"{plural(len(found.samples), 'measurement')}; {typical}"
         f"at worst {signed_percent(worst.residual)} ({shorten(worst.what, 30)})"
     )
 

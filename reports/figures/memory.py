@@ -11,7 +11,7 @@ from reports.plan import Memory, Plan
 from reports.theme import LIGHT
 from reports.units import memory, percent, rounded, shorten, some
 from reports.views.choices import Ranked, ranked
-from reports.views.timeline import phases, thinned
+from reports.views.timeline import phases, stretched, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,10 +100,12 @@ def _timeline(sheet: Sheet, found: Memory, limit: float | None) -> None:
     high = max(peak, limit if limit and shows_limit else 0.0) * 1.14 or 1.0
     steps = [s for s in byte_steps(high, 4) if s <= high]
     ax.set_ylim(0, high)
-    ax.set_xlim(0, max(len(found.points) - 1, 1))
+    ax.set_xlim(0, 1)
     ticks(ax, "y", steps, [rounded(memory(s)) if s else "0" for s in steps])
     ticks(ax, "x", [], [], grid=False)
-    x, y = zip(*thinned(found), strict=True)
+    place = stretched(found)
+    x, y = zip(*((place(i + 0.5), held) for i, held in thinned(found)), strict=True)
+    x, at = (0.0, *x[1:-1], 1.0) if len(x) > 1 else x, place(found.at + 0.5)
     ax.fill_between(x, 0, y, step="mid", color=LIGHT["memory"], linewidth=0, clip_on=False)
     if found.variables:
         ax.fill_between(
@@ -113,12 +115,12 @@ def _timeline(sheet: Sheet, found: Memory, limit: float | None) -> None:
         ax.plot(ax.get_xlim(), [limit, limit], color=LIGHT["bad"], linewidth=1.75, clip_on=False)
         label(ax, 0, limit, f"limit {memory(limit)}", "bad", (2, 4))
     _phases(ax, found, high)
-    ax.plot([found.at] * 2, [0, peak], color=LIGHT["memory"], linewidth=1.25, zorder=0.9)
-    ax.plot([found.at], [peak], "o", color=LIGHT["ink"], markersize=6, clip_on=False)
-    right = found.at > 0.55 * len(found.points)
+    ax.plot([at] * 2, [0, peak], color=LIGHT["memory"], linewidth=1.25, zorder=0.9)
+    ax.plot([at], [peak], "o", color=LIGHT["ink"], markersize=6, clip_on=False)
+    right = at > 0.55
     label(
         ax,
-        found.at,
+        at,
         peak,
         f"peak {memory(peak)}",
         "ink",
@@ -133,20 +135,15 @@ def _timeline(sheet: Sheet, found: Memory, limit: float | None) -> None:
 
 
 def _phases(ax: Axes, found: Memory, high: float) -> None:
-    """Names of the phases below the axis where there is room, a mark where one begins."""
-    scale = (WIDTH - 60) / max(len(found.points) - 1, 1)
-    free, shown = [0.0, 0.0], phases(found)
-    for phase in shown:
+    """Names of the phases in the middle of their stretch of the axis, and lines between them."""
+    place = stretched(found)
+    for phase in phases(found):
+        start, end = place(phase.start), place(phase.end)
         if phase.start:
-            ax.plot([phase.start] * 2, [-high * 0.09, 0], color=LIGHT["rule"], linewidth=1.0, clip_on=False)
-        name = shorten(phase.name, 16)
-        width = text_width(name, SMALL)
-        start = min(phase.start * scale + 4, len(found.points) * scale - width)
-        row = 0 if start >= free[0] and (phase is shown[-1] or start + width <= phase.end * scale) else 1
-        start = max(start, free[row]) if row else start
-        if start >= free[row] and start < phase.end * scale:
-            label(ax, start / scale, 0, name, "muted", (0, -16 - 14 * row))
-            free[row] = start + width + 4
+            ax.plot([start] * 2, [-high * 0.12, high], color=LIGHT["rule"], linewidth=1.0, clip_on=False)
+        room = int((end - start) * (WIDTH - 60) / (0.61 * SMALL))
+        if room >= min(len(phase.name), 4):
+            label(ax, (start + end) / 2, 0, shorten(phase.name, room), "muted", (0, -16), "center")
 
 
 def _holdings(sheet: Sheet, found: Memory, y: float) -> None:

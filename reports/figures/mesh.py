@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, text_width
 from reports.plan import Plan
 from reports.theme import axis_token
 from reports.units import plural, shorten, some, traffic
@@ -126,15 +126,19 @@ def _more(sheet: Sheet, axis: _Axis, left: float, top: float, cell: float) -> No
 
 
 def _legend(sheet: Sheet, plan: Plan, axis: _Axis, y: float) -> None:
-    """Two lines: the axis, and what is split over it."""
+    """Two lines: the axis, and what is split over it; where it lies on the hardware stands at their end."""
     sheet.rect(MARGIN, y + 6, 11, 11, axis.token)
     sheet.text(MARGIN + 18, y + 16, f"{shorten(axis.name, 22)} {axis.size}", axis.token, bold=True)
     sent = plan.predicted.sent.get(axis.name)
     if sent:
         sheet.text(WIDTH - MARGIN, y + 16, f"a device sends {traffic(sent)} a step", "muted", SMALL, "right")
     dims = plan.dims_on(axis.name)
-    words = f"splits {some(dims, 3, 14)}" if dims else "splits nothing"
-    sheet.text(MARGIN + 18, y + 32, shorten(words, 56), size=SMALL)
+    words = shorten(f"splits {some(dims, 3, 14)}" if dims else "splits nothing", 56)
+    sheet.text(MARGIN + 18, y + 32, words, size=SMALL)
+    room = WIDTH - 2 * MARGIN - 30 - text_width(words, SMALL)
+    lies = plan.lies_on(axis.name)
+    if lies and text_width(lies, SMALL) <= room:
+        sheet.text(WIDTH - MARGIN, y + 32, lies, "muted", SMALL, "right")
 
 
 def find_mesh(plan: Plan) -> str:
@@ -154,5 +158,8 @@ def tell_mesh(plan: Plan) -> str:
     for axis, size in plan.mesh.items():
         sent = plan.predicted.sent.get(axis)
         said = f", over which a device sends {traffic(sent)} per step" if sent else ""
-        axes.append(f"axis {axis} of {size}, splitting {some(plan.dims_on(axis), 8) or 'nothing'}{said}")
+        lies = f" (on {plan.lies_on(axis)})" if plan.lies_on(axis) else ""
+        axes.append(
+            f"axis {axis} of {size}{lies}, splitting {some(plan.dims_on(axis), 8) or 'nothing'}{said}"
+        )
     return f"A mesh of {plural(plan.devices, 'device')}: {'; '.join(axes) or 'no axes'}."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from reports.evidence import Calibration, Proof, Robustness, Validation
 from reports.page.cells import Chip
-from reports.plan import Plan, Validation
+from reports.plan import Plan
 from reports.theme import axis_token
 from reports.units import count, memory, percent, plural, seconds, shorten, some, times
 from reports.views.choices import best_alternative
@@ -89,17 +90,24 @@ def fit(plan: Plan) -> Answer:
 
 
 def sureness(plan: Plan) -> Answer:
-    """What stands behind the predictions: measurements of steps, a calibration, or published numbers."""
+    """What stands behind the predictions: measurements of steps, a calibration, or published numbers; and
+    whether the answer stays the fastest within what they leave open."""
+    found = _measured(plan)
+    robust = plan.details.robustness
+    said = robust_words(robust) if robust is not None else ""
+    if robust is None or not said:
+        return found
+    state = "warn" if robust.close and found.state == "good" else found.state
+    return replace(found, note=f"{found.note}; {said}", state=state)
+
+
+def _measured(plan: Plan) -> Answer:
     question = "How sure"
     checked, calibration = plan.details.validation, plan.details.calibration
     if checked is not None and checked.rows and checked.mape is not None:
         return _validated(plan, checked, checked.mape)
     if calibration is not None and calibration.samples:
-        errors = sorted(abs(s.residual) for s in calibration.samples)
-        typical = percent(errors[len(errors) // 2])
-        fitted = f"fitted to {plural(len(errors), 'measurement')}, typically {typical} off"
-        note = f"its parts are {fitted}; no whole step was timed"
-        return Answer(question, "Calibrated", note, "warn")
+        return Answer(question, "Calibrated", f"{fit_words(calibration)}; no whole step was timed", "warn")
     hardware = plan.details.hardware
     if hardware is not None and hardware.numbers:
         assumed = sum(n.assumed for n in hardware.numbers)
@@ -128,6 +136,26 @@ def _validated(plan: Plan, checked: Validation, error: float) -> Answer:
     return Answer("How sure", f"±{percent(error)}", "; ".join(parts), state)
 
 
+def fit_words(found: Calibration) -> str:
+    """How well a calibration's fit meets what it did not see, or, where all was seen, that."""
+    fitted, unseen = found.typical(held_out=False), found.typical(held_out=True)
+    words = f"fitted to {plural(sum(not s.held_out for s in found.samples), 'measurement')}"
+    if unseen is not None:
+        return f"{words}; typically {percent(unseen)} off on operations that the fit had not seen"
+    return f"{words}, typically {percent(fitted)} off" if fitted is not None else words
+
+
+def robust_words(found: Robustness) -> str:
+    """On how many machines within the uncertainties the answer stays the fastest; '' where none was drawn."""
+    if not found.draws:
+        return ""
+    drawn = f"{found.draws} machines drawn within the uncertainties"
+    if found.wins == found.draws:
+        return f"the fastest on all {drawn}"
+    words = f"the fastest on {found.wins} of {drawn}, at worst {percent(found.worst)} behind"
+    return f"{words} {shorten(found.rival, 36)}" if found.rival else words
+
+
 def proof(plan: Plan) -> Answer:
     """What the solver proved, and never more."""
     question, solver = "Proven or not", plan.solver
@@ -139,7 +167,7 @@ def proof(plan: Plan) -> Answer:
         among = f"none of {considered} is better" if considered else "no layout is better"
         rules = f", with {shorten(plan.details.rules, 80)}" if plan.details.rules else ""
         note = f"{among} under this cost model{rules}; shown{spent}"
-        return Answer(question, "Proven optimal", note, "good")
+        return _checked(Answer(question, "Proven optimal", note, "good"), plan.details.proof)
     status = solver.status.replace("_", " ").lower()
     if solver.gap is not None:
         note = f"best found{spent}; a better one would gain at most {percent(abs(solver.gap))}"
@@ -147,6 +175,16 @@ def proof(plan: Plan) -> Answer:
     return Answer(
         question, f"Not proven: {shorten(status, 24)}", f"the search ended{spent} without a bound", "warn"
     )
+
+
+def _checked(answer: Answer, check: Proof | None) -> Answer:
+    """The proof after it was looked at a second time, without a solver."""
+    if check is None:
+        return answer
+    if check.refuted:
+        return replace(answer, value="Refuted", note=f"the proof was checked: {check.words}", state="bad")
+    again = "checked again without a solver" if check.verified else f"checked again: {check.words}"
+    return replace(answer, note=f"{answer.note}; {again}")
 
 
 def considered_words(text: str) -> str:

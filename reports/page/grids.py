@@ -41,7 +41,7 @@ def axes(plan: Plan) -> Grid:
         alone = plan.predicted.sent.get(axis, 0.0)
         rows.append(
             [
-                Cell(chips=(Chip(axis, axis_token(axis, plan.mesh)),)),
+                Cell(chips=(Chip(axis, axis_token(axis, plan.mesh)),), sub=plan.lies_on(axis)),
                 Cell(f"{size:,}"),
                 Cell(some(plan.dims_on(axis), 24, 80) or "nothing"),
                 Cell(traffic(alone) if alone else "–"),

@@ -20,7 +20,10 @@ LEADS = {
         "add up to the step. Hatched layouts are no possible choice; an arrow marks a bar that is longer"
         " than the scale."
     ),
-    "memory": "What a device holds at its fullest moment, by layout, and moment by moment for this plan.",
+    "memory": (
+        "What a device holds at its fullest moment, by layout, and instruction by instruction for this "
+        "plan. The axis counts instructions, not time; a phase of few is drawn wider than its share."
+    ),
     "frontier": (
         "Layouts that no other layout beats in time and memory both. At a knee, more memory begins to "
         "buy little time: the point farthest below the line between the two ends (Satopää et al., 2011)."
@@ -35,7 +38,9 @@ LEADS = {
     ),
     "evidence": "Whole training steps, timed under several layouts on real hardware, against the prediction.",
     "calibration": (
-        "What the hardware profile was fitted to: each dot is one measurement, its height the fit's error."
+        "What the hardware profile was fitted to: each dot is one measurement, its height the fit's error. "
+        "A curve passes near the points that it is made from, so the errors to trust are those of operations "
+        "that the fit had not seen."
     ),
     "assumptions": "The numbers behind every prediction. Those that are assumptions come first.",
     "record": "Everything needed to run this plan, or to find it again.",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from reports import figures
 from reports.figures import Chart
 from reports.page import compare, grids
-from reports.page.answers import considered_words
+from reports.page.answers import considered_words, robust_words
 from reports.page.cells import Block, Grid, Panel, Section
 from reports.page.leads import LEADS
 from reports.plan import Plan
@@ -123,7 +123,10 @@ def _frontier(plan: Plan, name: str) -> tuple[Block, ...]:
 
 
 def _sensitivity(plan: Plan, name: str) -> tuple[Block, ...]:
-    return (_chart(figures.sensitivity, plan, name, grids.curve_layouts(plan)),)
+    block = _chart(figures.sensitivity, plan, name, grids.curve_layouts(plan))
+    robust = plan.details.robustness
+    said = robust_words(robust) if robust is not None else ""
+    return (replace(block, notes=(f"This plan is {said}.",) if said else ()),)
 
 
 def _operations(plan: Plan, name: str) -> tuple[Block, ...]:
@@ -137,7 +140,9 @@ def _evidence(plan: Plan, name: str) -> tuple[Block, ...]:
 
 
 def _calibration(plan: Plan, name: str) -> tuple[Block, ...]:
-    return (_chart(figures.calibration, plan, name, grids.fit(plan)),)
+    block = _chart(figures.calibration, plan, name, grids.fit(plan))
+    found = plan.details.calibration
+    return (replace(block, notes=found.notes if found else ()),)
 
 
 def _assumptions(plan: Plan, name: str) -> tuple[Block, ...]:
@@ -177,6 +182,7 @@ def _record(plan: Plan, name: str) -> tuple[Block, ...]:
         ("Hyperparameters", words_of(plan.hparams)),
         ("Made from", plan.details.source),
         ("Rules of the search", plan.details.rules),
+        ("Proof checked again", plan.details.proof.words if plan.details.proof else ""),
         ("Hardware", plan.hardware),
         ("Mesh", ";".join(f"{axis}:{size}" for axis, size in plan.mesh.items())),
         ("Layout", shorten(layout_text(plan.layout), LONGEST) or "replicated"),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from reports.plan import Memory
 
 MOST = 240
 """Steps that a figure 400 pixels wide can still show."""
+
+
+LEAST = 0.22
+"""Part of the axis that a phase has at least: room for its name."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +56,24 @@ def phases(memory: Memory) -> tuple[Phase, ...]:
         else:
             merged.append(run)
     return tuple(p for p in merged if p.name)
+
+
+def stretched(memory: Memory) -> Callable[[float], float]:
+    """Position in the program -> place on an axis from 0 to 1 on which every phase has room for its name.
+
+    Positions count instructions, not time, so a phase of few instructions may well be drawn wider than its
+    share. Phases that are too many for that, or that leave gaps, keep their shares.
+    """
+    found, total = phases(memory), max(len(memory.points), 1)
+    whole = [p.start for p in found] + [total] == [0, *(p.end for p in found)]
+    if not whole or len(found) * LEAST > 1:
+        return lambda position: position / total
+    widths = [max((p.end - p.start) / total, LEAST) for p in found]
+    starts = [0.0, *accumulate(w / sum(widths) for w in widths)]
+
+    def place(position: float) -> float:
+        i = min(bisect_right([p.start for p in found], position), len(found)) - 1
+        phase = found[i]
+        return starts[i] + (position - phase.start) / (phase.end - phase.start) * (starts[i + 1] - starts[i])
+
+    return place

@@ -1,0 +1,86 @@
+"""How well a calibrated profile meets the measurements that it was fitted to, and those that it was not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from costmodels.calibration.fit import Fit, Fitted, repeat
+from costmodels.calibration.probes import COLLECTIVES, Probe, probes
+from costmodels.hardware import Hardware
+from mesh_tf_core.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One measurement beside what the profile says.
+
+    Attributes:
+      what: kind of work.
+      size: bytes of the array function or of the collective's full array; FLOPs of a matrix product.
+      measured, fitted: seconds of one repeat with all devices at work.
+      held_out: the fit had not seen it.
+    """
+
+    what: str
+    size: float
+    measured: float
+    fitted: float
+    held_out: bool
+
+
+def residuals(hardware: Hardware) -> list[Residual]:
+    """Every measurement of a calibrated profile that its curves predict; none of other hardware."""
+    if hardware.calibration is None:
+        return []
+    found = hardware.calibration
+    mesh, quick = Mesh(json.loads(found.machine)["mesh"]), bool(json.loads(found.fit)["quick"])
+    measured = {m["name"]: m for m in json.loads(found.measurements)}
+    fit = _fit(hardware)
+    out = []
+    for probe in probes(mesh, quick):
+        if probe.name in measured and probe.target != "stores":
+            fitted = _fitted(fit, mesh, probe)
+            if fitted is not None:
+                seconds = repeat(fit, probe, measured[probe.name])
+                size = sum(c.flops for c in probe.calls) or probe.bytes or sum(c.bytes for c in probe.calls)
+                out.append(Residual(_what(probe), size, seconds, fitted, probe.target == "check"))
+    return out
+
+
+def _fit(hardware: Hardware) -> Fit:
+    """A profile's curves as they were fitted."""
+    curves = {
+        c.op_class: Fitted(c.op_class, c.against, c.seconds, c.uncertainty or 0.0)
+        for c in hardware.compute_curves
+    }
+    collectives = [
+        (c.group_size, Fitted(c.collective, "bytes", c.seconds, c.uncertainty or 0.0))
+        for c in hardware.collective_curves
+    ]
+    constants = {n: curves[n].curve(0.0) if n in curves else 0.0 for n in ("kernel.step", "kernel.store")}
+    return Fit(constants["kernel.step"], constants["kernel.store"], curves, collectives)
+
+
+def _fitted(fit: Fit, mesh: Mesh, probe: Probe) -> float | None:
+    """Seconds of one repeat by the profile; None if it has no curve for it."""
+    if probe.op is None:
+        n = mesh.group_size(probe.axes)
+        return next(
+            (f.curve(probe.bytes) for m, f in fit.collectives if (m, f.op_class) == (n, probe.target)), None
+        )
+    try:
+        return fit.seconds(probe.calls)
+    except KeyError:
+        return None
+
+
+def _what(probe: Probe) -> str:
+    if probe.target == "check":
+        return "not seen by the fit"
+    if probe.target in COLLECTIVES:
+        return "collectives"
+    return {"matmul": "matrix products", "batch": "batched matrix products"}.get(
+        probe.target,
+        "element by element" if probe.target.split(".")[0] in ("unary", "binary") else "passes over memory",
+    )

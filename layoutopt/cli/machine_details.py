@@ -1,0 +1,95 @@
+"""What a plan file says of its hardware: numbers with sources, how the mesh lies on it, its calibration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from costmodels.topology import Placement
+    from mesh_tf_core import Mesh
+
+LEVELS = {
+    "core": "{} cores of a chip",
+    "slice": "{} slices",
+    "node": "{} inside a node",
+    "network": "{} nodes",
+}
+"""Levels of hardware in words; a torus axis says whether it is a ring."""
+
+
+def hardware_details(machine: Hardware, mesh: Mesh) -> dict[str, Any]:
+    """The part `hardware` of a plan's details."""
+    from costmodels.topology import place
+
+    placed = place(machine, mesh)
+    return {
+        "name": machine.name,
+        "summary": machine.summary,
+        "device": machine.device,
+        "memory_bytes": machine.usable_memory_bytes,
+        "assumptions": [*machine.notes, *placed.assumptions],
+        "placement": _shape(placed),
+        "lies": {axis: " × ".join(_lies(placed, axis)) for axis in mesh.names if mesh.size(axis) > 1},
+        "numbers": [
+            {"path": path, "value": n.given, "source": n.source, "date": n.date}
+            for path, n in machine.numbers()
+        ],
+    }
+
+
+def _shape(placed: Placement) -> str:
+    if not placed.shape:
+        return ""
+    return f"The mesh lies on {' × '.join(map(str, placed.shape))} chips of a torus."
+
+
+def _lies(placed: Placement, axis: str) -> Iterator[str]:
+    """Where the devices along a mesh axis are, level by level, the innermost first."""
+    for level in placed.route([axis]).levels:
+        for part in level.segments:
+            far = f", every {part.stride}th chip" if part.stride > 1 else ""
+            yield f"{part.size} along {part.axis} ({'ring' if part.ring else 'line'}{far})"
+        if level.name == "memory":
+            yield "one machine's memory"
+        elif level.name in LEVELS:
+            yield LEVELS[level.name].format(level.size)
+
+
+def calibration_details(machine: Hardware) -> dict[str, Any] | None:
+    """The part `calibration`: every measurement of a calibrated profile beside its fit; None for others."""
+    if machine.calibration is None:
+        return None
+    from costmodels.calibration.residuals import residuals
+
+    made = machine.calibration
+    on = json.loads(made.machine)
+    where = f"{on['processor']}, {on['cores']} cores, mesh {on['mesh']}; {on['noise']}"
+    return {
+        "measurements": [
+            {
+                "what": r.what,
+                "size": r.size,
+                "measured_seconds": r.measured,
+                "predicted_seconds": r.fitted,
+                "held_out": r.held_out,
+            }
+            for r in residuals(machine)
+        ],
+        "fit": [
+            {"name": name, "value": value, "unit": unit}
+            for name, value, unit in (
+                ("products, float32, one core", machine.peak_flops("float32"), "FLOP/s"),
+                ("memory, one core", machine.memory_bandwidth, "B/s"),
+                *((name, c.seconds(0.0), "s") for name, c in _constants(machine)),
+            )
+        ],
+        "notes": [f"Measured on {made.date}: {where}."],
+    }
+
+
+def _constants(machine: Hardware) -> Iterator[tuple[str, Any]]:
+    names = {"kernel.step": "start of a step", "kernel.store": "reading and storing a variable"}
+    return ((names[c.op_class], c) for c in machine.compute_curves if c.op_class in names)
