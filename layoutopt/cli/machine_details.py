@@ -50,7 +50,7 @@ def _lies(placed: Placement, axis: str) -> Iterator[str]:
     """Where the devices along a mesh axis are, level by level, the innermost first."""
     for level in placed.route([axis]).levels:
         for part in level.segments:
-            far = f", every {part.stride}th chip" if part.stride > 1 else ""
+            far = f", {part.stride} links apart" if part.stride > 1 else ""
             yield f"{part.size} along {part.axis} ({'ring' if part.ring else 'line'}{far})"
         if level.name == "memory":
             yield "one machine's memory"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from costmodels.hardware import preset_content, write_profile
 from layoutopt.cli import app
 
 # Large enough that splitting pays.
@@ -79,6 +80,34 @@ def test_a_plan_that_is_no_longer_true_is_told(
     found = result("explain", str(file))
     assert found["agrees"] is False
     assert found["disagreements"][0].startswith("step_seconds is ")
+
+
+@pytest.mark.slow
+def test_what_was_found_goes_into_the_plan_and_its_report(
+    result: Callable[..., dict[str, Any]], run: Callable[..., Result], plan_file: Path, tmp_path: Path
+) -> None:
+    more, page = tmp_path / "more.json", tmp_path / "report.html"
+    found = result("explain", str(plan_file), "--sensitivity", "--check", "--out", str(more))
+    details = json.loads(more.read_text(encoding="utf-8"))["details"]
+    for name in ("sensitivity", "robustness", "proof"):
+        assert details[name] == found[name]
+    assert details["proof"]["verified"] is True
+    assert details["variables"]  # what the plan had is still there
+    assert run("report", str(more), "--out", str(page)).exit_code == 0
+    html = page.read_text(encoding="utf-8")
+    assert "checked again without a solver" in html and "machines drawn within the uncertainties" in html
+    assert "Step time by link bandwidth" in html and "one machine&#39;s memory" in html
+
+
+def test_a_plan_for_a_hardware_file_is_explained_on_it(
+    result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    content = preset_content("cpu-local")
+    content["chip"]["peak_flops"]["float32"]["value"] *= 2
+    write_profile(content, tmp_path / "mine.json")
+    plan = searched(tmp_path / "plan.json", "--hardware", str(tmp_path / "mine.json"))
+    assert plan["hardware"] == "cpu-local"
+    assert result("explain", str(tmp_path / "plan.json"))["agrees"]
 
 
 def test_wrong_input(refused: Callable[..., str], plan_file: Path) -> None:

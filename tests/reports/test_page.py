@@ -172,6 +172,64 @@ def test_proof_names_its_rules() -> None:
     assert "under this cost model, with pinned batch:data; shown" in hero(reports.report_html([plan]))
 
 
+ROBUST = {"draws": 40, "wins": 33, "worst": 0.059, "rival": "greedy", "uncertain": 71}
+
+
+def test_first_screen_says_how_robust() -> None:
+    plan = sample.full_plan()
+    plan["details"]["robustness"] = dict(ROBUST)
+    html = reports.report_html([plan])
+    words = "the fastest on 33 of 40 machines drawn within the uncertainties, at worst 5.9 % behind greedy"
+    assert words in hero(html)
+    assert '<div class="answer good"><dt>How sure</dt>' in html
+    assert f"This plan is {words}." in Page(html).text.replace("\u00a0", " ")
+    plan["details"]["robustness"] |= {"wins": 20}
+    assert '<div class="answer warn"><dt>How sure</dt>' in reports.report_html([plan])
+    plan["details"]["robustness"] |= {"wins": 40, "worst": 0.0, "rival": ""}
+    assert "the fastest on all 40 machines" in hero(reports.report_html([plan]))
+    plan["details"]["robustness"] |= {"draws": 0, "wins": 0}
+    assert "machines" not in hero(reports.report_html([plan]))
+    plan["details"]["robustness"] |= {"wins": 41}
+    with pytest.raises(UserError, match=r"'details.robustness.wins' says 41 of 0 draws"):
+        reports.report_html([plan])
+
+
+def test_a_proof_may_be_checked_again() -> None:
+    plan = sample.full_plan()
+    one = {"mesh": "data:2", "microbatches": 1, "how": "bound", "bound": 0.4, "listed": 0, "faster": ""}
+    words = "1 problem, ruled out without a solver: 1 by their bound"
+    plan["details"]["proof"] = {"verified": True, "words": words, "problems": [one]}
+    html = reports.report_html([plan])
+    assert "shown in 2.31 s; checked again without a solver" in hero(html)
+    assert words in Page(html).text
+    plan["details"]["proof"] |= {"verified": False, "words": "1 not checked"}
+    assert "checked again: 1 not checked" in hero(reports.report_html([plan]))
+    plan["details"]["proof"] |= {"words": "wrong: x is faster", "problems": [one | {"how": "faster"}]}
+    html = reports.report_html([plan])
+    assert "Refuted" in hero(html) and '<div class="answer bad"><dt>Proven or not</dt>' in html
+
+
+def test_what_the_fit_had_not_seen_counts() -> None:
+    plan = sample.full_plan()
+    del plan["details"]["validation"]
+    assert "fitted to 41 measurements, typically" in hero(reports.report_html([plan]))
+    new = {"what": "new", "size": 8.0, "measured_seconds": 1.0, "predicted_seconds": 1.25, "held_out": True}
+    plan["details"]["calibration"]["measurements"].append(new)
+    plan["details"]["calibration"]["notes"] = ["Measured on a quiet machine."]
+    html = reports.report_html([plan])
+    said = "fitted to 41 measurements; typically 25 % off on operations that the fit had not seen"
+    assert said in hero(html)
+    assert "Measured on a quiet machine." in html
+
+
+def test_where_the_mesh_lies() -> None:
+    plan = sample.full_plan()
+    plan["details"]["hardware"]["lies"] = {"data": "16 along y (ring)", "model": "2 cores × 16 along x"}
+    page = Page(reports.report_html([plan]))
+    assert page.text.count("16 along y (ring)") == 3  # the drawing, its description, the table
+    assert "axis model of 32 (on 2 cores × 16 along x), splitting" in page.text
+
+
 def test_absent_parts_name_their_command(pages: dict[str, str]) -> None:
     page = pages["plain"]
     absent = re.findall(r'<section id="(\w+)" class="absent">(.*?)</section>', page, re.DOTALL)

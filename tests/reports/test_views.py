@@ -12,7 +12,7 @@ from reports.plan import Memory, Point
 from reports.reader import plan_of
 from reports.views.choices import best_alternative, frontier, ranked
 from reports.views.dims import dimension_rows
-from reports.views.timeline import phases, thinned
+from reports.views.timeline import LEAST, phases, stretched, thinned
 from reports.views.variables import grouped, split_text, totals
 from reports.views.work import shares, work
 from tests.reports import sample
@@ -157,3 +157,23 @@ def test_phases_in_order() -> None:
     found = phases(PLAN.details.memory)
     assert [p.name for p in found] == ["forward", "backward", "update"]
     assert found[-1].end == len(PLAN.details.memory.points)
+
+
+def phased(*counts: int) -> Memory:
+    names = ("forward", "backward", "update", "forward again", "backward again")
+    points = [Point("x", "", names[i % 5], 1.0) for i, n in enumerate(counts) for _ in range(n)]
+    return Memory(tuple(points), 0, ())
+
+
+def test_every_phase_has_room_for_its_name() -> None:
+    place = stretched(phased(50, 20, 930))
+    assert [place(x) for x in (0, 1000)] == [0.0, pytest.approx(1.0)]
+    assert place(50) - place(0) == place(70) - place(50) == pytest.approx(LEAST / (2 * LEAST + 0.93))
+    assert all(place(i) < place(i + 1) for i in range(1000))
+    equal = stretched(phased(300, 300, 400))
+    assert equal(450) == pytest.approx(0.45)
+
+
+def test_too_many_phases_keep_their_shares() -> None:
+    place = stretched(phased(100, 100, 100, 100, 600))
+    assert place(300) == pytest.approx(0.3)

@@ -1,0 +1,37 @@
+"""Residuals: what a profile's curves say beside what they were fitted to, and beside what they were not."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from costmodels.calibration.clock import Noise
+from costmodels.calibration.profile import held_out, profile
+from costmodels.calibration.residuals import residuals
+from costmodels.hardware import Hardware, load_hardware, write_profile
+from tests.costmodels.calibration.test_fit import MESH, fitted, measured
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.1])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Hardware, float]:
+    """A profile of a synthetic machine with so much noise, and its held-out error."""
+    found = measured(request.param)
+    fit = fitted(found)
+    records = [{"name": name, **m} for name, m in found.items()]
+    content = profile(MESH, fit, records, Noise(0.0, 0.0), quick=True)
+    return write_profile(content, tmp_path_factory.mktemp("profile") / "p.json"), held_out(fit)
+
+
+def test_the_errors_are_those_of_the_fit(made: tuple[Hardware, float]) -> None:
+    hardware, error = made
+    found = residuals(hardware)
+    unseen = [abs(r.fitted / r.measured - 1) for r in found if r.held_out]
+    assert median(unseen) == pytest.approx(error, rel=1e-6)
+    assert {r.what for r in found if r.held_out} == {"not seen by the fit"}
+    assert {"matrix products", "collectives", "element by element"} <= {r.what for r in found}
+    assert all(r.measured > 0 and r.fitted > 0 and r.size > 0 for r in found)
+
+
+def test_other_hardware_has_none() -> None:
+    assert residuals(load_hardware("tpu-v2")) == []
