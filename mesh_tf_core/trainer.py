@@ -8,7 +8,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
-from mesh_tf_core.prefetch import Prefetch
+from mesh_tf_core.prefetch import Groups, Prefetch
 from mesh_tf_core.saving import Saver
 
 DEFAULT = Options()
@@ -115,19 +115,29 @@ class Trainer:
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """One training step; returns the loss and the model's metrics (of before the update) as numbers."""
-        return self._run(self._feed(batch))
-
-    def _feed(self, batch: Mapping[str, Any]) -> Any:
-        batch = self._widened(batch)
-        self._check(batch)
-        return self.engine.feed(self._shaped(batch))
-
-    def _run(self, fed: Any) -> dict[str, Any]:
-        found = self.engine.run(fed)
+        (found,) = self._prepared([batch])()
         self.step_number += 1
-        return {
-            name: value.item() if getattr(value, "ndim", 1) == 0 else value for name, value in found.items()
-        }
+        return found
+
+    def _prepared(self, batches: Sequence[Mapping[str, Any]]) -> Callable[[], list[dict[str, Any]]]:
+        """One step per batch, as one call; the batches are checked and, if it is one, handed over already."""
+        shaped = []
+        for batch in map(self._widened, batches):
+            self._check(batch)
+            shaped.append(self._shaped(batch))
+        if len(shaped) > 1:
+            return lambda: [_plain(found) for found in self.engine.steps(shaped)]
+        fed = self.engine.feed(shaped[0])
+        return lambda: [_plain(self.engine.run(fed))]
+
+    def _groups(self, steps: int, every: int) -> Iterator[int]:
+        """How many steps each call runs: as many as the engine likes at once, or one, so that calls end
+        where checkpoints are due."""
+        done, most = self.step_number, self.engine.steps_per_call
+        while done < steps:
+            fits = most <= min(steps, done + every - done % every) - done
+            yield most if fits else 1
+            done += most if fits else 1
 
     def fit(
         self,
@@ -158,17 +168,20 @@ class Trainer:
             if not self.step_number:
                 self.restore(checkpoint)
         history: list[dict[str, Any]] = []
-        stream, left = self._continued(iter(batches)), max(0, steps - self.step_number)
+        sizes = list(self._groups(steps, every if checkpoint is not None else steps))
+        stream = Groups(self._continued(iter(batches)), sizes)
         began = last = time.perf_counter()
         try:
-            with Prefetch(stream, self._feed, left) as ready:
+            with Prefetch(stream, self._prepared, len(sizes)) as ready:
                 for item in ready:
-                    history.append(self._run(item.fed))
-                    self.position = item.position
-                    self._check_loss(history[-1]["loss"])
+                    found, first = item.fed(), self.step_number + 1
                     now = time.perf_counter()
-                    if on_step is not None:
-                        on_step(self.step_number, history[-1], now - last)
+                    self.step_number, self.position = self.step_number + len(found), item.position
+                    history += found
+                    for step, results in enumerate(found, first):
+                        self._check_loss(step, results["loss"])
+                        if on_step is not None:
+                            on_step(step, results, (now - last) / len(found))
                     last = now
                     self.waited = ready.waited / (now - began)
                     if checkpoint is not None and self.step_number % every == 0 and self.step_number < steps:
@@ -192,7 +205,7 @@ class Trainer:
             collections.deque(itertools.islice(stream, self.step_number), maxlen=0)
         return stream
 
-    def _check_loss(self, loss: float) -> None:
+    def _check_loss(self, step: int, loss: float) -> None:
         if math.isfinite(loss):
             self._skipped = 0
             return
@@ -202,7 +215,7 @@ class Trainer:
             return
         tried = f"and in the {SKIPPED - 1} before it, which the loss scale left out" if scaled else ""
         raise UserError(
-            f"the loss is {loss} in step {self.step_number}{f', {tried}' if tried else ''}; try a smaller "
+            f"the loss is {loss} in step {step}{f', {tried}' if tried else ''}; try a smaller "
             "learning rate, a warm-up, clip_norm in the optimizer, or float32 activations, and look at that "
             "step's batch"
         )
@@ -307,3 +320,8 @@ class Trainer:
                 raise UserError(
                     f"the batch's {name!r} has shape {shape}; the model was built for [{tensor.shape}]"
                 )
+
+
+def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Results, scalars as numbers."""
+    return {name: value.item() if getattr(value, "ndim", 1) == 0 else value for name, value in found.items()}

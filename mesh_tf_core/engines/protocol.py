@@ -23,6 +23,12 @@ class Engine(Protocol):
         """Sets every variable to its initial value."""
         ...
 
+    @property
+    def steps_per_call(self) -> int:
+        """How many batches `steps` is best given at once: more than 1 where one call runs several steps and
+        a call is dear (a TPU). On CPU, loops over the traced step measured no faster than calls of it."""
+        ...
+
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Runs one step on a batch (feed name -> global array); returns the program's results as global
         arrays.

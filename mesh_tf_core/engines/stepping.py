@@ -12,6 +12,8 @@ from mesh_tf_core.program import Program
 class Stepping:
     """A step from its two halves (see `engines.protocol.Engine`)."""
 
+    steps_per_call = 1
+
     def feed(self, batch: Mapping[str, Any]) -> Any:
         raise NotImplementedError
 

@@ -115,6 +115,20 @@ def test_the_same_seed_gives_the_same_numbers() -> None:
     assert [stepped.step(next(data))["loss"] for _ in range(4)] == losses(trainer("both").fit(batches(), 4))
 
 
+def test_several_steps_per_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine likes it; checkpoints are where they are due, and places of data are right."""
+    whole, run, calls, told = losses(trainer().fit(Placed(), 11)), trainer(), [], []
+    steps = run.engine.steps
+    monkeypatch.setattr(run.engine, "steps_per_call", 3)
+    monkeypatch.setattr(run.engine, "steps", lambda batches: calls.append(len(batches)) or steps(batches))
+    history = run.fit(Placed(), 11, tmp_path, every=4, on_step=lambda step, found, s: told.append(step))
+    assert losses(history) == whole and told == list(range(1, 12))
+    assert calls == [3, 3, 3] and run.position == {"at": 11}
+    assert [p.name[-1] for p in sorted(tmp_path.iterdir())] == ["4", "8", "1"]
+    with pytest.raises(mtf.UserError, match="the data ended after 13 of 17 steps"):
+        run.fit(Placed(end=13), 17)
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     """What is written is the state of the save, whatever steps do meanwhile."""
     run, data = trainer(), batches()
