@@ -9,7 +9,7 @@ from mesh_tf_core.engines.tf_devices import prepare
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.program import Program
 
-KINDS = ("auto", "local", "lockstep", "jax")
+KINDS = ("auto", "local", "lockstep", "jax", "tpu")
 
 __all__ = ["KINDS", "Engine", "open_engine", "prepare", "start_cluster"]
 
@@ -25,12 +25,14 @@ def open_engine(
     Args:
       kind: `local` runs on this process's devices (its GPUs if there are enough of them, else virtual CPU
         devices), `lockstep` device by device in NumPy (slow; the oracle of tests), `jax` on the devices
-        that JAX has (the extra `tpu`; no TensorFlow), `auto` the fastest of TensorFlow's.
-      devices: TensorFlow's names of the devices by rank; by default the first ones.
+        that JAX has (the extra `tpu`; no TensorFlow), `tpu` on a TPU through TensorFlow's TPUStrategy, `auto`
+        the fastest of TensorFlow's on CPU and GPU.
+      devices: TensorFlow's names of the devices by rank; by default the first ones, and on a TPU as the
+        mesh's axes lie best on the torus.
       cluster: the processes over which the program runs, by TensorFlow; by default this one alone.
 
     Raises:
-      UserError: an unknown kind, or not enough devices.
+      UserError: an unknown kind, not enough devices, or no TPU.
     """
     if kind not in KINDS:
         raise UserError(f"engine {kind!r}: {known_names(kind, KINDS)}")
@@ -51,6 +53,10 @@ def open_engine(
         from mesh_tf_core.engines.jax_engine import JaxEngine
 
         return JaxEngine(program)
+    if kind == "tpu":
+        from mesh_tf_core.engines.tf_tpu import open_tpu
+
+        return open_tpu(program, devices)
     names = devices or prepare(program.mesh.devices)
     if len(names) != program.mesh.devices:
         raise UserError(

@@ -13,12 +13,12 @@ from mesh_tf_core.verify import verify
 N, A, L = mtf.Dim("n", 8), mtf.Dim("a", 4), mtf.Dim("l", 3)
 
 
-def branches() -> Program:
+def branches(dtype: str = "float64") -> Program:
     """A branch in every layer of a loop: a mean over the split dimension, or a root, whose gradient at zero
     is infinite."""
     g = mtf.Graph()
-    x, w = g.input("x", [N, A], "float64"), g.input("w", [A], "float64")
-    means = g.input("means", [L], "float64")
+    x, w = g.input("x", [N, A], dtype), g.input("w", [A], dtype)
+    means = g.input("means", [L], dtype)
 
     def layer(h: Any, flag: Any) -> Any:
         def mean() -> Any:
@@ -31,10 +31,10 @@ def branches() -> Program:
     return _program(g, {"loss": loss, "y": y}, [x, w])
 
 
-def until() -> Program:
+def until(dtype: str = "float64") -> Program:
     """Steps with a sum over devices until the state is large, three of at most six."""
     g = mtf.Graph()
-    x, w = g.input("x", [N, A], "float64"), g.input("w", [A], "float64")
+    x, w = g.input("x", [N, A], dtype), g.input("w", [A], dtype)
 
     def step(n: Any, h: Any) -> Any:
         return n + 1, h * w + mtf.broadcast(mtf.reduce_mean(h, N), [N, A])

@@ -31,14 +31,15 @@ P, Q = Dim("p", 16), Dim("q", 24)
 class Builder:
     """Appends instructions to a program."""
 
-    def __init__(self, mesh):
+    def __init__(self, mesh, dtype="float64"):
         self.mesh, self.values, self.code, self.feeds, self.results = Mesh(mesh), [], [], {}, {}
+        self.dtype = dtype
 
-    def value(self, dims, splits, partial=(), dtype="float64"):
-        self.values.append(Value(len(self.values), Shape(dims), dtype, splits, partial))
+    def value(self, dims, splits, partial=(), dtype=None):
+        self.values.append(Value(len(self.values), Shape(dims), dtype or self.dtype, splits, partial))
         return len(self.values) - 1
 
-    def input(self, name, dims, splits, dtype="float64"):
+    def input(self, name, dims, splits, dtype=None):
         out = self.feeds[name] = self.value(dims, splits, dtype=dtype)
         self.code.append(Input((), (out,), HERE, name))
         return out
@@ -52,9 +53,9 @@ class Builder:
         return Program(self.mesh, Layout(), tuple(self.values), code, {}, self.feeds, results)
 
 
-def every_collective(mesh, axes):
+def every_collective(mesh, axes, dtype="float64"):
     """A program with every kind of communication over `axes`."""
-    b = Builder(mesh)
+    b = Builder(mesh, dtype)
     rows = b.input("x", [P, Q], (axes, ()))
     columns = b.input("y", [P, Q], ((), axes))
     for fn in ("sum", "max", "min"):
