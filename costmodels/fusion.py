@@ -40,6 +40,7 @@ class Kernel:
         goes on with.
       read, written: bytes of memory.
       vector: FLOPs of all but the product.
+      reduces: whether a reduction is among them.
     """
 
     instrs: tuple[Local, ...]
@@ -48,6 +49,7 @@ class Kernel:
     read: float
     written: float
     vector: float
+    reduces: bool
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ class _Group:
         leaving = {k for k in self.made if self._leaves(k, within)}
         self.written = set(leaving)
         last: dict[int, int] = {}
+        reducing: set[int] = set()
         members: dict[int, list[Local]] = defaultdict(list)
         products: dict[int, Local] = {}
         for step in steps:
@@ -203,6 +206,8 @@ class _Group:
                 members[number].append(step.instr)
             if step.kind == PRODUCT:
                 products[number] = step.instr
+            if step.kind == REDUCE:
+                reducing.add(number)
         whole = {o for instr in products.values() for o in instr.outputs}
         outputs = {o for instr in self.instrs for o in instr.outputs} - whole
         self.owner.inner.update(o for o in outputs if o not in self.written or self._stacked(o))
@@ -213,7 +218,8 @@ class _Group:
             read, written = sum(map(self._bytes, self.reads[number])), sum(map(self._bytes, made))
             instrs, product = tuple(members[number]), products.get(number)
             ends = tuple(i for i in instrs if last[id(i)] == number)
-            found.append(Kernel(instrs, ends, product, float(read), float(written), self.vector[number]))
+            reduces, vector = number in reducing, self.vector[number]
+            found.append(Kernel(instrs, ends, product, float(read), float(written), vector, reduces))
         return found
 
     def _steps(self, instr: Local) -> list[Step]:

@@ -158,7 +158,8 @@ class Pricer:
         moved = kernel.read + kernel.written
         own = self._quantity(program, first)
         if kernel.product is None:
-            quantity = Quantity(kernel.vector, moved, "elementwise", own.dtype)
+            what = "reduce" if kernel.reduces else "elementwise"
+            quantity = Quantity(kernel.vector, moved, what, own.dtype)
         elif own.op_class in MATMUL_CLASSES:
             quantity = replace(own, bytes=moved, vector=kernel.vector)
         else:
@@ -166,9 +167,17 @@ class Pricer:
         seconds = self._priced(quantity)
         flops = sum(self._quantity(program, instr).flops for instr in kernel.ends)
         text = " + ".join(instr.name for instr in kernel.instrs) if len(kernel.instrs) > 1 else ""
-        kind = quantity.op_class if kernel.product is not None else own.op_class
         return Line(
-            first.name, text, first.origin, kind, times, seconds, seconds, flops, moved, opened=quantity
+            first.name,
+            text,
+            first.origin,
+            quantity.op_class,
+            times,
+            seconds,
+            seconds,
+            flops,
+            moved,
+            opened=quantity,
         )
 
     def _priced(self, quantity: Quantity) -> float:
