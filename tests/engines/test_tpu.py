@@ -199,13 +199,9 @@ def test_refusals(monkeypatch):
     program = model("data")
     with pytest.raises(UserError, match="TensorFlow sees none on this machine, and TPU_NAME names none; run"):
         open_engine(program, "tpu")
-    for name, why in (
-        ("grpc://127.0.0.1:1", "Connection refused"),
-        ("grpc://127.0.0.1", "is not grpc://HOST:PORT"),
-    ):
-        monkeypatch.setenv("TPU_NAME", name)
-        with pytest.raises(UserError, match=rf"does not start \(.*{why}\); see that it is there"):
-            open_engine(program, "tpu")
+    monkeypatch.setenv("TPU_NAME", "grpc://127.0.0.1:1")  # a port where nobody listens
+    with pytest.raises(UserError, match=r"does not start \(.*Connection refused\); see that it is there"):
+        open_engine(program, "tpu")
     with pytest.raises(UserError, match=r"all_reduce\(a, sum\) of float64 has no TPU operation; build"):
         open_engine(every_collective("a:8", ("a",)), "tpu")
     with pytest.raises(UserError, match=r"needs 4 TPU cores, found 8 \(torus 2x4x1x1\); make them equal"):
