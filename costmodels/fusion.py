@@ -181,6 +181,7 @@ class _Group:
         self.written: set[Key] = set()
         self.reads: dict[int, set[Key]] = defaultdict(set)
         self.vector: dict[int, float] = defaultdict(float)
+        self.computed: set[tuple[Key, int]] = set()
 
     def kernels(self) -> list[Kernel]:
         steps = [step for instr in self.instrs for step in self._steps(instr)]
@@ -286,12 +287,16 @@ class _Group:
 
     def _compute(self, step: Step, number: int) -> None:
         """Runs a step in a kernel, and what it needs."""
+        if (step.outputs[0][0], number) in self.computed:
+            return
+        self.computed.add((step.outputs[0][0], number))
         if step.kind != PRODUCT:
             self.vector[number] += step.flops
         for i in step.inputs:
             self._need(i, number)
 
     def _need(self, key: Key, number: int) -> None:
+        """Brings a value into a kernel."""
         if key not in self.made:
             self.reads[number].add(key)
         elif self.number[key] == number and self.made[key].kind != REDUCE:
@@ -303,17 +308,22 @@ class _Group:
             self.reads[number].add(key)
 
     def _again_moves(self, key: Key) -> float:
-        """Bytes moved if a later kernel computes a value again."""
-        step = self.made[key]
-        if step.kind != MAP:
+        """Bytes moved if a later kernel computes a value again, from what is or would then be written."""
+        if self.made[key].kind != MAP:
             return float("inf")
-        total = 0.0
-        for i in step.inputs:
-            if i not in self.made or i in self.written:
-                total += self._bytes(i)
-            else:
-                total += min(2.0 * self._bytes(i), self._again_moves(i))
-        return total
+        moved, seen, waiting = 0, {key}, [key]
+        while waiting:
+            for i in self.made[waiting.pop()].inputs:
+                if i in seen:
+                    continue
+                seen.add(i)
+                if i not in self.made or i in self.written:
+                    moved += self._bytes(i)
+                elif self.made[i].kind == MAP:
+                    waiting.append(i)
+                else:
+                    moved += 2 * self._bytes(i)
+        return moved
 
     def _bytes(self, key: Key) -> int:
         if isinstance(key, int):
