@@ -1,0 +1,101 @@
+"""All pages: names, files and links exist, every page is in the index, measured numbers say where from."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+import mesh_tf_core
+from layoutopt.cli import app
+from reports.page import sections
+from reports.reader import plan_of
+from tests.reports import sample
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+FENCES = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PACKAGES = ("mesh_tf_core", "costmodels", "layoutopt", "reports")
+
+
+def text_of(page: Path) -> str:
+    return FENCES.sub("", page.read_text(encoding="utf-8"))
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module or something in one."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def test_what_is_missing_is_found() -> None:
+    assert exists("costmodels.formulas.ring_gather") and exists("costmodels.topology.Placement.route")
+    assert not exists("costmodels.formulas.ring") and not exists("costmodels.formula.ring_gather")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_names_exist(page: Path) -> None:
+    text = text_of(page)
+    names = re.findall(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)`", text)
+    assert [n for n in names if not n.endswith(".py") and not exists(n)] == []
+    ours = re.findall(r"`mtf\.(\w+)[`(.]", text)
+    assert [n for n in ours if not hasattr(mesh_tf_core, n)] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: f"{p.parent.name}-{p.name}")
+def test_files_and_links_exist(page: Path) -> None:
+    text = text_of(page)
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    folders = "mesh_tf_core|costmodels|layoutopt|reports|tests|benchmarks|examples|docs"
+    files = re.findall(rf"`((?:{folders})/[\w/.]*)", text)
+    assert [f for f in files if not (ROOT / f).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: f"{p.parent.name}-{p.name}")
+def test_commands_and_their_options_exist(page: Path) -> None:
+    group = typer.main.get_command(app)
+    commands = group.commands  # type: ignore[attr-defined]
+    whole = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    fenced = "\n".join(FENCES.findall(whole))
+    found = re.findall(r"^(?:\$ )?layoutopt ([a-z][a-z-]+)((?: .*)?)$", fenced, re.MULTILINE)
+    found += re.findall(r"`layoutopt ([a-z][a-z-]+)((?: [^`\n]*)?)`", FENCES.sub("", whole))
+    for name, rest in found:
+        assert name in commands, f"layoutopt {name}"
+        if name == "launch":
+            continue
+        known = {option for p in commands[name].params for option in p.opts}
+        used = re.findall(r"(?<= )--[a-z][a-z-]*", rest.split("#")[0])
+        assert [o for o in used if o not in {*known, "--help"}] == [], f"layoutopt {name}{rest}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert [p.name for p in PAGES if p.name != "README.md" and f"]({p.name})" not in index] == []
+
+
+def test_the_report_page_explains_every_section() -> None:
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    for section in sections.sections([plan_of(sample.full_plan())]):
+        assert f"| {section.title} |" in page
+
+
+def test_measured_numbers_of_the_cost_model_name_their_command() -> None:
+    """A paragraph with a measured number says by which command it can be had, or who published it."""
+    number = re.compile(r"\d(?:[\d.,]*)\s?(?:ms|µs|us|%|GiB|MiB|times as)(?!\w)")
+    source = re.compile(r"`(?:layoutopt|python|benchmarks)[ /.]|\b(?:19|20)\d\d\b")
+    found = text_of(ROOT / "docs" / "cost_model.md").split("\n\n")
+    assert [p for p in found if number.search(p) and not source.search(p)] == []
