@@ -23,13 +23,15 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.engine_peers.sizes import MESHES, Sizes  # noqa: E402
 
-PEERS = ("ours", "plain_tf", "dtensor", "jax_gspmd")
+PEERS = ("ours", "plain_tf", "dtensor", "jax_gspmd", "mesh_tensorflow")
 WARM = 3
 
 
 def worker(peer: str, mesh: str) -> None:
     """Answers every line with a number of steps by a line of JSON."""
     module = importlib.import_module(f"benchmarks.engine_peers.{peer}")
+    if hasattr(module, "install"):
+        module.install()
     start = time.perf_counter()
     step = module.make(Sizes(), MESHES[mesh])
     losses = [step()]
@@ -112,11 +114,11 @@ def main() -> None:
     rows = [c.row() for c in contenders]
     for c in contenders:
         c.close()
-    print(f"{'peer':10} {'mesh':6} {'wall ms':>8} {'min':>8} {'cpu ms':>8} {'start s':>8}  first losses")
+    print(f"{'peer':15} {'mesh':6} {'wall ms':>8} {'min':>8} {'cpu ms':>8} {'start s':>8}  first losses")
     for r in rows:
         losses = " ".join(f"{x:.5f}" for x in r["losses"])
         print(
-            f"{r['peer']:10} {r['mesh']:6} {r['wall_ms']:8.1f} {r['wall_min_ms']:8.1f} {r['cpu_ms']:8.1f} "
+            f"{r['peer']:15} {r['mesh']:6} {r['wall_ms']:8.1f} {r['wall_min_ms']:8.1f} {r['cpu_ms']:8.1f} "
             f"{r['first_step_s']:8.2f}  {losses}"
         )
     print(json.dumps(rows))

@@ -44,7 +44,7 @@ def make(s: Sizes, mesh: dict[str, int]) -> Callable[[], float]:
             x = x + tf.einsum("blhk,hkd->bld", tf.einsum("bhlm,bmhk->blhk", weights, v), p["o"][i])
             hidden = tf.nn.relu(tf.einsum("bld,df->blf", norm(x, p["norm2"][i]), p["wi"][i]))
             x = x + tf.einsum("blf,fd->bld", hidden, p["wo"][i])
-        logits = tf.einsum("bld,vd->blv", norm(x, p["final_norm"]), p["projection"])
+        logits = tf.einsum("bld,dv->blv", norm(x, p["final_norm"]), p["projection"])
         return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=logits))
 
     @tf.function

@@ -43,7 +43,7 @@ def make(s: Sizes, mesh: dict[str, int]) -> Callable[[], float]:
             x = x + jnp.einsum("blhk,hkd->bld", mixed, p["o"][i])
             hidden = jax.nn.relu(jnp.einsum("bld,df->blf", norm(x, p["norm2"][i]), p["wi"][i]))
             x = x + jnp.einsum("blf,fd->bld", hidden, p["wo"][i])
-        logits = jnp.einsum("bld,vd->blv", norm(x, p["final_norm"]), p["projection"])
+        logits = jnp.einsum("bld,dv->blv", norm(x, p["final_norm"]), p["projection"])
         picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
         return (jax.nn.logsumexp(logits, -1) - picked).mean()
 

@@ -13,8 +13,9 @@ NAMES = {
     "embedding/tokens": "tokens",
     "embedding/positions": "positions",
     "output/projection": "projection",
-    "attention/norm": "norm1",
-    "feed_forward/norm": "norm2",
+    "attention_norm/scale": "norm1",
+    "feed_forward_norm/scale": "norm2",
+    "final_norm/scale": "final_norm",
 }
 
 
@@ -40,8 +41,9 @@ def make(s: Sizes, mesh: dict[str, int]) -> Callable[[], float]:
     engine.initialize()
     values = parameters(s)
     for name in program.variables:
-        key = NAMES.get(name, name.rpartition("/")[2])
-        if key in values:
-            engine.write(name, values[key])
+        if name != "step":
+            engine.write(name, values.pop(NAMES.get(name, name.rpartition("/")[2])))
+    if values:
+        raise ValueError(f"the model has no variables for {sorted(values)}")
     tokens, targets = batch(s)
     return lambda: float(engine.step({"tokens": tokens, "targets": targets})["loss"])

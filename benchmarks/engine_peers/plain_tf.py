@@ -28,7 +28,7 @@ def loss(p: dict[str, Any], tokens: Any, targets: Any, s: Sizes, mask: Any) -> A
         mixed = tf.reshape(tf.transpose(tf.matmul(weights, v), [0, 2, 1, 3]), [-1, s.heads * s.d_kv])
         x = x + tf.matmul(mixed, tf.reshape(p["o"][i], [-1, s.d_model]))
         x = x + tf.matmul(tf.nn.relu(tf.matmul(norm(x, p["norm2"][i]), p["wi"][i])), p["wo"][i])
-    logits = tf.matmul(norm(x, p["final_norm"]), p["projection"], transpose_b=True)
+    logits = tf.matmul(norm(x, p["final_norm"]), p["projection"])
     labels = tf.reshape(targets, [-1])
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
 

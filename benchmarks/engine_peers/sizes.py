@@ -38,7 +38,7 @@ def shapes(s: Sizes) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], float]
     table = {
         "tokens": ("vocab d_model", 0.02),
         "positions": ("length d_model", 0.02),
-        "projection": ("vocab d_model", s.d_model**-0.5),
+        "projection": ("d_model vocab", s.d_model**-0.5),
         "final_norm": ("d_model", 0.0),
         "norm1": ("layers d_model", 0.0),
         "norm2": ("layers d_model", 0.0),

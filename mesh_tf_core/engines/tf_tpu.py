@@ -45,6 +45,9 @@ class TpuEngine(TfLocalEngine):
       shared: another engine's variables, to be used here too.
     """
 
+    steps_per_call = 16
+    """Chosen, not measured: so many batches fit beside any model, and a call is shared by so many steps."""
+
     def __init__(
         self, program: Program, strategy: Any, numbers: Sequence[int], shared: TpuVariables | None = None
     ) -> None:
