@@ -116,7 +116,10 @@ def mesh_tensorflow() -> Iterator[Run]:
 
 
 def gspmd() -> Iterator[Run]:
-    """Dense language models of GSPMD's open configurations: weights split over both axes, all recomputed."""
+    """Dense language models of GSPMD's open configurations: weights split over both axes, all recomputed.
+
+    They are four models, so of one "workload" only for the ranking; a regret means nothing here.
+    """
     for row in read("gspmd_tpuv3.csv"):
         one, other = row["device_mesh"].split("x")
         sizes = {
