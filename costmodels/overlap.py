@@ -52,7 +52,8 @@ def _stored(program: Program) -> set[int]:
     """Values that are variables, or parts or casts of them."""
     stored = {v.id for v in program.values if v.tensor in program.fusion.stored}
     for instr, _ in program.walk():
-        if _moves(instr) and stored.issuperset(instr.inputs) and instr.origin.phase != "update":
+        taken = instr.inputs and stored.issuperset(instr.inputs)
+        if taken and _moves(instr) and instr.origin.phase != "update":
             stored.update(instr.outputs)
     return stored
 
