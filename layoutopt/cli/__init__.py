@@ -72,4 +72,4 @@ app.command("solve-problem", epilog=solve_problem.EXAMPLES, rich_help_panel=MORE
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    app(prog_name="layoutopt")
