@@ -4,13 +4,12 @@ once.
 Rewrites, each where the all-reduced value has no other reader:
   (1) all_reduce(all_reduce(x, a), b)          ->  all_reduce(x, a+b)
   (2) f(all_reduce(x, a), all_reduce(y, a))    ->  all_reduce(f(x, y), a)       f linear
-  (3) slice(all_reduce(x, a), dim, b)          ->  reduce_scatter(x, b, dim), then all_reduce over a less b,
-  for b in a;
-                                                   reduce_scatter(x, a, dim), then slice over the rest, for b
-                                                   = a + rest
+  (3) slice(all_reduce(x, a), dim, b)          ->  for b in a: reduce_scatter(x, b, dim), then all_reduce over
+                                                   a less b; for b = first + a + rest: slice over first,
+                                                   reduce_scatter over a, slice over rest
       also with casts between the two, which then come after
-  (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)   not of a branch,
-  which may not run
+  (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)
+      not of a branch, which may not run
 Within microbatches a sum also waits behind casts (the sum of rounded parts is taken once, after all of them).
 A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
 together.
@@ -87,7 +86,7 @@ class _Sums:
         while self.uses[id] == 1:
             if id in sums:
                 axes, wanted = sums[id].axes, instr.axes
-                nested = set(wanted) <= set(axes) or wanted[: len(axes)] == axes
+                nested = set(wanted) <= set(axes) or _place(wanted, axes) is not None
                 return chain[::-1] if nested else None
             found = next((i for i in reversed(out) if id in i.outputs), None)
             if not (isinstance(found, Local) and isinstance(found.op, Cast)):
@@ -99,10 +98,14 @@ class _Sums:
     def _scatter(self, instr: Slice, chain: Sequence[Local], reduce: AllReduce, out: list[Instr]) -> None:
         axes = tuple(a for a in instr.axes if a in reduce.axes)
         left = tuple(a for a in reduce.axes if a not in axes)
-        rest = instr.axes[len(axes) :]
+        start = _place(instr.axes, axes) or 0
+        first, rest = instr.axes[:start], instr.axes[start + len(axes) :]
         split = self.values[instr.outputs[0]]
         dtype = self.values[reduce.inputs[0]].dtype
         steps: list[tuple[Callable[..., Instr], str, tuple[Axes, Axes]]] = []
+        if first:
+            gone = (instr.axes[start:], reduce.axes)
+            steps.append((lambda i, o: Slice((i,), (o,), instr.origin, instr.dim, first), dtype, gone))
         steps.append(
             (lambda i, o: ReduceScatter((i,), (o,), reduce.origin, axes, instr.dim), dtype, (rest, left))
         )
@@ -186,3 +189,8 @@ class _Sums:
 
     def _ordered(self, axes: Axes) -> Axes:
         return tuple(a for a in self.names if a in axes)
+
+
+def _place(axes: Axes, part: Axes) -> int | None:
+    """Where `part` begins among `axes`, next to each other and in order; None if it does not."""
+    return next((i for i in range(len(axes)) if axes[i : i + len(part)] == part), None)

@@ -46,6 +46,21 @@ def test_a_sum_that_is_split_is_scattered() -> None:
     assert (count(program, AllReduce), count(program, ReduceScatter), count(program, Slice)) == (0, 1, 0)
 
 
+def test_a_sum_over_an_inner_axis_is_scattered_within_the_outer_one() -> None:
+    """A variable stored over model and data, in the mesh's order, whose gradient is a sum over data alone."""
+    b, d = mtf.Dim("batch", 8), mtf.Dim("d", 16)
+    g = mtf.Graph("inner axis")
+    x = g.input("x", [b, d], "float32")
+    w = g.variable("w", [d], mtf.Normal(0.1))
+    model = mtf.Model(mtf.reduce_mean(mtf.square(x * w)), optimizer=mtf.SGD(0.1))
+    found = {}
+    for mesh in ("data:2;model:4", "model:4;data:2"):
+        program = model.lower(mtf.Mesh(mesh), mtf.Layout("batch:data"), mtf.Options({"w": 2}))
+        found[mesh] = [type(i).__name__ for i, _ in program.walk() if isinstance(i, ReduceScatter | Slice)]
+    assert found["data:2;model:4"][:2] == ["ReduceScatter", "Slice"]
+    assert found["model:4;data:2"][:2] == ["Slice", "ReduceScatter"]
+
+
 def test_gradient_sums_leave_the_loop_and_travel_together() -> None:
     base = lowered("training_step")
     delayed = delay_sums(drop_dead(base))
