@@ -4,9 +4,7 @@ The compiler may merge equal collectives, let several travel as one, and write a
 all-reduce and a slice. So collectives are compared by what they move: for every group size, the bytes that a
 device puts into sums (all-reduce and reduce-scatter together), gathers, exchanges and permutations.
 
-(1) compute seconds of the compiler = sum of its cycle estimates / clock
-(2) clock                           = peak FLOP/s / FLOPs per cycle
-(3) FLOPs per cycle                 = 2 x rows x columns of a matrix unit x matrix units of a device
+(1) compute seconds of the compiler = sum of its cycle estimates / clock (`costmodels.tpus`)
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from costmodels.hardware import Hardware
+from costmodels.tpus import GENERATIONS, Generation
 from layoutopt.evaluate import Evaluation
 from mesh_tf_core.engines.hlo import Found, read
 from mesh_tf_core.engines.jax_compile import Refusal, compile_for
@@ -25,29 +24,6 @@ from mesh_tf_core.program import Collective, Permute, Program
 SAME = 0.01
 """Bytes that differ by less than this part are the same: the compiler pads."""
 
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A TPU: our preset, and its FLOPs per cycle and device in bfloat16.
-
-    docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages per version give the matrix units;
-    for v6e, whose pages say 2 or 4, and v7 the compiler's estimates of large products fit 4 of 256 x 256.
-    """
-
-    hardware: str
-    flops_per_cycle: int
-
-
-GENERATIONS = {
-    "v2": Generation("tpu-v2", 2 * 128 * 128),
-    "v3": Generation("tpu-v3", 2 * 128 * 128 * 2),
-    "v4": Generation("tpu-v4", 2 * 128 * 128 * 8),
-    "v5e": Generation("tpu-v5e", 2 * 128 * 128 * 4),
-    "v5p": Generation("tpu-v5p", 2 * 128 * 128 * 8),
-    "v6e": Generation("tpu-v6e", 2 * 256 * 256 * 4),
-    "tpu7x": Generation("tpu-v7", 2 * 256 * 256 * 4),
-}
-"""By the first part of the compiler's topology names."""
 
 _FAMILIES = {"all_reduce": "sum", "reduce_scatter": "sum"}
 
@@ -133,12 +109,11 @@ def verify(evaluation: Evaluation, topology: str, hardware: Hardware) -> Verifie
         return Verified(topology, predicted, None, made, ())
     said = read(made.text)
     found = tuple(_sized(f, program.mesh.devices) for f in said.collectives)
-    clock = hardware.peak_flops("bfloat16") / tpu.flops_per_cycle
     compiled = Compiled(
         found,
         made.peak_bytes,
         made.allocated_bytes,
-        said.cycles / clock,
+        said.cycles / tpu.clock(hardware),
         said.unknown_loops,
         made.seconds,
         made.text,

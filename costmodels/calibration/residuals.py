@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from costmodels.calibration.fit import Fit, Fitted, repeat
 from costmodels.calibration.probes import COLLECTIVES, Probe, probes
+from costmodels.calibration.tpu_probes import CHECK, PRODUCT
 from costmodels.hardware import Hardware
 from mesh_tf_core.mesh import Mesh
 
@@ -34,6 +37,8 @@ def residuals(hardware: Hardware) -> list[Residual]:
     if hardware.calibration is None:
         return []
     found = hardware.calibration
+    if not json.loads(found.machine).get("measured", True):
+        return _estimated(json.loads(found.measurements))
     mesh, quick = Mesh(json.loads(found.machine)["mesh"]), bool(json.loads(found.fit)["quick"])
     measured = {m["name"]: m for m in json.loads(found.measurements)}
     fit = _fit(hardware)
@@ -46,6 +51,20 @@ def residuals(hardware: Hardware) -> list[Residual]:
                 size = sum(c.flops for c in probe.calls) or probe.bytes or sum(c.bytes for c in probe.calls)
                 out.append(Residual(_what(probe), size, seconds, fitted, probe.target == "check"))
     return out
+
+
+def _estimated(rows: Sequence[Mapping[str, Any]]) -> list[Residual]:
+    """Of a profile that was fitted to a compiler's estimates."""
+    return [
+        Residual(
+            r["name"].split(" ")[0],
+            r["flops"] if r["kind"] == PRODUCT else r["bytes"],
+            r["seconds"],
+            r["seconds"] * (1 + r["fitted"]),
+            r["kind"] == CHECK,
+        )
+        for r in rows
+    ]
 
 
 def _fit(hardware: Hardware) -> Fit:

@@ -1,4 +1,5 @@
-"""`layoutopt calibrate`: measures this machine's mesh and writes the profile to predict from."""
+"""`layoutopt calibrate`: measures this machine's mesh, or asks the TPU compiler, and fits the profile to
+predict from."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli.calibrate_tpu import for_tpu
 from layoutopt.cli.options import (
     THIS_MACHINE,
     JsonOption,
@@ -28,43 +30,82 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "layoutopt calibrate",
     'layoutopt calibrate --mesh "data:2;model:2" --thorough --out build/mine.json',
+    "layoutopt calibrate --target tpu-v5e --out build/v5e.json",
 )
 DEFAULT_MESH = "data:2;model:4"
 
 
 def calibrate(
-    mesh: MeshOption = DEFAULT_MESH,
+    mesh: MeshOption = None,
     thorough: Annotated[
         bool, typer.Option("--thorough", help="More sizes and repeats: some minutes.")
+    ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="TPU",
+            help="Instead of this machine a TPU, as tpu-v5e, by its compiler's estimates; no TPU is needed.",
+            show_default=False,
+        ),
+    ] = None,
+    refresh: Annotated[
+        bool,
+        typer.Option(
+            "--refresh", help="With --target: compile again what ships with the project; some minutes."
+        ),
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="PROFILE.json",
             help="The profile.",
-            show_default="where cpu-local is looked for, in the cache",
+            show_default="where cpu-local is looked for, in the cache; of a TPU only what --out says",
         ),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure this machine's mesh, and fit the profile that predictions for it are made from."""
+    """Measure this machine's mesh, or compile for a TPU, and fit the profile that predictions are made
+    from."""
+    from mesh_tf_core import UserError
+
+    terminal = Terminal(as_json, quiet)
+    if target is not None:
+        if mesh is not None or thorough:
+            raise UserError(
+                f"--mesh and --thorough measure this machine, --target {target} compiles for a TPU; "
+                "leave out one or the other"
+            )
+        for_tpu(terminal, target, refresh, out)
+        return
+    if refresh:
+        raise UserError("--refresh compiles for a TPU anew; say which one, for example --target tpu-v5e")
+    _this_machine(terminal, DEFAULT_MESH if mesh is None else mesh, thorough, out)
+
+
+def _this_machine(terminal: Terminal, mesh: str, thorough: bool, out: Path | None) -> None:
     from costmodels.hardware import write_profile
     from costmodels.hardware.profiles import profiles_directory
 
-    terminal = Terminal(as_json, quiet)
     where = read_mesh(mesh)
     target = out or profiles_directory() / f"{THIS_MACHINE}.json"
     check_out(target)
-    partial = target.with_name(f"{target.stem}.partial.json")
-    if partial.is_file():
-        terminal.say(f"going on from the measurements in {partial}")
+    partial = _partial(terminal, target)
     content = _measured(terminal, where, thorough, partial)
     machine = write_profile(content, target)
     terminal.say(f"wrote {target}")
     terminal.result({"profile": target, **_summary(content)})
-    if not as_json:
+    if not terminal.as_json:
         _show(terminal, machine, content, out)
+
+
+def _partial(terminal: Terminal, target: Path) -> Path:
+    """Where results are kept until all are there."""
+    partial = target.with_name(f"{target.stem}.partial.json")
+    if partial.is_file():
+        terminal.say(f"going on from the measurements in {partial}")
+    return partial
 
 
 def _measured(terminal: Terminal, mesh: Mesh, thorough: bool, partial: Path) -> dict[str, Any]:

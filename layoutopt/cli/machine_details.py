@@ -66,7 +66,12 @@ def calibration_details(machine: Hardware) -> dict[str, Any] | None:
 
     made = machine.calibration
     on = json.loads(made.machine)
-    where = f"{on['processor']}, {on['cores']} cores, mesh {on['mesh']}; {on['noise']}"
+    measured = on.get("measured", True)
+    where = (
+        f"Measured on {made.date}: {on['processor']}, {on['cores']} cores, mesh {on['mesh']}; {on['noise']}."
+        if measured
+        else f"Estimated on {made.date} by the compiler for {on['compiled_for']}, not measured."
+    )
     return {
         "measurements": [
             {
@@ -80,14 +85,29 @@ def calibration_details(machine: Hardware) -> dict[str, Any] | None:
         ],
         "fit": [
             {"name": name, "value": value, "unit": unit}
-            for name, value, unit in (
-                ("products, float32, one core", machine.peak_flops("float32"), "FLOP/s"),
-                ("memory, one core", machine.memory_bandwidth, "B/s"),
-                *((name, c.seconds(0.0), "s") for name, c in _constants(machine)),
-            )
+            for name, value, unit in (_measured(machine) if measured else _estimated(machine))
         ],
-        "notes": [f"Measured on {made.date}: {where}."],
+        "notes": [where],
     }
+
+
+Fitted = tuple[str, float, str]
+"""A number's name, value and unit."""
+
+
+def _measured(machine: Hardware) -> Iterator[Fitted]:
+    yield "products, float32, one core", machine.peak_flops("float32"), "FLOP/s"
+    yield "memory, one core", machine.memory_bandwidth, "B/s"
+    for name, c in _constants(machine):
+        yield name, c.seconds(0.0), "s"
+
+
+def _estimated(machine: Hardware) -> Iterator[Fitted]:
+    chip = machine.chip
+    best = machine.peak_flops("bfloat16") * chip.matmul_efficiency.curve.points[-1][1]
+    yield "products, bfloat16, large ones", best, "FLOP/s"
+    yield "memory", machine.memory_bandwidth * chip.memory_efficiency.value, "B/s"
+    yield "start of a kernel", chip.launch_overhead.value, "s"
 
 
 def _constants(machine: Hardware) -> Iterator[tuple[str, Any]]:

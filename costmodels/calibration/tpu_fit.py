@@ -1,0 +1,187 @@
+r"""What the TPU compiler's estimates say of a chip's numbers: launch, memory, matrix units.
+
+The seconds of a probe are predicted as those of any program: kernel by kernel (`costmodels.fusion`), each by
+equation (1) of `costmodels.compute`. Three numbers of that equation are fitted:
+
+(1) launch: seconds of the chains without products ≈ launch · kernels + a · bytes; both >= 0, least relative
+    squares. It is what is left of a kernel that has next to nothing to do
+(2) efficiency of a product = padded FLOPs / (peak · (seconds - launch)), at most 1
+(3) the curve: the non-decreasing one over padded FLOPs that is nearest to (2); where it would rise faster
+    than the FLOPs it is lowered, so that more FLOPs never take less time
+(4) memory efficiency: the one in (0, 1] with the least sum of |log(predicted / compiler's)| over all chains
+(5) held out: every fifth probe in turn is predicted by a fit of the others; checks by the fit of all
+(6) uncertainty: of the curve, the typical error at a point when it is fitted without that point; of the other
+    two, the larger of their relative spread over the fits of (5) and, for memory, the chains' typical error
+
+Nothing is negative and nothing exceeds the peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+from costmodels.calibration.fit import Fitted, curve_of, products
+from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT
+from costmodels.compute import MATMUL_CLASSES, Quantity, compute_cost, padding_ratio
+from costmodels.hardware import Curve, Hardware
+
+FOLDS = 5
+ROUNDED = 1 - 1e-9
+"""Keeps (3) true of numbers that are rounded."""
+Point = tuple[float, float]
+LEAST, COARSE, FINE = 0.05, 61, 21
+"""The smallest memory efficiency that is tried, and how many values are, twice."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A probe with the compiler's seconds, and what our prediction is made of: kernels and how often each
+    runs.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    kernels: tuple[tuple[Quantity, float], ...]
+
+    @property
+    def launches(self) -> float:
+        return sum(times for _, times in self.kernels)
+
+    @property
+    def bytes(self) -> float:
+        return sum(quantity.bytes * times for quantity, times in self.kernels)
+
+    @property
+    def flops(self) -> float:
+        return sum(quantity.flops * times for quantity, times in self.kernels)
+
+    @property
+    def multiplies(self) -> bool:
+        return any(quantity.op_class in MATMUL_CLASSES for quantity, _ in self.kernels)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What is fitted: seconds, a fraction, and a fraction over padded FLOPs."""
+
+    launch: float
+    memory: float
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class TpuFit:
+    """The numbers and how sure they are.
+
+    Attributes:
+      uncertainty: relative, by the names of the numbers.
+      fitted, held_out: predicted / compiler's - 1 of the probes, by the fit of all and when left out.
+    """
+
+    numbers: Numbers
+    uncertainty: dict[str, float]
+    fitted: dict[str, float]
+    held_out: dict[str, float]
+
+
+def fit_tpu(hardware: Hardware, samples: Sequence[Sample]) -> TpuFit:
+    """Fits the numbers to samples of one TPU; `hardware` is the preset that has everything else."""
+    seen = [s for s in samples if s.kind != CHECK]
+    numbers = fit_numbers(hardware, seen)
+    machine = with_numbers(hardware, numbers)
+    fitted = {s.name: error(machine, s) for s in samples}
+    held_out = {s.name: fitted[s.name] for s in samples if s.kind == CHECK}
+    others = []
+    for fold in range(FOLDS):
+        others.append(fit_numbers(hardware, [s for i, s in enumerate(seen) if i % FOLDS != fold]))
+        without = with_numbers(hardware, others[-1])
+        held_out.update({s.name: error(without, s) for s in seen[fold::FOLDS]})
+    chains = [abs(held_out[s.name]) for s in seen if s.kind == CHAIN]
+    sure = {
+        "launch_overhead": _spread([n.launch for n in others], numbers.launch),
+        "memory_efficiency": max(median(chains), _spread([n.memory for n in others], numbers.memory)),
+        "matmul_efficiency": _nearest(hardware, seen, numbers.launch).uncertainty,
+    }
+    return TpuFit(numbers, sure, fitted, held_out)
+
+
+def fit_numbers(hardware: Hardware, samples: Sequence[Sample]) -> Numbers:
+    """Equations (1) to (4)."""
+    plain = [s for s in samples if s.kind == CHAIN and not s.multiplies]
+    launch, _ = products([(s.launches, s.bytes) for s in plain], [s.seconds for s in plain])
+    chains = [s for s in samples if s.kind == CHAIN]
+    curve = efficiency(hardware, samples, launch)
+
+    def off(memory: float) -> float:
+        machine = with_numbers(hardware, Numbers(launch, memory, curve))
+        return sum(abs(math.log(predicted(machine, s) / s.seconds)) for s in chains)
+
+    step = LEAST ** (1 / (COARSE - 1))
+    best = min((step**i for i in range(COARSE)), key=off)
+    finer = (best * step ** (2 * i / (FINE - 1) - 1) for i in range(FINE))
+    return Numbers(launch, min((m for m in finer if m <= 1.0), key=off), curve)
+
+
+def efficiency(hardware: Hardware, samples: Sequence[Sample], launch: float) -> Curve:
+    """Equation (3)."""
+    nearest = _nearest(hardware, samples, launch).curve
+    points = [nearest.points[0]]
+    for (x0, _), (x, y) in pairwise(nearest.points):
+        points.append((x, min(y, points[-1][1] * x / x0 * ROUNDED)))
+    inner = [
+        p
+        for before, p, after in zip(points, points[1:], points[2:], strict=False)
+        if _bends(before, p, after)
+    ]
+    return Curve((points[0], *inner, *points[1:][-1:]))
+
+
+def _bends(before: Point, point: Point, after: Point) -> bool:
+    """Whether a point is more than one on a level."""
+    return not before[1] == point[1] == after[1]
+
+
+def _nearest(hardware: Hardware, samples: Sequence[Sample], launch: float) -> Fitted:
+    """The curve of (3) before it is lowered, through the points of (2)."""
+    points = []
+    for s in samples:
+        if s.kind == PRODUCT:
+            ((quantity, _),) = s.kernels
+            padded = quantity.flops * padding_ratio(hardware.chip.matrix_unit, quantity)
+            least = padded / hardware.peak_flops(quantity.dtype)
+            points.append((padded, least / max(s.seconds - launch, least), 0.0))
+    return curve_of("matmul", points)
+
+
+def with_numbers(hardware: Hardware, numbers: Numbers) -> Hardware:
+    """The hardware with fitted numbers in place of its own."""
+    chip = hardware.chip
+    return replace(
+        hardware,
+        chip=replace(
+            chip,
+            launch_overhead=replace(chip.launch_overhead, value=numbers.launch),
+            memory_efficiency=replace(chip.memory_efficiency, value=numbers.memory),
+            matmul_efficiency=replace(chip.matmul_efficiency, curve=numbers.curve),
+        ),
+    )
+
+
+def predicted(hardware: Hardware, sample: Sample) -> float:
+    """Seconds of a probe."""
+    return sum(compute_cost(hardware, quantity).seconds * times for quantity, times in sample.kernels)
+
+
+def error(hardware: Hardware, sample: Sample) -> float:
+    """Predicted / compiler's - 1."""
+    return predicted(hardware, sample) / sample.seconds - 1.0
+
+
+def _spread(values: Sequence[float], whole: float) -> float:
+    """Half of the range, relative."""
+    return (max(values) - min(values)) / 2 / whole if whole else 0.0

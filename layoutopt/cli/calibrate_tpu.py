@@ -1,0 +1,109 @@
+"""`layoutopt calibrate --target`: the profile of a TPU from its compiler's estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layoutopt.cli.options import check_out
+from layoutopt.cli.progress import Steps
+from layoutopt.cli.running import hushed
+from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.units import rate_text, seconds_text
+
+if TYPE_CHECKING:
+    from costmodels.calibration.tpu import TpuCalibration
+    from costmodels.hardware import Hardware
+
+
+def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) -> None:
+    """Fits, writes if asked, and shows the profile of a TPU."""
+    from costmodels.calibration.tpu import calibrate_tpu
+    from costmodels.calibration.tpu_compiled import known_target, ship
+    from costmodels.hardware import write_profile
+    from costmodels.hardware.profiles import profiles_directory
+
+    known_target(target)
+    check_out(out)
+    partial = profiles_directory() / f"{target}.partial.json"
+    with Steps(terminal, f"compiling for {target}", 1) as bar:
+        made = calibrate_tpu(
+            target, refresh, lambda what, done, total: bar.update(done, what, total), hushed, partial
+        )
+    if made.shipped:
+        terminal.say(
+            f"from estimates that ship with the project, compiled on {made.compiled.date} by "
+            f"{made.compiled.compiler}; --refresh compiles them here"
+        )
+    else:
+        terminal.say(f"wrote {ship(made.compiled)}")
+    machine = None
+    if out is not None:
+        machine = write_profile(made.content, out)
+        terminal.say(f"wrote {out}; --hardware {out} predicts from it")
+    terminal.result({"profile": out, **_summary(made)})
+    if not terminal.as_json:
+        _show(terminal, made)
+        if machine is None:
+            terminal.say("nothing was written; --out PROFILE.json keeps the profile")
+
+
+def _summary(made: TpuCalibration) -> dict[str, Any]:
+    found = made.content["calibration"]
+    numbers = made.fit.numbers
+    return {
+        "hardware": made.content["name"],
+        "topology": made.compiled.topology,
+        "versions": found["versions"],
+        "date": found["date"],
+        "shipped": made.shipped,
+        "launch_seconds": numbers.launch,
+        "memory_efficiency": numbers.memory,
+        "matmul_efficiency": [list(point) for point in numbers.curve.points],
+        "uncertainty": made.fit.uncertainty,
+        "held_out_error": found["fit"]["held_out_error"],
+        "typical_error": made.typical,
+        "measurements": len(found["measurements"]),
+    }
+
+
+def _show(terminal: Terminal, made: TpuCalibration) -> None:
+    from costmodels.hardware import load_hardware
+
+    preset: Hardware = load_hardware(made.compiled.target)
+    numbers, sure = made.fit.numbers, made.fit.uncertainty
+    (small, low), (large, high) = numbers.curve.points[0], numbers.curve.points[-1]
+    bandwidth = rate_text(preset.memory_bandwidth * numbers.memory, "B/s")
+    terminal.show(
+        facts(
+            [
+                ("compiled", f"for {made.compiled.topology} by {made.compiled.compiler}, not measured"),
+                ("launch", f"{seconds_text(numbers.launch)} a kernel, ±{_percent(sure['launch_overhead'])}"),
+                (
+                    "memory",
+                    f"{_percent(numbers.memory)} of the peak, {bandwidth}, "
+                    f"±{_percent(sure['memory_efficiency'])}",
+                ),
+                (
+                    "products",
+                    f"{_percent(low)} of the peak at {small:.2g} FLOPs to {_percent(high)} at {large:.2g}, "
+                    f"±{_percent(sure['matmul_efficiency'])}",
+                ),
+                ("collectives", "as in the preset: the compiler gives no estimates of them"),
+            ]
+        ),
+        "",
+        table(
+            "Typical error against the compiler's estimates",
+            ("probes", "preset", "fitted", "held out"),
+            [
+                (kind, *(_percent(errors[side]) for side in ("preset", "fitted", "held_out")))
+                for kind, errors in made.typical.items()
+            ],
+            (1, 2, 3),
+        ),
+    )
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.3g}%"
