@@ -27,7 +27,7 @@ from typing import Any
 from layoutopt.hparams import Default, defaults_of, parse_settings
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
-from mesh_tf_core.prefetch import position
+from mesh_tf_core.training.prefetch import position
 
 _FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^:/]*))?")
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")

@@ -120,7 +120,7 @@ from mesh_tf_core.optimizers import (
 from mesh_tf_core.program import Program
 from mesh_tf_core.reversible import reversible_scan
 from mesh_tf_core.tensor import Tensor
-from mesh_tf_core.trainer import Trainer
+from mesh_tf_core.training import Trainer
 
 __all__ = [
     "ONES",

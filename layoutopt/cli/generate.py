@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from layoutopt.loading import Loaded
-    from mesh_tf_core.trainer import Trainer
+    from mesh_tf_core.training import Trainer
 
 EXAMPLES = examples(
     'layoutopt generate examples/transformer_lm.py --checkpoint build/run --prompt "def main("',

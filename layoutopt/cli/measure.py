@@ -32,7 +32,7 @@ from layoutopt.cli.units import bytes_text, seconds_text
 if TYPE_CHECKING:
     from layoutopt.evaluate import Evaluation
     from layoutopt.loading import Loaded
-    from mesh_tf_core.trainer import Trainer
+    from mesh_tf_core.training import Trainer
 
 EXAMPLES = examples(
     'layoutopt measure examples/mlp.py --mesh "data:4" --layout "batch:data" --steps 20',

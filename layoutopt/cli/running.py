@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from layoutopt.loading import Loaded
     from mesh_tf_core import Model
     from mesh_tf_core.cluster import Cluster
-    from mesh_tf_core.trainer import Trainer
+    from mesh_tf_core.training import Trainer
 
 
 def open_trainer(terminal: Terminal, loaded: Loaded, given: Given, cluster: Cluster | None = None) -> Trainer:
     """The model on this machine's mesh, or the cluster's; its variables at their initial values."""
     start_devices(terminal, given.mesh.devices, cluster)
-    from mesh_tf_core.trainer import Trainer
+    from mesh_tf_core.training import Trainer
 
     return Trainer(loaded.model, given.mesh, given.layout, given.options, cluster=cluster)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from layoutopt.loading import Loaded
     from layoutopt.plan import Plan
     from mesh_tf_core.cluster import Cluster
-    from mesh_tf_core.trainer import Trainer
+    from mesh_tf_core.training import Trainer
 
 AUTO = "auto"
 EXAMPLES = examples(

@@ -11,10 +11,9 @@ import pytest
 
 from layoutopt.cli.options import read_options
 from layoutopt.loading import load_model
-from mesh_tf_core import checkpoint
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.trainer import Trainer
+from mesh_tf_core.training import Trainer, checkpoint
 from tests.cluster.job import Job, wait_for
 
 MODEL = '''

@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mesh_tf_core import checkpoint
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.saving import Saver
+from mesh_tf_core.training import checkpoint
+from mesh_tf_core.training.saving import Saver
 
 VALUES: dict[str, Any] = {
     "w": np.arange(12.0).reshape(3, 4).T,
@@ -149,7 +149,7 @@ ENDING = """
 import sys, threading
 from collections.abc import Mapping
 import numpy as np
-from mesh_tf_core.saving import Saver
+from mesh_tf_core.training.saving import Saver
 
 class Late(Mapping):
     def __getitem__(self, name):

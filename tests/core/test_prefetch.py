@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mesh_tf_core.prefetch import DEPTH, Prefetch, position
+from mesh_tf_core.training.prefetch import DEPTH, Prefetch, position
 
 
 class Counting(Iterator[int]):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
-from mesh_tf_core.evaluation import forward
-from mesh_tf_core.rows import Rows
+from mesh_tf_core.training.evaluation import forward
+from mesh_tf_core.training.rows import Rows
 
 B, D, H = mtf.Dim("batch", 8), mtf.Dim("features", 4), mtf.Dim("hidden", 16)
 LAYOUTS = {

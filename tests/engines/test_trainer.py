@@ -10,8 +10,8 @@ import pytest
 
 import layoutopt
 import mesh_tf_core as mtf
-from mesh_tf_core import checkpoint
-from mesh_tf_core.checkpoint import CheckpointWarning
+from mesh_tf_core.training import checkpoint
+from mesh_tf_core.training.checkpoint import CheckpointWarning
 from tests.engines.programs import network
 
 STORED = mtf.Options(storage={"wi": 3, "wo": 1}, recompute=frozenset({"layers"}))

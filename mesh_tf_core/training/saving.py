@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mesh_tf_core import checkpoint
+from mesh_tf_core.training import checkpoint
 
 
 class Saver:

@@ -31,10 +31,10 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.ops.basic import Cast, Scale, StopGradient
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.random import Dropout
-from mesh_tf_core.prefetch import Prefetch
-from mesh_tf_core.rows import Rows
 from mesh_tf_core.structure import Assign
 from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.training.prefetch import Prefetch
+from mesh_tf_core.training.rows import Rows
 
 ABOVE, BELOW = "{} (rows)", "{} (weights of rows)"
 """Names of a result's sums in the program: of the sum itself or a quotient's dividend, and of its divisor."""

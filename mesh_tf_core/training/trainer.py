@@ -14,18 +14,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mesh_tf_core import checkpoint as checkpoints
 from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.cluster.rows import rows_of, widened
 from mesh_tf_core.engines import Engine, open_engine, start_cluster
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.evaluation import Evaluation
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
-from mesh_tf_core.prefetch import Groups, Prefetch
-from mesh_tf_core.saving import Saver
+from mesh_tf_core.training import checkpoint as checkpoints
+from mesh_tf_core.training.evaluation import Evaluation
+from mesh_tf_core.training.prefetch import Groups, Prefetch
+from mesh_tf_core.training.saving import Saver
 
 DEFAULT = Options()
 OnStep = Callable[[int, dict[str, Any], float], None]
