@@ -4,7 +4,8 @@
 
 Every row is a whole training step (forward, backward, optimizer) compiled ahead of time; no TPU is needed.
 `collectives` compares bytes that a device puts in, by kind and group size; `memory` and `compute` are our
-prediction over the compiler's. Nothing is fitted to these programs: the hardware is the preset as it comes.
+prediction over the compiler's, with the preset as it comes; `calibrated` is `compute` with the profile of
+`layoutopt calibrate --target`, from the estimates that ship. Nothing is fitted to these programs.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from costmodels.hardware import load_hardware  # noqa: E402
+from costmodels.calibration.tpu import calibrate_tpu  # noqa: E402
+from costmodels.calibration.tpu_compiled import shipped_probes  # noqa: E402
+from costmodels.calibration.tpu_fit import with_numbers  # noqa: E402
+from costmodels.hardware import Hardware, load_hardware  # noqa: E402
+from costmodels.pricing import price  # noqa: E402
 from layoutopt.evaluate import evaluate  # noqa: E402
 from layoutopt.loading import load_model  # noqa: E402
 from layoutopt.verify import Verified, generation, verify  # noqa: E402
 from mesh_tf_core import Layout, Mesh, Options  # noqa: E402
+from mesh_tf_core.program import Program  # noqa: E402
 
 MEDIUM = {"layers": 8, "d_model": 1024, "d_kv": 64, "heads": 16, "d_ff": 4096, "vocab": 8192, "length": 512}
 LARGE = {
@@ -94,7 +100,7 @@ def main() -> None:
     numbers = usual if args.only is None else args.only
     rows = []
     head = f"{'':>2} {'topology':<10} {'mesh':<16} {'layout':<46} {'params':>8}"
-    print(f"{head}  compile  collectives  memory  compute")
+    print(f"{head}  compile  collectives  memory  compute  calibrated")
     for number in numbers:
         rows.append(row(PAIRS[number]))
         print(f"{number:>2} {line(PAIRS[number], rows[-1])}", flush=True)
@@ -130,8 +136,17 @@ def row(pair: Pair) -> dict[str, Any]:
         "compute_seconds": {
             "compiler": found.compiled and found.compiled.compute_seconds,
             "predicted": evaluation.cost.compute_seconds,
+            "calibrated": calibrated_seconds(evaluation.program, hardware),
         },
     }
+
+
+def calibrated_seconds(program: Program, hardware: Hardware) -> float | None:
+    """Predicted compute by the profile fitted to the compiler's estimates of probes; None if none ship."""
+    if shipped_probes(hardware.name) is None:
+        return None
+    machine = with_numbers(hardware, calibrate_tpu(hardware.name).fit.numbers)
+    return price(program, machine).compute_seconds
 
 
 def moved(found: Verified) -> list[dict[str, Any]]:
@@ -146,9 +161,10 @@ def moved(found: Verified) -> list[dict[str, Any]]:
     ]
 
 
-def ratio(row: dict[str, Any], name: str, over: str = "compiler") -> float | None:
-    """Predicted over the compiler's."""
-    return row[name]["predicted"] / row[name][over] if row[name][over] else None
+def ratio(row: dict[str, Any], name: str, side: str = "predicted") -> float | None:
+    """Predicted over the compiler's; None without one of them."""
+    found, compiler = row[name][side], row[name]["compiler"]
+    return found / compiler if found is not None and compiler else None
 
 
 def line(pair: Pair, found: dict[str, Any]) -> str:
@@ -157,6 +173,8 @@ def line(pair: Pair, found: dict[str, Any]) -> str:
     if found["refused"]:
         return f"{start}  refused: {found['refused']}"
     memory, compute = ratio(found, "peak_memory_bytes"), ratio(found, "compute_seconds")
+    fitted = ratio(found, "compute_seconds", "calibrated")
+    last = "" if fitted is None else f"  {fitted:9.2f}x"
     different = [
         f"{m['family']}/{m['group_size']} {m['compiler'][1] / m['predicted'][1]:.3f}x"
         if m["predicted"][1]
@@ -165,17 +183,30 @@ def line(pair: Pair, found: dict[str, Any]) -> str:
         if not m["predicted"][1] or abs(m["compiler"][1] / m["predicted"][1] - 1) > 0.01
     ]
     same = "same" if not different else ", ".join(different)
-    return f"{start}  {found['compile_seconds']:6.0f}s  {same:<11}  {memory:5.2f}x  {compute:5.2f}x"
+    return f"{start}  {found['compile_seconds']:6.0f}s  {same:<11}  {memory:5.2f}x  {compute:5.2f}x{last}"
+
+
+SIDES = (
+    ("peak_memory_bytes", "predicted"),
+    ("compute_seconds", "predicted"),
+    ("compute_seconds", "calibrated"),
+)
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
     compiled = [r for r in rows if not r["refused"]]
     same = sum(r["same_collectives"] for r in compiled)
     parts = [f"{len(compiled)} of {len(rows)} compiled, {same} with the predicted collectives"]
-    for name in ("peak_memory_bytes", "compute_seconds"):
-        errors = [abs(math.log(ratio(r, name) or math.nan)) for r in compiled]
+    sides = (
+        ("peak_memory_bytes", "predicted"),
+        ("compute_seconds", "predicted"),
+        ("compute_seconds", "calibrated"),
+    )
+    for name, side in sides:
+        errors = [abs(math.log(found)) for r in compiled if (found := ratio(r, name, side))]
         if errors:
-            parts.append(f"median error of {name} {100 * (math.exp(statistics.median(errors)) - 1):.0f} %")
+            typical = 100 * (math.exp(statistics.median(errors)) - 1)
+            parts.append(f"median error of {name} {side} {typical:.0f} %")
     return "; ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""`calibrate`: a profile of this machine, where it is looked for afterwards."""
+"""`calibrate`: a profile of this machine, where it is looked for afterwards; a profile of a TPU."""
 
 from __future__ import annotations
 
@@ -43,3 +43,52 @@ def test_wrong_input(refused: Callable[..., str], tmp_path: Path) -> None:
     partial.write_text("{}", encoding="utf-8")
     line = refused("calibrate", "--mesh", "data:2", "--out", str(tmp_path / "mine.json"), "--quiet")
     assert f"partial results {str(partial)!r} cannot be read; delete the file to start anew" in line
+
+
+def test_a_profile_of_a_tpu(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """From the estimates that ship with the project; it is used where it is named, and nowhere else."""
+    profile = tmp_path / "v5e.json"
+    cost = ("cost", "examples/mlp.py", "--mesh", "data:4", "--layout", "batch:data", "--hardware")
+    before = result(*cost, "tpu-v5e")["predicted"]
+    found = result("calibrate", "--target", "tpu-v5e", "--out", str(profile))
+    assert found["profile"] == str(profile) and found["shipped"] is True
+    assert (found["hardware"], found["topology"]) == ("tpu-v5e", "v5e:2x2")
+    assert set(found["versions"]) == {"jax", "jaxlib", "libtpu", "layoutopt"}
+    assert 0 < found["memory_efficiency"] <= 1 and 0 < found["held_out_error"] < 0.5
+    assert set(found["uncertainty"]) == {"launch_overhead", "memory_efficiency", "matmul_efficiency"}
+    machine = load_hardware(profile)
+    assert machine.chip.memory_efficiency.value == found["memory_efficiency"]
+    after = result(*cost, str(profile))["predicted"]
+    assert after["compute_seconds"] > before["compute_seconds"]
+    assert after["communication_seconds"] == before["communication_seconds"]
+    assert result(*cost, "tpu-v5e")["predicted"] == before
+    assert result("hardware", str(profile))["calibrated"] is True
+
+
+def test_a_tpu_on_the_terminal(run: Callable[..., Result], tmp_path: Path) -> None:
+    done = run("calibrate", "--target", "tpu-v5e")
+    assert done.exit_code == 0
+    assert "for v5e:2x2 by libtpu" in done.stdout and "held out" in done.stdout
+    assert "estimates that ship with the project" in done.stderr
+    assert "nothing was written; --out PROFILE.json keeps the profile" in done.stderr
+    assert not profiles_directory().exists()
+
+
+def test_a_calibrated_tpu_in_a_report(run: Callable[..., Result], tmp_path: Path) -> None:
+    profile, report = tmp_path / "v5e.json", tmp_path / "report.html"
+    assert run("calibrate", "--target", "tpu-v5e", "--out", str(profile), "--quiet").exit_code == 0
+    asked = ("--mesh", "data:2", "--hardware", str(profile), "--report", str(report))
+    done = run("search", "examples/mlp.py", *asked, "--quiet")
+    assert done.exit_code == 0, done.stderr
+    assert "by the compiler for v5e:2x2, not measured" in report.read_text(encoding="utf-8")
+
+
+def test_wrong_input_about_a_tpu(refused: Callable[..., str], tmp_path: Path) -> None:
+    line = refused("calibrate", "--target", "v5e", "--quiet")
+    assert "--target 'v5e': no such TPU; " in line and "tpu-v5e" in line
+    assert "did you mean 'tpu-v6e'" in refused("calibrate", "--target", "tpu-v6", "--quiet")
+    line = refused("calibrate", "--target", "tpu-v5e", "--mesh", "data:2")
+    assert "--mesh and --thorough measure this machine" in line
+    assert "say which one, for example --target tpu-v5e" in refused("calibrate", "--refresh")
+    line = refused("calibrate", "--target", "tpu-v5e", "--out", str(tmp_path))
+    assert "it is a folder; name a file" in line
