@@ -3,8 +3,8 @@
     python benchmarks/engine.py [--rounds 5] [--steps 3] [--only ours plain_tf] [--meshes one data model 2x4]
 
 Every (peer, mesh) is a process of its own that waits until it is asked for some steps, so that all see the
-same machine at the same time. Prints a table and one JSON line: median wall and CPU milliseconds per step,
-seconds to the first step, losses of the first steps (they must agree between peers).
+same machine at the same time. Prints a table, our ratios to every peer and one JSON line: median wall and CPU
+milliseconds per step, seconds to the first step, losses of the first steps. Fails if losses differ.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from benchmarks.engine_peers.sizes import MESHES, Sizes  # noqa: E402
 
 PEERS = ("ours", "plain_tf", "dtensor", "jax_gspmd", "mesh_tensorflow")
 WARM = 3
+APART = 1e-3
+"""By how much losses may differ."""
 
 
 def worker(peer: str, mesh: str) -> None:
@@ -121,7 +123,25 @@ def main() -> None:
             f"{r['peer']:15} {r['mesh']:6} {r['wall_ms']:8.1f} {r['wall_min_ms']:8.1f} {r['cpu_ms']:8.1f} "
             f"{r['first_step_s']:8.2f}  {losses}"
         )
+    show_ratios(rows)
     print(json.dumps(rows))
+    apart = [r for r in rows if abs(r["losses"][-1] - rows[0]["losses"][-1]) > APART]
+    if apart:
+        raise SystemExit(f"other losses than {rows[0]['peer']}: " + ", ".join(map(_name, apart)))
+
+
+def show_ratios(rows: list[dict]) -> None:
+    """What ours takes of a peer's time on the same mesh, and of its own on one device."""
+    ours = {r["mesh"]: r for r in rows if r["peer"] == "ours"}
+    pairs = [(ours[r["mesh"]], r) for r in rows if r["peer"] != "ours" and r["mesh"] in ours]
+    pairs += [(r, ours["one"]) for mesh, r in ours.items() if mesh != "one" and "one" in ours]
+    for a, b in pairs:
+        wall, cpu = (a[key] / b[key] for key in ("wall_ms", "cpu_ms"))
+        print(f"{_name(a)} / {_name(b)}: wall {wall:.2f}, CPU {cpu:.2f}")
+
+
+def _name(row: dict) -> str:
+    return f"{row['peer']} {row['mesh']}"
 
 
 if __name__ == "__main__":

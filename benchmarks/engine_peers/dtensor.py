@@ -27,7 +27,14 @@ def make(s: Sizes, mesh: dict[str, int]) -> Callable[[], float]:
 
     # DTensor cannot gather from a table that is split along its first dimension: the embedding stays whole.
     dims = {name: ((None, None) if name == "tokens" else d) for name, (d, _, _) in shapes(s).items()}
-    p = {name: dtensor.DVariable(placed(x, dims[name])) for name, x in parameters(s).items()}
+    # A variable per layer: of a stack that is split along its third dimension DTensor takes a wrong layer.
+    p = {
+        name: [dtensor.DVariable(placed(layer, dims[name][1:])) for layer in x]
+        if dims[name][0] == "layers"
+        else dtensor.DVariable(placed(x, dims[name]))
+        for name, x in parameters(s).items()
+    }
+    trained = tf.nest.flatten(p)
     tokens, targets = (placed(x, ("batch", "length")) for x in batch(s))
 
     def norm(x, scale):
@@ -51,7 +58,7 @@ def make(s: Sizes, mesh: dict[str, int]) -> Callable[[], float]:
     def step(tokens, targets):
         with tf.GradientTape() as tape:
             value = loss(tokens, targets)
-        for variable, gradient in zip(p.values(), tape.gradient(value, list(p.values())), strict=True):
+        for variable, gradient in zip(trained, tape.gradient(value, trained), strict=True):
             variable.assign_sub(RATE * tf.convert_to_tensor(gradient))
         return value
 
