@@ -12,9 +12,8 @@ from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 
 EXPERT_DIMS = ("vocab", "d_ff", "heads", "experts")
-"""Dimensions that Mesh-TensorFlow's and Megatron-LM's layouts split over the model axis (Shazeer et al.
-2018, section 5;
-Shoeybi et al. 2019, section 3)."""
+"""Dimensions that Mesh-TensorFlow's and Megatron-LM's layouts split over the model axis (Shazeer et al. 2018,
+section 5; Shoeybi et al. 2019, section 3)."""
 
 
 def named_layouts(

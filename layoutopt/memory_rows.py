@@ -1,25 +1,21 @@
 """Memory rows of the integer program: what every point of a step holds, as tables over the decisions.
 
 A row counts the values that live at a point under any layout: variables, optimizer state, saved activations,
-gradients, temporaries. Copies that only some layouts need (operands gathered whole) are not in it, so it
-never
+gradients, temporaries. Copies that only some layouts need (operands gathered whole) are not in it, so it never
 forbids a layout that fits; `mesh_search` checks the exact peak of what the solver returns. Each value depends
 on its dimensions, and further:
 
   variable v         split further (as the state of v) from stage 3 on
   state of v         split further from stage 1 on
-  gradient of v      split further from stage 1 on while v is updated; before that, if a loop makes it, from
-  2 on
-  its casts          a sum that is scattered (stage 1, in a loop 2) is scattered before it is cast: until
-  then only
-                     the narrow value exists
+  gradient of v      split further from stage 1 on while v is updated; before that, if a loop makes it, from 2
+  its casts          a sum that is scattered (stage 1, in a loop 2) is scattered before it is cast: until then
+                     only the narrow value exists
   part of v          a layer's piece or a cast: split further from stage 3 on
   gathered v         a whole copy from stage 3 on, from its first reader to its last
   update of v        split further from stage 1 on
   saved by a loop    gone when the loop is recomputed
   result of softmax  and of other operations along a dimension: gone where it is split, for then smaller
-  operations
-                     run instead, in place
+                     operations run instead, in place
   under another      gone where dimensions are split that only its other name or shape has (see `aliases`)
   elementwise y      gone where it has the size of an operand that is smaller while nothing is split
 """

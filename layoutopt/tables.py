@@ -1,10 +1,9 @@
-"""Cost tables: every cluster, lowered by itself under every legal combination of the decisions about it,
-and priced.
+"""Cost tables: every cluster, lowered by itself under every legal combination of the decisions about it, and
+priced.
 
-    T_c(a) = seconds of cluster c when the decisions are a                         (computed by lowering,
-    never by formula)
-    S_c(a) = the small gradient messages in it, which travel with those of other clusters: (axes, dtype) ->
-    bytes
+    T_c(a) = seconds of cluster c when the decisions are a       (computed by lowering, never by formula)
+    S_c(a) = the small gradient messages in it, which travel with those of other clusters:
+             (axes, dtype) -> bytes
 
 The time of a step is sum_c multiplicity_c T_c + sum over message groups of their shared latency.
 """
