@@ -1,9 +1,9 @@
 """Memory rows of the integer program: what every point of a step holds, as tables over the decisions.
 
 A row counts the values that live at a point under any layout: variables, optimizer state, saved activations,
-gradients, temporaries. Copies that only some layouts need (operands gathered whole) are not in it, so it never
-forbids a layout that fits; `mesh_search` checks the exact peak of what the solver returns. Each value depends
-on its dimensions, and further:
+gradients, temporaries. Copies that only some layouts need (operands gathered whole) are not in it, so it
+never forbids a layout that fits; `mesh_search` checks the exact peak of what the solver returns. Each value
+depends on its dimensions, and further:
 
   variable v         split further (as the state of v) from stage 3 on
   state of v         split further from stage 1 on
