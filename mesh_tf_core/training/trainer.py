@@ -53,7 +53,8 @@ class Trainer:
       mesh, layout: where and how; `layout="auto"` searches the best one for this machine (needs `layoutopt`).
         A plan in place of the mesh decides everything: `Trainer(model, plan)`.
       options: storage, recomputation and microbatches.
-      engine: `auto`, `local` (TensorFlow) or `lockstep` (NumPy, exact and slow).
+      engine: `auto`, `local` (TensorFlow), `jax`, `tpu` or `lockstep` (NumPy, exact and slow); see
+        `engines.open_engine`.
       cluster: the processes that train together, each with a Trainer of its own that is told to do the same;
         by default this one alone. One writes checkpoints, all read them.
 
