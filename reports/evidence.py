@@ -57,11 +57,13 @@ class Calibration:
 
     Attributes:
       notes: on what machine, when, how quiet it was.
+      noun: what a sample is, in the singular.
     """
 
     samples: tuple[Sample, ...]
     fit: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    noun: str = "measurement"
 
     def typical(self, held_out: bool) -> float | None:
         """Median of the absolute residuals of what the fit saw, or of what it did not; None without any."""

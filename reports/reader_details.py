@@ -204,7 +204,7 @@ def _calibration(at: Fields) -> e.Calibration:
         found = [(clean(str(name)), _value(value)) for name, value in fit.items()]
     else:
         found = [(f.text("name"), _value(f.raw("value"), f.text("unit", ""))) for f in at.objects("fit")]
-    return e.Calibration(tuple(samples), tuple(found), at.names("notes"))
+    return e.Calibration(tuple(samples), tuple(found), at.names("notes"), at.text("of", "measurement"))
 
 
 def _robustness(at: Fields) -> e.Robustness:

@@ -73,6 +73,7 @@ def calibration_details(machine: Hardware) -> dict[str, Any] | None:
         else f"Estimated on {made.date} by the compiler for {on['compiled_for']}, not measured."
     )
     return {
+        "of": "measurement" if measured else "compiler estimate",
         "measurements": [
             {
                 "what": r.what,

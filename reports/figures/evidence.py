@@ -156,7 +156,7 @@ def find_calibration(plan: Plan) -> str:
     if unseen is not None:
         typical = f"typically {percent(unseen)} off on operations that the fit had not seen, "
     return (
-        f"{plural(len(found.samples), 'measurement')}; {typical}"
+        f"{plural(len(found.samples), found.noun)}; {typical}"
         f"at worst {signed_percent(worst.residual)} ({shorten(worst.what, 30)})"
     )
 

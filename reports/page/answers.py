@@ -139,7 +139,9 @@ def _validated(plan: Plan, checked: Validation, error: float) -> Answer:
 def fit_words(found: Calibration) -> str:
     """How well a calibration's fit meets what it did not see, or, where all was seen, that."""
     fitted, unseen = found.typical(held_out=False), found.typical(held_out=True)
-    words = f"fitted to {plural(sum(not s.held_out for s in found.samples), 'measurement')}"
+    # Where every sample was held out once, all of them were fitted to.
+    fitted_to = sum(not s.held_out for s in found.samples) or len(found.samples)
+    words = f"fitted to {plural(fitted_to, found.noun)}"
     if unseen is not None:
         return f"{words}; typically {percent(unseen)} off on operations that the fit had not seen"
     return f"{words}, typically {percent(fitted)} off" if fitted is not None else words

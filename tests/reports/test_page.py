@@ -220,6 +220,10 @@ def test_what_the_fit_had_not_seen_counts() -> None:
     said = "fitted to 41 measurements; typically 25 % off on operations that the fit had not seen"
     assert said in hero(html)
     assert "Measured on a quiet machine." in html
+    plan["details"]["calibration"]["of"] = "compiler estimate"
+    html = reports.report_html([plan])
+    assert "fitted to 41 compiler estimates; typically" in hero(html)
+    assert "42 compiler estimates; typically 25 % off" in Page(html).text.replace("\u00a0", " ")
 
 
 def test_where_the_mesh_lies() -> None:
