@@ -91,21 +91,15 @@ def _this_machine(terminal: Terminal, mesh: str, thorough: bool, out: Path | Non
     where = read_mesh(mesh)
     target = out or profiles_directory() / f"{THIS_MACHINE}.json"
     check_out(target)
-    partial = _partial(terminal, target)
+    partial = target.with_name(f"{target.stem}.partial.json")
+    if partial.is_file():
+        terminal.say(f"going on from the measurements in {partial}")
     content = _measured(terminal, where, thorough, partial)
     machine = write_profile(content, target)
     terminal.say(f"wrote {target}")
     terminal.result({"profile": target, **_summary(content)})
     if not terminal.as_json:
         _show(terminal, machine, content, out)
-
-
-def _partial(terminal: Terminal, target: Path) -> Path:
-    """Where results are kept until all are there."""
-    partial = target.with_name(f"{target.stem}.partial.json")
-    if partial.is_file():
-        terminal.say(f"going on from the measurements in {partial}")
-    return partial
 
 
 def _measured(terminal: Terminal, mesh: Mesh, thorough: bool, partial: Path) -> dict[str, Any]:

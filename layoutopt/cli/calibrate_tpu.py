@@ -26,6 +26,8 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
     known_target(target)
     check_out(out)
     partial = profiles_directory() / f"{target}.partial.json"
+    if refresh and partial.is_file():
+        terminal.say(f"going on from the estimates in {partial}")
     with Steps(terminal, f"compiling for {target}", 1) as bar:
         made = calibrate_tpu(
             target, refresh, lambda what, done, total: bar.update(done, what, total), hushed, partial
