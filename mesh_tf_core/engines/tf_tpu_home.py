@@ -94,11 +94,11 @@ def strategy_for(mesh: Mesh, resolver: Any, topology: Any, devices: Sequence[str
         order = list(places(mesh, tuple(int(n) for n in topology.mesh_shape)))
     else:
         order = list(cores.values())
-    if len(order) != mesh.devices or len(cores) != mesh.devices:
+    if len(set(order)) != mesh.devices or len(cores) != mesh.devices:
         shape = "x".join(str(n) for n in topology.mesh_shape)
         raise UserError(
             f"mesh [{mesh}] needs {mesh.devices} TPU cores, found {len(cores)} (torus {shape})"
-            + (f" and {len(order)} names" if devices is not None else "")
+            + (f" and {len(set(order))} different names" if devices is not None else "")
             + "; make them equal"
         )
     assignment = tf.tpu.experimental.DeviceAssignment(topology, np.array(order, np.int32)[:, None])
@@ -106,11 +106,11 @@ def strategy_for(mesh: Mesh, resolver: Any, topology: Any, devices: Sequence[str
 
 
 def _core(name: str, cores: dict[str, Place]) -> Place:
-    """A core by a name that may leave its beginning out."""
-    found = [place for known, place in cores.items() if known.endswith(name[name.find("/task:") :])]
-    if len(found) != 1:
-        raise UserError(f"there is no TPU core {name!r}; {known_names(name, cores)}")
-    return found[0]
+    """A core by a name that may say its job, too."""
+    known = name[max(0, name.find("/task:")) :]
+    if known not in cores:
+        raise UserError(f"there is no TPU core {name!r}; {known_names(known, cores)}")
+    return cores[known]
 
 
 def places(mesh: Mesh, torus: Place) -> Iterator[Place]:
@@ -118,7 +118,7 @@ def places(mesh: Mesh, torus: Place) -> Iterator[Place]:
 
     If the mesh's axes, in their order, are products of whole axes of the torus, in any order, devices that
     differ in one mesh axis differ in those alone: groups of different axes use different links. Otherwise all
-    ranks lie along one snake. Either way neighbours along a mesh axis are neighbours on the torus.
+    ranks lie along one snake. Either way neighbours along the last mesh axis are neighbours on the torus.
     """
     sizes = [n for n in mesh.shape if n > 1]
     for order in itertools.permutations(range(len(torus))):

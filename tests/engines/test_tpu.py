@@ -206,10 +206,11 @@ def test_refusals(monkeypatch):
         open_engine(every_collective("a:8", ("a",)), "tpu")
     with pytest.raises(UserError, match=r"needs 4 TPU cores, found 8 \(torus 2x4x1x1\); make them equal"):
         strategy(Mesh("a:4"), 2, 4, 1, 1)
-    with pytest.raises(UserError, match=r"needs 8 TPU cores, found 8 .* and 1 names"):
-        strategy(Mesh("a:8"), 2, 4, 1, 1, devices=["/task:0/device:TPU:0"])
-    with pytest.raises(UserError, match="there is no TPU core '/task:0/device:TPU:9'; did you mean"):
-        strategy(Mesh("a:8"), 2, 4, 1, 1, devices=["/task:0/device:TPU:9"])
+    with pytest.raises(UserError, match=r"needs 8 TPU cores, found 8 .* and 1 different names"):
+        strategy(Mesh("a:8"), 2, 4, 1, 1, devices=["/task:0/device:TPU:0"] * 8)
+    for name in ("/task:0/device:TPU:9", "TPU:3"):
+        with pytest.raises(UserError, match=f"there is no TPU core '{name}'; .*known: /task:0/device:TPU:0,"):
+            strategy(Mesh("a:8"), 2, 4, 1, 1, devices=[name])
 
 
 def test_nothing_of_it_is_traced_for_a_cpu():
