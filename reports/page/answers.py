@@ -139,9 +139,7 @@ def _validated(plan: Plan, checked: Validation, error: float) -> Answer:
 def fit_words(found: Calibration) -> str:
     """How well a calibration's fit meets what it did not see, or, where all was seen, that."""
     fitted, unseen = found.typical(held_out=False), found.typical(held_out=True)
-    # Where every sample was held out once, all of them were fitted to.
-    fitted_to = sum(not s.held_out for s in found.samples) or len(found.samples)
-    words = f"fitted to {plural(fitted_to, found.noun)}"
+    words = f"fitted to {plural(sum(not s.held_out for s in found.samples), found.noun)}"
     if unseen is not None:
         return f"{words}; typically {percent(unseen)} off on operations that the fit had not seen"
     return f"{words}, typically {percent(fitted)} off" if fitted is not None else words
@@ -154,8 +152,9 @@ def robust_words(found: Robustness) -> str:
     drawn = f"{found.draws} machines drawn within the uncertainties"
     if found.wins == found.draws:
         return f"the fastest on all {drawn}"
-    words = f"the fastest on {found.wins} of {drawn}, at worst {percent(found.worst)} behind"
-    return f"{words} {shorten(found.rival, 36)}" if found.rival else words
+    other = f", mostly {shorten(found.rival, 36)}" if found.rival else ""
+    behind = f"elsewhere at most {percent(found.worst)} slower than another{other}"
+    return f"the fastest on {found.wins} of {drawn}, {behind}"
 
 
 def proof(plan: Plan) -> Answer:
