@@ -29,7 +29,7 @@ METHOD = (
     "the compiler's estimates of products and of chains of operations, predicted kernel by kernel: launch "
     "from chains without products (least relative squares, >= 0); efficiency of products a non-decreasing "
     "curve over padded FLOPs, at most 1 (pooling adjacent violators); memory efficiency in (0, 1] with the "
-    "least sum of |log(predicted / compiler's)| over the chains"
+    "least sum of log(predicted / compiler's)^2 over the chains"
 )
 KINDS = {PRODUCT: "products", CHAIN: "chains", CHECK: "checks"}
 

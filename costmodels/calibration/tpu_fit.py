@@ -8,7 +8,8 @@ equation (1) of `costmodels.compute`. Three numbers of that equation are fitted:
 (2) efficiency of a product = padded FLOPs / (peak · (seconds - launch)), at most 1
 (3) the curve: the non-decreasing one over padded FLOPs that is nearest to (2); where it would rise faster
     than the FLOPs it is lowered, so that more FLOPs never take less time
-(4) memory efficiency: the one in (0, 1] with the least sum of |log(predicted / compiler's)| over all chains
+(4) memory efficiency: the one in (0, 1] with the least sum of log(predicted / compiler's)^2 over all chains:
+    their mean, between chains that the core's own memory holds and chains that it does not
 (5) held out: every fifth probe in turn is predicted by a fit of the others; checks by the fit of all
 (6) uncertainty: of the curve, the typical error at a point when it is fitted without that point; of the other
     two, the larger of their relative spread over the fits of (5) and, for memory, the chains' typical error
@@ -119,7 +120,7 @@ def fit_numbers(hardware: Hardware, samples: Sequence[Sample]) -> Numbers:
 
     def off(memory: float) -> float:
         machine = with_numbers(hardware, Numbers(launch, memory, curve))
-        return sum(abs(math.log(predicted(machine, s) / s.seconds)) for s in chains)
+        return sum(math.log(predicted(machine, s) / s.seconds) ** 2 for s in chains)
 
     step = LEAST ** (1 / (COARSE - 1))
     best = min((step**i for i in range(COARSE)), key=off)

@@ -1,8 +1,9 @@
 """What a calibration for a TPU compiles: matrix products, and chains of operations as in steps of training.
 
 A chain is compiled as a whole, so that its cycles show what the compiler makes of it as a whole: what is
-fused, what stays in the memory of the core, what is read twice. Sizes are those of layers in general; no
-example model is used, so that whole models remain a test on what the fit has not seen.
+fused, what stays in the memory of the core, what is read twice. Half of the training steps have
+activations that the core's own memory holds, half have larger ones; no example model is used, so that whole
+models remain a test on what the fit has not seen.
 """
 
 from __future__ import annotations
@@ -48,6 +49,20 @@ PRODUCTS = (
 )
 """m x k x n of [m, k] x [k, n]: square ones; activations by weights; gradients of weights, which sum over
 many rows; sizes that are no multiples of the matrix unit's; a few rows, as in decoding."""
+FEED_FORWARD = (
+    ((3, 4, 512, 768), 3072),
+    ((2, 16, 512, 1536), 1536),
+    ((3, 32, 512, 768), 3072),
+    ((2, 16, 1024, 1536), 6144),
+)
+"""Layers, batch, length and width; the hidden width."""
+ATTENTION = (
+    ((2, 4, 512, 768), 12, 64),
+    ((3, 8, 256, 1536), 6, 128),
+    ((3, 32, 512, 768), 12, 64),
+    ((2, 16, 1024, 1536), 12, 128),
+)
+"""Layers, batch, length and width; heads and their size."""
 
 
 def tpu_probes() -> tuple[TpuProbe, ...]:
@@ -79,21 +94,21 @@ def _chains() -> Iterator[TpuProbe]:
     yield TpuProbe("softmax 64x256x256", CHAIN, _softmax(64, 256))
     yield TpuProbe("adam 4096x2048", CHAIN, _adam(4096, 2048))
     yield TpuProbe("cross_entropy 4096x16384", CHAIN, _cross_entropy(4096, 16384))
-    for sizes, inner in (((3, 4, 512, 768), 3072), ((2, 16, 512, 1536), 1536)):
+    for sizes, inner in FEED_FORWARD:
         name = f"feed_forward {_text(sizes)} {inner}"
         yield TpuProbe(name, CHAIN, _step(_feed_forward(inner), *sizes))
-    for sizes, heads, size in (((2, 4, 512, 768), 12, 64), ((3, 8, 256, 1536), 6, 128)):
+    for sizes, heads, size in ATTENTION:
         name = f"attention {_text(sizes)} {heads}x{size}"
         yield TpuProbe(name, CHAIN, _step(_attention(heads, size), *sizes))
 
 
 def _checks() -> Iterator[TpuProbe]:
-    sizes = (2, 8, 384, 1280)
-    yield TpuProbe(f"feed_forward {_text(sizes)} 2560", CHECK, _step(_feed_forward(2560), *sizes))
-    yield TpuProbe(f"attention {_text(sizes)} 10x64", CHECK, _step(_attention(10, 64), *sizes))
-    sizes = (0, 4, 512, 1280)
-    yield TpuProbe(f"gated {_text(sizes)} 2560", CHECK, _step(_feed_forward(2560, gated=True), *sizes))
-    yield TpuProbe("rms_norm 4096x3072", CHECK, _rows(4096, 3072, _rms_norm))
+    for sizes in ((2, 8, 384, 1280), (2, 24, 768, 1280)):
+        yield TpuProbe(f"feed_forward {_text(sizes)} 2560", CHECK, _step(_feed_forward(2560), *sizes))
+        yield TpuProbe(f"attention {_text(sizes)} 10x64", CHECK, _step(_attention(10, 64), *sizes))
+    for sizes in ((0, 4, 512, 1280), (0, 24, 512, 1280)):
+        yield TpuProbe(f"gated {_text(sizes)} 2560", CHECK, _step(_feed_forward(2560, gated=True), *sizes))
+    yield TpuProbe("rms_norm 16384x3072", CHECK, _rows(16384, 3072, _rms_norm))
 
 
 def _text(sizes: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -70,9 +71,9 @@ def test_numbers_are_bounded(made) -> None:
 
 
 def test_the_fit_is_nearer_than_the_preset(made) -> None:
-    for errors in made.typical.values():
-        assert errors["fitted"] < errors["preset"]
-    assert made.typical["products"]["held_out"] < made.typical["products"]["preset"]
+    for kind in ("products", "chains"):
+        errors = made.typical[kind]
+        assert errors["fitted"] <= errors["held_out"] < errors["preset"]
 
 
 def test_a_profile_loads_and_stays_analytic(made, tmp_path) -> None:
@@ -85,8 +86,8 @@ def test_a_profile_loads_and_stays_analytic(made, tmp_path) -> None:
     assert machine.chip.launch_overhead.value == made.fit.numbers.launch
     assert made.compiled.versions["libtpu"] in machine.chip.memory_efficiency.source
     said = json.loads(machine.calibration.fit)
-    errors = sorted(abs(m["held_out"]) for m in json.loads(machine.calibration.measurements))
-    assert said["held_out_error"] == errors[len(errors) // 2]
+    errors = [abs(m["held_out"]) for m in json.loads(machine.calibration.measurements)]
+    assert said["held_out_error"] == median(errors)
     preset = load_hardware(made.compiled.target)
     assert machine.topology == preset.topology and machine.overlap == preset.overlap
 
@@ -194,7 +195,7 @@ def test_compiling_goes_on_where_it_stopped(compiler, tmp_path) -> None:
     again = shipped_probes("tpu-v3")
     assert again.cycles == found.cycles and again.versions == found.versions
     assert json.loads(compiler.shipped.read_text(encoding="utf-8"))["format"] == FORMAT
-    with pytest.raises(UserError, match=r"shipped results for tpu-v3 lack 33 probes, as .*--refresh"):
+    with pytest.raises(UserError, match=r"shipped results for tpu-v3 lack 40 probes, as .*--refresh"):
         calibrate_tpu("tpu-v3")
 
 
