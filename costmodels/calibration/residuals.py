@@ -57,7 +57,7 @@ def _estimated(rows: Sequence[Mapping[str, Any]]) -> list[Residual]:
     """Of a profile that was fitted to a compiler's estimates."""
     return [
         Residual(
-            r["name"].split(" ")[0],
+            r["name"].partition(" ")[0].replace("_", " "),
             r["flops"] if r["kind"] == PRODUCT else r["bytes"],
             r["seconds"],
             r["seconds"] * (1 + r["fitted"]),

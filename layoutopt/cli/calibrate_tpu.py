@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) -> None:
     """Fits, writes if asked, and shows the profile of a TPU."""
     from costmodels.calibration.tpu import calibrate_tpu
-    from costmodels.calibration.tpu_compiled import known_target, ship
+    from costmodels.calibration.tpu_compiled import known_target, shipped_probes
     from costmodels.hardware import write_profile
     from costmodels.hardware.profiles import profiles_directory
 
     known_target(target)
     check_out(out)
     partial = profiles_directory() / f"{target}.partial.json"
-    if refresh and partial.is_file():
-        terminal.say(f"going on from the estimates in {partial}")
+    if refresh or shipped_probes(target) is None:
+        terminal.say(f"compiling little programs for {target}; some minutes")
+        if partial.is_file():
+            terminal.say(f"going on from the estimates in {partial}")
     with Steps(terminal, f"compiling for {target}", 1) as bar:
         made = calibrate_tpu(
             target, refresh, lambda what, done, total: bar.update(done, what, total), hushed, partial
@@ -38,16 +40,26 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
             f"{made.compiled.compiler}; --refresh compiles them here"
         )
     else:
-        terminal.say(f"wrote {ship(made.compiled)}")
-    machine = None
+        _ship(terminal, made)
     if out is not None:
-        machine = write_profile(made.content, out)
+        write_profile(made.content, out)
         terminal.say(f"wrote {out}; --hardware {out} predicts from it")
     terminal.result({"profile": out, **_summary(made)})
     if not terminal.as_json:
         _show(terminal, made)
-        if machine is None:
+        if out is None:
             terminal.say("nothing was written; --out PROFILE.json keeps the profile")
+
+
+def _ship(terminal: Terminal, made: TpuCalibration) -> None:
+    """Keeps new estimates for next time, if the project's own file can be written."""
+    from costmodels.calibration.tpu_compiled import ship
+    from mesh_tf_core import UserError
+
+    try:
+        terminal.say(f"wrote {ship(made.compiled)}")
+    except UserError as error:
+        terminal.say(f"the estimates are not kept: {error}")
 
 
 def _summary(made: TpuCalibration) -> dict[str, Any]:

@@ -92,3 +92,22 @@ def test_wrong_input_about_a_tpu(refused: Callable[..., str], tmp_path: Path) ->
     assert "say which one, for example --target tpu-v5e" in refused("calibrate", "--refresh")
     line = refused("calibrate", "--target", "tpu-v5e", "--out", str(tmp_path))
     assert "it is a folder; name a file" in line
+
+
+def test_new_estimates_for_a_tpu(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are kept where they ship, if that can be written, and the profile is made all the same."""
+    from costmodels.calibration import tpu, tpu_compiled
+
+    found = tpu_compiled.shipped_probes("tpu-v5e")
+    monkeypatch.setattr(tpu, "compile_probes", lambda *_: found)
+    for place, said in (("probes.json", "wrote "), ("nowhere/probes.json", "the estimates are not kept: ")):
+        monkeypatch.setattr(tpu_compiled, "SHIPPED", tmp_path / place)
+        profile = tmp_path / "v5e.json"
+        done = run("calibrate", "--target", "tpu-v5e", "--refresh", "--out", str(profile))
+        assert done.exit_code == 0
+        assert "compiling little programs for tpu-v5e; some minutes" in done.stderr
+        assert said in done.stderr and place in done.stderr
+        assert load_hardware(profile).calibrated
+    assert tpu_compiled.FORMAT in (tmp_path / "probes.json").read_text(encoding="utf-8")
