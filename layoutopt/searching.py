@@ -149,6 +149,9 @@ class _Results:
         """Searches every space."""
         for space in found:
             self.considered += count_layouts(space.decided.options)
+            if self.request.deadline is not None and time.monotonic() > self.request.deadline:
+                self._take(Outcome(None, 0.0, False))
+                continue
             if self.request.objective == "time":
                 self._add_fastest(space)
             else:

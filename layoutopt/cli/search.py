@@ -144,8 +144,8 @@ def search(
                 **asked,
             )
     except InfeasibleError as error:
-        terminal.say("nothing fits; looking for what would help")
-        why = diagnose(find, loaded.model, {**where, **asked})
+        with terminal.waiting("nothing fits; looking for what would help"):
+            why = diagnose(find, loaded.model, {**where, **asked})
         raise InfeasibleError("; ".join(filter(None, (str(error), str(why))))) from None
     question = {
         "hardware": hardware,
