@@ -154,6 +154,7 @@ def _profile(
         *content["notes"],
         "Estimates of the compiler, not measurements of a chip: they serve its scheduling, and may be far "
         "from what a chip reaches, above all where work is element-wise.",
+        "The probes' activations are bfloat16; programs with float32 ones are predicted too slow.",
         f"Held-out error of probes that the fit did not see: {held_out:.1%}.",
     ]
     return content
