@@ -1,5 +1,5 @@
 """Calibration: measures this machine's mesh with little programs, and fits the profile that its programs are
-priced by.
+priced by; or fits that of a TPU to what its compiler estimates.
 
 The only part of the cost models that opens an engine.
 """
@@ -7,12 +7,15 @@ The only part of the cost models that opens an engine.
 from costmodels.calibration.clock import Noise, Sample, noise, repeats_spread, sample, steps_for, typical
 from costmodels.calibration.drift import Drift, open_drift
 from costmodels.calibration.live import calibrate
+from costmodels.calibration.tpu import TpuCalibration, calibrate_tpu
 
 __all__ = [
     "Drift",
     "Noise",
     "Sample",
+    "TpuCalibration",
     "calibrate",
+    "calibrate_tpu",
     "noise",
     "open_drift",
     "repeats_spread",
