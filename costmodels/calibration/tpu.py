@@ -7,7 +7,6 @@ says nothing of the time of collectives: the network's numbers stay the preset's
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -91,10 +90,10 @@ def tpu_samples(hardware: Hardware, probes: Sequence[TpuProbe], compiled: Compil
     samples = []
     for probe in probes:
         program = probe.program(1)
-        kernels: Counter[Quantity] = Counter()
+        kernels: dict[Quantity, float] = {}
         for line in pricer(hardware, program).lines(program):
             if isinstance(line.opened, Quantity):
-                kernels[line.opened] += line.times  # type: ignore[assignment]
+                kernels[line.opened] = kernels.get(line.opened, 0.0) + line.times
         samples.append(Sample(probe.name, probe.kind, compiled.seconds[probe.name], tuple(kernels.items())))
     return samples
 

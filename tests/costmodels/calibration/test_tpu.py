@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from statistics import median
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from costmodels.calibration.tpu_compiled import FORMAT, SHIPPED, compile_probes,
 from costmodels.calibration.tpu_fit import Numbers, fit_tpu, predicted, with_numbers
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT, tpu_probes
 from costmodels.compute import Quantity, compute_seconds
-from costmodels.hardware import Curve, load_hardware, write_profile
+from costmodels.hardware import Curve, Hardware, load_hardware, write_profile
 from costmodels.pricing import pricer
 from costmodels.tpus import GENERATIONS
 from mesh_tf_core import Mesh, UserError
@@ -110,11 +111,9 @@ def _product(m: int, n: int, k: int) -> Quantity:
     return Quantity(2.0 * m * n * k, moved, "matmul", "bfloat16", (m, n, k, 1))
 
 
-def _calibrated(cache=[]):  # noqa: B006 - made once
-    if not cache:
-        found = calibrate_tpu("tpu-v5e")
-        cache.append(with_numbers(load_hardware("tpu-v5e"), found.fit.numbers))
-    return cache[0]
+@cache
+def _calibrated() -> Hardware:
+    return with_numbers(load_hardware("tpu-v5e"), calibrate_tpu("tpu-v5e").fit.numbers)
 
 
 def test_a_known_machine_is_found_again(v5e) -> None:
