@@ -115,7 +115,7 @@ SHAPE = (
         lambda x: x[:, 0],
     ),
     Sample(
-        "split",
+        "split in parts",
         "shape",
         lambda g, x: tuple(mtf.split(x, "a", [4, 8, 4])),
         (Arg("b:2 a:16"),),
