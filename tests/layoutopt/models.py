@@ -30,6 +30,8 @@ SMALL = {
     "batch": 8,
     "length": 16,
 }
+
+
 def branching() -> mtf.Model:
     """A branch in a loop that stops early, with products on one side only."""
     g = mtf.Graph("branching")
