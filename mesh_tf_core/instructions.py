@@ -14,6 +14,20 @@ from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.op import Op, TensorType
 
 
+@lru_cache(maxsize=1 << 16)
+def _piece(shape: Shape, dtype: str, splits: tuple[Axes, ...], mesh: Mesh) -> TensorType:
+    dims = [
+        Dim(d.name, d.size // mesh.group_size(axes)) if axes else d
+        for d, axes in zip(shape, splits, strict=True)
+    ]
+    return TensorType(Shape(dims), dtype)
+
+
+@lru_cache(maxsize=1 << 16)
+def _ways(splits: tuple[Axes, ...], mesh: Mesh) -> int:
+    return math.prod(mesh.size(a) for axes in splits for a in axes)
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """A value of a program, one piece of it on every device.
@@ -34,15 +48,10 @@ class Value:
 
     def local(self, mesh: Mesh) -> TensorType:
         """Type of the piece on one device."""
-        dims = [
-            Dim(d.name, d.size // mesh.group_size(axes)) if axes else d
-            for d, axes in zip(self.shape, self.splits, strict=True)
-        ]
-        return TensorType(Shape(dims), self.dtype)
+        return _piece(self.shape, self.dtype, self.splits, mesh)
 
     def local_bytes(self, mesh: Mesh) -> int:
-        ways = math.prod(mesh.size(a) for axes in self.splits for a in axes)
-        return self.shape.size // ways * itemsize(self.dtype)
+        return self.shape.size // _ways(self.splits, mesh) * itemsize(self.dtype)
 
     def split_of(self, name: str) -> Axes:
         return self.splits[self.shape.index(name)]

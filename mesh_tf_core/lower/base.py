@@ -365,7 +365,8 @@ def lower_base(
     if keep is not None:
         state.deliver_gradients()
     for tensor, id in state.env.items():
-        state.values[id] = replace(state.values[id], tensor=tensor)
+        if state.values[id].tensor != tensor:
+            state.values[id] = replace(state.values[id], tensor=tensor)
     returned = {name: state.at_home(state.value_of(t.id)) for name, t in (results or {}).items()}
     return Program(
         mesh,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 from mesh_tf_core.blocks import Node, reads
@@ -32,6 +33,7 @@ from mesh_tf_core.structure import Assign, Feed, Read, Scan
 FREE, PRODUCT, MAP, REDUCE, ALONE = "free", "product", "map", "reduce", "alone"
 
 
+@lru_cache(maxsize=1 << 16)
 def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     """How an operation fuses on operands of these types: FREE, PRODUCT, MAP, REDUCE or ALONE."""
     if op.free:
