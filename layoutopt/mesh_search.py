@@ -30,6 +30,7 @@ from layoutopt.problem import (
     Sparse,
     Status,
     Term,
+    cost,
     eliminate,
     solve,
 )
@@ -279,14 +280,15 @@ def unlike(decided: tuple[int, ...], sizes: Sequence[int]) -> Row:
 def simplest(problem: Problem, extraction: Extraction, choices: tuple[int, ...]) -> tuple[int, ...]:
     """Choices that cost no more, with the plain option wherever it makes no difference."""
     best = list(choices)
-    value = judge_problem(problem, choices).objective
+    most = cost(problem, choices) * (1 + EQUAL)
     for i, name in enumerate(extraction.names):
         plain = extraction.decided.options[name].index(()) if () in extraction.decided.options[name] else 0
         for option in sorted({plain, *range(best[i])}, key=lambda o: (o != plain, o)):
             if option == best[i]:
                 break
-            found = judge_problem(problem, (*best[:i], option, *best[i + 1 :]))
-            if found.feasible and found.objective <= value * (1 + EQUAL):
+            other = (*best[:i], option, *best[i + 1 :])
+            # Most options already cost more; only of the others are the rows worth adding up.
+            if cost(problem, other) <= most and judge_problem(problem, other).feasible:
                 best[i] = option
                 break
     return tuple(best)

@@ -13,6 +13,7 @@ import math
 from layoutopt.decisions import RECOMPUTE, STORAGE, Choice
 from layoutopt.extract import Extraction
 from layoutopt.mesh_search import Found, MeshSearch
+from layoutopt.problem import cost
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 
@@ -44,7 +45,7 @@ def _one_more(found: Extraction, layout: Layout) -> list[Layout]:
 
 def _seconds(found: Extraction, layout: Layout, options: Options) -> float:
     choices = found.choices(layout, options)
-    return math.inf if choices is None else math.fsum(term.cost(choices) for term in found.problem.terms)
+    return math.inf if choices is None else cost(found.problem, choices)
 
 
 def least_memory(search: MeshSearch, deadline: float | None = None) -> Found | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from costmodels.hardware import Hardware, drawn, with_bandwidth
@@ -56,11 +55,6 @@ class Curve:
 
     factor: str
     trials: tuple[Trial, ...]
-
-    def changes(self) -> int:
-        """How often the best layout is another one from one trial to the next."""
-        found = [t.decided for t in self.trials if t.step_seconds is not None]
-        return sum(a != b for a, b in pairwise(found))
 
 
 Told = Callable[[str], None]

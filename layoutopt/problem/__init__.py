@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layoutopt.problem.answer import Evaluation, Solution, Status, Violation, evaluate
+from layoutopt.problem.answer import Evaluation, Solution, Status, Violation, cost, evaluate
 from layoutopt.problem.conflict import Conflict, Facts, conflict
 from layoutopt.problem.elimination import Elimination, eliminate
 from layoutopt.problem.files import dump, load
@@ -42,6 +42,7 @@ __all__ = [
     "Variable",
     "Violation",
     "conflict",
+    "cost",
     "dump",
     "eliminate",
     "evaluate",

@@ -82,6 +82,11 @@ class Evaluation:
         return not self.forbidden and not self.violations
 
 
+def cost(problem: Problem, choices: Sequence[int]) -> float:
+    """The objective of `choices`, exactly rounded (inf if forbidden), whatever rows they overfill."""
+    return math.fsum([problem.constant, *(term.cost(choices) for term in problem.terms)])
+
+
 def evaluate(problem: Problem, choices: Sequence[int]) -> Evaluation:
     """Recomputes (1)-(4) of `form` for `choices`, exactly rounded, from the problem's own tables."""
     if len(choices) != len(problem.variables):
