@@ -17,13 +17,14 @@ Constraints
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from costmodels.pricing import Pricer
-from layoutopt.clusters import clusters
+from layoutopt.clusters import Cluster, clusters
 from layoutopt.coupling import Coupling
 from layoutopt.decisions import Choice, Decisions
 from layoutopt.memory_rows import MemoryRows
@@ -80,28 +81,86 @@ class Extraction:
 
 def extract(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Extraction:
     """The problem of a model on a mesh; `decided` is what may be chosen."""
-    step = model.training_step(decided.microbatches)
-    graph = step.graph
+    draft = Draft(model, mesh, decided, pricer)
+    draft.finish()
+    return draft.extraction()
 
-    def lowered(again: frozenset[str]) -> Program:
-        return model.lower(mesh, Layout(), Options(recompute=again, microbatches=decided.microbatches))
 
-    program = lowered(frozenset())
-    coupling = Coupling(graph, program, [t.id for t in step.results.values()])
-    tabler = Tabler(graph, mesh, decided, pricer)
-    tables = tuple(tabler.table(c) for c in clusters(coupling))
-    names = decided.free
-    groups = tuple(dict.fromkeys(k for t in tables for e in t.entries.values() for k in e.small))
-    variables = [Variable.of(n, ["+".join(c) or "-" for c in decided.options[n]]) for n in names]
-    variables += [Variable.of(f"messages over {'+'.join(a)} in {d}", ["no", "yes"]) for a, d in groups]
-    index = Index(names, decided)
-    terms = _time_terms(tables, groups, index, pricer)
-    terms += _message_terms(tables, groups, index, pricer)
-    if fixed := pricer.fixed_seconds(program):
-        terms.append(Term((), Sparse(np.zeros((1, 0), np.int64), np.array([fixed])), "the start of a step"))
-    problem = Problem(f"{model.name} on {mesh}", tuple(variables), tuple(terms))
-    memory = MemoryRows(graph, lowered, decided, names, coupling, pricer.fuses)
-    return Extraction(mesh, decided, names, tables, groups, problem, memory)
+class Draft:
+    """A problem whose tables are being made.
+
+    Attributes:
+      decided: what may be chosen (`narrowing` takes away from it); `tables` are over that.
+      left: clusters without a table.
+    """
+
+    def __init__(self, model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> None:
+        self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
+        step = model.training_step(decided.microbatches)
+        self.graph = step.graph
+        self.program = self._lowered(frozenset())
+        self.coupling = Coupling(self.graph, self.program, [t.id for t in step.results.values()])
+        self.tabler = Tabler(self.graph, mesh, pricer)
+        self.left: list[Cluster] = clusters(self.coupling)
+        self.tables: list[Table] = []
+
+    def _lowered(self, again: frozenset[str]) -> Program:
+        options = Options(recompute=again, microbatches=self.decided.microbatches)
+        return self.model.lower(self.mesh, Layout(), options)
+
+    def finish(self, deadline: float | None = None) -> bool:
+        """Makes the tables that are missing; False if there was no time for all."""
+        while self.left:
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            self.make(self.left[0])
+        return True
+
+    def make(self, cluster: Cluster) -> Table:
+        """The table of a cluster that has none."""
+        self.left = [c for c in self.left if c is not cluster]
+        self.tables.append(self.tabler.table(cluster, self.decided))
+        return self.tables[-1]
+
+    def read(self, choices: Sequence[int]) -> tuple[Layout, Options]:
+        """The layout and options of choices of `times`."""
+        options = self.decided.options
+        return self.decided.read({n: options[n][c] for n, c in zip(self.decided.free, choices, strict=True)})
+
+    def keep(self, decided: Decisions) -> None:
+        """Takes options away."""
+        self.tables = [t.within(decided) for t in self.tables]
+        self.decided = decided
+
+    def times(self) -> Problem:
+        """The problem by the tables so far, without what messages share."""
+        index = Index(self.decided.free, self.decided)
+        return self._problem(_time_terms(self.tables, _groups(self.tables), index, self.pricer), ())
+
+    def _problem(self, terms: list[Term], groups: tuple[Key, ...]) -> Problem:
+        variables = [
+            Variable.of(n, ["+".join(c) or "-" for c in self.decided.options[n]]) for n in self.decided.free
+        ]
+        variables += [Variable.of(f"messages over {'+'.join(a)} in {d}", ["no", "yes"]) for a, d in groups]
+        if fixed := self.pricer.fixed_seconds(self.program):
+            start = Sparse(np.zeros((1, 0), np.int64), np.array([fixed]))
+            terms = [*terms, Term((), start, "the start of a step")]
+        return Problem(f"{self.model.name} on {self.mesh}", tuple(variables), tuple(terms))
+
+    def extraction(self) -> Extraction:
+        """The problem with all its tables."""
+        assert not self.left
+        decided, names = self.decided, self.decided.free
+        groups, index = _groups(self.tables), Index(names, decided)
+        terms = _time_terms(self.tables, groups, index, self.pricer)
+        terms += _message_terms(self.tables, groups, index, self.pricer)
+        memory = MemoryRows(self.graph, self._lowered, decided, names, self.coupling, self.pricer.fuses)
+        problem = self._problem(terms, groups)
+        return Extraction(self.mesh, decided, names, tuple(self.tables), groups, problem, memory)
+
+
+def _groups(tables: Sequence[Table]) -> tuple[Key, ...]:
+    return tuple(dict.fromkeys(k for t in tables for e in t.entries.values() for k in e.small))
 
 
 class Index:

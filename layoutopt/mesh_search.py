@@ -101,10 +101,17 @@ class Outcome:
 class MeshSearch:
     """One model on one mesh and one piece of hardware."""
 
-    def __init__(self, model: Model, mesh: Mesh, decided: Decisions, hardware: Hardware) -> None:
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        decided: Decisions,
+        hardware: Hardware,
+        extraction: Extraction | None = None,
+    ) -> None:
         self.model, self.mesh, self.hardware = model, mesh, hardware
         self.prices = pricer(hardware, mesh)
-        self.extraction: Extraction = extract(model, mesh, decided, self.prices)
+        self.extraction = extraction or extract(model, mesh, decided, self.prices)
         self.judged: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset()]
         self.lessons: dict[str, Row] = {}

@@ -18,12 +18,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from costmodels.pricing import Pricer, pricer
 from layoutopt.baselines import axis_names, named_layouts
 from layoutopt.decisions import RECOMPUTE, Decisions
 from layoutopt.domains import domains
 from layoutopt.evaluate import evaluate, gib
-from layoutopt.extract import count_layouts
+from layoutopt.extract import Draft, count_layouts
 from layoutopt.mesh_search import Found, MeshSearch
+from layoutopt.narrowing import narrow
 from layoutopt.problem import Solution, Status
 from layoutopt.request import EXACT, Request
 from layoutopt.rivals import greedy
@@ -119,12 +121,14 @@ class Places:
         order = sorted(self.places, key=lambda p: p.bound)
         if self.request.deadline is not None and not self._fitting(limit):
             order = [*self.places[-1:], *order]  # what fits most likely, to have something early
+        narrows = self.request.objective == "time"
         for place in order:
             best = self._known(limit)
             self._inherit(place)
             if place.promises(best, limit) and not self._late():
-                search = self._open(place)
-                if place.promises(best, limit):
+                search = self._narrowed(place, limit) if narrows else self._open(place)
+                best = self._known(limit)
+                if search is not None and place.promises(best, limit):
                     self._ask(place, search, limit, best)
         if any(place.promises(self._known(limit), limit) for place in self.places):
             self.proven = False
@@ -147,14 +151,37 @@ class Places:
         place.bound = max([place.bound, *known])
 
     def _open(self, place: Place) -> MeshSearch:
+        """The whole problem of a place."""
         if place.search is None:
             space, request = place.space, self.request
             place.search = MeshSearch(request.model, space.mesh, space.decided, request.hardware)
-            seconds = place.search.relaxed(request.deadline)
-            place.bound = max(place.bound, seconds)
-            if place.search.prices.pieces_cost_more:
-                self.least[space.mesh, space.parts] = seconds
+            self._bounded(place, place.search.prices, place.search.relaxed(request.deadline))
         return place.search
+
+    def _bounded(self, place: Place, prices: Pricer, seconds: float) -> None:
+        """No layout of a place takes less, whatever memory it takes."""
+        place.bound = max(place.bound, seconds)
+        if prices.pieces_cost_more:
+            self.least[place.space.mesh, place.space.parts] = place.bound
+
+    def _narrowed(self, place: Place, limit: float) -> MeshSearch | None:
+        """The problem of a place without what cannot be part of anything faster than the best so far; None if
+        nothing is, or if there was no time."""
+        space, request, upper = place.space, self.request, self._known(limit)
+        draft = Draft(request.model, space.mesh, space.decided, pricer(request.hardware, space.mesh))
+
+        def propose(layout: Layout, options: Options) -> float:
+            self._try(space.mesh, layout, options)
+            if not math.isfinite(self._known(limit)):
+                self._try(space.mesh, layout, _leanest(space))
+            return self._known(limit)
+
+        bound = narrow(draft, upper, propose, request.deadline)
+        self._bounded(place, draft.pricer, min(bound, upper))
+        if draft.left or not place.promises(upper, limit):
+            return None
+        extraction = draft.extraction()
+        return MeshSearch(request.model, space.mesh, extraction.decided, request.hardware, extraction)
 
     def _ask(self, place: Place, search: MeshSearch, limit: float, best: float) -> None:
         """Looks in one place for something faster than the best so far."""
@@ -174,9 +201,10 @@ class Places:
             self.request.on_progress(str(mesh), min(best, known), min(bound, known))
 
     def search_of(self, found: Found) -> MeshSearch | None:
-        """The problem that a layout belongs to, if it was opened."""
+        """The whole problem that a layout belongs to; None if there is no time to make it."""
         own = found.mesh, found.options.microbatches
-        return next((p.search for p in self.places if (p.space.mesh, p.space.parts) == own), None)
+        place = next(p for p in self.places if (p.space.mesh, p.space.parts) == own)
+        return place.search if self._late() else self._open(place)
 
     # -- time against memory ---------------------------------------------------------------------------------
 

@@ -46,6 +46,17 @@ class Table:
     names: tuple[str, ...]
     entries: Mapping[Assignment, Entry]
 
+    def within(self, decided: Decisions) -> Table:
+        """The table over fewer options."""
+        options = [set(decided.options[n]) for n in self.names]
+        free = [i for i, found in enumerate(options) if len(found) > 1]
+        entries = {
+            tuple(a[i] for i in free): e
+            for a, e in self.entries.items()
+            if all(choice in found for choice, found in zip(a, options, strict=True))
+        }
+        return Table(self.cluster, tuple(self.names[i] for i in free), entries)
+
 
 def assignments(
     names: Sequence[str], shapes: Sequence[Sequence[str]], options: Mapping[str, Sequence[Choice]]
@@ -74,27 +85,27 @@ def assignments(
 class Tabler:
     """Builds the tables of one graph on one mesh."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, decided: Decisions, pricer: Pricer) -> None:
-        self.graph, self.mesh, self.decided, self.pricer = graph, mesh, decided, pricer
+    def __init__(self, graph: Graph, mesh: Mesh, pricer: Pricer) -> None:
+        self.graph, self.mesh, self.pricer = graph, mesh, pricer
         self.parts, self.namings = parts_of(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
 
-    def table(self, cluster: Cluster) -> Table:
+    def table(self, cluster: Cluster, decided: Decisions) -> Table:
         """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out."""
-        free = [n for n, found in self.decided.options.items() if len(found) > 1]
+        free = set(decided.free)
         dims = tuple(n for n in cluster.dims if n in free)
         switches = tuple(n for n in cluster.switches if n in free)
-        names, fixed = (*dims, *switches), self.decided.fixed
+        names, fixed = (*dims, *switches), decided.fixed
         entries: dict[Assignment, Entry] = {}
         placed: tuple[Assignment, Naming, Layout] | None = None
         switched: dict[Assignment, Options] = {}
-        for assignment in assignments(names, cluster.shapes, self.decided.options):
+        for assignment in assignments(names, cluster.shapes, decided.options):
             split, rest = assignment[: len(dims)], assignment[len(dims) :]
             if placed is None or placed[0] != split:
                 chosen = {**fixed, **dict(zip(dims, split, strict=True))}
                 placed = split, *self._placed({n: chosen.get(n, ()) for n in cluster.dims})
             if rest not in switched:
-                switched[rest] = self.decided.read(dict(zip(switches, rest, strict=True)))[1]
+                switched[rest] = decided.read(dict(zip(switches, rest, strict=True)))[1]
             entry = self._entry(cluster, *placed[1:], switched[rest])
             if entry is not None:
                 entries[assignment] = entry

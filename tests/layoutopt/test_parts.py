@@ -57,9 +57,9 @@ def compare(
         prices = pricer(hardware, mesh)
         decided = decisions(step.graph, domains(step.graph, mesh), microbatches=parts)
         program = model.lower(mesh, mtf.Layout(), Options(microbatches=parts))
-        tabler = Tabler(step.graph, mesh, decided, prices)
+        tabler = Tabler(step.graph, mesh, prices)
         for cluster in clusters(Coupling(step.graph, program, [t.id for t in step.results.values()])):
-            table = tabler.table(cluster)
+            table = tabler.table(cluster, decided)
             for assignment in rng.sample(sorted(table.entries), min(count, len(table.entries))):
                 found, chosen = table.entries[assignment], dict(zip(table.names, assignment, strict=True))
                 wanted = anew(model, mesh, decided, pricer(hardware, mesh), cluster, chosen)
