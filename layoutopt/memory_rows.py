@@ -26,10 +26,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 
@@ -37,6 +36,7 @@ from costmodels.memory import Alive, alive
 from layoutopt.aliases import aliases
 from layoutopt.coupling import Coupling
 from layoutopt.decisions import Decisions, recompute_name, storage_class
+from layoutopt.memory_gradients import NEVER, gradients
 from layoutopt.memory_shares import Kind, Shares
 from layoutopt.problem import Entry, Row, Sparse
 from mesh_tf_core.blocks import Block
@@ -44,22 +44,13 @@ from mesh_tf_core.dims import Shape
 from mesh_tf_core.dtypes import itemsize
 from mesh_tf_core.graph import Graph
 from mesh_tf_core.lower.reruns import stands_beside_backward
-from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import Instr, Local, Loop, Program, Value
-from mesh_tf_core.structure import Scan
 
 Key = tuple[str, int]
 """What is counted: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside", node)."""
-Part = TypeVar("Part", bound=Hashable)
-
-
-NEVER = len(STAGES)
-"""A stage that no variable has."""
-
-
 Held = tuple[Kind, Shape, int]
 """What is alive: of which kind, the shape, the bytes of an element."""
 
@@ -87,6 +78,7 @@ class MemoryRows:
         self.always = decided.read({})[1].recompute
         self._made: dict[frozenset[str], tuple[Row, ...]] = {}
         self._programs: dict[frozenset[str], _Rows] = {}
+        self._largest: dict[Entry, float] = {}
         self.shares: Shares | None = None
 
     def rows(self, again: frozenset[str] = frozenset()) -> tuple[Row, ...]:
@@ -120,31 +112,22 @@ class MemoryRows:
 
     def _only(self, row: Row, again: frozenset[str]) -> Row:
         """The row, made useless for choices that do not run these loops again."""
-        tables = (entry.table for entry in row.entries)
-        most = sum(float(t.values.max(initial=0.0)) for t in tables if isinstance(t, Sparse))
+        if not again:
+            return row
+        most = sum(map(self._most, row.entries))
         gates = []
         for dim in sorted(again):
             options = self.decided.options[recompute_name(dim)]
             table = np.array([0.0 if choice else -most for choice in options])
             gates.append(Entry((self.names.index(recompute_name(dim)),), table))
-        name = f"{row.name} with {', '.join(sorted(again))} again" if again else row.name
+        name = f"{row.name} with {', '.join(sorted(again))} again"
         return replace(row, name=name, entries=(*row.entries, *gates))
 
-
-@dataclass(frozen=True)
-class Gradient:
-    """A tensor that is a variable's gradient, or becomes one by casts or a loop.
-
-    Attributes:
-      split: stage from which it is split before the update.
-      scattered: stage from which a pending sum of it is scattered.
-      narrow: bytes of an element before the casts that it comes from, where they are fewest.
-    """
-
-    variable: str
-    split: int
-    scattered: int
-    narrow: int = 0
+    def _most(self, entry: Entry) -> float:
+        if entry not in self._largest:
+            values = entry.table.values if isinstance(entry.table, Sparse) else entry.table
+            self._largest[entry] = float(values.max(initial=0.0))
+        return self._largest[entry]
 
 
 class _Rows:
@@ -172,57 +155,117 @@ class _Rows:
         self.instrs = [instr for instr, _ in program.walk()]
         self.origin = {o: i.origin for i in self.instrs for o in i.outputs}
         self.nodes = {n.index: n for n, _ in graph.walk()}
-        self.gradients = self._gradients()
+        self.gradients = gradients(self.coupling, self._classed)
+        self.of_tensor: dict[int, list[int]] = defaultdict(list)
+        self.of_owner: dict[str, list[int]] = defaultdict(list)
+        for value in program.values:
+            self.of_tensor[value.tensor].append(value.id)
+            if value.tensor in self.gradients:
+                self.of_owner[self.gradients[value.tensor].variable].append(value.id)
         self.trace = alive(program, of.fuses)
         self.aliases = aliases(program)
         self.whole = self._gathered()
         self.shares = shares
+        self.held: list[Held] = []
+        self._numbers: dict[Held, int] = {}
+        self._steady: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
 
     def rows(self) -> Iterator[Row]:
-        points = [(f"memory at {p.name} #{p.position}", self._base + self._holds(p)) for p in self.trace]
-        for name, held in undominated(points):
-            yield self._row(name, held)
+        return (self.row(self.trace[i]) for i in undominated(self._counts()))
 
     def row(self, point: Alive) -> Row:
         """The row of one point."""
         return self._row(f"memory at {point.name} #{point.position}", self._base + self._holds(point))
 
-    def _row(self, name: str, held: Counter[Held]) -> Row:
+    def _number(self, held: Held) -> int:
+        """What stands for `held`: points hold few different things, each of them often."""
+        if held not in self._numbers:
+            self._numbers[held] = len(self.held)
+            self.held.append(held)
+        return self._numbers[held]
+
+    def _row(self, name: str, held: Counter[int]) -> Row:
         sizes: Counter[tuple[Kind, Shape]] = Counter()
-        for (kind, shape, element), count in held.items():
+        for number, count in held.items():
+            kind, shape, element = self.held[number]
             unit = shape if kind.variable else Shape()
             sizes[kind, unit] += count * element * (1 if kind.variable else shape.size)
         return Row(name, math.inf, tuple(self.shares.entry(k, s, n) for (k, s), n in sizes.items()))
 
     @cached_property
-    def _base(self) -> Counter[Held]:
+    def _base(self) -> Counter[int]:
         """The variables."""
-        base: Counter[Held] = Counter()
+        base: Counter[int] = Counter()
         for stored in self.program.variables.values():
             v = stored.variable
             owner, stage = (v.slot_of, 1) if v.slot_of else (v.name, 3)
             kind = Kind(v.shape.names, owner if self._classed(owner) else None, stage)
-            base[kind, v.shape, itemsize(v.dtype)] += 1
+            base[self._number((kind, v.shape, itemsize(v.dtype)))] += 1
         return base
 
-    def _holds(self, point: Alive) -> Counter[Held]:
-        held: Counter[Held] = Counter()
+    def _counts(self) -> np.ndarray:
+        """How much of everything each point holds besides the variables, of shape (points, things)."""
+        points = []
+        for point in self.trace:
+            once = [number for _, numbers in self._values(point) for number in numbers]
+            once += map(self._number, self.whole[point.position].values())
+            points.append((once, self._kept(point)))
+        counts = np.zeros((len(points), len(self.held)), np.int64)
+        for held, (once, kept) in zip(counts, points, strict=True):
+            np.add.at(held, once, 1)
+            for _, number, times in kept:
+                held[number] += times
+        return counts
+
+    def _holds(self, point: Alive) -> Counter[int]:
+        held: Counter[int] = Counter()
         for found in self._parts(point).values():
             held.update(found)
         return held
 
-    def _parts(self, point: Alive) -> dict[Key, Counter[Held]]:
+    def _parts(self, point: Alive) -> dict[Key, Counter[int]]:
         """What a point holds besides the variables."""
-        parts: dict[Key, Counter[Held]] = defaultdict(Counter)
-        for i in point.values:
-            parts[self._key(i)].update(self._held_as(self.program.values[i], point))
+        parts: dict[Key, Counter[int]] = defaultdict(Counter)
+        for i, numbers in self._values(point):
+            parts[self._key(i)].update(numbers)
+        for i, number, times in self._kept(point):
+            parts[self._key(i)][number] += times
+        for i, whole in self.whole[point.position].items():
+            parts["copy", self.program.values[i].tensor][self._number(whole)] += 1
+        return parts
+
+    def _kept(self, point: Alive) -> list[tuple[int, int, int]]:
+        """The casts that are kept for all iterations: (value, what it counts as, how often)."""
+        found = []
         for i, times in point.kept:
             value = self.program.values[i]
             kind = Kind(value.shape.names, self._variable_of(i), 3)
-            parts[self._key(i)][kind, value.shape, itemsize(value.dtype)] += times
-        for i, whole in self.whole[point.position].items():
-            parts["copy", self.program.values[i].tensor][whole] += 1
-        return parts
+            found.append((i, self._number((kind, value.shape, itemsize(value.dtype))), times))
+        return found
+
+    def _values(self, point: Alive) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """The values alive at a point, and what each counts as there: the same as everywhere but where
+        something is done with it, and where only its other names are still read."""
+        here, beyond = self._concerned(point), self.aliases.beyond
+        for i in point.values:
+            if i in here:
+                yield i, self._held_as(self.program.values[i], point)
+                continue
+            state = i, beyond(i, point.position)
+            if state not in self._steady:
+                self._steady[state] = self._held_as(self.program.values[i], point)
+            yield i, self._steady[state]
+
+    def _concerned(self, point: Alive) -> set[int]:
+        """The values that may count as something else at a point than elsewhere: what runs there makes,
+        gathers or casts them, or updates with them."""
+        found = {*self.instrs[point.position].outputs, *self.whole[point.position]}
+        node = self.nodes[point.node]
+        if isinstance(node.op, Cast):
+            found.update(i for t in node.inputs for i in self.of_tensor[t])
+        if point.phase == "update":
+            found.update(self.of_owner[point.scope])
+        return found
 
     def _key(self, value: int) -> Key:
         tensor = self.program.values[value].tensor
@@ -280,7 +323,10 @@ class _Rows:
             stack = block.saved[stack]
         return recompute_name(block.dim.name) if block.dim else None
 
-    def _held_as(self, value: Value, point: Alive) -> list[Held]:
+    def _held_as(self, value: Value, point: Alive) -> tuple[int, ...]:
+        return tuple(map(self._number, self._things(value, point)))
+
+    def _things(self, value: Value, point: Alive) -> list[Held]:
         """What a value counts as while the node of a point runs."""
         names, shape, element = value.shape.names, value.shape, itemsize(value.dtype)
         origin = self.origin.get(value.id)
@@ -330,41 +376,18 @@ class _Rows:
             found.append((Kind(names, owner, split, absent=scattered), shape, element - narrow))
         return found
 
-    def _gradients(self) -> dict[int, Gradient]:
-        found: dict[int, Gradient] = {}
-        for tensor, owner in self.graph.gradient_of.items():
-            if self._classed(owner):
-                node = self.graph.producer.get(tensor)
-                looped = node is not None and isinstance(node.op, Scan)
-                inside = bool(self.graph.tensor(tensor).block)
-                self._chain(found, tensor, Gradient(owner, 2 if looped else NEVER, 2 if inside else 1))
-        for inner, outs in self.coupling.outer.items():
-            owners = {self.graph.gradient_of[o] for o in outs if o in self.graph.gradient_of}
-            if inner not in found and len(owners) == 1 and all(map(self._classed, owners)):
-                self._chain(found, inner, Gradient(owners.pop(), NEVER, 2))
-        return found
 
-    def _chain(self, found: dict[int, Gradient], tensor: int, gradient: Gradient) -> None:
-        """Enters a gradient and what it is cast from."""
-        chain = [tensor]
-        node = self.graph.producer.get(tensor)
-        while node is not None and isinstance(node.op, Cast):
-            chain.append(node.inputs[0])
-            node = self.graph.producer.get(node.inputs[0])
-        sizes = [itemsize(self.graph.tensor(t).dtype) for t in chain]
-        for i, t in enumerate(chain):
-            found.setdefault(t, replace(gradient, narrow=min(sizes[i:])))
+def undominated(counts: np.ndarray) -> list[int]:
+    """The points that hold something which no other single point holds as well, those that hold most first.
 
-
-def undominated(points: Sequence[tuple[str, Counter[Part]]]) -> list[tuple[str, Counter[Part]]]:
-    """The points that hold something which no other single point holds as well."""
-    order = {key: i for i, key in enumerate({k: None for _, held in points for k in held})}
-    counts = np.zeros((len(points), len(order)), np.int64)
-    for row, (_, held) in enumerate(points):
-        for key, count in held.items():
-            counts[row, order[key]] = count
-    kept: list[int] = []
-    for row in np.argsort(-counts.sum(axis=1), kind="stable"):
-        if not (counts[kept] >= counts[row]).all(axis=1).any():
-            kept.append(int(row))
-    return [points[row] for row in kept]
+    Args:
+      counts: how much of everything each point holds, of shape (points, things).
+    """
+    first = np.sort(np.unique(counts, axis=0, return_index=True)[1])
+    order = first[np.argsort(-counts[first].sum(axis=1), kind="stable")]
+    kept, found = np.empty_like(counts[order]), list[int]()
+    for row in order.tolist():
+        if not (kept[: len(found)] >= counts[row]).all(axis=1).any():
+            kept[len(found)] = counts[row]
+            found.append(row)
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,24 +48,36 @@ class Kind:
     replaced: bool = False
 
 
+Columns = Mapping[str, np.ndarray]
+"""Decision -> the number of its option in every assignment."""
+
+
 class Shares:
-    """Tables of shares, remembered."""
+    """Tables of shares, remembered: entries of equal use are one object."""
 
     def __init__(self, graph: Graph, mesh: Mesh, decided: Decisions, names: Sequence[str]) -> None:
         self.graph, self.mesh, self.decided = graph, mesh, decided
         self.number = {n: i for i, n in enumerate(names)}
         self._shares: dict[tuple[Kind, Shape], Share] = {}
+        self._entries: dict[tuple[Kind, Shape, int], Entry] = {}
+        self._listed: dict[tuple[tuple[str, ...], tuple[str, ...]], np.ndarray] = {}
+        self._parts: dict[Hashable, float] = {}
 
     def entry(self, kind: Kind, shape: Shape, size: int) -> Entry:
         """Bytes for every assignment of the decisions that matter. `size`: bytes in all, or per element of
         `shape`."""
-        if (kind, shape) not in self._shares:
-            self._shares[kind, shape] = self._share(kind, shape)
-        scope, listed, shares = self._shares[kind, shape]
-        return Entry(scope, Sparse(listed, shares * (size * shape.size)))
+        known = self._entries.get((kind, shape, size))
+        if known is None:
+            if (kind, shape) not in self._shares:
+                self._shares[kind, shape] = self._share(kind, shape)
+            scope, listed, shares = self._shares[kind, shape]
+            known = Entry(scope, Sparse(listed, shares * (size * shape.size)))
+            self._entries[kind, shape, size] = known
+        return known
 
     def _share(self, kind: Kind, shape: Shape) -> Share:
-        """The part of the whole that a device holds, for every assignment."""
+        """The part of the whole that a device holds, for every assignment; what lowering refuses is left
+        out."""
         variable = self.graph.variables[kind.variable] if kind.variable else None
         dims = variable.shape.names if variable else kind.names
         wanted = [*dims, *kind.unless, *(n for shape_, _ in kind.rivals for n in shape_.names)]
@@ -73,50 +86,88 @@ class Shares:
         if kind.loop:
             wanted.append(kind.loop)
         free = tuple(n for n in dict.fromkeys(wanted) if n in self.number)
-        listed, values = [], []
-        for assignment in assignments(free, [dims], self.decided.options):
-            chosen = dict(zip(free, assignment, strict=True))
-            found = self._held(kind, variable, shape, chosen)
-            if found is not None:
-                listed.append([self.decided.options[n].index(c) for n, c in chosen.items()])
-                values.append(found)
-        rows = np.array(listed, np.int64).reshape(len(listed), len(free))
-        return tuple(self.number[n] for n in free), rows, np.array(values, float)
-
-    def _held(
-        self, kind: Kind, variable: Variable | None, shape: Shape, chosen: Mapping[str, Choice]
-    ) -> float | None:
-        chosen = {**self.decided.fixed, **chosen}
-        if kind.loop and chosen.get(kind.loop):
-            return 0.0
-        layout = self.decided.read(chosen)[0]
-        if any(layout.axes(n) for n in kind.unless):
-            return 0.0
-        if kind.rivals and self._same_size(kind.rivals, layout):
-            return 0.0
+        listed = self._assignments(free, dims)
+        columns = dict(zip(free, listed.T, strict=True))
         if variable is None:
-            return 1.0 / self.mesh.group_size(a for n in kind.names for a in layout.axes(n))
-        stage = chosen.get(storage_class(variable), ())
-        number = stage_number(stage[0]) if stage else 0
-        if number in kind.absent:
-            return 0.0
-        split = number >= kind.stage
+            held = 1.0 / self._ways(kind.names, columns, len(listed))
+        else:
+            held = self._stored(kind, variable, shape, columns, len(listed))
+        held[self._gone(kind, columns, len(listed))] = 0.0
+        legal = ~np.isnan(held)
+        return tuple(self.number[n] for n in free), listed[legal], held[legal]
+
+    def _assignments(self, free: tuple[str, ...], dims: tuple[str, ...]) -> np.ndarray:
+        """The numbers of the chosen options, of shape (assignments, decisions)."""
+        if (free, dims) not in self._listed:
+            options = self.decided.options
+            place = [{c: i for i, c in enumerate(options[n])} for n in free]
+            found = [
+                [of[c] for of, c in zip(place, chosen, strict=True)]
+                for chosen in assignments(free, [dims], options)
+            ]
+            self._listed[free, dims] = np.array(found, np.int64).reshape(len(found), len(free))
+        return self._listed[free, dims]
+
+    def _choices(self, name: str) -> Sequence[Choice]:
+        """What a decision may be, also where nothing is to be decided."""
+        return self.decided.options[name] if name in self.number else (self.decided.fixed.get(name, ()),)
+
+    def _each(self, name: str, values: Sequence[int], columns: Columns, count: int) -> np.ndarray:
+        """The value that goes with the chosen option, for every assignment."""
+        return np.array(values)[columns[name] if name in columns else np.zeros(count, np.int64)]
+
+    def _ways(self, names: Sequence[str], columns: Columns, count: int) -> np.ndarray:
+        """Into how many pieces a value of some dimensions is split."""
+        found = np.ones(count, np.int64)
+        for n in names:
+            found *= self._each(n, [self.mesh.group_size(c) for c in self._choices(n)], columns, count)
+        return found
+
+    def _gone(self, kind: Kind, columns: Columns, count: int) -> np.ndarray:
+        """Where it does not exist, or lies in another value's memory."""
+        gone = np.zeros(count, bool)
+        for n in (*kind.unless, *((kind.loop,) if kind.loop else ())):
+            gone |= self._each(n, [bool(c) for c in self._choices(n)], columns, count)
+        if kind.rivals:
+            own, *others = (
+                element * shape.size // self._ways(shape.names, columns, count)
+                for shape, element in kind.rivals
+            )
+            gone |= np.any([own == other for other in others], axis=0)
+        if kind.absent and kind.variable:
+            gone |= np.isin(self._stages(kind.variable, columns, count), kind.absent)
+        return gone
+
+    def _stages(self, variable: str, columns: Columns, count: int) -> np.ndarray:
+        name = storage_class(self.graph.variables[variable])
+        numbers = [stage_number(c[0]) if c else 0 for c in self._choices(name)]
+        return self._each(name, numbers, columns, count)
+
+    def _stored(
+        self, kind: Kind, variable: Variable, shape: Shape, columns: Columns, count: int
+    ) -> np.ndarray:
+        """The part of a value that lies as its variable does; NaN where lowering refuses that."""
+        dims = [n for n in variable.shape.names if n in columns]
+        further = self._stages(variable.name, columns, count) >= kind.stage
+        about = variable.shape, variable.stacked, shape, kind.gathered, kind.replaced
+        held = np.empty(count)
+        assigned = zip(further.tolist(), *(columns[n].tolist() for n in dims), strict=True)
+        for i, (split, *chosen) in enumerate(assigned):
+            key = (about, split, *chosen)
+            if key not in self._parts:
+                choices = {n: self.decided.options[n][c] for n, c in zip(dims, chosen, strict=True)}
+                self._parts[key] = self._part(kind, variable, shape, self.decided.read(choices)[0], split)
+            held[i] = self._parts[key]
+        return held
+
+    def _part(self, kind: Kind, variable: Variable, shape: Shape, layout: Layout, split: bool) -> float:
+        """As `_stored`, for one layout."""
         try:
             further = shard_layout(variable, layout, self.mesh) if split else layout
             moved = further.splits(variable.shape, "") != layout.splits(variable.shape, "")
             if (kind.gathered and not moved) or (kind.replaced and moved):
                 return 0.0
-            if not kind.gathered:
-                layout = further
-            splits = layout.splits(shape, "value")
+            splits = (layout if kind.gathered else further).splits(shape, "value")
         except LayoutError:
-            return None
+            return math.nan
         return 1.0 / self.mesh.group_size(a for axes in splits for a in axes)
-
-    def _same_size(self, values: Sequence[tuple[Shape, int]], layout: Layout) -> bool:
-        """Whether a device's part of the first value has as many bytes as its part of another."""
-        own, *others = (
-            element * shape.size // self.mesh.group_size(a for n in shape.names for a in layout.axes(n))
-            for shape, element in values
-        )
-        return own in others
