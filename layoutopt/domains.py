@@ -77,23 +77,37 @@ def _why_not(name: str, axes: Axes, mesh: Mesh, sizes: set[int], counted: bool, 
     return f"{asked}: write the axes in the order of the mesh, {'+'.join(a for a in mesh.names if a in axes)}"
 
 
-def parse_rules(text: str | Mapping[str, Axes] | None) -> dict[str, Axes]:
-    """A pin or forbid string; an axis `none` means not split."""
-    if not text:
-        return {}
-    if not isinstance(text, str):
-        return {name: tuple(axes) for name, axes in text.items()}
-    rules: dict[str, Axes] = {}
-    for part in filter(None, (p.strip() for p in text.replace(",", ";").split(";"))):
-        name, _, axes = part.partition(":")
+def parse_rules(rules: str | Mapping[str, Axes] | None) -> dict[str, Axes]:
+    """Dimension -> the axes that it must be split over; an axis `none` means not split."""
+    pins: dict[str, Axes] = {}
+    for dim, found in _parsed(rules):
+        if pins.get(dim, found) != found:
+            raise UserError(
+                f"{dim!r} is asked to be split over {'+'.join(pins[dim]) or 'none'} and over "
+                f"{'+'.join(found) or 'none'}: these contradict each other; keep one"
+            )
+        pins[dim] = found
+    return pins
+
+
+def parse_forbid(rules: str | Mapping[str, Axes] | None) -> dict[str, Axes]:
+    """Dimension -> all axes that it may not be split over."""
+    forbid: dict[str, Axes] = {}
+    for dim, found in _parsed(rules):
+        if not found:
+            raise UserError(f"--forbid {dim}:none names no axis; to have {dim!r} split, pin it to one")
+        known = forbid.get(dim, ())
+        forbid[dim] = (*known, *(a for a in found if a not in known))
+    return forbid
+
+
+def _parsed(rules: str | Mapping[str, Axes] | None) -> Iterator[tuple[str, Axes]]:
+    if not isinstance(rules, str):
+        yield from ((dim, Layout({dim: axes}).axes(dim)) for dim, axes in (rules or {}).items())
+        return
+    for part in filter(None, (p.strip() for p in rules.replace(",", ";").split(";"))):
+        dim, _, axes = part.partition(":")
         if axes.strip() in NOWHERE:
-            rules[name.strip()] = ()
+            yield dim.strip(), ()
         else:
-            for dim, found in Layout(part).items():
-                if rules.get(dim, found) != found:
-                    raise UserError(
-                        f"{dim!r} is asked to be split over {'+'.join(rules[dim]) or 'none'} and over "
-                        f"{'+'.join(found)}: these contradict each other; keep one"
-                    )
-                rules[dim] = found
-    return rules
+            yield from Layout(part).items()

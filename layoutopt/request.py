@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from costmodels.hardware import Hardware
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.layout import Axes
+from mesh_tf_core.lower.storage import STAGES, stage_number
 from mesh_tf_core.model import Model
 
 Progress = Callable[[str, float, float], None]
@@ -39,3 +41,16 @@ class Request:
     storage: tuple[str, ...]
     recompute: tuple[bool, ...]
     microbatches: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.storage:
+            raise UserError(f"storage names no stage; allow one or more of {', '.join(STAGES)}")
+        for stage in self.storage:
+            stage_number(stage)
+        if not self.recompute:
+            raise UserError("recompute is empty; allow False, True or both")
+        for parts in self.microbatches or (0,):
+            if not isinstance(parts, int) or parts < 1:
+                raise UserError(
+                    f"microbatches {self.microbatches}: needs whole numbers of at least 1, as 1, 2, 4"
+                )

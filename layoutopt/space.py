@@ -52,7 +52,8 @@ def spaces(
     divide the smaller batch.
 
     Raises:
-      UserError: what is pinned or forbidden does not suit even the fewest microbatches.
+      UserError: the batch cannot be split into any of these numbers, or what is pinned or forbidden does not
+        suit even the fewest.
     """
     numbers = _parts(model, microbatches)
     for parts in numbers:
@@ -69,7 +70,14 @@ def spaces(
 
 def _parts(model: Model, microbatches: Sequence[int]) -> list[int]:
     """The numbers of microbatches that divide the batch."""
-    if model.batch_dim is None:
-        return [1]
-    size = min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
-    return [m for m in sorted(set(microbatches)) if size % m == 0] or [1]
+    size = 1
+    if model.batch_dim is not None:
+        size = min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
+    found = [m for m in sorted(set(microbatches)) if size % m == 0]
+    if not found:
+        has = "the model has no batch" if model.batch_dim is None else f"{model.batch_dim!r} has size {size}"
+        raise UserError(
+            f"--microbatches {','.join(map(str, microbatches))}: {has}, which none of these divides; "
+            f"allow 1{' or another divisor' if size > 1 else ''}"
+        )
+    return found

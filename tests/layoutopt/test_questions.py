@@ -1,0 +1,53 @@
+"""What may be asked of a search: rules that hold together, numbers that mean something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from examples.mlp import model as mlp
+from layoutopt import search
+from layoutopt.domains import parse_forbid, parse_rules
+from mesh_tf_core.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def model() -> mtf.Model:
+    return mlp()
+
+
+def test_what_is_pinned_is_searched_though_tables_are_made_one_by_one(model: mtf.Model) -> None:
+    plan = search(model, mesh="data:2;model:2", pins="batch:data", microbatches=(1, 2))
+    assert plan.layout.axes("batch") == ("data",)
+    assert plan.solver.status == "OPTIMAL"
+
+
+@pytest.mark.parametrize("rules", ["batch:none;batch:data", "batch:data;batch:none"])
+def test_contradicting_pins_are_refused_in_any_order(rules: str) -> None:
+    with pytest.raises(UserError, match=r"'batch' is asked to be split over .* these contradict each other"):
+        parse_rules(rules)
+
+
+def test_what_is_forbidden_adds_up() -> None:
+    assert parse_forbid("batch:data;batch:model;d:data") == {"batch": ("data", "model"), "d": ("data",)}
+    assert parse_forbid({"batch": ("data",)}) == {"batch": ("data",)}
+    with pytest.raises(UserError, match="--forbid batch:none names no axis; to have 'batch' split, pin it"):
+        parse_forbid("batch:none")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"microbatches": (7,)}, "--microbatches 7: 'batch' has size 64, which none of these divides"),
+        ({"microbatches": (0,)}, r"microbatches \(0,\): needs whole numbers of at least 1"),
+        ({"microbatches": ()}, r"microbatches \(\): needs whole numbers of at least 1"),
+        ({"storage": ()}, "storage names no stage; allow one or more of layout, zero1"),
+        ({"storage": ("zero4",)}, "storage 'zero4': did you mean"),
+        ({"recompute": ()}, "recompute is empty; allow False, True or both"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(model: mtf.Model, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        search(model, mesh="data:2", **asked)
