@@ -13,7 +13,7 @@ once, with a multiplicity.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from layoutopt.coupling import Coupling
@@ -37,7 +37,8 @@ class Cluster:
       again: what runs a second time when a loop is recomputed, by the loop's dimension.
       dims: names of all dimensions of their inputs and outputs.
       switches: the other decisions that matter to it: storage classes, recomputation.
-      shapes: dimension names of every tensor that they touch; a legal layout uses an axis once in each.
+      shapes: dimension names of every tensor that they touch, and of everything that one operation works
+        through; a legal layout uses an axis once in each.
       saves: recomputation changes what it saves; else it only runs again.
       early: outputs that others read before the update: a sum of them neither waits further nor travels with
         other messages.
@@ -191,9 +192,20 @@ class _Builder:
                 for t in self.coupling.leads_to(o):
                     if t in self.graph.gradient_of:
                         types[self.graph.variables[self.graph.gradient_of[t]].type] = None
-        shapes = tuple(dict.fromkeys(t.shape.names for t in types))
+        shapes = dict.fromkeys(t.shape.names for t in types)
         dims = tuple(dict.fromkeys(n for names in shapes for n in names))
-        return dims, tuple(switches), shapes
+        for node in nodes:
+            shapes.update(dict.fromkeys(self._worked(node)))
+        return dims, tuple(switches), tuple(shapes)
+
+    def _worked(self, node: Node) -> Iterator[tuple[str, ...]]:
+        """The dimensions whose pieces an operation works through, where no tensor has them all."""
+        if isinstance(node.op, Feed | Read | Assign | Scan | Cast) or hasattr(node.op, "lower"):
+            return
+        roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
+        worked = {*roles.parallel, *roles.reduced}
+        if not any(worked <= {*self.graph.tensor(i).shape.names} for i in (*node.inputs, *node.outputs)):
+            yield tuple(sorted(worked))
 
     def _keep(self, nodes: list[Node], homes: frozenset[tuple[int, int]] = frozenset()) -> Keep:
         blocks: set[int] = set()

@@ -29,7 +29,8 @@ from layoutopt.coupling import Coupling
 from layoutopt.decisions import Choice, Decisions
 from layoutopt.memory_rows import MemoryRows
 from layoutopt.problem import Problem, Sparse, Term, Variable
-from layoutopt.tables import Table, Tabler
+from layoutopt.tables import Entry, Table, Tabler, legal
+from mesh_tf_core import garbage
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.combine import Key
@@ -79,6 +80,13 @@ class Extraction:
         return (*picked, *(int(k in sent) for k in self.groups))
 
 
+def outline(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Extraction:
+    """The problem without its seconds: what is legal, and what it holds."""
+    draft = Draft(model, mesh, decided, pricer)
+    draft.tables, draft.left = [legal(cluster, decided) for cluster in draft.left], []
+    return draft.extraction()
+
+
 def extract(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Extraction:
     """The problem of a model on a mesh; `decided` is what may be chosen."""
     draft = Draft(model, mesh, decided, pricer)
@@ -110,10 +118,11 @@ class Draft:
 
     def finish(self, deadline: float | None = None) -> bool:
         """Makes the tables that are missing; False if there was no time for all."""
-        while self.left:
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-            self.make(self.left[0])
+        with garbage.kept():
+            while self.left:
+                if deadline is not None and time.monotonic() > deadline:
+                    return False
+                self.make(self.left[0])
         return True
 
     def make(self, cluster: Cluster) -> Table:
@@ -177,26 +186,30 @@ class Index:
         return tuple(self.number[n] for n in names)
 
 
-def _alpha(key: Key, pricer: Pricer) -> float:
+def latency(key: Key, pricer: Pricer) -> float:
     """Latency of a group's message: the price of its first byte."""
     return pricer.message_seconds(key[0], 1)
 
 
+def own_seconds(entry: Entry, shared: Mapping[Key, float], pricer: Pricer) -> float:
+    """What a cluster takes besides the latency that its messages share with others."""
+    small = (
+        pricer.message_seconds(k[0], b) - shared[k] for k, payloads in entry.small.items() for b in payloads
+    )
+    return entry.seconds + sum(small)
+
+
 def _time_terms(tables: Sequence[Table], groups: Sequence[Key], index: Index, pricer: Pricer) -> list[Term]:
     """(1) and (4): tables over the same decisions are added up; each small message pays its bytes here."""
-    alpha = {k: _alpha(k, pricer) for k in groups}
+    alpha = {k: latency(k, pricer) for k in groups}
     joined: dict[tuple[str, ...], dict[tuple[Choice, ...], float]] = {}
     for t in tables:
         order = tuple(sorted(t.names, key=index.number.__getitem__))
         swap = [t.names.index(n) for n in order]
         costs = {}
         for assignment, entry in t.entries.items():
-            small = sum(
-                pricer.message_seconds(k[0], b) - alpha[k]
-                for k, payloads in entry.small.items()
-                for b in payloads
-            )
-            costs[tuple(assignment[i] for i in swap)] = t.cluster.multiplicity * (entry.seconds + small)
+            seconds = own_seconds(entry, alpha, pricer)
+            costs[tuple(assignment[i] for i in swap)] = t.cluster.multiplicity * seconds
         known = joined.get(order)
         # An assignment that either table refuses is refused.
         joined[order] = costs if known is None else {a: known[a] + c for a, c in costs.items() if a in known}
@@ -215,7 +228,7 @@ def _message_terms(
     terms = []
     for i, key in enumerate(groups):
         y = len(index.number) + i
-        terms.append(Term((y,), np.array([0.0, _alpha(key, pricer)]), f"latency of group {i}"))
+        terms.append(Term((y,), np.array([0.0, latency(key, pricer)]), f"latency of group {i}"))
         seen: set[tuple[tuple[str, ...], frozenset[tuple[Choice, ...]]]] = set()
         for t in tables:
             sending = frozenset(a for a, e in t.entries.items() if key in e.small)

@@ -1,4 +1,4 @@
-"""Fewer options before all tables are made: what cannot be part of anything faster than a known layout leaves.
+"""Fewer options before all tables are made: what cannot be part of anything faster than a known one leaves.
 
 A problem with only some of its tables costs no more than the whole. Elimination says of every option what
 the best layout with it costs by these tables (`problem.marginals`); where that is more than a layout that is
@@ -14,17 +14,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from costmodels.hardware import Hardware
+from costmodels.pricing import pricer
 from layoutopt.clusters import Cluster
 from layoutopt.decisions import Decisions
 from layoutopt.extract import Draft
+from layoutopt.mesh_search import MeshSearch
 from layoutopt.problem import eliminate
 from layoutopt.problem.form import Floats
 from layoutopt.problem.marginals import marginals
 from layoutopt.request import EXACT
+from layoutopt.space import Space
+from mesh_tf_core import garbage
+from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
 
 FIRST, MORE = 300, 0.3
 """Entries before options are looked at: at first, and as a part of those that there are."""
@@ -62,10 +70,35 @@ def narrow(draft: Draft, upper: float, propose: Propose, deadline: float | None 
             break
         if found.exact:
             if told >= PROPOSED * total and (choices := found.best()) is not None:
-                known = min(known, propose(*draft.read(choices)))
-            draft.keep(_below(known * (1 + SLACK), marginals(found, problem.sizes), draft.decided))
+                with suppress(LayoutError):  # a cluster without a table yet may forbid it
+                    known = min(known, propose(*draft.read(choices)))
+            # Where messages travel together the judge is below the tables: these keep what is best by them.
+            most = max(known, bound) * (1 + SLACK)
+            draft.keep(_below(most, marginals(found, problem.sizes), draft.decided))
         made = last = sum(len(t.entries) for t in draft.tables)
     return bound
+
+
+def faster(
+    model: Model,
+    space: Space,
+    hardware: Hardware,
+    upper: float,
+    propose: Propose,
+    deadline: float | None = None,
+) -> tuple[float, MeshSearch | None]:
+    """The problem of what may be faster than `upper` seconds.
+
+    Returns:
+      seconds as `narrow` does; None if nothing is faster, or there was no time for all tables.
+    """
+    draft = Draft(model, space.mesh, space.decided, pricer(hardware, space.mesh))
+    with garbage.kept():
+        bound = narrow(draft, upper, propose, deadline)
+    if draft.left or bound >= upper * (1 - EXACT):
+        return bound, None
+    extraction = draft.extraction()
+    return bound, MeshSearch(model, space.mesh, extraction.decided, hardware, extraction)
 
 
 def _share(draft: Draft, cluster: Cluster) -> float:

@@ -18,14 +18,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from costmodels.pricing import Pricer, pricer
+from costmodels.pricing import pricer
 from layoutopt.baselines import axis_names, named_layouts
 from layoutopt.decisions import RECOMPUTE, Decisions
 from layoutopt.domains import domains
 from layoutopt.evaluate import evaluate, gib
-from layoutopt.extract import Draft, count_layouts
+from layoutopt.extract import count_layouts
 from layoutopt.mesh_search import Found, MeshSearch
-from layoutopt.narrowing import narrow
+from layoutopt.narrowing import faster
 from layoutopt.problem import Solution, Status
 from layoutopt.request import EXACT, Request
 from layoutopt.rivals import greedy
@@ -155,20 +155,19 @@ class Places:
         if place.search is None:
             space, request = place.space, self.request
             place.search = MeshSearch(request.model, space.mesh, space.decided, request.hardware)
-            self._bounded(place, place.search.prices, place.search.relaxed(request.deadline))
+            self._bounded(place, place.search.relaxed(request.deadline))
         return place.search
 
-    def _bounded(self, place: Place, prices: Pricer, seconds: float) -> None:
+    def _bounded(self, place: Place, seconds: float) -> None:
         """No layout of a place takes less, whatever memory it takes."""
         place.bound = max(place.bound, seconds)
-        if prices.pieces_cost_more:
+        if pricer(self.request.hardware, place.space.mesh).pieces_cost_more:
             self.least[place.space.mesh, place.space.parts] = place.bound
 
     def _narrowed(self, place: Place, limit: float) -> MeshSearch | None:
         """The problem of a place without what cannot be part of anything faster than the best so far; None if
         nothing is, or if there was no time."""
         space, request, upper = place.space, self.request, self._known(limit)
-        draft = Draft(request.model, space.mesh, space.decided, pricer(request.hardware, space.mesh))
 
         def propose(layout: Layout, options: Options) -> float:
             self._try(space.mesh, layout, options)
@@ -176,12 +175,9 @@ class Places:
                 self._try(space.mesh, layout, _leanest(space))
             return self._known(limit)
 
-        bound = narrow(draft, upper, propose, request.deadline)
-        self._bounded(place, draft.pricer, min(bound, upper))
-        if draft.left or not place.promises(upper, limit):
-            return None
-        extraction = draft.extraction()
-        return MeshSearch(request.model, space.mesh, extraction.decided, request.hardware, extraction)
+        bound, search = faster(request.model, space, request.hardware, upper, propose, request.deadline)
+        self._bounded(place, min(bound, upper))
+        return search
 
     def _ask(self, place: Place, search: MeshSearch, limit: float, best: float) -> None:
         """Looks in one place for something faster than the best so far."""
@@ -200,11 +196,18 @@ class Places:
             known = self._known(self.request.limit)
             self.request.on_progress(str(mesh), min(best, known), min(bound, known))
 
+    def space_of(self, found: Found) -> Space:
+        """What is decided where a layout was found."""
+        return self._place_of(found).space
+
     def search_of(self, found: Found) -> MeshSearch | None:
         """The whole problem that a layout belongs to; None if there is no time to make it."""
-        own = found.mesh, found.options.microbatches
-        place = next(p for p in self.places if (p.space.mesh, p.space.parts) == own)
+        place = self._place_of(found)
         return place.search if self._late() else self._open(place)
+
+    def _place_of(self, found: Found) -> Place:
+        own = found.mesh, found.options.microbatches
+        return next(p for p in self.places if (p.space.mesh, p.space.parts) == own)
 
     # -- time against memory ---------------------------------------------------------------------------------
 
@@ -264,8 +267,8 @@ class Places:
             names = axis_names(best.layout, best.mesh, self.request.model.batch_dim) if self.renames else {}
             for found in self._named(best.mesh, names):
                 self._try(*found)
-            if (search := self.search_of(best)) is not None:
-                self._try(best.mesh, greedy(search), Options())
+            if not self._late():
+                self._try(best.mesh, greedy(self.request, self.space_of(best)), Options())
 
     def _named(self, mesh: Mesh, names: Mapping[str, str]) -> Iterator[tuple[Mesh, Layout, Options]]:
         """Layouts by name on a mesh whose axes are called otherwise in a plan."""

@@ -3,7 +3,6 @@ mesh."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from layoutopt.baselines import axis_names, named_layouts
@@ -12,7 +11,8 @@ from layoutopt.evaluate import Evaluation, alternative
 from layoutopt.mesh_search import Found, MeshSearch
 from layoutopt.plan import Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
 from layoutopt.request import EXACT, Request
-from layoutopt.rivals import greedy, least_memory
+from layoutopt.rivals import greedy, least_memory, model_parallel
+from layoutopt.space import Space
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
@@ -22,6 +22,7 @@ from mesh_tf_core.mesh import Mesh
 def make_plan(
     request: Request,
     best: Found,
+    space: Space,
     search: MeshSearch | None,
     frontier: Sequence[Found],
     bound: float,
@@ -33,7 +34,8 @@ def make_plan(
     """The plan of the best layout.
 
     Args:
-      search: the problem that `best` solves, if there was time to make it.
+      space: what was decided where `best` is; search: its whole problem, for more than one best, if there
+        was time to make it.
       bound: no layout takes fewer seconds (or bytes, if these are the objective); `proven` says whether all
         meshes were searched to the end.
       considered: number of combinations of decisions.
@@ -57,7 +59,7 @@ def make_plan(
         hardware=request.hardware.name,
         predicted=_predicted(best.judged, names),
         solver=_solver(request, best, bound, proven, considered, seconds),
-        alternatives=_alternatives(request, search, best, names),
+        alternatives=_alternatives(request, space, search, best, names),
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=_notes(best),
     )
@@ -131,7 +133,7 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
 
 
 def _alternatives(
-    request: Request, search: MeshSearch | None, best: Found, names: Mapping[str, str]
+    request: Request, space: Space, search: MeshSearch | None, best: Found, names: Mapping[str, str]
 ) -> list[Alternative]:
     """Named baselines on the answer's mesh, the best one that leaves the batch whole, what simpler searches
     find, and the next best ones."""
@@ -143,22 +145,18 @@ def _alternatives(
         for name, its_mesh, layout, opts in named_layouts(model, mesh, options)
     ]
 
-    if search is None:
-        return out
-
     def add(name: str, found: Found) -> None:
         layout = _renamed(found.layout, names)
         out.append(alternative(name, model, mesh, layout, hardware, limit, found.options))
 
-    if model.batch_dim in search.extraction.names:
-        whole = search.fastest(math.inf, deadline=request.deadline, pinned={model.batch_dim: ()}).found
-        if whole is not None:
-            add("model parallel (best)", whole)
-    out.append(alternative("greedy", model, mesh, _renamed(greedy(search), names), hardware, limit))
-    lean = least_memory(search, request.deadline)
-    if lean is not None:
+    if (whole := model_parallel(request, space)) is not None:
+        add("model parallel (best)", whole)
+    splits = _renamed(greedy(request, space), names)
+    out.append(alternative("greedy", model, mesh, splits, hardware, limit))
+    if (lean := least_memory(request, space)) is not None:
         add("least memory (as auto_mtf)", lean)
-    for number, found in enumerate(_next_best(request, search, best), start=2):
+    next_best = [] if search is None else _next_best(request, search, best)
+    for number, found in enumerate(next_best, start=2):
         add(f"number {number}", found)
     return out
 
@@ -166,7 +164,7 @@ def _alternatives(
 def _next_best(request: Request, search: MeshSearch, best: Found) -> list[Found]:
     """The second best distinct plan on the answer's mesh, the third, and so on."""
     out: list[Found] = []
-    banned = [best.claimed or search.extraction.choices(best.layout, best.options) or ()]
+    banned = [search.extraction.choices(best.layout, best.options) or ()]
     while len(out) < request.top - 1:
         found = search.fastest(request.limit, deadline=request.deadline, excluded=tuple(banned)).found
         if found is None:

@@ -1,56 +1,87 @@
 """What simpler searches find on the same mesh: beside the answer they show what proving it is worth.
 
-  greedy         from nothing split: the one split more that saves most, as long as one saves anything
-  least memory   the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
-                 optimiser (`mesh_tensorflow/auto_mtf`) looks for
-Both decide about splits alone: neither knows of storage, recomputation or microbatches.
+  model parallel  the fastest layout that leaves the batch whole
+  greedy          from nothing split: the one split more that saves most, as long as one saves anything
+  least memory    the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
+                  optimiser (`mesh_tensorflow/auto_mtf`) looks for
+The last two decide about splits alone: neither knows of storage, recomputation or microbatches. None needs
+all tables: the first makes those that can matter, greedy prices single layouts, and memory follows from what
+is legal.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 
-from layoutopt.decisions import RECOMPUTE, STORAGE, Choice
-from layoutopt.extract import Extraction
+from costmodels.pricing import pricer
+from layoutopt.decisions import RECOMPUTE, STORAGE, Choice, Decisions
+from layoutopt.evaluate import evaluate
+from layoutopt.extract import Draft, outline
 from layoutopt.mesh_search import Found, MeshSearch
-from layoutopt.problem import cost
+from layoutopt.narrowing import faster
+from layoutopt.quotes import Quotes
+from layoutopt.request import Request
+from layoutopt.space import Space
+from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 
 
-def greedy(search: MeshSearch) -> Layout:
+def model_parallel(request: Request, space: Space) -> Found | None:
+    """The fastest layout with an undivided batch, whatever memory it takes; None if there is none in time."""
+    model, batch, known = request.model, request.model.batch_dim, math.inf
+    if batch not in space.decided.free or () not in space.decided.options[batch]:
+        return None
+
+    def propose(layout: Layout, options: Options) -> float:
+        nonlocal known
+        with suppress(LayoutError):  # clusters that have no table yet may refuse it
+            judged = evaluate(model, space.mesh, layout, request.hardware, options)
+            known = min(known, judged.cost.step_seconds)
+        return known
+
+    decided = replace(space.decided, options={**space.decided.options, batch: ((),)})
+    whole = Space(space.mesh, decided)
+    _, search = faster(model, whole, request.hardware, math.inf, propose, request.deadline)
+    return None if search is None else search.fastest(math.inf, deadline=request.deadline).found
+
+
+def greedy(request: Request, space: Space) -> Layout:
     """The layout at which no single split more, or wider, saves time by the tables."""
-    found, plain = search.extraction, Options(microbatches=search.extraction.decided.microbatches)
-    layout = Layout()
-    seconds = _seconds(found, layout, plain)
+    decided = space.decided
+    quotes = Quotes(Draft(request.model, space.mesh, decided, pricer(request.hardware, space.mesh)))
+    plain = Options(microbatches=decided.microbatches)
+    layout = Layout({n: found[0] for n, found in decided.options.items() if _splits(n) and found[0]})
+    seconds = quotes.seconds(layout, plain)
     while True:
-        wider = [(_seconds(found, more, plain), str(more), more) for more in _one_more(found, layout)]
+        wider = ((quotes.seconds(more, plain), str(more), more) for more in _one_more(decided, layout))
         best = min(wider, default=(math.inf, "", layout))
         if not best[0] < seconds:
             return layout
         seconds, layout = best[0], best[2]
 
 
-def _one_more(found: Extraction, layout: Layout) -> list[Layout]:
+def _splits(name: str) -> bool:
+    return not name.startswith((STORAGE, RECOMPUTE))
+
+
+def _one_more(decided: Decisions, layout: Layout) -> Iterator[Layout]:
     """Every layout with one dimension split over more axes."""
     rules = dict(layout.items())
-    return [
-        Layout({**rules, name: choice})
-        for name in found.names
-        if not name.startswith((STORAGE, RECOMPUTE))
-        for choice in found.decided.options[name]
-        if set(choice) > set(layout.axes(name))
-    ]
+    for name in filter(_splits, decided.free):
+        for choice in decided.options[name]:
+            if set(choice) > set(layout.axes(name)):
+                yield Layout({**rules, name: choice})
 
 
-def _seconds(found: Extraction, layout: Layout, options: Options) -> float:
-    choices = found.choices(layout, options)
-    return math.inf if choices is None else cost(found.problem, choices)
-
-
-def least_memory(search: MeshSearch, deadline: float | None = None) -> Found | None:
+def least_memory(request: Request, space: Space) -> Found | None:
     """The splits with a small peak; None if there are none in time."""
-    plain: dict[str, Choice] = {n: () for n in search.extraction.names if n.startswith((STORAGE, RECOMPUTE))}
-    if any(() not in search.extraction.decided.options[n] for n in plain):
+    plain: dict[str, Choice] = {n: () for n in space.decided.free if not _splits(n)}
+    if any(() not in space.decided.options[n] for n in plain):
         return None
-    return search.lean(plain) or search.leanest(deadline, plain)[0]
+    known = outline(request.model, space.mesh, space.decided, pricer(request.hardware, space.mesh))
+    search = MeshSearch(request.model, space.mesh, space.decided, request.hardware, known)
+    return search.lean(plain) or search.leanest(request.deadline, plain)[0]

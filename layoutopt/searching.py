@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from costmodels.hardware import Hardware, load_hardware
-from layoutopt.domains import parse_rules
+from layoutopt.domains import parse_forbid, parse_rules
 from layoutopt.places import Places
 from layoutopt.plan import Plan
 from layoutopt.planning import make_plan
@@ -67,7 +67,7 @@ def search(
         chosen.usable_memory_bytes if memory is None else float(memory),
         objective,
         parse_rules(pins),
-        parse_rules(forbid),
+        parse_forbid(forbid),
         top,
         None if time_limit is None else started + time_limit,
         on_progress,
@@ -82,7 +82,8 @@ def search(
     return make_plan(
         request,
         best,
-        places.search_of(best),
+        places.space_of(best),
+        places.search_of(best) if top > 1 else None,
         places.frontier,
         places.bound,
         places.proven,

@@ -82,6 +82,15 @@ def assignments(
     yield from extend(0)
 
 
+def legal(cluster: Cluster, decided: Decisions) -> Table:
+    """All legal assignments, without their prices."""
+    free = set(decided.free)
+    names = tuple(n for n in (*cluster.dims, *cluster.switches) if n in free)
+    pinned = tuple(n for n in cluster.dims if n in decided.fixed)
+    found = assignments((*pinned, *names), cluster.shapes, decided.options)
+    return Table(cluster, names, dict.fromkeys((a[len(pinned) :] for a in found), Entry(0.0)))
+
+
 class Tabler:
     """Builds the tables of one graph on one mesh."""
 
@@ -110,6 +119,11 @@ class Tabler:
             if entry is not None:
                 entries[assignment] = entry
         return Table(cluster, names, entries)
+
+    def entry(self, cluster: Cluster, decided: Decisions, chosen: Mapping[str, Choice]) -> Entry | None:
+        """The price of a cluster under one choice of everything; None if that is not legal."""
+        options = decided.read({n: chosen[n] for n in cluster.switches if n in chosen})[1]
+        return self._entry(cluster, *self._placed({n: chosen.get(n, ()) for n in cluster.dims}), options)
 
     def _placed(self, splits: Mapping[str, Axes]) -> tuple[Naming, Layout]:
         """Splits with the axes numbered."""
