@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
-from layoutopt.domains import parse_rules
+from layoutopt.domains import parse_forbid, parse_rules
 from layoutopt.explain import Asked
 from layoutopt.mesh_search import MeshSearch
 from layoutopt.plan import Plan
@@ -60,6 +60,11 @@ class Certificate:
         """Nothing that was searched is faster than the plan."""
         return all(p.how in ("pieces", "bound", "listed") for p in self.problems)
 
+    @property
+    def faster(self) -> Ruled | None:
+        """What refutes the plan's claim, if anything does."""
+        return next((p for p in self.problems if p.how == "faster"), None)
+
     def __str__(self) -> str:
         counts = {
             how: sum(p.how == how for p in self.problems) for how in ("bound", "pieces", "listed", "open")
@@ -70,9 +75,9 @@ class Certificate:
         parts += (
             [f"{counts['listed']} by listing {listed:,} layouts that do not fit"] if counts["listed"] else []
         )
-        faster = next((p for p in self.problems if p.how == "faster"), None)
-        if faster is not None:
-            return f"wrong: {faster.faster} on {faster.mesh} is faster and fits"
+        if self.faster is not None:
+            layout = self.faster.faster or "nothing split"
+            return f"wrong: {layout} on {self.faster.mesh} is faster and fits"
         count = len(self.problems)
         said = f"{count} problem{'s' if count > 1 else ''}, ruled out without a solver: {', '.join(parts)}"
         return said if self.verified else f"{said}; {counts['open']} not checked: too many layouts to list"
@@ -95,7 +100,7 @@ def certify(
     mesh = plan.mesh if devices is None else None
     whole: dict[Mesh, list[tuple[int, float]]] = {}
     shapes = meshes(mesh, devices, max_axes, hardware)
-    pins, forbid = parse_rules(asked.pins), parse_rules(asked.forbid)
+    pins, forbid = parse_rules(asked.pins), parse_forbid(asked.forbid)
     for space in spaces(model, shapes, pins, forbid, asked.storage, asked.recompute, asked.microbatches):
         seconds = plan.predicted.step_seconds * (1 - EXACT)
         known = [(m, b) for m, b in whole.get(space.mesh, []) if space.parts % m == 0 and b >= seconds]

@@ -3,7 +3,7 @@
     worth of a split    best time of a search in which this dimension stays whole - the plan's time
     price of a limit    the plan's time - best time of a search without the memory limit
     price of a rule     best time of a search that must obey the rule - the plan's time
-All of them are proven where the searches are.
+All of them are proven where the searches are. Of a plan for the least memory they are bytes, not seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from mesh_tf_core.model import Model
 
 AGREE = 1e-9
 """Relative difference up to which two predictions are the same."""
+GAP = 1e-6
+"""Relative gap up to which an answer is called proven."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,22 @@ def disagreements(plan: Plan, judged: Evaluation) -> list[str]:
         )
         if any(abs(a - b) > AGREE * max(abs(a), abs(b)) for a, b in pairs):
             wrong.append(f"{name} is {new}, the plan says {old}")
+    claim, least = plan.solver, (found["step_seconds"], found["peak_memory_bytes"])
+    if all(abs(claim.objective - value) > AGREE * value for value in least):
+        wrong.append(f"the objective is neither its seconds nor its bytes: the plan says {claim.objective}")
+    if claim.status == "OPTIMAL" and abs(claim.objective - claim.bound) > GAP * abs(claim.objective):
+        wrong.append(f"the bound of a proven plan is its objective, the plan says {claim.bound}")
     return wrong
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search under another condition found; no `seconds` if it found nothing: `reason` says why."""
+    """What a search under another condition found; no `seconds` and `peak` if it found nothing: `reason` says
+    why."""
 
     condition: str
     seconds: float | None
+    peak: int | None
     layout: str
     proven: bool
     reason: str = ""
@@ -100,18 +109,20 @@ Find = Callable[[str, float | None, str | None], Answer]
 """find(condition in words, bytes of memory, further pins)"""
 
 
-def finder(model: Model, plan: Plan, hardware: Hardware, asked: Asked) -> Find:
-    """Searches on the plan's mesh under other conditions."""
+def finder(model: Model, plan: Plan, hardware: Hardware, asked: Asked, objective: str = "time") -> Find:
+    """Searches on the plan's mesh under other conditions, for the same `objective`."""
     from layoutopt import search
 
     def find(condition: str, memory: float | None, pins: str | None) -> Answer:
         more = asked.with_pins(pins)
         try:
-            found = search(model, mesh=plan.mesh, hardware=hardware, memory=memory, **more)
+            found = search(
+                model, mesh=plan.mesh, hardware=hardware, memory=memory, objective=objective, **more
+            )
         except (InfeasibleError, LimitError) as error:
-            return Answer(condition, None, "", isinstance(error, InfeasibleError), str(error))
-        proven = found.solver.status == "OPTIMAL"
-        return Answer(condition, found.predicted.step_seconds, str(found.layout), proven)
+            return Answer(condition, None, None, "", isinstance(error, InfeasibleError), str(error))
+        p, proven = found.predicted, found.solver.status == "OPTIMAL"
+        return Answer(condition, p.step_seconds, p.peak_memory_bytes, str(found.layout), proven)
 
     return find
 

@@ -18,7 +18,7 @@ FORMAT = "layoutopt-plan/1"
 
 
 class _Data(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
 
 class ModelInfo(_Data):
@@ -141,6 +141,8 @@ def load_plan(path: str | Path) -> Plan:
         raise UserError(
             f"plan {str(path)!r} cannot be read: {error.strerror}; give a file made by search --out"
         ) from None
+    except RecursionError:
+        raise UserError(f"plan {str(path)!r} is nested too deeply; make it again with search --out") from None
     except ValueError as error:
         raise UserError(
             f"plan {str(path)!r} is not whole JSON ({error}); make it again with search --out"

@@ -62,6 +62,8 @@ def read_hardware(path: Path) -> Hardware:
         raise HardwareError(
             f"hardware file {str(path)!r} is not JSON: {error.msg}, line {error.lineno} column {error.colno}"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise HardwareError(f"hardware file {str(path)!r} is not a hardware file: {error}") from None
     hardware, faults = read(content)
     if hardware is None:
         many = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"

@@ -37,7 +37,8 @@ class Changed:
         for curve in self.curves:
             now = next(t.decided for t in curve.trials if t.step_seconds == self.step)
             for t in curve.trials:
-                best = "; ".join(filter(None, (t.mesh, t.layout, t.besides))).replace(";", "; ")
+                best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.besides)))
+                best = best.replace("; ", ";").replace(";", "; ")
                 seconds = t.step_seconds
                 rows.append(
                     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,15 @@ import typer
 from layoutopt.cli.changed import Changed, changed_conditions, proof_json, with_found
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
 from layoutopt.cli.plan_tables import rules_text, summary
-from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, asked_of, details_of, open_plan
+from layoutopt.cli.plans import (
+    ModelOption,
+    PlanArgument,
+    Planned,
+    asked_of,
+    details_of,
+    open_plan,
+    where_of,
+)
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
@@ -67,6 +76,7 @@ def explain(
     """Say why a plan's layout and not another: what each split is worth, what binds, what a pin costs."""
     from layoutopt.evaluate import evaluate
     from layoutopt.explain import disagreements
+    from mesh_tf_core.errors import UserError
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
@@ -75,28 +85,51 @@ def explain(
     judged = evaluate(found.loaded.model, own.mesh, own.layout, found.hardware, own.options)
     other = _against(found, against)
     said = disagreements(own, judged)
-    proof = checked_proof(terminal, found) if check else None
+    if sensitivity and for_memory(found):
+        raise UserError("--sensitivity varies what makes a step fast: it needs a plan of another --objective")
+    proof = checked_proof(terminal, found, judged, said) if check else None
     answers = _searched(terminal, found, list(pin or ()))
     changed = changed_conditions(terminal, found) if sensitivity else None
     _tell(terminal, found, said, judged, other, answers, changed, proof)
     if out is not None:
         with_found(found.plan, changed, proof).save(out)
         terminal.say(f"wrote the plan to {out}")
+    if proof is not None and proof.faster is not None:
+        raise UserError(f"--check: the plan's proof is {proof}")
 
 
-def checked_proof(terminal: Terminal, found: Planned) -> Certificate:
-    """Rules out every problem of the plan's search once more; UserError for a plan that was not for time."""
+def for_memory(found: Planned) -> bool:
+    """The plan's search was for the least memory."""
+    return where_of(found.plan).objective == "memory"
+
+
+def checked_proof(terminal: Terminal, found: Planned, judged: Evaluation, said: list[str]) -> Certificate:
+    """Rules out every problem of the plan's search once more.
+
+    Args:
+      said: where the plan's prediction is not that of `judged`.
+
+    Raises:
+      UserError: a plan that was for memory, claims no proof, or is not what it says.
+    """
     from layoutopt.certificate import Certificate, certify
     from mesh_tf_core.errors import UserError
 
-    plan, asked = found.plan, details_of(found.plan).get("search")
-    if not isinstance(asked, dict) or asked.get("objective", "time") != "time":
-        raise UserError("--check needs a plan of `search --objective time --out`, which says what was asked")
+    plan, asked = found.plan, where_of(found.plan)
+    if "search" not in details_of(plan):
+        raise UserError("--check: the plan does not say what was asked; make it again with search --out")
+    if for_memory(found):
+        raise UserError("--check shows that nothing is faster: it needs a plan of another --objective")
     if plan.solver.status != "OPTIMAL":
         raise UserError(f"--check: the plan claims no proof, its status is {plan.solver.status}")
-    devices, axes = asked.get("devices"), asked.get("max_axes", 2)
+    if said:
+        raise UserError(f"--check: the plan is not what its layout comes to: {'; '.join(said)}")
+    if judged.memory.peak > found.limit:
+        needs, limit = bytes_text(judged.memory.peak), bytes_text(found.limit)
+        raise UserError(f"--check: the plan's layout needs {needs} and was searched for {limit}")
     with terminal.waiting("ruling out what was searched"):
-        ruled = certify(found.loaded.model, plan, found.hardware, found.limit, asked_of(plan), devices, axes)
+        rules, axes = asked_of(plan), asked.max_axes
+        ruled = certify(found.loaded.model, plan, found.hardware, found.limit, rules, asked.devices, axes)
         return Certificate(tuple(ruled))
 
 
@@ -113,8 +146,10 @@ def _searched(terminal: Terminal, found: Planned, pins: list[str]) -> dict[str, 
     """The searches under other conditions: without the limit, without each split, with each pin."""
     from layoutopt.explain import finder, split_rules
 
-    find = finder(found.loaded.model, found.plan, found.hardware, asked_of(found.plan))
-    questions: list[tuple[str, str, float, str | None]] = [("limit", "any memory", math.inf, None)]
+    objective = "memory" if for_memory(found) else "time"
+    find = finder(found.loaded.model, found.plan, found.hardware, asked_of(found.plan), objective)
+    questions: list[tuple[str, str, float, str | None]] = []
+    questions += [] if for_memory(found) else [("limit", "any memory", math.inf, None)]
     questions += [("splits", rule, float(found.limit), undone) for rule, undone in split_rules(found.plan)]
     questions += [("pins", rules, float(found.limit), rules) for rules in pins]
     answers: dict[str, list[Answer]] = {"limit": [], "splits": [], "pins": []}
@@ -147,13 +182,11 @@ def _tell(
     checked = "lowered and priced again: the same" if not said else "; ".join(said)
     checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
     terminal.show(facts([*summary(found.plan, found.limit), *checks, _binds(found, judged, answers)]))
-    splits = table(
-        "What each split is worth", *_worth(judged.cost.step_seconds, answers["splits"], "without it")
-    )
-    terminal.show("", splits)
+    worth = _worth(judged, for_memory(found), answers["splits"], "without it")
+    terminal.show("", table("What each split is worth", *worth))
     if answers["pins"]:
-        pins = table("What each pin costs", *_worth(judged.cost.step_seconds, answers["pins"], "with it"))
-        terminal.show("", pins)
+        worth = _worth(judged, for_memory(found), answers["pins"], "with it")
+        terminal.show("", table("What each pin costs", *worth))
     if other is not None:
         _show_against(terminal, judged, other, rows)
     if changed is not None:
@@ -162,9 +195,14 @@ def _tell(
 
 def _binds(found: Planned, judged: Evaluation, answers: dict[str, list[Answer]]) -> tuple[str, str]:
     """Whether the memory limit keeps a faster layout away."""
-    free = answers["limit"][0]
     step = judged.cost.step_seconds
     room = found.limit - judged.memory.peak
+    if not answers["limit"]:
+        return (
+            "binds",
+            f"not the limit, of which {bytes_text(room)} are free: the least memory was searched for",
+        )
+    free = answers["limit"][0]
     if free.seconds is None or free.seconds >= step * (1 - 1e-9):
         return "binds", f"not the memory: {bytes_text(room)} are free, and more would not make it faster"
     return (
@@ -180,12 +218,21 @@ def rules_text_of(layout: str) -> str:
 
 
 def _worth(
-    step: float, answers: list[Answer], best: str
+    judged: Evaluation, memory: bool, answers: list[Answer], best: str
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[int, ...]]:
-    columns = ("rule", f"best step {best}", "costs", "then the layout is", "proven")
+    now = judged.memory.peak if memory else judged.cost.step_seconds
+    text: Callable[[float], str] = bytes_text if memory else seconds_text
+    columns = (
+        "rule",
+        f"{'least memory' if memory else 'best step'} {best}",
+        "costs",
+        "then the layout is",
+        "proven",
+    )
     rows: list[tuple[str, ...]] = []
-    for a in sorted(answers, key=lambda a: -(a.seconds if a.seconds is not None else math.inf)):
-        if a.seconds is None:
+    found = [(a, a.peak if memory else a.seconds) for a in answers]
+    for a, value in sorted(found, key=lambda pair: -(math.inf if pair[1] is None else pair[1])):
+        if value is None:
             rows.append(
                 (
                     a.condition,
@@ -196,10 +243,10 @@ def _worth(
                 )
             )
             continue
-        extra = max(a.seconds - step, 0.0)
-        costs = f"{seconds_text(extra)} ({share_text(extra, step)})"
+        extra = max(value - now, 0)
+        costs = f"{text(extra)} ({share_text(extra, now)})"
         proven = "yes" if a.proven else "no"
-        rows.append((a.condition, seconds_text(a.seconds), costs, rules_text_of(a.layout), proven))
+        rows.append((a.condition, text(value), costs, rules_text_of(a.layout), proven))
     return columns, rows, (1, 2)
 
 
@@ -240,26 +287,28 @@ def _json(
     rows: list[Difference],
     answers: dict[str, list[Answer]],
 ) -> dict[str, Any]:
-    step = judged.cost.step_seconds
+    step, peak, memory = judged.cost.step_seconds, judged.memory.peak, for_memory(found)
 
     def worth(a: Answer) -> dict[str, Any]:
         return {
             "rule": a.condition,
             "step_seconds": a.seconds,
-            "costs_seconds": None if a.seconds is None else max(a.seconds - step, 0.0),
+            "peak_bytes": a.peak,
+            "costs_seconds": None if a.seconds is None or memory else max(a.seconds - step, 0.0),
+            "costs_bytes": max(a.peak - peak, 0) if memory and a.peak is not None else None,
             "layout": a.layout,
             "proven": a.proven,
             "reason": a.reason or None,
         }
 
-    free = answers["limit"][0].seconds
+    free = next((a.seconds for a in answers["limit"]), None)
     return {
         "layout": found.plan.data.layout,
         "step_seconds": step,
         "agrees": not said,
         "disagreements": said,
         "memory": {
-            "peak_bytes": judged.memory.peak,
+            "peak_bytes": peak,
             "limit_bytes": found.limit,
             "binds": free is not None and free < step * (1 - 1e-9),
             "step_seconds_without_limit": free,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from layoutopt.plan import Plan
     from mesh_tf_core import Options
 
+T = TypeVar("T")
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file made by `search --out`.", show_default=False)
 ]
@@ -60,32 +61,57 @@ def source_of(plan: Plan) -> str | None:
     return source if isinstance(source, str) else None
 
 
+@dataclass(frozen=True)
+class Where:
+    """What a plan's search was asked besides its rules (`Asked`).
+
+    Attributes:
+      memory_bytes: of a device; None: what the hardware has.
+      devices, max_axes: of a search for the mesh too; no devices: the plan's mesh was given.
+    """
+
+    hardware: str | None = None
+    memory_bytes: int | None = None
+    devices: int | None = None
+    max_axes: int = 2
+    objective: str = "time"
+
+
+def where_of(plan: Plan) -> Where:
+    """What the plan's search was asked; what the file does not say is the default."""
+    return _searched(plan, Where)
+
+
 def asked_of(plan: Plan) -> Asked:
-    """What was asked of the plan's search; what the file does not say is the default."""
+    """The rules of the plan's search; what the file does not say is the default."""
     from layoutopt.explain import Asked
 
-    found = details_of(plan).get("search")
-    if not isinstance(found, dict):
-        return Asked()
-    known = {f.name for f in fields(Asked)}
-    lists: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if name in known
-    }
-    return Asked(**lists)
+    return _searched(plan, Asked)
+
+
+def _searched(plan: Plan, kind: type[T]) -> T:
+    from pydantic import TypeAdapter, ValidationError
+
+    from mesh_tf_core.errors import UserError
+
+    try:
+        return TypeAdapter(kind).validate_python(details_of(plan).get("search", {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(map(str, ("details", "search", *first["loc"])))
+        raise UserError(f"the plan's {path}: {first['msg']}; make it again with search --out") from None
 
 
 def limit_of(plan: Plan, hardware: Hardware) -> int:
     """The memory of a device that the plan was made for."""
-    found = details_of(plan).get("search")
-    limit = found.get("memory_bytes") if isinstance(found, dict) else None
-    return int(limit) if isinstance(limit, int | float) else int(hardware.usable_memory_bytes)
+    limit = where_of(plan).memory_bytes
+    return int(hardware.usable_memory_bytes) if limit is None else limit
 
 
 def hardware_of(plan: Plan) -> str:
     """The hardware file that the plan was made for, if it is there; else the hardware's name."""
-    found = details_of(plan).get("search")
-    given = found.get("hardware") if isinstance(found, dict) else None
-    return given if isinstance(given, str) and Path(given).is_file() else plan.data.hardware
+    given = where_of(plan).hardware
+    return given if given is not None and Path(given).is_file() else plan.data.hardware
 
 
 def options_of(storage: Mapping[str, str], recompute: Sequence[str], microbatches: int) -> Options:

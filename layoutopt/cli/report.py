@@ -104,7 +104,7 @@ def _json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--validation {str(path)!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--validation {str(path)!r} is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise UserError(f"--validation {str(path)!r} is not what `layoutopt validate --json` prints")

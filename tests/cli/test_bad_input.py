@@ -98,6 +98,7 @@ def test_model_files_that_fail(refused: Callable[..., str], tmp_path: Path) -> N
         ("{", "is not JSON"),
         ("{}", "has "),
         (json.dumps({"format": "layoutopt-hardware/1", "name": "mine"}), "chip: Field required"),
+        ("[" * 100_000, "is not a hardware file"),
     ],
 )
 def test_a_malformed_profile(refused: Callable[..., str], tmp_path: Path, content: str, message: str) -> None:
@@ -118,6 +119,7 @@ def test_a_malformed_profile(refused: Callable[..., str], tmp_path: Path, conten
         ),
         ("[]", "has format None"),
         ('{"format": "layoutopt-plan/1"}', "model: Field required"),
+        ("[" * 100_000, "is nested too deeply"),
     ],
 )
 def test_a_malformed_plan(refused: Callable[..., str], tmp_path: Path, content: str, message: str) -> None:

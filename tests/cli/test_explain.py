@@ -110,6 +110,80 @@ def test_a_plan_for_a_hardware_file_is_explained_on_it(
     assert result("explain", str(tmp_path / "plan.json"))["agrees"]
 
 
+def test_a_plan_for_the_least_memory_is_explained_in_bytes(
+    result: Callable[..., dict[str, Any]],
+    refused: Callable[..., str],
+    run: Callable[..., Result],
+    tmp_path: Path,
+) -> None:
+    plan = searched(tmp_path / "lean.json", "--objective", "memory")
+    found = result("explain", str(tmp_path / "lean.json"), "--pin", "batch:none")
+    assert found["agrees"] and found["memory"]["binds"] is False
+    (pin,) = found["pins"]
+    again = result("search", *MLP, "--pin", "batch:none", "--objective", "memory")
+    assert pin["peak_bytes"] == again["predicted"]["peak_memory_bytes"]
+    assert pin["costs_bytes"] == pin["peak_bytes"] - plan["predicted"]["peak_memory_bytes"]
+    assert pin["costs_seconds"] is None
+    assert "the least memory was searched for" in run("explain", str(tmp_path / "lean.json")).stdout
+    for option, message in (
+        ("--check", "that nothing is faster"),
+        ("--sensitivity", "what makes a step fast"),
+    ):
+        assert message in refused("explain", str(tmp_path / "lean.json"), option)
+
+
+def changed(path: Path, plan_file: Path, *where: str, value: object) -> str:
+    plan = inner = json.loads(plan_file.read_text(encoding="utf-8"))
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (
+            ("predicted", "step_seconds"),
+            float("nan"),
+            "predicted.step_seconds: Input should be a finite number",
+        ),
+        (("predicted", "step_seconds"), 1e-9, "not what its layout comes to: step_seconds is"),
+        (("solver", "objective"), 1e-9, "the objective is neither its seconds nor its bytes"),
+        (("solver", "bound"), 1e-9, "the bound of a proven plan is its objective"),
+        (("layout",), {"batch": ["data"]}, "not what its layout comes to: step_seconds is"),
+        (("details", "search", "memory_bytes"), 1000, "was searched for 1000 B"),
+        (
+            ("details", "search", "microbatches"),
+            "one",
+            "details.search.microbatches: Input should be a valid tuple",
+        ),
+        (("details", "search", "pins"), 5, "details.search.pins: Input should be a valid string"),
+        (("details",), {}, "does not say what was asked"),
+    ],
+)
+def test_an_edited_plan_is_not_checked(
+    refused: Callable[..., str],
+    plan_file: Path,
+    tmp_path: Path,
+    where: tuple[str, ...],
+    value: object,
+    message: str,
+) -> None:
+    edited = changed(tmp_path / "edited.json", plan_file, *where, value=value)
+    assert message in refused("explain", edited, "--model", "examples/mlp.py", "--check")
+
+
+def test_a_proof_that_does_not_hold_is_refuted(run: Callable[..., Result], tmp_path: Path) -> None:
+    searched(tmp_path / "pinned.json", "--pin", "batch:data+model")
+    free = changed(tmp_path / "free.json", tmp_path / "pinned.json", "details", "search", "pins", value=None)
+    done = run("explain", free, "--check", "-q")
+    assert done.exit_code == 2
+    assert "is faster and fits" in done.stdout
+    assert done.stderr.startswith("error: --check: the plan's proof is wrong: ")
+
+
 def test_wrong_input(refused: Callable[..., str], plan_file: Path) -> None:
     plan = str(plan_file)
     assert "mesh data:2;model:2 has no axis 'dta'; did you mean 'data'?" in refused(
