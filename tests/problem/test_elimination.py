@@ -6,11 +6,14 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutopt.problem import Problem, ProblemError, eliminate, evaluate
+from layoutopt.problem.marginals import marginals
+from layoutopt.problem.relations import codes
 from tests.problem.strategies import random_problem
 
 seeds = st.tuples(st.integers(0, 10**6), st.booleans())
@@ -66,3 +69,31 @@ def test_what_is_not_exact_is_not_enumerated() -> None:
     problem = next(p for p in (random_problem(s, True) for s in range(99)) if not eliminate(p, 1).exact)
     with pytest.raises(ProblemError, match="too large to enumerate"):
         list(eliminate(problem, 1).below(1e9))
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=100)
+def test_marginals_are_the_best_with_each_choice(seed: tuple[int, bool]) -> None:
+    problem = random_problem(*seed)
+    known = costs(problem)
+    for v, found in enumerate(marginals(eliminate(problem), problem.sizes)):
+        for choice, cost in enumerate(found):
+            least = min(c for choices, c in known.items() if choices[v] == choice)
+            assert cost == pytest.approx(least, abs=1e-9)
+
+
+def test_marginals_need_an_exact_elimination() -> None:
+    problem = next(p for p in (random_problem(s, True) for s in range(99)) if not eliminate(p, 1).exact)
+    with pytest.raises(ProblemError, match="too large for what each choice costs"):
+        marginals(eliminate(problem, 1), problem.sizes)
+
+
+def test_codes_tell_rows_apart_in_their_order_however_many_columns() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 1000, (200, 9)) // 500 * 999
+    rows = np.concatenate([rows, rows[:50]])
+    found = codes(rows)
+    order = np.argsort(found, kind="stable")
+    listed = [tuple(row) for row in rows[order].tolist()]
+    assert listed == sorted(map(tuple, rows.tolist()))
+    assert len(np.unique(found)) == len(np.unique(rows, axis=0))
