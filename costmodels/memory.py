@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from costmodels.fusion import fused
+from costmodels.fusion import Fused, fused
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import (
     AllReduce,
@@ -74,13 +74,14 @@ class Memory:
     variables: int
 
 
-def memory(program: Program, fuses: bool = False) -> Memory:
+def memory(program: Program, fuses: bool = False, kernels: Fused | None = None) -> Memory:
     """Walks the program once; bytes of one device.
 
     Args:
       fuses: the compiler makes kernels of several operations (`Hardware.fuses`).
+      kernels: those of `fused(program)`, where they are known.
     """
-    return _Walk(program, fuses).run()
+    return _Walk(program, fuses, kernels=kernels).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +113,15 @@ def alive(program: Program, fuses: bool = False) -> list[Alive]:
 
 
 class _Walk:
-    def __init__(self, program: Program, fuses: bool, record: bool = False) -> None:
+    def __init__(
+        self, program: Program, fuses: bool, record: bool = False, kernels: Fused | None = None
+    ) -> None:
         self.record = record
         self.fuses = fuses
         self.inner: frozenset[int] = frozenset()
         self.casts: Mapping[int, int] = {}
         if fuses:
-            kernels = fused(program)
+            kernels = kernels or fused(program)
             parts = (i for instr, _ in program.walk() if isinstance(instr, Loop) for _, i in instr.sliced)
             self.casts = kernels.casts
             self.inner = kernels.inner.union(kernels.casts, parts, kernels.passed if record else ())

@@ -30,7 +30,7 @@ from costmodels.bills import Bill, Item, Items
 from costmodels.by_call import Calls
 from costmodels.collectives import collective_seconds, full_bytes
 from costmodels.compute import MATMUL_CLASSES, Quantity, compute_seconds
-from costmodels.fusion import Unit, grouped
+from costmodels.fusion import Fused, Unit, fused, grouped
 from costmodels.groups import Group, Kernel, Lone, streamed
 from costmodels.hardware import Hardware, Torus
 from costmodels.lines import Cost, KernelKey, Line, Sent
@@ -106,15 +106,21 @@ class Pricer:
         """Whether operations are priced as the kernels that a compiler makes of them."""
         return self.hardware.fuses and not self.by_call
 
-    def lines(self, program: Program, again: bool = False) -> Iterable[Line]:
+    def kernels(self, program: Program) -> Fused | None:
+        """The kernels that are priced, for who needs them more than once; None where none are made."""
+        return fused(program, streams=self.hardware.streams_attention) if self.fuses else None
+
+    def lines(self, program: Program, again: bool = False, kernels: Fused | None = None) -> Iterable[Line]:
         """One line per instruction or kernel that takes time.
 
         Args:
           again: `program` is part of a loop's body that runs again for backward.
+          kernels: of the program, where they are known.
         """
         stacks = _stacks(program) if self.in_parts else {}
         found = classes(program) if self.hardware.overlap else {}
-        for item, times in self._timed(program, again):
+        timed = self._timed(program, again) if kernels is None else kernels.items
+        for item, times in timed:
             if isinstance(item, AllReduce) and self.in_parts:
                 yield self._sums(program, item, times, stacks)
             else:
@@ -127,10 +133,10 @@ class Pricer:
         return program.expected()
 
     def _lines(
-        self, program: Program, item: Unit, times: float, purposes: Mapping[int, str]
+        self, program: Program, item: Unit | Kernel, times: float, purposes: Mapping[int, str]
     ) -> Iterable[Line]:
-        if isinstance(item, Group | Lone):
-            for kernel in item.kernels():
+        if isinstance(item, Group | Lone | Kernel):
+            for kernel in (item,) if isinstance(item, Kernel) else item.kernels():
                 yield self.kernel(program, kernel, times)
         elif isinstance(item, Local) and not item.op.free:
             yield self.local(program, item, times)
@@ -139,10 +145,11 @@ class Pricer:
         elif isinstance(item, Loop) and item.stacked:
             yield from self.stacking(program, item, times)
 
-    def cost(self, program: Program) -> Cost:
+    def cost(self, program: Program, kernels: Fused | None = None) -> Cost:
+        """The price of a step; `kernels` as in `lines`."""
         fixed = self.fixed_seconds(program)
         start = (Line("step", "", Origin(-1, "step", "update"), "step", 1, fixed, fixed),) if fixed else ()
-        return Cost((*self.lines(program), *start))
+        return Cost((*self.lines(program, kernels=kernels), *start))
 
     @property
     def itemising(self) -> Hashable:

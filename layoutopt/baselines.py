@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
+from layoutopt.domains import domains
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.layout import Axes, Layout
 from mesh_tf_core.lower import Options
@@ -45,6 +46,20 @@ def named_layouts(
             yield "data + model parallel (expert)", mesh, Layout({batch: first, **rules}), plain
     for name, own, layout in _declared(model, mesh):
         yield name, own, layout, plain
+
+
+def named_in(
+    model: Model, mesh: Mesh, names: Mapping[str, str]
+) -> Iterator[tuple[str, Mesh, Layout, Options]]:
+    """As `named_layouts`, for a mesh whose axes a plan calls by other names; the layouts have its own."""
+    own = {new: old for old, new in names.items()}
+    called = Mesh([(names.get(a, a), n) for a, n in mesh.axes])
+    for name, its, layout, options in named_layouts(model, called, domains(model.graph, called)):
+        if its == called:
+            rules = {n: tuple(own.get(a, a) for a in axes) for n, axes in layout.items()}
+            yield name, mesh, Layout(rules), options
+        else:
+            yield name, its, layout, options
 
 
 def _declared(model: Model, mesh: Mesh) -> Iterator[tuple[str, Mesh, Layout]]:

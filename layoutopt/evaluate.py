@@ -3,16 +3,18 @@ solver."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
 
+from costmodels.fusion import Fused
 from costmodels.hardware import Hardware
 from costmodels.memory import Memory, memory
 from costmodels.pricing import Cost, Pricer, pricer
-from layoutopt.plan import Alternative, Predicted
+from layoutopt.plan import Predicted
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 from mesh_tf_core.program import Program
@@ -22,11 +24,24 @@ DEFAULT = Options()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A layout's program, price and memory."""
+    """A layout's program, and what follows from it when it is asked for: its price and its memory."""
 
     program: Program
-    cost: Cost
-    memory: Memory
+    prices: Pricer = field(repr=False, compare=False)
+
+    @cached_property
+    def _kernels(self) -> Fused | None:
+        return self.prices.kernels(self.program)
+
+    @cached_property
+    def cost(self) -> Cost:
+        return self.prices.cost(self.program, self._kernels)
+
+    @cached_property
+    def memory(self) -> Memory:
+        # Memory knows of no kernels that stream.
+        known = None if self.prices.hardware.streams_attention else self._kernels
+        return memory(self.program, self.prices.fuses, known)
 
     @property
     def predicted(self) -> Predicted:
@@ -65,36 +80,33 @@ def evaluate(
     options: Options = DEFAULT,
     prices: Pricer | None = None,
 ) -> Evaluation:
-    """Lowers, prices and walks one layout; LayoutError if it is not legal."""
-    program = model.lower(mesh, layout, options)
-    prices = prices or pricer(hardware, mesh)
-    return Evaluation(program, prices.cost(program), memory(program, prices.fuses))
+    """Lowers one layout to price and walk it; LayoutError if it is not legal."""
+    return Evaluation(model.lower(mesh, layout, options), prices or pricer(hardware, mesh))
 
 
-def alternative(
-    name: str,
-    model: Model,
-    mesh: Mesh,
-    layout: Layout,
-    hardware: Hardware,
-    limit: float | None,
-    options: Options = DEFAULT,
-) -> Alternative:
-    """A named layout beside the answer: priced, or with the reason why it is not legal."""
-    predicted, reason = None, None
-    try:
-        found = evaluate(model, mesh, layout, hardware, options)
-        predicted, reason = found.predicted, found.reason(limit)
-    except LayoutError as error:
-        reason = str(error)
-    return Alternative(
-        name=name,
-        mesh=mesh.as_dict(),
-        layout={n: list(a) for n, a in layout.items()},
-        predicted=predicted,
-        feasible=reason is None,
-        reason=reason,
-        storage={n: STAGES[s] for n, s in sorted(options.storage.items()) if s},
-        recompute=sorted(options.recompute),
-        microbatches=options.microbatches,
-    )
+class Judge:
+    """Evaluations of one model on one piece of hardware: none is made twice."""
+
+    def __init__(self, model: Model, hardware: Hardware) -> None:
+        self.model, self.hardware = model, hardware
+        self._known: dict[Hashable, Evaluation | str] = {}
+        self._prices: dict[Mesh, Pricer] = {}
+
+    def prices(self, mesh: Mesh) -> Pricer:
+        if mesh not in self._prices:
+            self._prices[mesh] = pricer(self.hardware, mesh)
+        return self._prices[mesh]
+
+    def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:
+        """As `evaluate`."""
+        key = mesh, layout, frozenset(options.storage.items()), options.recompute, options.microbatches
+        found = self._known.get(key)
+        if found is None:
+            try:
+                found = evaluate(self.model, mesh, layout, self.hardware, options, self.prices(mesh))
+            except LayoutError as error:
+                found = str(error)
+            self._known[key] = found
+        if isinstance(found, str):
+            raise LayoutError(found)
+        return found

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from costmodels.hardware import Hardware
-from costmodels.pricing import pricer
 from layoutopt.decisions import Choice, Decisions
-from layoutopt.evaluate import Evaluation, evaluate
+from layoutopt.evaluate import Evaluation, Judge
 from layoutopt.extract import Extraction, extract
 from layoutopt.lessons import lesson
 from layoutopt.problem import (
@@ -108,9 +107,11 @@ class MeshSearch:
         decided: Decisions,
         hardware: Hardware,
         extraction: Extraction | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.model, self.mesh, self.hardware = model, mesh, hardware
-        self.prices = pricer(hardware, mesh)
+        self._judge = judge or Judge(model, hardware)
+        self.prices = self._judge.prices(mesh)
         self.extraction = extraction or extract(model, mesh, decided, self.prices)
         self.judged: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset()]
@@ -118,11 +119,15 @@ class MeshSearch:
 
     def judge(self, choices: tuple[int, ...]) -> Evaluation:
         if choices not in self.judged:
-            layout, options = self.extraction.read(choices)
-            self.judged[choices] = evaluate(
-                self.model, self.mesh, layout, self.hardware, options, prices=self.prices
-            )
+            self.judged[choices] = self._judge(self.mesh, *self.extraction.read(choices))
         return self.judged[choices]
+
+    def every_judged(self) -> Iterator[Found]:
+        """All layouts that were judged so far."""
+        for choices, judged in self.judged.items():
+            seconds = judged.cost.step_seconds
+            solution = Solution(Status.FEASIBLE, choices, seconds, -math.inf, 0.0, "stopped")
+            yield Found(self.mesh, *self.extraction.read(choices), judged, solution)
 
     @cached_property
     def eliminated(self) -> Elimination:
@@ -133,7 +138,9 @@ class MeshSearch:
         """A bound on the seconds of every layout, whatever memory it takes."""
         if self.eliminated.exact:
             return self.eliminated.bound
-        return solve(self.extraction.problem, time_limit=_left(deadline)).bound
+        solution = solve(self.extraction.problem, time_limit=_left(deadline))
+        _go_on(solution)
+        return solution.bound
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -199,6 +206,7 @@ class MeshSearch:
             if exact:
                 bound = max(bound, solution.bound)
             if solution.choices is None:
+                _go_on(solution)
                 proven = exact and solution.status is Status.INFEASIBLE
                 return Outcome(None, math.inf if proven else bound, proven)
             choices = simplest(problem, self.extraction, solution.choices)
@@ -207,6 +215,7 @@ class MeshSearch:
                 layout, options = self.extraction.read(choices)
                 best = Found(self.mesh, layout, options, judged, replace(solution, choices=choices))
                 return Outcome(best, bound, exact and solution.status is Status.OPTIMAL)
+            _go_on(solution)
             counted = max(row.use(choices) for row in self.rows)
             share = min(share, counted / judged.memory.peak)
             self.learn(choices)
@@ -224,7 +233,7 @@ class MeshSearch:
             terms.append(Term((self.extraction.names.index(name),), table, f"pin {name}"))
         return replace(problem, terms=(*problem.terms, *terms))
 
-    def lean(self, pinned: Mapping[str, Choice]) -> Found | None:
+    def lean(self, pinned: Mapping[str, Choice], deadline: float | None = None) -> Found | None:
         """A layout with little memory, found without a solver: the largest row is made as small as can be,
         then the one that is largest now. None if elimination cannot do that.
 
@@ -233,7 +242,7 @@ class MeshSearch:
         """
         problem, best, done = self._pinned(self.extraction.problem, pinned), None, False
         legal = tuple(map(_legal, problem.terms))
-        row = max(self.rows, key=lambda r: sum(map(_most, r.entries)), default=None)
+        row = _largest(self.rows, _most)
         while row is not None:
             entries = tuple(Term(e.scope, e.table, "bytes") for e in row.entries)
             choices = eliminate(replace(problem, terms=(*legal, *entries))).best()
@@ -243,8 +252,9 @@ class MeshSearch:
             if best is None or judged.memory.peak < best.peak:
                 solution = Solution(Status.FEASIBLE, choices, judged.memory.peak, 0.0, 0.0, "elimination")
                 best = Found(self.mesh, *self.extraction.read(choices), judged, solution)
-            largest = max(self.rows, key=lambda r: r.use(choices))
-            row = None if done or largest is row else largest
+            largest = _largest(self.rows, partial(Entry.use, choices=choices))
+            late = deadline is not None and time.monotonic() > deadline
+            row = None if done or late or largest is row else largest
             done = True
         return best
 
@@ -273,6 +283,7 @@ class MeshSearch:
             problem = self._pinned(self._levelled(levels), pinned or {})
             solution = solve(problem, time_limit=_left(deadline))
             if solution.choices is None:
+                _go_on(solution)
                 break
             *choices, level = solution.choices
             if solution.status is Status.OPTIMAL and level:
@@ -280,6 +291,7 @@ class MeshSearch:
             judged = self.judge(tuple(choices))
             if best is None or judged.memory.peak < best.peak:
                 best = Found(self.mesh, *self.extraction.read(choices), judged, solution)
+            _go_on(solution)
             high = float(best.peak)
             if high <= low * (1 + CLOSE):
                 break
@@ -326,6 +338,12 @@ class MeshSearch:
             self.lessons[row.name] = row
 
 
+def _largest(rows: Sequence[Row], of: Callable[[Entry], float]) -> Row | None:
+    """The row whose entries come to most, where rows have many entries in common."""
+    known = {entry: of(entry) for entry in {e for row in rows for e in row.entries}}
+    return max(rows, key=lambda row: math.fsum(known[e] for e in row.entries), default=None)
+
+
 def _least(entry: Entry) -> float:
     values = _values(entry)
     # What a sparse table does not list is forbidden elsewhere.
@@ -349,6 +367,12 @@ def _legal(term: Term) -> Term:
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.01)
+
+
+def _go_on(solution: Solution) -> None:
+    """Ctrl-C ends a solver, which then tells its best; it is to end the whole search."""
+    if solution.stopped:
+        raise KeyboardInterrupt
 
 
 def unlike(decided: tuple[int, ...], sizes: Sequence[int]) -> Row:

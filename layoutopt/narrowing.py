@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from costmodels.hardware import Hardware
-from costmodels.pricing import pricer
 from layoutopt.clusters import Cluster
 from layoutopt.decisions import Decisions
+from layoutopt.evaluate import Judge
 from layoutopt.extract import Draft
 from layoutopt.mesh_search import MeshSearch
 from layoutopt.problem import eliminate
@@ -32,7 +31,6 @@ from mesh_tf_core import garbage
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
-from mesh_tf_core.model import Model
 
 FIRST, MORE = 300, 0.3
 """Entries before options are looked at: at first, and as a part of those that there are."""
@@ -80,9 +78,8 @@ def narrow(draft: Draft, upper: float, propose: Propose, deadline: float | None 
 
 
 def faster(
-    model: Model,
+    judge: Judge,
     space: Space,
-    hardware: Hardware,
     upper: float,
     propose: Propose,
     deadline: float | None = None,
@@ -92,13 +89,13 @@ def faster(
     Returns:
       seconds as `narrow` does; None if nothing is faster, or there was no time for all tables.
     """
-    draft = Draft(model, space.mesh, space.decided, pricer(hardware, space.mesh))
+    draft = Draft(judge.model, space.mesh, space.decided, judge.prices(space.mesh))
     with garbage.kept():
         bound = narrow(draft, upper, propose, deadline)
     if draft.left or bound >= upper * (1 - EXACT):
         return bound, None
     extraction = draft.extraction()
-    return bound, MeshSearch(model, space.mesh, extraction.decided, hardware, extraction)
+    return bound, MeshSearch(judge.model, space.mesh, extraction.decided, judge.hardware, extraction, judge)
 
 
 def _share(draft: Draft, cluster: Cluster) -> float:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from costmodels.pricing import pricer
-from layoutopt.baselines import axis_names, named_layouts
+from layoutopt.baselines import axis_names, named_in
 from layoutopt.decisions import RECOMPUTE, Decisions
-from layoutopt.domains import domains
-from layoutopt.evaluate import evaluate, gib
+from layoutopt.evaluate import gib
 from layoutopt.extract import count_layouts
 from layoutopt.mesh_search import Found, MeshSearch
 from layoutopt.narrowing import faster
@@ -33,10 +32,13 @@ from layoutopt.space import Space
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.mesh import Mesh
 
 NAMED_SHARE = 0.25
 """Part of a time limit in which layouts by name are priced before anything is solved."""
+STOPPING = 5.0
+"""Seconds after Ctrl-C in which layouts by name are priced, if nothing that fits was found yet."""
 MOST_POINTS = 200
 
 
@@ -71,6 +73,7 @@ class Places:
       bound: of the objective, for all layouts that were asked for.
       least: of a mesh and a number of microbatches, seconds that no layout of these is faster than, nor of
         a multiple of the microbatches.
+      asked: the problem that is being looked at.
     """
 
     request: Request
@@ -82,6 +85,7 @@ class Places:
     bound: float = math.inf
     proven: bool = True
     least: dict[tuple[Mesh, int], float] = field(default_factory=dict)
+    asked: MeshSearch | None = None
 
     @property
     def considered(self) -> int:
@@ -107,6 +111,36 @@ class Places:
         if not self.proven:
             raise LimitError("nothing was found in the time given; raise --time-limit")
         raise InfeasibleError(self._infeasible())
+
+    def stopped(self) -> Found:
+        """The best layout so far, of a search that Ctrl-C ended; KeyboardInterrupt if there is none."""
+        now = time.monotonic()
+        self.request, self.proven = replace(self.request, deadline=now), False
+        limit, memory = self.request.limit, self.request.objective == "memory"
+        for found in self.asked.every_judged() if self.asked is not None else ():
+            self._add(found)
+        if not self._fitting(limit):
+            self._try_named(now + STOPPING)
+        if not self._fitting(limit):
+            raise KeyboardInterrupt
+        if memory:
+            self.best = min(self._fitting(limit), key=lambda f: (f.peak, f.seconds))
+            self.bound = min(place.low for place in self.places)
+        else:
+            self._beat_named(limit)
+            self.best = self._fastest_known(limit)
+            self.bound = min(self.bound, *(place.bound for place in self.places))
+        assert self.best is not None
+        return self.best
+
+    def _add(self, found: Found) -> None:
+        """Keeps a layout, and tells of it if it is the best so far that fits."""
+        request, memory = self.request, self.request.objective == "memory"
+        known = [f.peak if memory else f.seconds for f in self._fitting(request.limit)]
+        value = found.peak if memory else found.seconds
+        self.found.append(found)
+        if request.on_better and found.peak <= request.limit and value < min(known, default=math.inf):
+            request.on_better(_in_words(found), found.seconds, found.peak)
 
     def _fitting(self, limit: float) -> list[Found]:
         return [f for f in self.found if f.peak <= limit]
@@ -154,14 +188,16 @@ class Places:
         """The whole problem of a place."""
         if place.search is None:
             space, request = place.space, self.request
-            place.search = MeshSearch(request.model, space.mesh, space.decided, request.hardware)
+            place.search = MeshSearch(
+                request.model, space.mesh, space.decided, request.hardware, judge=request.judge
+            )
             self._bounded(place, place.search.relaxed(request.deadline))
         return place.search
 
     def _bounded(self, place: Place, seconds: float) -> None:
         """No layout of a place takes less, whatever memory it takes."""
         place.bound = max(place.bound, seconds)
-        if pricer(self.request.hardware, place.space.mesh).pieces_cost_more:
+        if self.request.judge.prices(place.space.mesh).pieces_cost_more:
             self.least[place.space.mesh, place.space.parts] = place.bound
 
     def _narrowed(self, place: Place, limit: float) -> MeshSearch | None:
@@ -175,18 +211,20 @@ class Places:
                 self._try(space.mesh, layout, _leanest(space))
             return self._known(limit)
 
-        bound, search = faster(request.model, space, request.hardware, upper, propose, request.deadline)
+        bound, search = faster(request.judge, space, upper, propose, request.deadline)
         self._bounded(place, min(bound, upper))
         return search
 
     def _ask(self, place: Place, search: MeshSearch, limit: float, best: float) -> None:
         """Looks in one place for something faster than the best so far."""
-        upper = best if math.isfinite(best) else None
+        upper, self.asked = best if math.isfinite(best) else None, search
         outcome = search.fastest(
             limit, upper, self.request.deadline, lambda a, b: self._tell(place.space.mesh, a, b)
         )
         if outcome.found is not None:
-            self.found.append(outcome.found)
+            self._add(outcome.found)
+            if outcome.found.solution.stopped:
+                raise KeyboardInterrupt
             place.answer = outcome.found if outcome.proven else None
         # Without an answer it is proven that nothing here is faster than the best.
         place.bound = max(place.bound, min(outcome.bound, best))
@@ -232,8 +270,10 @@ class Places:
             if self._late():
                 break
             below = min((f.peak for f in self.found), default=math.inf)
-            found, place.low = self._open(place).least_memory(min(below, limit + 1), self.request.deadline)
-            self.found += found
+            self.asked = self._open(place)
+            found, place.low = self.asked.least_memory(min(below, limit + 1), self.request.deadline)
+            for each in found:
+                self._add(each)
         least = min((f.peak for f in self._fitting(limit)), default=math.inf)
         low = min((place.low for place in self.places), default=math.inf)
         if math.isfinite(least):
@@ -268,18 +308,13 @@ class Places:
             for found in self._named(best.mesh, names):
                 self._try(*found)
             if not self._late():
-                self._try(best.mesh, greedy(self.request, self.space_of(best)), Options())
+                self._try(best.mesh, *greedy(self.request, self.space_of(best)))
 
     def _named(self, mesh: Mesh, names: Mapping[str, str]) -> Iterator[tuple[Mesh, Layout, Options]]:
         """Layouts by name on a mesh whose axes are called otherwise in a plan."""
-        own = {new: old for old, new in names.items()}
-        model = self.request.model
-        called = Mesh([(names.get(a, a), n) for a, n in mesh.axes])
-        splits = domains(model.graph, called)
-        for _, its, layout, options in named_layouts(model, called, splits):
-            if its == called:
-                rules = {n: tuple(own.get(a, a) for a in axes) for n, axes in layout.items()}
-                yield mesh, Layout(rules), options
+        for _, its, layout, options in named_in(self.request.model, mesh, names):
+            if its == mesh:
+                yield mesh, layout, options
 
     def _try(self, mesh: Mesh, layout: Layout, options: Options) -> None:
         """Prices a layout, if it is one that may be chosen."""
@@ -292,12 +327,12 @@ class Places:
         if not any(_allows(space.decided, layout, options) for space in places):
             return
         try:
-            judged = evaluate(request.model, mesh, layout, request.hardware, options)
+            judged = request.judge(mesh, layout, options)
         except LayoutError:
             return
         seconds = judged.cost.step_seconds
         solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
-        self.found.append(Found(mesh, layout, options, judged, solution))
+        self._add(Found(mesh, layout, options, judged, solution))
 
     # -- nothing fits ----------------------------------------------------------------------------------------
 
@@ -321,6 +356,16 @@ class Places:
             f"{gib(leanest.peak)}, {gib(leanest.peak - request.limit)} over; its largest tensors: "
             f"{held}{sure}; use more devices or more memory, or a smaller batch"
         )
+
+
+def _in_words(found: Found) -> str:
+    """A layout and what was decided besides, short."""
+    options = found.options
+    stages = sorted(Counter(STAGES[stage] for stage in options.storage.values() if stage).items())
+    besides = [f"{stage} x{count}" for stage, count in stages]
+    besides += [f"recompute {dim}" for dim in sorted(options.recompute)]
+    besides += [f"{options.microbatches} microbatches"] if options.microbatches > 1 else []
+    return "; ".join([f"{str(found.layout) or 'nothing split'} on {found.mesh}", *besides])
 
 
 def _leanest(space: Space) -> Options:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from layoutopt.baselines import axis_names, named_layouts
-from layoutopt.domains import domains
-from layoutopt.evaluate import Evaluation, alternative
+from layoutopt.baselines import axis_names, named_in
+from layoutopt.evaluate import Evaluation
 from layoutopt.mesh_search import Found, MeshSearch
 from layoutopt.plan import Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
 from layoutopt.request import EXACT, Request
-from layoutopt.rivals import greedy, least_memory, model_parallel
+from layoutopt.rivals import RIVALS
 from layoutopt.space import Space
+from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
@@ -43,6 +43,7 @@ def make_plan(
       seconds: wall time of the search.
     """
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
+    alternatives, missing = _alternatives(request, space, search, best, names)
     data = PlanFile(
         format="layoutopt-plan/1",
         model=ModelInfo(
@@ -59,9 +60,9 @@ def make_plan(
         hardware=request.hardware.name,
         predicted=_predicted(best.judged, names),
         solver=_solver(request, best, bound, proven, considered, seconds),
-        alternatives=_alternatives(request, space, search, best, names),
+        alternatives=alternatives,
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
-        notes=_notes(best),
+        notes=_notes(best, missing),
     )
     return Plan(data)
 
@@ -87,13 +88,15 @@ def _solver(
     )
 
 
-def _notes(best: Found) -> list[str]:
+def _notes(best: Found, missing: Sequence[str]) -> list[str]:
+    notes = [f"no time was left for these layouts beside the answer: {', '.join(missing)}"] if missing else []
     table, value = best.solution.objective, best.seconds
     if abs(table - value) <= EXACT * value:
-        return []
+        return notes
     return [
+        *notes,
         f"the tables sum to {table:.9g} s and the lowered program costs {value:.9g} s "
-        f"({(table / value - 1) * 100:+.2g} %): what operations share is not all in the tables"
+        f"({(table / value - 1) * 100:+.2g} %): what operations share is not all in the tables",
     ]
 
 
@@ -134,31 +137,49 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
 
 def _alternatives(
     request: Request, space: Space, search: MeshSearch | None, best: Found, names: Mapping[str, str]
-) -> list[Alternative]:
+) -> tuple[list[Alternative], list[str]]:
     """Named baselines on the answer's mesh, the best one that leaves the batch whole, what simpler searches
-    find, and the next best ones."""
-    model, hardware, limit = request.model, request.hardware, request.limit
-    mesh = _mesh(best.mesh, names)
-    options = domains(model.graph, mesh)
-    out = [
-        alternative(name, model, its_mesh, layout, hardware, limit, opts)
-        for name, its_mesh, layout, opts in named_layouts(model, mesh, options)
-    ]
-
-    def add(name: str, found: Found) -> None:
-        layout = _renamed(found.layout, names)
-        out.append(alternative(name, model, mesh, layout, hardware, limit, found.options))
-
-    if (whole := model_parallel(request, space)) is not None:
-        add("model parallel (best)", whole)
-    splits = _renamed(greedy(request, space), names)
-    out.append(alternative("greedy", model, mesh, splits, hardware, limit))
-    if (lean := least_memory(request, space)) is not None:
-        add("least memory (as auto_mtf)", lean)
+    find, and the next best ones; and the names of those for which there was no time."""
+    out = [_beside(request, *named, names) for named in named_in(request.model, best.mesh, names)]
+    missing: list[str] = []
+    for name, rival in RIVALS.items():
+        found = None if request.late else rival(request, space)
+        if found is not None:
+            out.append(_beside(request, name, best.mesh, *found, names))
+        elif request.late:
+            missing.append(name)
     next_best = [] if search is None else _next_best(request, search, best)
-    for number, found in enumerate(next_best, start=2):
-        add(f"number {number}", found)
-    return out
+    for number, other in enumerate(next_best, start=2):
+        out.append(_beside(request, f"number {number}", best.mesh, other.layout, other.options, names))
+    return out, missing
+
+
+def _beside(
+    request: Request, name: str, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
+) -> Alternative:
+    """A layout beside the answer, priced, or with the reason why it is not legal; `names`: of the axes."""
+    called, rules = _mesh(mesh, names), _renamed(layout, names)
+    predicted, reason = None, None
+    try:
+        judged = request.judge(mesh, layout, options)
+        predicted = _predicted(judged, names)
+        # Reasons speak of axes.
+        reason = judged.reason(request.limit)
+        if reason is not None and called != mesh:
+            reason = request.judge(called, rules, options).reason(request.limit)
+    except LayoutError as error:
+        reason = str(error)
+    return Alternative(
+        name=name,
+        mesh=called.as_dict(),
+        layout=_form(rules),
+        predicted=predicted,
+        feasible=reason is None,
+        reason=reason,
+        storage=_storage(options),
+        recompute=sorted(options.recompute),
+        microbatches=options.microbatches,
+    )
 
 
 def _next_best(request: Request, search: MeshSearch, best: Found) -> list[Found]:

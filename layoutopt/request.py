@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from costmodels.hardware import Hardware
+from layoutopt.evaluate import Judge
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.lower.storage import STAGES, stage_number
@@ -13,6 +16,8 @@ from mesh_tf_core.model import Model
 
 Progress = Callable[[str, float, float], None]
 """on_progress(mesh, best seconds so far, proven bound on this mesh)."""
+Better = Callable[[str, float, int], None]
+"""on_better(layout in words, its seconds, its bytes): the best so far that fits is now another one."""
 OBJECTIVES = ("time", "memory", "pareto")
 EXACT = 1e-7
 """Relative gap below which a bound equals its objective: solvers count costs in whole units of about this
@@ -38,6 +43,7 @@ class Request:
     top: int
     deadline: float | None
     on_progress: Progress | None
+    on_better: Better | None
     storage: tuple[str, ...]
     recompute: tuple[bool, ...]
     microbatches: tuple[int, ...]
@@ -54,3 +60,13 @@ class Request:
                 raise UserError(
                     f"microbatches {self.microbatches}: needs whole numbers of at least 1, as 1, 2, 4"
                 )
+
+    @cached_property
+    def judge(self) -> Judge:
+        """What answers this question: nothing is evaluated twice."""
+        return Judge(self.model, self.hardware)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return self.deadline is not None and time.monotonic() > self.deadline

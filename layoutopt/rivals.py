@@ -12,15 +12,13 @@ is legal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from costmodels.pricing import pricer
 from layoutopt.decisions import RECOMPUTE, STORAGE, Choice, Decisions
-from layoutopt.evaluate import evaluate
 from layoutopt.extract import Draft, outline
-from layoutopt.mesh_search import Found, MeshSearch
+from layoutopt.mesh_search import MeshSearch
 from layoutopt.narrowing import faster
 from layoutopt.quotes import Quotes
 from layoutopt.request import Request
@@ -29,30 +27,32 @@ from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 
+Rival = tuple[Layout, Options]
 
-def model_parallel(request: Request, space: Space) -> Found | None:
+
+def model_parallel(request: Request, space: Space) -> Rival | None:
     """The fastest layout with an undivided batch, whatever memory it takes; None if there is none in time."""
-    model, batch, known = request.model, request.model.batch_dim, math.inf
+    batch, known = request.model.batch_dim, math.inf
     if batch not in space.decided.free or () not in space.decided.options[batch]:
         return None
 
     def propose(layout: Layout, options: Options) -> float:
         nonlocal known
         with suppress(LayoutError):  # clusters that have no table yet may refuse it
-            judged = evaluate(model, space.mesh, layout, request.hardware, options)
-            known = min(known, judged.cost.step_seconds)
+            known = min(known, request.judge(space.mesh, layout, options).cost.step_seconds)
         return known
 
     decided = replace(space.decided, options={**space.decided.options, batch: ((),)})
     whole = Space(space.mesh, decided)
-    _, search = faster(model, whole, request.hardware, math.inf, propose, request.deadline)
-    return None if search is None else search.fastest(math.inf, deadline=request.deadline).found
+    _, search = faster(request.judge, whole, math.inf, propose, request.deadline)
+    found = None if search is None else search.fastest(math.inf, deadline=request.deadline).found
+    return None if found is None else (found.layout, found.options)
 
 
-def greedy(request: Request, space: Space) -> Layout:
+def greedy(request: Request, space: Space) -> Rival:
     """The layout at which no single split more, or wider, saves time by the tables."""
     decided = space.decided
-    quotes = Quotes(Draft(request.model, space.mesh, decided, pricer(request.hardware, space.mesh)))
+    quotes = Quotes(Draft(request.model, space.mesh, decided, request.judge.prices(space.mesh)))
     plain = Options(microbatches=decided.microbatches)
     layout = Layout({n: found[0] for n, found in decided.options.items() if _splits(n) and found[0]})
     seconds = quotes.seconds(layout, plain)
@@ -60,7 +60,7 @@ def greedy(request: Request, space: Space) -> Layout:
         wider = ((quotes.seconds(more, plain), str(more), more) for more in _one_more(decided, layout))
         best = min(wider, default=(math.inf, "", layout))
         if not best[0] < seconds:
-            return layout
+            return layout, Options()
         seconds, layout = best[0], best[2]
 
 
@@ -77,11 +77,20 @@ def _one_more(decided: Decisions, layout: Layout) -> Iterator[Layout]:
                 yield Layout({**rules, name: choice})
 
 
-def least_memory(request: Request, space: Space) -> Found | None:
+def least_memory(request: Request, space: Space) -> Rival | None:
     """The splits with a small peak; None if there are none in time."""
     plain: dict[str, Choice] = {n: () for n in space.decided.free if not _splits(n)}
     if any(() not in space.decided.options[n] for n in plain):
         return None
-    known = outline(request.model, space.mesh, space.decided, pricer(request.hardware, space.mesh))
-    search = MeshSearch(request.model, space.mesh, space.decided, request.hardware, known)
-    return search.lean(plain) or search.leanest(request.deadline, plain)[0]
+    known = outline(request.model, space.mesh, space.decided, request.judge.prices(space.mesh))
+    search = MeshSearch(request.model, space.mesh, space.decided, request.hardware, known, request.judge)
+    found = search.lean(plain, request.deadline) or search.leanest(request.deadline, plain)[0]
+    return None if found is None else (found.layout, found.options)
+
+
+RIVALS: dict[str, Callable[[Request, Space], Rival | None]] = {
+    "model parallel (best)": model_parallel,
+    "greedy": greedy,
+    "least memory (as auto_mtf)": least_memory,
+}
+"""What stands beside an answer, by its name in plans."""
