@@ -10,7 +10,7 @@ from layoutopt.domains import parse_forbid, parse_rules
 from layoutopt.places import Places
 from layoutopt.plan import Plan
 from layoutopt.planning import make_plan
-from layoutopt.request import OBJECTIVES, Progress, Request, Rules
+from layoutopt.request import OBJECTIVES, Better, Progress, Request, Rules
 from layoutopt.space import meshes, spaces
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.storage import STAGES
@@ -36,6 +36,8 @@ def search(
     storage: Sequence[str] = STAGES,
     recompute: Sequence[bool] = (False, True),
     microbatches: Sequence[int] = (1, 2, 4, 8),
+    on_better: Better | None = None,
+    keep_best: bool = False,
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -52,6 +54,7 @@ def search(
       recompute: whether the bodies of loops may, must or must not run again in backward.
       microbatches: numbers of parts that the batch may be split into; those that do not divide it are left
       out.
+      keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven.
 
     Raises:
       InfeasibleError: proven that nothing fits; the message names the largest tensors.
@@ -71,6 +74,7 @@ def search(
         top,
         None if time_limit is None else started + time_limit,
         on_progress,
+        on_better,
         tuple(storage),
         tuple(recompute),
         tuple(sorted(set(microbatches))),
@@ -78,9 +82,14 @@ def search(
     r = request
     shapes = meshes(mesh, devices, max_axes, chosen)
     places = Places(request, renames=mesh is None)
-    best = places.run(spaces(model, shapes, r.pins, r.forbid, r.storage, r.recompute, r.microbatches))
+    try:
+        best = places.run(spaces(model, shapes, r.pins, r.forbid, r.storage, r.recompute, r.microbatches))
+    except KeyboardInterrupt:
+        if not keep_best:
+            raise
+        best = places.stopped()
     return make_plan(
-        request,
+        places.request,
         best,
         places.space_of(best),
         places.search_of(best) if top > 1 else None,

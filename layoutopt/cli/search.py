@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -140,13 +141,18 @@ def search(
                 top=top,
                 time_limit=time_limit,
                 on_progress=lambda on, best, bound: bounds.update(best, bound, f"searching {on}"),
+                on_better=lambda words, seconds, peak: terminal.say(
+                    f"so far {seconds_text(seconds)}, {bytes_text(peak)}: {words}"
+                ),
+                keep_best=True,
                 **where,
                 **asked,
             )
     except InfeasibleError as error:
-        with terminal.waiting("nothing fits; looking for what would help"):
-            why = diagnose(find, loaded.model, {**where, **asked})
-        raise InfeasibleError("; ".join(filter(None, (str(error), str(why))))) from None
+        why = ""
+        with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):
+            why = str(diagnose(find, loaded.model, {**where, **asked}))
+        raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
     question = {
         "hardware": hardware,
         "memory_bytes": limit,

@@ -28,7 +28,8 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Solution:
-    """What `solve` returns. `objective` is recomputed by `evaluate`; `bound` is a proven lower bound."""
+    """What `solve` returns. `objective` is recomputed by `evaluate`; `bound` is a proven lower bound; Ctrl-C
+    ended it if it is `stopped`."""
 
     status: Status
     choices: Choices | None
@@ -36,6 +37,7 @@ class Solution:
     bound: float
     wall_seconds: float
     solver: str
+    stopped: bool = False
 
     def __post_init__(self) -> None:
         if (self.choices is None) != (self.status in (Status.INFEASIBLE, Status.LIMIT)):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from layoutopt.problem.answer import TOLERANCE, Evaluation, Solution, Status, evaluate, relative_gap
+from layoutopt.problem.answer import TOLERANCE, Solution, Status, relative_gap
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
+from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lazy import Search
+from layoutopt.problem.priced_rows import price, whole
 from layoutopt.problem.reductions import Reduced, reduce
+from layoutopt.problem.rest import Rest
 from layoutopt.problem.solvers import cp_sat, exhaustive, highs
 from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver, ctrl_c
 
@@ -51,13 +52,30 @@ def solve(
     if solver == "exhaustive":
         return _exhaustive(problem, clock, limit, banned)
     with ctrl_c(clock.stopped):
-        reduced = reduce(problem, keep_all=bool(banned))
+        incumbent = Incumbent(problem, on_progress, limit, banned)
+        if hint is not None:
+            incumbent.judge(tuple(hint))
+        left = price(incumbent, clock) if solver == "auto" else Rest.whole(problem)
+        if left is None:
+            return _solution(incumbent, True, clock, "elimination")
+        reduced = reduce(left.problem, keep_all=bool(banned))
         name = _chosen(solver, reduced)
         if reduced.problem is None:
-            return Solution(Status.INFEASIBLE, None, math.inf, math.inf, clock.elapsed, name)
-        options = Options(time_limit, workers, seed)
-        spare = solver == "auto" and name == "highs"
-        return _search(problem, reduced, name, clock, options, on_progress, hint, limit, banned, spare)
+            return _solution(incumbent, True, clock, name)
+        options = Options(clock.left, workers, seed)
+        return _search(incumbent, left, reduced, name, clock, options, solver == "auto" and name == "highs")
+
+
+def _solution(incumbent: Incumbent, proven: bool, clock: Clock, name: str) -> Solution:
+    """What is known in the end; `proven`: nothing better is left."""
+    choices, best, stopped = incumbent.choices, incumbent.objective, clock.stopped.is_set()
+    if choices is None:
+        status, bound = (Status.INFEASIBLE, math.inf) if proven else (Status.LIMIT, incumbent.bound)
+        return Solution(status, None, math.inf, bound, clock.elapsed, name, stopped)
+    bound = min(incumbent.bound, best)
+    optimal = proven and relative_gap(best, bound) <= TOLERANCE
+    status = Status.OPTIMAL if optimal else Status.FEASIBLE
+    return Solution(status, choices, best, bound, clock.elapsed, name, stopped)
 
 
 def _chosen(solver: str, reduced: Reduced) -> str:
@@ -70,48 +88,38 @@ def _chosen(solver: str, reduced: Reduced) -> str:
 
 
 def _search(
-    problem: Problem,
+    incumbent: Incumbent,
+    left: Rest,
     reduced: Reduced,
     name: str,
     clock: Clock,
     options: Options,
-    on_progress: Progress | None,
-    hint: Sequence[int] | None,
-    limit: float,
-    banned: list[Choices],
     spare: bool,
 ) -> Solution:
+    """Solves what is left; what is missing there is no better than the incumbent."""
     assert reduced.problem is not None
-    incumbent = _Incumbent(problem, on_progress, limit, banned)
-    if hint is not None:
-        incumbent.judge(tuple(hint))
+
+    def projected(choices: Choices) -> Choices:
+        return reduced.project(left.project(choices))
+
     search = Search(
         reduced.problem,
         SOLVERS[name],
         options,
         clock,
-        lambda choices: incumbent.judge(reduced.lift(choices)),
+        lambda choices: incumbent.judge(left.lift(reduced.lift(choices))),
         incumbent.raise_bound,
-        limit,
-        [reduced.project(choices) for choices in banned],
-        whole(problem),
+        min(incumbent.limit, incumbent.objective),
+        [projected(choices) for choices in sorted(incumbent.banned) if left.holds(choices)],
+        whole(incumbent.problem),
     )
-    start = reduced.project(hint) if hint is not None else None
+    start = projected(incumbent.choices) if incumbent.choices is not None else None
     if spare:
         status, name = _with_spare(search, start, clock)
     else:
         status = search.run(start)
-    if incumbent.choices is None:
-        bound = math.inf if status is Status.INFEASIBLE else search.bound
-        return Solution(status, None, math.inf, bound, clock.elapsed, name)
-    proven = status in (Status.OPTIMAL, Status.INFEASIBLE)
-    bound = min(
-        max(search.bound, incumbent.objective if status is Status.INFEASIBLE else -math.inf),
-        incumbent.objective,
-    )
-    optimal = proven and relative_gap(incumbent.objective, bound) <= TOLERANCE
-    status = Status.OPTIMAL if optimal else Status.FEASIBLE
-    return Solution(status, incumbent.choices, incumbent.objective, bound, clock.elapsed, name)
+    incumbent.raise_bound(incumbent.objective if status is Status.INFEASIBLE else search.bound)
+    return _solution(incumbent, status in (Status.OPTIMAL, Status.INFEASIBLE), clock, name)
 
 
 def _with_spare(search: Search, start: Choices | None, clock: Clock) -> tuple[Status, str]:
@@ -124,54 +132,6 @@ def _with_spare(search: Search, start: Choices | None, clock: Clock) -> tuple[St
         search.solver = cp_sat.solve
         return search.run(search.best or start), "highs+cp-sat"
     return status, "highs"
-
-
-class _Incumbent:
-    """The best choices of the original problem so far, each checked by `evaluate`."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        on_progress: Progress | None,
-        limit: float,
-        banned: list[Choices],
-    ) -> None:
-        self.problem = problem
-        self.on_progress = on_progress
-        self.limit = limit
-        self.banned = set(banned)
-        self.choices: Choices | None = None
-        self.objective = math.inf
-        self.bound = -math.inf
-
-    def judge(self, choices: Choices) -> Evaluation:
-        """Evaluates `choices`, and keeps them if they are feasible and better."""
-        found = evaluate(self.problem, choices)
-        allowed = found.objective <= self.limit + 1e-9 * abs(self.limit) and choices not in self.banned
-        if found.feasible and allowed and found.objective < self.objective:
-            self.choices, self.objective = choices, found.objective
-            self._tell()
-        return found
-
-    def raise_bound(self, bound: float) -> None:
-        """Notes a better proven bound."""
-        self.bound = bound
-        self._tell()
-
-    def _tell(self) -> None:
-        if self.on_progress:
-            self.on_progress(self.objective, min(self.bound, self.objective))
-
-
-def whole(problem: Problem) -> bool:
-    """Every cost is a whole number, so that the optimum is one too."""
-    if problem.constant != math.floor(problem.constant):
-        return False
-    for term in problem.terms:
-        values = _values(term)
-        if not (values == np.floor(values)).all():
-            return False
-    return True
 
 
 def _values(term: Term) -> Floats:

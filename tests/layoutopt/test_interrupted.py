@@ -1,0 +1,69 @@
+"""Ctrl-C in the middle of a search: the best so far is kept, and not called proven."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import layoutopt.mesh_search as mesh_search
+import layoutopt.places as places
+from layoutopt import search
+from layoutopt.problem import Problem, Solution, solve
+from tests.layoutopt.models import EXAMPLES
+
+ON: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1,)}
+
+
+def ctrl_c(*_: object, **__: object) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("objective", ["time", "memory", "pareto"])
+def test_the_best_so_far_is_kept(objective: str) -> None:
+    said = itertools.count()
+    plan = search(
+        EXAMPLES["mlp"](),
+        objective=objective,
+        keep_best=True,
+        on_better=lambda *_: None if next(said) else ctrl_c(),
+        **ON,
+    )
+    assert plan.solver.status == "FEASIBLE"
+    assert plan.solver.bound <= plan.solver.objective
+    priced = [a.predicted.step_seconds for a in plan.alternatives if a.predicted and "(" not in a.name]
+    assert objective == "memory" or plan.predicted.step_seconds <= min(priced)
+
+
+def test_what_the_solver_had_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EXAMPLES["mlp"]()
+    limit = 0.9 * search(model, **ON).predicted.peak_memory_bytes
+    best = search(model, memory=limit, **ON)
+
+    def stopped(problem: Problem, **asked: Any) -> Solution:
+        return replace(solve(problem, **asked), stopped=True)
+
+    monkeypatch.setattr(mesh_search, "solve", stopped)
+    kept = search(model, memory=limit, keep_best=True, **ON)
+    assert kept.solver.status == "FEASIBLE"
+    assert kept.predicted.peak_memory_bytes <= limit
+    assert kept.predicted.step_seconds >= best.predicted.step_seconds
+
+
+def test_every_better_layout_is_told() -> None:
+    told: list[tuple[str, float, int]] = []
+    plan = search(EXAMPLES["mlp"](), on_better=lambda *found: told.append(found), **ON)
+    words, seconds, peak = told[-1]
+    assert words.startswith(f"{plan.layout} on data:2;model:2")
+    assert (seconds, peak) == (plan.predicted.step_seconds, plan.predicted.peak_memory_bytes)
+    assert [s for _, s, _ in told] == sorted((s for _, s, _ in told), reverse=True)
+
+
+def test_ctrl_c_is_raised_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "faster", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        search(EXAMPLES["mlp"](), **ON)
+    with pytest.raises(KeyboardInterrupt):
+        search(EXAMPLES["mlp"](), memory=100, keep_best=True, **ON)
