@@ -95,7 +95,9 @@ def faster(
     if draft.left or bound >= upper * (1 - EXACT):
         return bound, None
     extraction = draft.extraction()
-    return bound, MeshSearch(judge.model, space.mesh, extraction.decided, judge.hardware, extraction, judge)
+    search = MeshSearch(judge.model, space.mesh, extraction.decided, judge.hardware, extraction, judge)
+    bound = max(bound, search.eliminated.bound)  # with what messages share
+    return bound, search if bound < upper * (1 - EXACT) else None
 
 
 def _share(draft: Draft, cluster: Cluster) -> float:

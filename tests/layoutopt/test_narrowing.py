@@ -1,0 +1,135 @@
+"""Options that leave while tables are made are in nothing faster; what is legal, and single prices, without
+tables."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import Hardware, load_hardware
+from costmodels.pricing import pricer
+from layoutopt.decisions import decisions
+from layoutopt.domains import domains
+from layoutopt.evaluate import Judge
+from layoutopt.extract import Draft, extract, outline
+from layoutopt.narrowing import faster
+from layoutopt.problem import eliminate
+from layoutopt.problem import evaluate as value_of
+from layoutopt.quotes import Quotes
+from layoutopt.request import EXACT
+from layoutopt.space import Space
+from mesh_tf_core.layout import Layout
+from mesh_tf_core.lower import Options
+from tests.layoutopt.models import EXAMPLES, HARDWARE, random_model, some_choices
+
+PRICE = 1e-12
+
+
+def space_of(model: mtf.Model, mesh: str, parts: int = 1) -> Space:
+    graph, on = model.training_step(parts).graph, mtf.Mesh(mesh)
+    return Space(on, decisions(graph, domains(graph, on), microbatches=parts))
+
+
+def check(model: mtf.Model, space: Space, hardware: Hardware, above: float, few: bool) -> None:
+    """Below `above` times the least seconds, the narrowed problem's best costs what that of the whole does.
+
+    Args:
+      few: options are looked at after every table.
+    """
+    whole = extract(model, space.mesh, space.decided, pricer(hardware, space.mesh))
+    least = eliminate(whole.problem).bound
+    upper, proposed = above * least, list[tuple[Layout, Options]]()
+
+    def propose(layout: Layout, options: Options) -> float:
+        proposed.append((layout, options))
+        choices = whole.choices(layout, options)
+        costs = math.inf if choices is None else value_of(whole.problem, choices).objective
+        return min(upper, costs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if few:
+            patch.setattr("layoutopt.narrowing.FIRST", 1)
+            patch.setattr("layoutopt.narrowing.MORE", 0.0)
+        bound, search = faster(Judge(model, hardware), space, upper, propose)
+    if above <= 1:
+        assert search is None and bound >= upper * (1 - EXACT)
+        return
+    assert search is not None and bound <= least * (1 + PRICE)
+    found = search.eliminated
+    assert found.bound == pytest.approx(least, rel=PRICE)
+    best = found.best()
+    assert best is not None
+    layout, options = search.extraction.read(best)
+    choices = whole.choices(layout, options)
+    assert choices is not None
+    assert value_of(whole.problem, choices).objective == pytest.approx(least, rel=PRICE)
+    if few:
+        assert proposed and len(search.extraction.names) <= len(whole.names)
+
+
+@pytest.mark.parametrize("above", [1.0, 1.05, 2.0, math.inf])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_models(seed: int, above: float) -> None:
+    model, hardware = random_model(seed), load_hardware(HARDWARE[seed % len(HARDWARE)])
+    check(model, space_of(model, "a:2;b:2"), hardware, above, few=True)
+
+
+@pytest.mark.parametrize("above", [1.0, 1.2, math.inf])
+@pytest.mark.parametrize("name", ["transformer", "nested", "branching"])
+def test_examples(name: str, above: float) -> None:
+    model = EXAMPLES["loops in loops" if name == "nested" else name]()
+    check(model, space_of(model, "x:2;y:4"), load_hardware("tpu-v4"), above, few=False)
+
+
+def test_most_options_leave() -> None:
+    model, hardware = EXAMPLES["transformer"](), load_hardware("tpu-v4")
+    space = space_of(model, "data:2;model:2")
+    whole = extract(model, space.mesh, space.decided, pricer(hardware, space.mesh))
+    least = eliminate(whole.problem).bound
+    _, search = faster(Judge(model, hardware), space, 1.01 * least, lambda *_: math.inf)
+    assert search is not None
+    left, all_of_them = (sum(len(t.entries) for t in e.tables) for e in (search.extraction, whole))
+    assert left < all_of_them / 4
+
+
+def test_no_time_is_said() -> None:
+    judge = Judge(EXAMPLES["mlp"](), load_hardware("tpu-v4"))
+    space = space_of(judge.model, "a:2;b:2")
+    bound, search = faster(judge, space, math.inf, lambda *_: math.inf, deadline=0.0)
+    assert search is None and bound == 0.0
+
+
+@pytest.mark.parametrize("name", ["transformer in bfloat16", "branching", "loops in loops"])
+def test_what_is_legal_follows_from_dimensions_alone(name: str) -> None:
+    model, hardware = EXAMPLES[name](), load_hardware("tpu-v4")
+    space = space_of(model, "data:2;model:2")
+    prices = pricer(hardware, space.mesh)
+    known = outline(model, space.mesh, space.decided, prices)
+    for bare, priced in zip(
+        known.tables, extract(model, space.mesh, space.decided, prices).tables, strict=True
+    ):
+        assert bare.names == priced.names
+        assert bare.entries.keys() == priced.entries.keys(), priced.cluster.name
+
+
+@pytest.mark.parametrize("hardware", ["tpu-v3", "cpu-local"])
+@pytest.mark.parametrize("name", ["transformer in bfloat16", "branching"])
+def test_a_quote_is_what_the_tables_say(name: str, hardware: str) -> None:
+    model, machine, rng = EXAMPLES[name](), load_hardware(hardware), random.Random(5)
+    space = space_of(model, "data:2;model:2")
+    prices = pricer(machine, space.mesh)
+    whole = extract(model, space.mesh, space.decided, prices)
+    quotes, legal = Quotes(Draft(model, space.mesh, space.decided, prices)), 0
+    for _ in range(60):
+        layout, options = space.decided.read(some_choices(space.decided, rng))
+        choices = whole.choices(layout, options)
+        if choices is None:
+            assert quotes.seconds(layout, options) == math.inf
+            continue
+        legal += 1
+        costs = value_of(whole.problem, choices).objective
+        assert quotes.seconds(layout, options) == pytest.approx(costs, rel=PRICE)
+    assert legal > 3
