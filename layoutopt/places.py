@@ -160,7 +160,7 @@ class Places:
             best = self._known(limit)
             self._inherit(place)
             if place.promises(best, limit) and not self._late():
-                search = self._narrowed(place, limit) if narrows else self._open(place)
+                search = self._narrowed(place, limit) if narrows else self.opened(place)
                 best = self._known(limit)
                 if search is not None and place.promises(best, limit):
                     self._ask(place, search, limit, best)
@@ -184,7 +184,7 @@ class Places:
         known = (t for (m, whole), t in self.least.items() if m == own.mesh and own.parts % whole == 0)
         place.bound = max([place.bound, *known])
 
-    def _open(self, place: Place) -> MeshSearch:
+    def opened(self, place: Place) -> MeshSearch:
         """The whole problem of a place."""
         if place.search is None:
             space, request = place.space, self.request
@@ -238,11 +238,6 @@ class Places:
         """What is decided where a layout was found."""
         return self._place_of(found).space
 
-    def search_of(self, found: Found) -> MeshSearch | None:
-        """The whole problem that a layout belongs to; None if there is no time to make it."""
-        place = self._place_of(found)
-        return place.search if self._late() else self._open(place)
-
     def _place_of(self, found: Found) -> Place:
         own = found.mesh, found.options.microbatches
         return next(p for p in self.places if (p.space.mesh, p.space.parts) == own)
@@ -270,7 +265,7 @@ class Places:
             if self._late():
                 break
             below = min((f.peak for f in self.found), default=math.inf)
-            self.asked = self._open(place)
+            self.asked = self.opened(place)
             found, place.low = self.asked.least_memory(min(below, limit + 1), self.request.deadline)
             for each in found:
                 self._add(each)
@@ -341,7 +336,7 @@ class Places:
         request = self.request
         lean: list[Found] = []
         for place in self.places:
-            found, low = self._open(place).leanest(request.deadline)
+            found, low = self.opened(place).leanest(request.deadline)
             place.low = max(place.low, low)
             lean += [found] if found is not None else []
         asked = f"no layout of {request.model.name!r} fits into {gib(request.limit)} a device"

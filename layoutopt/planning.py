@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from layoutopt.baselines import axis_names, named_in
 from layoutopt.evaluate import Evaluation
-from layoutopt.mesh_search import Found, MeshSearch
+from layoutopt.mesh_search import Found
 from layoutopt.plan import Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
 from layoutopt.request import EXACT, Request
 from layoutopt.rivals import RIVALS
@@ -23,7 +23,7 @@ def make_plan(
     request: Request,
     best: Found,
     space: Space,
-    search: MeshSearch | None,
+    others: Sequence[Found],
     frontier: Sequence[Found],
     bound: float,
     proven: bool,
@@ -34,8 +34,8 @@ def make_plan(
     """The plan of the best layout.
 
     Args:
-      space: what was decided where `best` is; search: its whole problem, for more than one best, if there
-        was time to make it.
+      space: what was decided where `best` is.
+      others: the next best layouts.
       bound: no layout takes fewer seconds (or bytes, if these are the objective); `proven` says whether all
         meshes were searched to the end.
       considered: number of combinations of decisions.
@@ -43,7 +43,14 @@ def make_plan(
       seconds: wall time of the search.
     """
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
-    alternatives, missing = _alternatives(request, space, search, best, names)
+    alternatives, missing = _alternatives(request, space, best, names)
+    for number, other in enumerate(others, start=2):
+        its = axis_names(other.layout, other.mesh, request.model.batch_dim) if searched_mesh else {}
+        alternatives.append(
+            _beside(request, f"number {number}", other.mesh, other.layout, other.options, its)
+        )
+    if request.late:
+        missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
     data = PlanFile(
         format="layoutopt-plan/1",
         model=ModelInfo(
@@ -62,7 +69,7 @@ def make_plan(
         solver=_solver(request, best, bound, proven, considered, seconds),
         alternatives=alternatives,
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
-        notes=_notes(best, missing),
+        notes=_notes(request, best, missing),
     )
     return Plan(data)
 
@@ -88,9 +95,11 @@ def _solver(
     )
 
 
-def _notes(best: Found, missing: Sequence[str]) -> list[str]:
+def _notes(request: Request, best: Found, missing: Sequence[str]) -> list[str]:
     notes = [f"no time was left for these layouts beside the answer: {', '.join(missing)}"] if missing else []
     table, value = best.solution.objective, best.seconds
+    if request.objective == "memory":
+        return notes  # the objective is no sum of seconds
     if abs(table - value) <= EXACT * value:
         return notes
     return [
@@ -136,10 +145,10 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
 
 
 def _alternatives(
-    request: Request, space: Space, search: MeshSearch | None, best: Found, names: Mapping[str, str]
+    request: Request, space: Space, best: Found, names: Mapping[str, str]
 ) -> tuple[list[Alternative], list[str]]:
     """Named baselines on the answer's mesh, the best one that leaves the batch whole, what simpler searches
-    find, and the next best ones; and the names of those for which there was no time."""
+    find; and the names of those for which there was no time."""
     out = [_beside(request, *named, names) for named in named_in(request.model, best.mesh, names)]
     missing: list[str] = []
     for name, rival in RIVALS.items():
@@ -148,9 +157,6 @@ def _alternatives(
             out.append(_beside(request, name, best.mesh, *found, names))
         elif request.late:
             missing.append(name)
-    next_best = [] if search is None else _next_best(request, search, best)
-    for number, other in enumerate(next_best, start=2):
-        out.append(_beside(request, f"number {number}", best.mesh, other.layout, other.options, names))
     return out, missing
 
 
@@ -180,16 +186,3 @@ def _beside(
         recompute=sorted(options.recompute),
         microbatches=options.microbatches,
     )
-
-
-def _next_best(request: Request, search: MeshSearch, best: Found) -> list[Found]:
-    """The second best distinct plan on the answer's mesh, the third, and so on."""
-    out: list[Found] = []
-    banned = [search.extraction.choices(best.layout, best.options) or ()]
-    while len(out) < request.top - 1:
-        found = search.fastest(request.limit, deadline=request.deadline, excluded=tuple(banned)).found
-        if found is None:
-            break
-        banned.append(found.claimed)
-        out.append(found)
-    return out

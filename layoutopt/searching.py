@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.domains import parse_forbid, parse_rules
+from layoutopt.mesh_search import Found
+from layoutopt.next_best import next_best
 from layoutopt.places import Places
 from layoutopt.plan import Plan
 from layoutopt.planning import make_plan
@@ -92,7 +95,7 @@ def search(
         places.request,
         best,
         places.space_of(best),
-        places.search_of(best) if top > 1 else None,
+        _others(places, best, top - 1, keep_best),
         places.frontier,
         places.bound,
         places.proven,
@@ -100,6 +103,18 @@ def search(
         mesh is None,
         time.monotonic() - started,
     )
+
+
+def _others(places: Places, best: Found, count: int, keep_best: bool) -> list[Found]:
+    """The next best layouts; Ctrl-C leaves those that were found."""
+    others: list[Found] = []
+    try:
+        for found in itertools.islice(next_best(places, best), count):
+            others.append(found)
+    except KeyboardInterrupt:
+        if not keep_best:
+            raise
+    return others
 
 
 def _check(

@@ -1,0 +1,73 @@
+"""The K best layouts are those of an enumeration, over all shapes and microbatches, each under one name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from examples.mlp import model as mlp
+from layoutopt import search
+from layoutopt.evaluate import Judge
+from layoutopt.space import meshes, spaces
+from mesh_tf_core.errors import LayoutError
+
+STAGES, PARTS = ("layout", "zero3"), (1, 2)
+
+
+@pytest.fixture(scope="module")
+def model() -> mtf.Model:
+    return mlp(batch=64, hidden=512, layers=1)
+
+
+def priced(model: mtf.Model, hardware: str, devices: int) -> Iterator[tuple[float, int, str]]:
+    """Seconds, bytes and what is decided but for the names of axes, of every layout."""
+    machine = load_hardware(hardware)
+    judge = Judge(model, machine)
+    shapes = meshes(None, devices, 2, machine)
+    for space in spaces(model, shapes, {}, {}, STAGES, (False,), PARTS):
+        names = space.decided.free
+        for chosen in itertools.product(*(space.decided.options[n] for n in names)):
+            layout, options = space.decided.read(dict(zip(names, chosen, strict=True)))
+            try:
+                judged = judge(space.mesh, layout, options)
+            except LayoutError:
+                continue
+            orders = itertools.permutations(space.mesh.names)
+            called = min(
+                str(sorted((n, sorted(order.index(a) for a in axes)) for n, axes in layout.items()))
+                for order in orders
+            )
+            decided = f"{sorted(s for _, s in space.mesh.axes)} {called} {options}"
+            yield judged.cost.step_seconds, judged.memory.peak, decided
+
+
+@pytest.mark.parametrize("hardware", ["cpu-local", "tpu-v3"])
+def test_they_are_those_of_an_enumeration(model: mtf.Model, hardware: str) -> None:
+    plan = search(
+        model, devices=4, hardware=hardware, storage=STAGES, recompute=(False,), microbatches=PARTS, top=8
+    )
+    every = sorted(set(priced(model, hardware, 4)))
+    found = [plan.predicted, *(a.predicted for a in plan.alternatives if a.name.startswith("number "))]
+    assert [p.step_seconds for p in found if p] == pytest.approx([s for s, _, _ in every[:8]], rel=1e-9)
+
+
+def test_of_the_least_memory_they_hold_no_more(model: mtf.Model) -> None:
+    plan = search(
+        model,
+        mesh="a:2;b:2",
+        storage=STAGES,
+        recompute=(False,),
+        microbatches=PARTS,
+        top=3,
+        objective="memory",
+    )
+    others = [a.predicted for a in plan.alternatives if a.name.startswith("number ")]
+    for other in others:
+        assert other is not None
+        assert other.peak_memory_bytes == plan.predicted.peak_memory_bytes
+        assert other.step_seconds >= plan.predicted.step_seconds
+    assert not any("tables sum" in note for note in plan.data.notes)
