@@ -27,7 +27,7 @@ import numpy as np
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.join_tree import grow
 from layoutopt.problem.messages import Costs, chosen, spread
-from layoutopt.problem.relations import Relation, every, match
+from layoutopt.problem.relations import Relation, Tables, every, match
 
 CELLS = 1 << 21
 """Most assignments of one table."""
@@ -82,19 +82,22 @@ class Elimination:
 
 def eliminate(problem: Problem, cells: int = CELLS) -> Elimination:
     """Eliminates all variables, the one with the smallest table first."""
-    tables, constant = tabled(problem)
+    tables = tabled(problem)
     tree = grow([relation for relation, _ in tables.values()], problem.sizes, cells)
     costs = spread(tree, [values for _, values in tables.values()])
-    return Elimination(math.fsum([constant, costs.least]), tree.exact, costs)
+    return Elimination(math.fsum([constant(problem), costs.least]), tree.exact, costs)
 
 
-def tabled(problem: Problem) -> tuple[dict[tuple[int, ...], tuple[Relation, Floats]], float]:
-    """For every scope what the terms over it allow together, with its costs; and the constant."""
-    found: dict[tuple[int, ...], tuple[Relation, Floats]] = {}
-    constant = [problem.constant]
+def constant(problem: Problem) -> float:
+    """What all choices cost alike; inf if it forbids all."""
+    return math.fsum([problem.constant, *(term.cost(()) for term in problem.terms if not term.scope)])
+
+
+def tabled(problem: Problem) -> Tables:
+    """For every scope what the terms over it allow together, with its costs; every variable is in one."""
+    found: Tables = {}
     for term in problem.terms:
         if not term.scope:
-            constant.append(term.cost(()))
             continue
         relation, values = _listed(term)
         if relation.scope in found:
@@ -106,7 +109,7 @@ def tabled(problem: Problem) -> tuple[dict[tuple[int, ...], tuple[Relation, Floa
     for v, size in enumerate(problem.sizes):
         if v not in named:
             found[(v,)] = every((v,), problem.sizes), np.zeros(size)
-    return found, math.fsum(constant)
+    return found
 
 
 def _listed(term: Term) -> tuple[Relation, Floats]:

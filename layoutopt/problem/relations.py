@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layoutopt.problem.form import Ints, Scope
+from layoutopt.problem.form import Floats, Ints, Scope
 
 LARGEST_CODE = 1 << 62
 
@@ -30,6 +30,10 @@ class Relation:
         """The distinct assignments of some of its variables."""
         cells = self.columns(scope)
         return Relation(scope, cells[np.unique(codes(cells), return_index=True)[1]])
+
+
+Tables = dict[Scope, tuple[Relation, Floats]]
+"""Per scope what is allowed, and what each row of it costs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,56 @@
+"""The best choices of a problem so far, each checked by `evaluate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from layoutopt.problem.answer import Evaluation, evaluate
+from layoutopt.problem.form import Choices, Problem
+from layoutopt.problem.solvers.base import Progress
+
+ALIKE = 1e-9
+"""Relative difference below which an objective is no better than another, nor over a limit."""
+
+
+class Incumbent:
+    """What is found and proven of a problem as it was given.
+
+    Attributes:
+      limit: only answers of at most this objective count.
+      banned: choices that do not.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        on_progress: Progress | None,
+        limit: float,
+        banned: Sequence[Choices],
+    ) -> None:
+        self.problem = problem
+        self.on_progress = on_progress
+        self.limit = limit
+        self.banned = set(banned)
+        self.choices: Choices | None = None
+        self.objective = math.inf
+        self.bound = -math.inf
+
+    def judge(self, choices: Choices) -> Evaluation:
+        """Evaluates `choices`, and keeps them if they are feasible and better."""
+        found = evaluate(self.problem, choices)
+        allowed = found.objective <= self.limit + ALIKE * abs(self.limit) and choices not in self.banned
+        if found.feasible and allowed and found.objective < self.objective:
+            self.choices, self.objective = choices, found.objective
+            self._tell()
+        return found
+
+    def raise_bound(self, bound: float) -> None:
+        """Notes a better proven bound."""
+        if bound > self.bound:
+            self.bound = bound
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.on_progress:
+            self.on_progress(self.objective, min(self.bound, self.objective))

@@ -1,0 +1,81 @@
+"""All assignments of an exact join tree that stay within several limits at once, many at a time.
+
+Each limit is on a sum of costs over the tree's relations. What an assignment has left of it is known from its
+beginning on: the regrets of the rows taken so far (`messages`) are never given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layoutopt.problem.form import Floats, Ints
+from layoutopt.problem.join_tree import Tree
+from layoutopt.problem.messages import Costs
+
+AT_ONCE = 1 << 12
+"""Beginnings that are continued together."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """Beginnings of assignments: rows of the buckets from `next` + 1 on, and what is left of every limit."""
+
+    next: int
+    rows: Ints
+    left: Floats
+
+
+def within(
+    tree: Tree,
+    costs: Sequence[Costs],
+    limits: Callable[[], Floats],
+    most: int,
+    over: Callable[[], bool],
+) -> Iterator[Ints | None]:
+    """Batches of assignments, (some, buckets) rows, that stay within `limits()` of `costs`, those with most
+    left of the first limit first; then None if `most` beginnings were not enough, or if it was `over`.
+
+    `limits` is asked again all the time: it may fall.
+    """
+    regrets = [np.stack(found, axis=1) for found in zip(*(c.regrets() for c in costs), strict=True)]
+    count = len(tree.buckets)
+    first = limits()
+    stack = [_Begun(count - 1, np.zeros((1, count), np.int64), (first - [c.least for c in costs])[None])]
+    spent = 0
+    while stack:
+        begun = stack.pop()
+        keep = (begun.left >= first - limits()).all(axis=1)
+        rows, left = begun.rows[keep], begun.left[keep]
+        if begun.next < 0:
+            if len(rows):
+                yield rows
+            continue
+        rows, left = _continued(tree, begun.next, rows, left, regrets[begun.next])
+        spent += len(rows)
+        if spent > most or over():
+            yield None
+            return
+        order = np.argsort(-left[:, 0], kind="stable")
+        for part in np.array_split(order, max(1, -(-len(order) // AT_ONCE)))[::-1]:
+            stack.append(_Begun(begun.next - 1, rows[part], left[part]))
+
+
+def _continued(tree: Tree, k: int, rows: Ints, left: Floats, regrets: Floats) -> tuple[Ints, Floats]:
+    """Every beginning with every row of bucket k that agrees with it and stays within what is left."""
+    bucket = tree.buckets[k]
+    given = np.zeros(len(rows), np.int64)
+    for parent in range(k + 1, len(tree.buckets)):
+        for source, messages in tree.sources(tree.buckets[parent]):
+            if source == k:
+                given = messages[rows[:, parent]]
+    counts = bucket.begins[given + 1] - bucket.begins[given]
+    which = np.repeat(np.arange(len(rows)), counts)
+    new = np.arange(len(which)) + np.repeat(bucket.begins[given] - (np.cumsum(counts) - counts), counts)
+    rest = left[which] - regrets[new]
+    keep = (rest >= 0).all(axis=1)
+    found = rows[which[keep]]
+    found[:, k] = new[keep]
+    return found, rest[keep]

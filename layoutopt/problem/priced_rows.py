@@ -1,0 +1,298 @@
+r"""Problems with rows, by elimination: rows get prices, and what no better answer has is left out.
+
+For prices p >= 0 of the rows, no feasible choices cost less than they do under
+
+    L_p(x) = cost(x) + sum_r p_r (use_r(x) - limit_r)                    (Everett 1963, Geoffrion 1974)
+
+whose least value, and the least with any given part of the choices (`messages`), elimination finds: entries
+of rows lie within the scopes of tables, so they are more tables of the same kind. So
+
+1. prices are raised until the bound min L_p stops rising, one row after the other (`_along`). Choices met on
+   the way that satisfy all rows are answers (`Incumbent`).
+2. What has no completion with L_p below the best answer, or within the limit of one row, leaves the tree.
+3. What is left is listed, if it is not too much, under all these limits at once (`listing`); otherwise it is
+   a smaller problem for a solver (`rest`).
+
+Where the joins of the tables are too large nothing is done.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from layoutopt.problem import listing
+from layoutopt.problem.elimination import constant, tabled
+from layoutopt.problem.form import Bools, Floats, Ints, Problem, Sparse, Term
+from layoutopt.problem.incumbent import ALIKE, Incumbent
+from layoutopt.problem.join_tree import Tree, grow
+from layoutopt.problem.messages import Costs, chosen, places, spread
+from layoutopt.problem.relations import Tables
+from layoutopt.problem.rest import Rest, rest
+from layoutopt.problem.solvers.base import Clock
+from layoutopt.problem.uses import Uses, uses
+
+VARIABLES = 256
+"""Problems of more variables are not tried: their joins are too large, which takes time to see."""
+JOINED, NUMBERS, LISTED = 1 << 19, 1 << 24, 1 << 20
+"""The most assignments of one join, numbers of all rows, and beginnings that are listed."""
+ROUNDS, STEPS = 8, 24
+"""Rows whose price is raised before tables shrink, and prices of one row that are tried."""
+SHRUNK = 0.7
+"""Part of the assignments; while no more is left, prices are raised again."""
+STRETCHES = (1.5, 3.0, 10.0)
+"""How much all prices are raised where no feasible choices were met."""
+ROUNDED = 1e-9
+"""Relative difference up to which a row counts as kept."""
+
+
+def whole(problem: Problem) -> bool:
+    """Every cost is a whole number, so that the optimum is one too."""
+    if problem.constant != math.floor(problem.constant):
+        return False
+    return all(bool((_values(term) == np.floor(_values(term))).all()) for term in problem.terms)
+
+
+def _values(term: Term) -> Floats:
+    return term.table.values if isinstance(term.table, Sparse) else term.table
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """The least of L_p for some prices, and the choices that have it.
+
+    Attributes:
+      over: (limits,) what they use above each limit.
+    """
+
+    prices: Floats
+    bound: float
+    costs: Costs
+    cost: float
+    over: Floats
+
+    def without(self, row: int) -> float:
+        """L_p of the choices for a price 0 of one row."""
+        others = self.prices.copy()
+        others[row] = 0.0
+        return self.cost + float(others @ self.over)
+
+
+class Priced:
+    """One problem under way.
+
+    Attributes:
+      done: nothing better than the incumbent is left.
+    """
+
+    def __init__(self, incumbent: Incumbent, clock: Clock, tree: Tree, tables: Tables, used: Uses) -> None:
+        self.incumbent, self.clock = incumbent, clock
+        self.problem, self.whole = incumbent.problem, whole(incumbent.problem)
+        self.tree, self.uses = tree, used
+        self.values = [values for _, values in tables.values()]
+        self.constant = constant(self.problem)
+        self.scales = used.scales
+        self.slack = ROUNDED * self.scales
+        self.seen = np.zeros(len(used.limits), bool)
+        self.done = False
+
+    @property
+    def cut(self) -> float:
+        """What costs more is no better than the incumbent, or over the limit."""
+        best, limit = self.incumbent.objective, self.incumbent.limit
+        less = 0.5 if self.whole else ALIKE * abs(best)
+        better = best - less if math.isfinite(best) else math.inf
+        return min(better, limit + ALIKE * abs(limit) if math.isfinite(limit) else math.inf)
+
+    def run(self) -> None:
+        """Raises prices and shrinks tables in turn, then lists what is left."""
+        best = self._ascend(np.zeros(len(self.uses.limits)))
+        if math.isinf(self.cut):
+            for stretch in STRETCHES:
+                self._visit(stretch * best.prices)
+        while not (self.done or self.clock.over):
+            before = self.tree.rows
+            self._shrink(best)
+            if self.done or self.tree.rows > SHRUNK * before:
+                break
+            best = self._ascend(best.prices)
+        if not (self.done or self.clock.over):
+            self._list(best)
+        if self.done:
+            least = self.incumbent.objective
+            self._prove(least if self.whole and math.isfinite(least) else self.cut)
+
+    def _prove(self, bound: float) -> None:
+        """Notes that no feasible choices cost less."""
+        if math.isfinite(bound):
+            self.incumbent.raise_bound(bound)
+
+    # -- prices ----------------------------------------------------------------------------------------------
+
+    def _visit(self, prices: Floats) -> Visit:
+        values = list(self.values)
+        for number, table in self.uses.tables.items():
+            values[number] = values[number] + prices @ table
+        costs = spread(self.tree, values)
+        bound = self.constant + costs.least - float(prices @ self.uses.limits)
+        visit = Visit(prices, bound, costs, *self._met(costs))
+        self._prove(min(bound, self.cut))
+        return visit
+
+    def _met(self, costs: Costs) -> tuple[float, Floats]:
+        """What the best choices of some costs really cost, and what they use above the limits."""
+        if math.isinf(costs.least):
+            self.done = True
+            return math.inf, np.full(len(self.uses.limits), math.inf)
+        rows = costs.best()
+        at = places(self.tree, rows)
+        cost = self.constant + math.fsum(values[k] for values, k in zip(self.values, at, strict=True))
+        over = -self.uses.limits
+        for number, table in self.uses.tables.items():
+            over = over + table[:, at[number]]
+        if (over <= self.slack).all() and cost <= self.cut:
+            self.incumbent.judge(chosen(self.tree, rows, len(self.problem.sizes)))
+        return cost, over
+
+    def _ascend(self, prices: Floats) -> Visit:
+        """Raises the price of the row that is most overfull, then of the one that is so now."""
+        best = other = self._visit(prices)
+        for _ in range(ROUNDS):
+            if self.done or self.clock.over or (other.over <= self.slack).all():
+                break
+            row = int(np.argmax(other.over / self.scales))
+            self.seen[row] = True
+            known = best.bound
+            best, other = self._along(row, best)
+            if best.bound <= known:
+                break
+        return best
+
+    def _along(self, row: int, start: Visit) -> tuple[Visit, Visit]:
+        """The visit with the best bound over all prices of a row, and one of choices that keep the row.
+
+        The bound is a concave function of one price, the least of a line per choices: two lines, one of each
+        side, cross above it.
+        """
+        prices = start.prices.copy()
+        prices[row] = 0.0
+        low = start if start.over[row] > 0 else self._visit(prices)
+        best = max(start, low, key=lambda v: v.bound)
+        high = self._least(row, prices.copy())
+        if self.done or low.over[row] <= 0:
+            return best, low
+        for _ in range(STEPS):
+            slope = float(low.over[row] - high.over[row])
+            price = (high.without(row) - low.without(row)) / slope if slope > 0 else 0.0
+            if price <= 0 or self.done or self.clock.over:
+                break
+            top = low.without(row) + price * float(low.over[row])
+            prices[row] = price
+            found = self._visit(prices.copy())
+            best = max(best, found, key=lambda v: v.bound)
+            if top - found.bound <= 1e-12 * abs(top) + 1e-3 * max(self.cut - top, 0.0):
+                break
+            if found.over[row] > 0:
+                low = found
+            else:
+                high = found
+        return best, high
+
+    def _least(self, row: int, prices: Floats) -> Visit:
+        """The choices that use least of a row: without any within its limit, nothing is feasible."""
+        costs = self._used(row)
+        if costs.least > self.uses.limits[row] + self.slack[row]:
+            self.done = True
+        return Visit(prices, -math.inf, costs, *self._met(costs))
+
+    def _used(self, row: int) -> Costs:
+        counted = [np.zeros(len(values)) for values in self.values]
+        for number, table in self.uses.tables.items():
+            counted[number] = table[row]
+        return spread(self.tree, counted)
+
+    # -- less ------------------------------------------------------------------------------------------------
+
+    def _shrink(self, best: Visit) -> None:
+        """Takes out what no better answer has, by its cost and by each row that may be overfull."""
+        above = self.constant - float(best.prices @ self.uses.limits)
+        self._keep([costs + above <= self.cut for costs in best.costs.marginals()])
+        for row in self._binding().tolist():
+            if self.done or self.clock.over:
+                return
+            limit = self.uses.limits[row] + self.slack[row]
+            self._keep([used <= limit for used in self._used(row).marginals()])
+
+    def _keep(self, rows: list[Bools]) -> None:
+        self.tree = self.tree.within(rows)
+        self.done = not all(map(len, self.tree.buckets))
+
+    def _binding(self) -> Ints:
+        """The rows that are seen to be overfull, and, once little is left, all that may be."""
+        if self.tree.rows * len(self.seen) > NUMBERS >> 3:
+            return np.flatnonzero(self.seen)
+        most = -self.uses.limits
+        for number, table in self.uses.tables.items():
+            most = most + table[:, self.tree.left(number)].max(axis=1, initial=0.0)
+        return np.flatnonzero(most > self.slack)
+
+    # -- what is left ----------------------------------------------------------------------------------------
+
+    def _list(self, best: Visit) -> None:
+        """Looks at all that may be better, unless it is too much."""
+        binding = self._binding()
+        if self.tree.rows * (1 + len(binding)) > NUMBERS:
+            binding = binding[self.seen[binding]]
+        costs = [self._visit(best.prices).costs, *map(self._used, binding.tolist())]
+        if self.done:
+            return
+        paid = float(best.prices @ self.uses.limits) - self.constant
+        rows = self.uses.limits[binding] + self.slack[binding]
+        most = math.fsum([costs[0].least, *(float(regrets.max()) for regrets in costs[0].regrets())])
+
+        def limits() -> Floats:
+            return np.array([min(self.cut + paid, most + ROUNDED * abs(most)), *rows])
+
+        for batch in listing.within(self.tree, costs, limits, LISTED, lambda: self.clock.over):
+            if batch is None:
+                return
+            self._look(batch)
+        self.done = True
+
+    def _look(self, batch: Ints) -> None:
+        """Judges the cheapest of many choices that are feasible."""
+        cost, over = np.full(len(batch), self.constant), np.repeat(-self.uses.limits[None], len(batch), 0)
+        for number, values in enumerate(self.values):
+            k, index = self.tree.homes[number]
+            at = index[batch[:, k]]
+            cost += values[at]
+            if number in self.uses.tables:
+                over += self.uses.tables[number][:, at].T
+        fits = np.all(over <= self.slack, axis=1)
+        for place in np.argsort(np.where(fits, cost, np.inf), kind="stable").tolist():
+            if not fits[place] or cost[place] > self.cut:
+                break
+            self.incumbent.judge(chosen(self.tree, batch[place].tolist(), len(self.problem.sizes)))
+
+
+def price(incumbent: Incumbent, clock: Clock) -> Rest | None:
+    """Improves `incumbent` and its bound; what is left of its problem, or None if nothing better is.
+
+    A problem that is too large comes back whole.
+    """
+    problem = incumbent.problem
+    if len(problem.variables) > VARIABLES or math.isinf(constant(problem)):
+        return Rest.whole(problem)
+    rows = tuple(row for row in problem.all_rows() if math.isfinite(row.limit))
+    tables = tabled(problem)
+    used = uses(rows, tables, problem.sizes, NUMBERS)
+    if used is None:
+        return Rest.whole(problem)
+    tree = grow([relation for relation, _ in tables.values()], problem.sizes, JOINED)
+    if not tree.exact:
+        return Rest.whole(problem)
+    priced = Priced(incumbent, clock, tree, tables, used)
+    priced.run()
+    return None if priced.done else rest(problem, priced.tree, priced.values, rows, used, priced.constant)
