@@ -3,7 +3,8 @@
 What was asked is a set of conditions: the pins, the prohibitions, the memory, and the stages, recomputation
 and microbatches that were allowed. Those are dropped one after the other as long as still nothing fits (a
 deletion filter, Chinneck and Dravnieks 1991): what remains cannot hold together, and every smaller set of it
-can. Then single changes are searched: dropping one of them, more microbatches, twice the devices.
+can. Then single changes are searched: dropping one of them, more microbatches, twice the devices; where none
+helps, all conditions but the memory are dropped together, and the devices doubled besides.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layoutopt.domains import parse_rules
+from layoutopt.domains import parse_forbid, parse_rules
 from layoutopt.evaluate import gib
 from layoutopt.plan import Plan
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
@@ -22,6 +23,7 @@ from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 
+PARSED = {"pins": parse_rules, "forbid": parse_forbid}
 ALL_PARTS = (1, 2, 4, 8)
 MORE_PARTS = (16, 32, 64)
 PATIENCE = 20.0
@@ -64,7 +66,8 @@ class Diagnosis:
     def __str__(self) -> str:
         parts = []
         if len(self.conflict) > 1:
-            parts.append(f"these cannot hold together: {', '.join(self.conflict)}")
+            fewer = "" if self.minimal else " (there was no time to see whether some of them can)"
+            parts.append(f"these cannot hold together: {', '.join(self.conflict)}{fewer}")
         if self.repairs:
             parts.append("what would help: " + "; ".join(map(str, self.repairs)))
         return "; ".join(parts)
@@ -108,8 +111,11 @@ class _Diagnosing:
         for name in needed if len(needed) > 1 else ():
             if not name.startswith("--memory"):
                 self._add(repairs, f"without {name}", self._trial(self._dropped([name])))
-        for change, asked in self._changes():
+        for change, asked in self._changes(self.asked):
             self._add(repairs, change, self._trial(asked))
+        if not repairs:
+            for change, asked in self._last_resorts():
+                self._add(repairs, change, self._trial(asked))
         repairs.sort(key=lambda r: r.seconds)
         return Diagnosis(tuple(needed), tuple(repairs), minimal)
 
@@ -117,7 +123,7 @@ class _Diagnosing:
         """In words -> what takes the condition out of the arguments of a search; the memory last."""
         found: dict[str, Callable[[dict[str, Any]], None]] = {}
         for kind, option in (("pins", "--pin"), ("forbid", "--forbid")):
-            for name, axes in parse_rules(self.asked.get(kind)).items():
+            for name, axes in PARSED[kind](self.asked.get(kind)).items():
                 found[f"{option} {name}:{'+'.join(axes) or 'none'}"] = _without_rule(kind, name)
         if set(self.asked.get("storage", STAGES)) != set(STAGES):
             found[f"--storage {','.join(self.asked['storage'])}"] = _set("storage", STAGES)
@@ -136,22 +142,33 @@ class _Diagnosing:
             conditions[name](asked)
         return asked
 
-    def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _changes(self, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
         """Changes that need no condition to go."""
-        parts = tuple(self.asked.get("microbatches", ALL_PARTS))
+        parts = tuple(asked.get("microbatches", ALL_PARTS))
         if self.model.batch_dim is not None:
             for more in MORE_PARTS:
                 if more > max(parts):
-                    yield f"--microbatches {more}", {**self.asked, "microbatches": (more,)}
-        if self.asked.get("devices"):
-            twice = 2 * int(self.asked["devices"])
-            yield f"--devices {twice}", {**self.asked, "devices": twice}
-        elif self.asked.get("mesh") is not None:
-            mesh = self.asked["mesh"]
+                    yield f"--microbatches {more}", {**asked, "microbatches": (more,)}
+        if asked.get("devices"):
+            twice = 2 * int(asked["devices"])
+            yield f"--devices {twice}", {**asked, "devices": twice}
+        elif asked.get("mesh") is not None:
+            mesh = asked["mesh"]
             mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
             for axis in mesh.names:
                 wider = Mesh([(a, n * 2 if a == axis else n) for a, n in mesh.axes])
-                yield f'--mesh "{wider}"', {**self.asked, "mesh": wider}
+                yield f'--mesh "{wider}"', {**asked, "mesh": wider}
+
+    def _last_resorts(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """All conditions but the memory dropped, alone and together with each change."""
+        names = [name for name in self._conditions() if not name.startswith("--memory")]
+        if not names:
+            return
+        words = f"without {', '.join(names)}"
+        free = self._dropped(names)
+        yield words, free
+        for change, asked in self._changes(free):
+            yield f"{words}, and {change}", asked
 
     def _trial(self, asked: dict[str, Any]) -> _Trial:
         left = min(PATIENCE, self.deadline - time.monotonic())
@@ -180,7 +197,7 @@ def _set(name: str, value: object) -> Callable[[dict[str, Any]], None]:
 
 def _without_rule(kind: str, dim: str) -> Callable[[dict[str, Any]], None]:
     def change(asked: dict[str, Any]) -> None:
-        rules: Mapping[str, Axes] = parse_rules(asked.get(kind))
+        rules: Mapping[str, Axes] = PARSED[kind](asked.get(kind))
         asked[kind] = {name: axes for name, axes in rules.items() if name != dim} or None
 
     return change

@@ -223,7 +223,8 @@ def _import(source: str) -> tuple[ModuleType, str]:
         path = Path(match["file"]).expanduser()
         if not path.is_file():
             found = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            raise UserError(f"model file {match['file']!r} does not exist; {known_names(path.name, found)}")
+            known = known_names(path.name, found) if found else "give the path of a .py file"
+            raise UserError(f"model file {match['file']!r} does not exist; {known}")
         return _import_file(path.resolve(), match["file"]), match["function"] or "model"
     if match := _MODULE.fullmatch(source):
         _search_path(Path.cwd())

@@ -196,7 +196,10 @@ def test_an_error_keeps_its_exit_code(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("examples/mpl.py", r"model file 'examples/mpl.py' does not exist; did you mean 'mlp.py'\? known: "),
-        ("no/such/folder/m.py", r"model file 'no/such/folder/m.py' does not exist; known: none"),
+        (
+            "no/such/folder/m.py",
+            r"model file 'no/such/folder/m.py' does not exist; give the path of a .py file",
+        ),
         ("no_such_module_here", r"there is no module 'no_such_module_here'; give a file"),
         ("examples.nothing:model", r"there is no module 'examples.nothing'"),
         ("what is this", r"is not FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),

@@ -9,7 +9,9 @@ import pytest
 import mesh_tf_core as mtf
 from layoutopt import search
 from layoutopt.infeasible import Diagnosis, diagnose
-from mesh_tf_core.errors import InfeasibleError
+from layoutopt.plan import Plan
+from mesh_tf_core.errors import InfeasibleError, LimitError
+from mesh_tf_core.lower.storage import STAGES
 from tests.layoutopt.models import EXAMPLES
 
 PLAIN: dict[str, Any] = {
@@ -67,3 +69,32 @@ def test_repairs_are_sorted_and_fit(diagnosis: Diagnosis, asked: dict[str, Any])
     assert seconds == sorted(seconds)
     assert all(r.peak <= asked["memory"] for r in diagnosis.repairs)
     assert len(seconds) >= 2
+
+
+@pytest.fixture(scope="module")
+def plan(model: mtf.Model) -> Plan:
+    return search(model, **PLAIN)
+
+
+def test_where_no_single_change_helps_all_conditions_go(model: mtf.Model, plan: Plan) -> None:
+    def find(_: mtf.Model, **asked: Any) -> Plan:
+        if (
+            set(asked["storage"]) == set(STAGES)
+            and True in asked["recompute"]
+            and len(asked["microbatches"]) > 1
+        ):
+            return plan
+        raise InfeasibleError("nothing fits")
+
+    (first, *_) = diagnose(find, model, {**PLAIN, "memory": 1000.0}).repairs
+    assert first.change == "without --storage layout, --recompute never, --microbatches 1"
+    assert first.seconds == plan.predicted.step_seconds
+
+
+def test_a_conflict_that_may_be_smaller_says_so(model: mtf.Model) -> None:
+    def find(_: mtf.Model, **asked: Any) -> Plan:
+        raise LimitError("no time")
+
+    found = diagnose(find, model, {**PLAIN, "memory": 1000.0})
+    assert not found.minimal
+    assert str(found).endswith("(there was no time to see whether some of them can)")
