@@ -11,6 +11,7 @@ from costmodels.fusion import Fused
 from costmodels.hardware import Hardware
 from costmodels.memory import Memory, memory
 from costmodels.pricing import Cost, Pricer, pricer
+from layoutopt.ground import Ground
 from layoutopt.plan import Predicted
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
@@ -85,17 +86,23 @@ def evaluate(
 
 
 class Judge:
-    """Evaluations of one model on one piece of hardware: none is made twice."""
+    """Evaluations of one model on one piece of hardware, and what they share: nothing is made twice."""
 
     def __init__(self, model: Model, hardware: Hardware) -> None:
         self.model, self.hardware = model, hardware
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
+        self._grounds: dict[int, Ground] = {}
 
     def prices(self, mesh: Mesh) -> Pricer:
         if mesh not in self._prices:
             self._prices[mesh] = pricer(self.hardware, mesh)
         return self._prices[mesh]
+
+    def ground(self, microbatches: int) -> Ground:
+        if microbatches not in self._grounds:
+            self._grounds[microbatches] = Ground(self.model, microbatches)
+        return self._grounds[microbatches]
 
     def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:
         """As `evaluate`."""

@@ -19,14 +19,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from costmodels.pricing import Pricer
-from layoutopt.clusters import Cluster, clusters
-from layoutopt.coupling import Coupling
+from layoutopt.clusters import Cluster
 from layoutopt.decisions import Choice, Decisions
+from layoutopt.ground import Ground
 from layoutopt.memory_rows import MemoryRows
 from layoutopt.problem import Problem, Sparse, Term, Variable
 from layoutopt.tables import Entry, Table, Tabler, legal
@@ -36,7 +36,6 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.combine import Key
 from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
-from mesh_tf_core.program import Program
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,20 @@ class Extraction:
         return (*picked, *(int(k in sent) for k in self.groups))
 
 
-def outline(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Extraction:
+def outline(
+    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, ground: Ground | None = None
+) -> Extraction:
     """The problem without its seconds: what is legal, and what it holds."""
-    draft = Draft(model, mesh, decided, pricer)
+    draft = Draft(model, mesh, decided, pricer, ground)
     draft.tables, draft.left = [legal(cluster, decided) for cluster in draft.left], []
     return draft.extraction()
 
 
-def extract(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Extraction:
+def extract(
+    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, ground: Ground | None = None
+) -> Extraction:
     """The problem of a model on a mesh; `decided` is what may be chosen."""
-    draft = Draft(model, mesh, decided, pricer)
+    draft = Draft(model, mesh, decided, pricer, ground)
     draft.finish()
     return draft.extraction()
 
@@ -97,24 +100,23 @@ def extract(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Ext
 class Draft:
     """A problem whose tables are being made.
 
+    Args:
+      ground: of the model and the microbatches, if it is known.
+
     Attributes:
       decided: what may be chosen (`narrowing` takes away from it); `tables` are over that.
       left: clusters without a table.
     """
 
-    def __init__(self, model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> None:
+    def __init__(
+        self, model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, ground: Ground | None = None
+    ) -> None:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
-        step = model.training_step(decided.microbatches)
-        self.graph = step.graph
-        self.program = self._lowered(frozenset())
-        self.coupling = Coupling(self.graph, self.program, [t.id for t in step.results.values()])
-        self.tabler = Tabler(self.graph, mesh, pricer)
-        self.left: list[Cluster] = clusters(self.coupling)
+        self.ground = ground or Ground(model, decided.microbatches)
+        self.program = replace(self.ground.program(), mesh=mesh)
+        self.tabler = Tabler(self.ground.graph, mesh, pricer)
+        self.left: list[Cluster] = list(self.ground.clusters)
         self.tables: list[Table] = []
-
-    def _lowered(self, again: frozenset[str]) -> Program:
-        options = Options(recompute=again, microbatches=self.decided.microbatches)
-        return self.model.lower(self.mesh, Layout(), options)
 
     def finish(self, deadline: float | None = None) -> bool:
         """Makes the tables that are missing; False if there was no time for all."""
@@ -163,7 +165,7 @@ class Draft:
         groups, index = _groups(self.tables), Index(names, decided)
         terms = _time_terms(self.tables, groups, index, self.pricer)
         terms += _message_terms(self.tables, groups, index, self.pricer)
-        memory = MemoryRows(self.graph, self._lowered, decided, names, self.coupling, self.pricer.fuses)
+        memory = MemoryRows(self.ground, self.mesh, decided, names, self.pricer.fuses)
         problem = self._problem(terms, groups)
         return Extraction(self.mesh, decided, names, tuple(self.tables), groups, problem, memory)
 

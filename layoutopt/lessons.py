@@ -26,7 +26,7 @@ from layoutopt.coupling import Coupling
 from layoutopt.decisions import RECOMPUTE, storage_class
 from layoutopt.evaluate import Evaluation
 from layoutopt.extract import Extraction
-from layoutopt.memory_rows import Key
+from layoutopt.memory_points import Key
 from layoutopt.problem import Entry, Row, Sparse
 from mesh_tf_core.blocks import Node
 from mesh_tf_core.program import Collective, Instr, Program, Slice

@@ -112,7 +112,8 @@ class MeshSearch:
         self.model, self.mesh, self.hardware = model, mesh, hardware
         self._judge = judge or Judge(model, hardware)
         self.prices = self._judge.prices(mesh)
-        self.extraction = extraction or extract(model, mesh, decided, self.prices)
+        ground = self._judge.ground(decided.microbatches)
+        self.extraction = extraction or extract(model, mesh, decided, self.prices, ground)
         self.judged: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset()]
         self.lessons: dict[str, Row] = {}

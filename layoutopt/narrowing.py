@@ -89,7 +89,8 @@ def faster(
     Returns:
       seconds as `narrow` does; None if nothing is faster, or there was no time for all tables.
     """
-    draft = Draft(judge.model, space.mesh, space.decided, judge.prices(space.mesh))
+    prices, ground = judge.prices(space.mesh), judge.ground(space.parts)
+    draft = Draft(judge.model, space.mesh, space.decided, prices, ground)
     with garbage.kept():
         bound = narrow(draft, upper, propose, deadline)
     if draft.left or bound >= upper * (1 - EXACT):

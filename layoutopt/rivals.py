@@ -52,7 +52,8 @@ def model_parallel(request: Request, space: Space) -> Rival | None:
 def greedy(request: Request, space: Space) -> Rival:
     """The layout at which no single split more, or wider, saves time by the tables."""
     decided = space.decided
-    quotes = Quotes(Draft(request.model, space.mesh, decided, request.judge.prices(space.mesh)))
+    prices, ground = request.judge.prices(space.mesh), request.judge.ground(space.parts)
+    quotes = Quotes(Draft(request.model, space.mesh, decided, prices, ground))
     plain = Options(microbatches=decided.microbatches)
     layout = Layout({n: found[0] for n, found in decided.options.items() if _splits(n) and found[0]})
     seconds = quotes.seconds(layout, plain)
@@ -82,7 +83,8 @@ def least_memory(request: Request, space: Space) -> Rival | None:
     plain: dict[str, Choice] = {n: () for n in space.decided.free if not _splits(n)}
     if any(() not in space.decided.options[n] for n in plain):
         return None
-    known = outline(request.model, space.mesh, space.decided, request.judge.prices(space.mesh))
+    prices, ground = request.judge.prices(space.mesh), request.judge.ground(space.parts)
+    known = outline(request.model, space.mesh, space.decided, prices, ground)
     search = MeshSearch(request.model, space.mesh, space.decided, request.hardware, known, request.judge)
     found = search.lean(plain, request.deadline) or search.leanest(request.deadline, plain)[0]
     return None if found is None else (found.layout, found.options)
