@@ -18,21 +18,26 @@ class Rest:
     """A problem over some choices of another's variables.
 
     Attributes:
-      kept: per variable of the other, its choices that are left; a variable with one is not in `problem`.
+      kept: per variable of the other, its choices that are left.
+      free: the variables of the other that are those of `problem`; the rest have one choice.
     """
 
     problem: Problem
     kept: tuple[Ints, ...]
+    free: tuple[int, ...]
 
     @staticmethod
     def whole(problem: Problem) -> Rest:
         """All of a problem."""
-        return Rest(problem, tuple(np.arange(size) for size in problem.sizes))
+        sizes = problem.sizes
+        return Rest(problem, tuple(np.arange(size) for size in sizes), tuple(range(len(sizes))))
 
     def lift(self, choices: Sequence[int]) -> Choices:
         """The other problem's choices."""
-        chosen = iter(choices)
-        return tuple(int(kept[next(chosen)] if len(kept) > 1 else kept[0]) for kept in self.kept)
+        found = [int(kept[0]) for kept in self.kept]
+        for v, choice in zip(self.free, choices, strict=True):
+            found[v] = int(self.kept[v][choice])
+        return tuple(found)
 
     def holds(self, choices: Sequence[int]) -> bool:
         """Whether these choices of the other problem are among what is left."""
@@ -40,7 +45,7 @@ class Rest:
 
     def project(self, choices: Sequence[int]) -> Choices:
         """The choices here that are nearest to the other problem's."""
-        pairs = ((k, c) for k, c in zip(self.kept, choices, strict=True) if len(k) > 1)
+        pairs = ((self.kept[v], choices[v]) for v in self.free)
         return tuple(min(int(np.searchsorted(kept, choice)), len(kept) - 1) for kept, choice in pairs)
 
 
@@ -57,23 +62,24 @@ def rest(
     kept: list[Ints] = [np.zeros(0, np.int64)] * len(problem.sizes)
     for bucket in tree.buckets:
         kept[bucket.variable] = np.unique(bucket.choices)
-    names = [v for v, choices in enumerate(kept) if len(choices) > 1]
-    number = {v: k for k, v in enumerate(names)}
+    free = [v for v, choices in enumerate(kept) if len(choices) > 1]
+    number = {v: k for k, v in enumerate(free)}
     terms: list[Term] = []
     entries: list[list[Entry]] = [[] for _ in rows]
     for k, relation in enumerate(tree.relations):
         left = tree.left(k)
-        free = [v for v in relation.scope if v in number]
-        columns = relation.columns(free)[left].T
-        cells = [np.searchsorted(kept[v], column) for v, column in zip(free, columns, strict=True)]
+        mine = [v for v in relation.scope if v in number]
+        columns = relation.columns(mine)[left].T
+        cells = [np.searchsorted(kept[v], column) for v, column in zip(mine, columns, strict=True)]
         listed = np.stack(cells, axis=1) if cells else np.zeros((1, 0), np.int64)
-        scope: Scope = tuple(number[v] for v in free)
-        if values[k][left].any() or len(listed) < math.prod(len(kept[v]) for v in free):
+        scope: Scope = tuple(number[v] for v in mine)
+        if values[k][left].any() or len(listed) < math.prod(len(kept[v]) for v in mine):
             terms.append(Term(scope, Sparse(listed, values[k][left])))
         for row, counted in enumerate(used.tables.get(k, np.zeros((0, 0)))):
             if counted[left].any():
                 entries[row].append(Entry(scope, Sparse(listed, counted[left])))
-    variables = tuple(Variable(problem.variables[v].name, len(kept[v])) for v in names)
+    variables = tuple(Variable(problem.variables[v].name, len(kept[v])) for v in free)
     limited = zip(rows, used.limits.tolist(), entries, strict=True)
     smaller = tuple(Row(row.name, limit, tuple(found)) for row, limit, found in limited)
-    return Rest(Problem(problem.name, variables, tuple(terms), smaller, constant=constant), tuple(kept))
+    left_over = Problem(problem.name, variables, tuple(terms), smaller, constant=constant)
+    return Rest(left_over, tuple(kept), tuple(free))
