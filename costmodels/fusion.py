@@ -24,7 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from costmodels.groups import Around, Group, Kernel, Lone
+from costmodels.groups import Around, Group, Lone
+from costmodels.plans import Kernel
 from mesh_tf_core.lower.fusion import ALONE
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import Instr, Local, Loop, Program
@@ -62,9 +63,20 @@ def fused(program: Program, again: bool = False, streams: bool = False) -> Fused
     """
     found = _Fuser(program, again, streams)
     items: list[tuple[Instr | Kernel, float]] = []
+    inner: set[int] = set()
+    passed: set[int] = set()
     for item, times in found.run():
-        items += [(made, times) for made in (item.kernels() if isinstance(item, Group | Lone) else (item,))]
-    return Fused(tuple(items), frozenset(found.around.inner), frozenset(found.around.passed), found.casts)
+        made: Sequence[Instr | Kernel] = (item,) if isinstance(item, Instr) else ()
+        if isinstance(item, Lone):
+            made = item.kernels(program.local)
+        elif isinstance(item, Group):
+            plan, sizes = item.plan(program.local)
+            outcome = plan.outcome(sizes.bytes)
+            made = plan.kernels(outcome, sizes)
+            for values, more in zip((inner, passed), plan.inside(outcome), strict=True):
+                values.update(more)
+        items += [(one, times) for one in made]
+    return Fused(tuple(items), frozenset(inner), frozenset(passed), found.casts)
 
 
 def grouped(program: Program, again: bool = False, streams: bool = False) -> list[tuple[Unit, float]]:

@@ -26,18 +26,21 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from costmodels.bills import Bill, Item, Items
+from costmodels.bills import Bill, Item, Items, Placed, Whole
 from costmodels.by_call import Calls
 from costmodels.collectives import collective_seconds, full_bytes
-from costmodels.compute import MATMUL_CLASSES, Quantity, compute_seconds
+from costmodels.compute import Quantity, compute_seconds
 from costmodels.fusion import Fused, Unit, fused, grouped
-from costmodels.groups import Group, Kernel, Lone, streamed
+from costmodels.groups import Group, Lone, streamed
 from costmodels.hardware import Hardware, Torus
 from costmodels.lines import Cost, KernelKey, Line, Sent
 from costmodels.overlap import ACTIVATION, GRADIENT, classes
+from costmodels.plans import Kernel
+from costmodels.quantities import of_kernel, of_local, of_stack
 from costmodels.topology import Placement, place
 from mesh_tf_core.instructions import local_type
 from mesh_tf_core.layout import Axes
+from mesh_tf_core.op import TensorType
 from mesh_tf_core.program import (
     AllReduce,
     Collective,
@@ -48,7 +51,7 @@ from mesh_tf_core.program import (
     Program,
 )
 
-__all__ = ["Cost", "Line", "Pricer", "price", "pricer", "quantity_of"]
+__all__ = ["Cost", "Line", "Pricer", "price", "pricer"]
 
 
 @dataclass
@@ -59,20 +62,13 @@ class Pricer:
     placement: Placement
     _compute: dict[Quantity, float] = field(default_factory=dict)
     _collective: dict[tuple[str, Axes, int], float] = field(default_factory=dict)
-    _quantities: dict[Hashable, Quantity] = field(default_factory=dict)
     _called: dict[KernelKey, float | None] = field(default_factory=dict)
-    _items: dict[Item, float] = field(default_factory=dict)
-    _pieces: dict[Hashable, float] = field(default_factory=dict)
+    _items: dict[Item | Whole, float] = field(default_factory=dict)
+    _pieces: dict[Placed, TensorType] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> Pricer:
         """The same with other names for the mesh's axes; what depends on no axis is known to both."""
-        return Pricer(
-            self.hardware,
-            self.placement.renamed(names),
-            self._compute,
-            _called=self._called,
-            _pieces=self._pieces,
-        )
+        return Pricer(self.hardware, self.placement.renamed(names), self._compute, _called=self._called)
 
     @property
     def devices(self) -> int:
@@ -136,7 +132,7 @@ class Pricer:
         self, program: Program, item: Unit | Kernel, times: float, purposes: Mapping[int, str]
     ) -> Iterable[Line]:
         if isinstance(item, Group | Lone | Kernel):
-            for kernel in (item,) if isinstance(item, Kernel) else item.kernels():
+            for kernel in (item,) if isinstance(item, Kernel) else item.kernels(program.local):
                 yield self.kernel(program, kernel, times)
         elif isinstance(item, Local) and not item.op.free:
             yield self.local(program, item, times)
@@ -159,7 +155,7 @@ class Pricer:
     def bill(self, program: Program, items: Items, again: bool = False) -> Bill:
         """What the price of a program follows from; `again` as in `lines`."""
         if self.by_call:
-            return ((Item("program", (), "", None, program, again), 1),)
+            return ((Whole(program, again), 1),)
         purposes: Mapping[int, str] | None = None if self.hardware.overlap else {}
         bill = []
         for found, times in self._timed(program, again):
@@ -167,7 +163,7 @@ class Pricer:
             if isinstance(found, Collective):
                 purposes = classes(program) if purposes is None else purposes
                 purpose = purposes.get(found.outputs[0], ACTIVATION)
-            item = items.of(found, purpose, self.hardware.streams_attention, program, again)
+            item = items.of(found, purpose, self.hardware.streams_attention, program)
             if item is not None:
                 bill.append((item, times))
         return tuple(bill)
@@ -182,25 +178,39 @@ class Pricer:
             total += times * seconds
         return total
 
-    def _priced_item(self, item: Item) -> float:
-        """Seconds of one run of an item; of all with the same pieces only the first is worked out."""
-        if item.purpose or item.unit is None:
-            return self._worked_out(item)
-        mesh = self.placement.mesh
-        pieces = tuple(local_type(s, dtype, splits, mesh) for s, splits, dtype in item.values)
-        key = item.structure, pieces
-        if key not in self._pieces:
-            self._pieces[key] = self._worked_out(item)
-        return self._pieces[key]
+    def _priced_item(self, item: Item | Whole) -> float:
+        """Seconds of one run of an item that the step waits for."""
+        if isinstance(item, Whole):
+            return self.seconds(replace(item.program, mesh=self.placement.mesh), item.again)
+        types = [self._piece(placed) for placed in item.values]
+        form = item.form
+        if isinstance(form.unit, Collective):
+            payloads = self._payloads(form.unit, item.axes, [t.bytes for t in types])
+            seconds = self._joined(form.unit.name, item.axes, payloads)
+            return seconds * (1.0 - self.hardware.hidden_fraction(form.purpose))
+        sizes = tuple(t.shape.sizes for t in types)
+        done = form.quantities.get(sizes)
+        if done is None:
+            done = form.quantities[sizes] = self._done(form.unit, form.values, types)
+        return sum(map(self._priced, done))
 
-    def _worked_out(self, item: Item) -> float:
-        unit, program = item.unit, replace(item.program, mesh=self.placement.mesh)
-        if unit is None:
-            return self.seconds(program, item.again)
+    def _piece(self, placed: Placed) -> TensorType:
+        """The type of a device's piece of a value."""
+        found = self._pieces.get(placed)
+        if found is None:
+            found = local_type(placed.shape, placed.dtype, placed.splits, self.placement.mesh)
+            self._pieces[placed] = found
+        return found
+
+    def _done(self, unit: Unit, values: Sequence[int], types: Sequence[TensorType]) -> tuple[Quantity, ...]:
+        """What a unit does where these of its values have pieces of these types."""
+        local = dict(zip(values, types, strict=True)).__getitem__
         if isinstance(unit, Group | Lone):
-            unit.on(program)
-        purposes = {unit.outputs[0]: item.purpose} if isinstance(unit, Collective) else {}
-        return sum(line.exposed for line in self._lines(program, unit, 1, purposes))
+            return tuple(of_kernel(kernel, local) for kernel in unit.kernels(local))
+        if isinstance(unit, Loop):
+            return tuple(self._stacked(unit, type) for type in types)
+        assert isinstance(unit, Local)
+        return (of_local(unit, local),)
 
     def seconds(self, program: Program, again: bool = False) -> float:
         """Seconds of the instructions alone: the price of a step without its fixed part; `again` as in
@@ -212,7 +222,7 @@ class Pricer:
         return self._calls.of_step(program) if self.by_call else 0.0
 
     def local(self, program: Program, instr: Local, times: float) -> Line:
-        quantity = self._quantity(program, instr)
+        quantity = of_local(instr, program.local)
         seconds, opened = self._calls.of(program, instr) if self.by_call else (None, None)
         if seconds is None:
             seconds = self._priced(quantity)
@@ -232,18 +242,9 @@ class Pricer:
     def kernel(self, program: Program, kernel: Kernel, times: float) -> Line:
         """A line for operations that run as one."""
         first = kernel.product or kernel.instrs[0]
-        moved = kernel.read + kernel.written
-        own = self._quantity(program, first)
-        if kernel.product is None:
-            what = "reduce" if kernel.reduces else "elementwise"
-            quantity = Quantity(kernel.vector, moved, what, own.dtype, elements=kernel.elements)
-        elif own.op_class in MATMUL_CLASSES:
-            quantity = replace(own, bytes=moved, vector=kernel.vector, elements=kernel.elements)
-        else:
-            flops, most = own.flops + kernel.vector, max(own.elements, kernel.elements)
-            quantity = replace(own, bytes=moved, flops=flops, elements=most)
+        quantity = of_kernel(kernel, program.local)
         seconds = self._priced(quantity)
-        flops = sum(self._quantity(program, instr).flops for instr in kernel.ends)
+        flops = sum(of_local(instr, program.local).flops for instr in kernel.ends)
         text = " + ".join(instr.name for instr in kernel.instrs) if len(kernel.instrs) > 1 else ""
         return Line(
             first.name,
@@ -254,7 +255,7 @@ class Pricer:
             seconds,
             seconds,
             flops,
-            moved,
+            quantity.bytes,
             opened=quantity,
         )
 
@@ -273,17 +274,17 @@ class Pricer:
         """
         if self.in_parts and loop.origin.phase == "forward":
             return
-        zeroed = self.fuses and loop.reverse
-        passes = 2 if self.by_call or zeroed else 1
         for _, o in loop.stacked:
-            value = program.values[o]
             if self.hardware.streams_attention and streamed(program, o):
                 continue
-            size = float(passes * value.local_bytes(program.mesh))
-            elements = program.local(o).shape.size if zeroed else 0
-            moved = Quantity(0.0, size, "data", value.dtype, elements=elements)
-            seconds, text = self._priced(moved), loop.text()
-            yield Line("stack", text, loop.origin, "data", times, seconds, seconds, 0.0, size, opened=moved)
+            written = self._stacked(loop, program.local(o))
+            seconds, size = self._priced(written), written.bytes
+            text = loop.text()
+            yield Line("stack", text, loop.origin, "data", times, seconds, seconds, 0.0, size, opened=written)
+
+    def _stacked(self, loop: Loop, stack: TensorType) -> Quantity:
+        zeroed = self.fuses and loop.reverse
+        return of_stack(stack, 2 if self.by_call or zeroed else 1, zeroed)
 
     def _sums(self, program: Program, instr: AllReduce, times: float, stacks: dict[int, int]) -> Line:
         """An all-reduce whose values, and the parts of stacked ones, are summed one by one."""
@@ -309,11 +310,8 @@ class Pricer:
     def collective(self, program: Program, instr: Collective, times: float, purpose: str) -> Line:
         """A line for one collective; `purpose` is its class (`costmodels.overlap`)."""
         kind = instr.name
-        payloads = [program.values[i].local_bytes(program.mesh) for i in instr.inputs]
-        if isinstance(instr, Permute) and isinstance(self.hardware.topology, Torus):
-            # Pieces that go further than to the next chip share links.
-            crossings = max(1, instr.crossings(program.mesh.group_size(instr.axes)))
-            payloads = [payload * crossings for payload in payloads]
+        sizes = [program.values[i].local_bytes(program.mesh) for i in instr.inputs]
+        payloads = self._payloads(instr, instr.axes, sizes)
         seconds = self._joined(kind, instr.axes, payloads)
         exposed = seconds * (1.0 - self.hardware.hidden_fraction(purpose))
         sent, text = program.wire_bytes(instr), instr.text()
@@ -331,6 +329,14 @@ class Pricer:
             opened=Sent(tuple(payloads)),
         )
 
+    def _payloads(self, instr: Collective, axes: Axes, sizes: list[int]) -> list[int]:
+        """Bytes that a collective over some axes is priced by; `sizes` are those of its pieces."""
+        if not isinstance(instr, Permute) or not isinstance(self.hardware.topology, Torus):
+            return sizes
+        # Pieces that go further than to the next chip share links.
+        crossings = max(1, instr.crossings(self.placement.mesh.group_size(axes)))
+        return [size * crossings for size in sizes]
+
     def message_seconds(self, axes: Axes, payload: int) -> float:
         """Exposed seconds of one sum of gradients whose input on a device has `payload` bytes."""
         hidden = self.hardware.hidden_fraction(GRADIENT)
@@ -341,14 +347,6 @@ class Pricer:
         together."""
         total = sum(self._message(kind, axes, payload) for payload in payloads)
         return total - (len(payloads) - 1) * self._message(kind, axes, 1)
-
-    def _quantity(self, program: Program, instr: Local) -> Quantity:
-        """What an instruction does, remembered by its operation and placed operands."""
-        values = (program.values[i] for i in (*instr.inputs, *instr.outputs))
-        key = (instr.op, tuple((v.shape, v.splits, v.dtype) for v in values))
-        if key not in self._quantities:
-            self._quantities[key] = quantity_of(program, instr)
-        return self._quantities[key]
 
     def _message(self, kind: str, axes: Axes, payload: int) -> float:
         key = (kind, axes, payload)
@@ -365,23 +363,6 @@ def _stacks(program: Program) -> dict[int, int]:
     return {
         o: instr.dim.size for instr, _ in program.walk() if isinstance(instr, Loop) for _, o in instr.stacked
     }
-
-
-def quantity_of(program: Program, instr: Local) -> Quantity:
-    """What one device does in a local instruction: FLOPs of the operation, bytes that it reads and writes."""
-    inputs = [program.local(i) for i in instr.inputs]
-    outputs = [program.local(o) for o in instr.outputs]
-    moved = instr.op.moved(inputs, outputs)
-    dims = instr.op.contraction(*inputs)
-    matmul = (dims[1], dims[2], dims[3], dims[0]) if dims else None
-    kind = instr.op.kind
-    if kind == "matmul" and (matmul is None or min(matmul[:3]) == 1):
-        kind = "elementwise"
-    dtype = (inputs or outputs)[0].dtype
-    # What is gathered from is not passed over.
-    worked = outputs if kind == "gather" else (*inputs, *outputs)
-    most = max((t.shape.size for t in worked), default=0)
-    return Quantity(float(instr.op.flops(*inputs)), moved, kind, dtype, matmul, elements=most)
 
 
 def pricer(hardware: Hardware, program_or_mesh: object, placement: Placement | None = None) -> Pricer:
