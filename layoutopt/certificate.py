@@ -4,7 +4,8 @@ nothing faster that fits.
 A problem, one mesh shape with one number of microbatches, is ruled out in one of three ways:
   pieces     fewer microbatches on the same mesh have no faster layout, whatever memory it takes, and pieces
              never cost less than their share of the whole (`Pricer.pieces_cost_more`)
-  bound      elimination: its best layout, whatever memory it takes, is not faster
+  bound      elimination: its best layout, whatever memory it takes, is not faster; by as many tables as it
+             takes to say so, over the options that may be in something faster (`narrowing`)
   listed     all its layouts that are faster were listed, and none of them fits: a memory row is overfull, or
              lowering the whole graph and walking its memory says so
 What takes more than `MOST` layouts to list stays open.
@@ -12,13 +13,15 @@ What takes more than `MOST` layouts to list stays open.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
 from layoutopt.domains import parse_forbid, parse_rules
+from layoutopt.evaluate import Judge
 from layoutopt.explain import Asked
-from layoutopt.mesh_search import MeshSearch
+from layoutopt.narrowing import faster
 from layoutopt.plan import Plan
 from layoutopt.problem import Choices, Row
 from layoutopt.request import EXACT
@@ -99,6 +102,7 @@ def certify(
     """
     mesh = plan.mesh if devices is None else None
     whole: dict[Mesh, list[tuple[int, float]]] = {}
+    judge = Judge(model, hardware)
     shapes = meshes(mesh, devices, max_axes, hardware)
     pins, forbid = parse_rules(asked.pins), parse_forbid(asked.forbid)
     for space in spaces(model, shapes, pins, forbid, asked.storage, asked.recompute, asked.microbatches):
@@ -107,18 +111,18 @@ def certify(
         if known:
             yield Ruled(str(space.mesh), space.parts, "pieces", known[0][1])
             continue
-        search = MeshSearch(model, space.mesh, space.decided, hardware)
-        found = _ruled(search, space, seconds, limit)
-        if search.prices.pieces_cost_more and found.how == "bound":
+        found = _ruled(judge, space, seconds, limit)
+        if judge.prices(space.mesh).pieces_cost_more and found.how == "bound":
             whole.setdefault(space.mesh, []).append((space.parts, found.bound))
         yield found
 
 
-def _ruled(search: MeshSearch, space: Space, seconds: float, limit: float) -> Ruled:
-    known = search.eliminated
-    ruled = Ruled(str(space.mesh), space.parts, "open", known.bound)
-    if known.bound >= seconds:
+def _ruled(judge: Judge, space: Space, seconds: float, limit: float) -> Ruled:
+    bound, search = faster(judge, space, seconds, lambda *_: math.inf)
+    ruled = Ruled(str(space.mesh), space.parts, "open", bound)
+    if search is None:
         return replace(ruled, how="bound")
+    known = search.eliminated
     if not known.exact:
         return ruled
     rows = list(search.rows)
