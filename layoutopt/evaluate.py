@@ -11,8 +11,11 @@ from costmodels.fusion import Fused
 from costmodels.hardware import Hardware
 from costmodels.memory import Memory, memory
 from costmodels.pricing import Cost, Pricer, pricer
+from layoutopt.decisions import Decisions
+from layoutopt.extract import Draft
 from layoutopt.ground import Ground
 from layoutopt.plan import Predicted
+from layoutopt.quotes import Quotes
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
@@ -93,6 +96,7 @@ class Judge:
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._grounds: dict[int, Ground] = {}
+        self._quotes: Quotes | None = None
 
     def prices(self, mesh: Mesh) -> Pricer:
         if mesh not in self._prices:
@@ -103,6 +107,14 @@ class Judge:
         if microbatches not in self._grounds:
             self._grounds[microbatches] = Ground(self.model, microbatches)
         return self._grounds[microbatches]
+
+    def quotes(self, mesh: Mesh, decided: Decisions) -> Quotes:
+        """Of the problem that was asked for last they know what they priced."""
+        found = self._quotes
+        if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
+            ground = self.ground(decided.microbatches)
+            self._quotes = found = Quotes(Draft(self.model, mesh, decided, self.prices(mesh), ground))
+        return found
 
     def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:
         """As `evaluate`."""

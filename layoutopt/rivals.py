@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 from layoutopt.decisions import RECOMPUTE, STORAGE, Choice, Decisions
-from layoutopt.extract import Draft, outline
+from layoutopt.extract import outline
 from layoutopt.mesh_search import MeshSearch
 from layoutopt.narrowing import faster
-from layoutopt.quotes import Quotes
 from layoutopt.request import Request
 from layoutopt.space import Space
-from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 
@@ -32,19 +29,12 @@ Rival = tuple[Layout, Options]
 
 def model_parallel(request: Request, space: Space) -> Rival | None:
     """The fastest layout with an undivided batch, whatever memory it takes; None if there is none in time."""
-    batch, known = request.model.batch_dim, math.inf
+    batch = request.model.batch_dim
     if batch not in space.decided.free or () not in space.decided.options[batch]:
         return None
-
-    def propose(layout: Layout, options: Options) -> float:
-        nonlocal known
-        with suppress(LayoutError):  # clusters that have no table yet may refuse it
-            known = min(known, request.judge(space.mesh, layout, options).cost.step_seconds)
-        return known
-
     decided = replace(space.decided, options={**space.decided.options, batch: ((),)})
-    whole = Space(space.mesh, decided)
-    _, search = faster(request.judge, whole, math.inf, propose, request.deadline)
+    whole, quotes = Space(space.mesh, decided), request.judge.quotes(space.mesh, space.decided)
+    _, search = faster(request.judge, whole, math.inf, quotes.seconds, request.deadline)
     found = None if search is None else search.fastest(math.inf, deadline=request.deadline).found
     return None if found is None else (found.layout, found.options)
 
@@ -52,8 +42,7 @@ def model_parallel(request: Request, space: Space) -> Rival | None:
 def greedy(request: Request, space: Space) -> Rival:
     """The layout at which no single split more, or wider, saves time by the tables."""
     decided = space.decided
-    prices, ground = request.judge.prices(space.mesh), request.judge.ground(space.parts)
-    quotes = Quotes(Draft(request.model, space.mesh, decided, prices, ground))
+    quotes = request.judge.quotes(space.mesh, decided)
     plain = Options(microbatches=decided.microbatches)
     layout = Layout({n: found[0] for n, found in decided.options.items() if _splits(n) and found[0]})
     seconds = quotes.seconds(layout, plain)
