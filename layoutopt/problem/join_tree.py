@@ -112,19 +112,21 @@ def _marked(count: int, rows: Ints) -> Bools:
 
 def grow(relations: Sequence[Relation], sizes: Sequence[int], most: int) -> Tree:
     """The tree over variables with so many choices each, all named by some relation; the one whose bucket
-    could have the fewest rows comes first. Joins of more than `most` rows are not made."""
+    could have the fewest rows comes first, those that no relation links to others last. Joins of more than
+    `most` rows are not made."""
     live = dict(enumerate(relations))
     named: list[set[int]] = [set() for _ in sizes]
     for number, relation in live.items():
         for v in relation.scope:
             named[v].add(number)
+    apart = [all(len(live[i].scope) == 1 for i in found) for found in named]
     weights: dict[int, int] = {}
     buckets: list[Bucket] = []
     left, exact = set(range(len(sizes))), True
     while left:
         for v in left - weights.keys():
             weights[v] = math.prod(sizes[u] for u in {u for i in named[v] for u in live[i].scope})
-        v = min(left, key=lambda v: (weights[v], v))
+        v = min(left, key=lambda v: (apart[v], weights[v], v))
         left.remove(v)
         members = {i: live.pop(i) for i in sorted(named[v])}
         for number, relation in members.items():

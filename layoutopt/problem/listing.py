@@ -34,9 +34,10 @@ def within(
     limits: Callable[[], Floats],
     most: int,
     over: Callable[[], bool],
-) -> Iterator[Ints | None]:
+) -> Iterator[tuple[Ints | None, int]]:
     """Batches of assignments, (some, buckets) rows, that stay within `limits()` of `costs`, those with most
-    left of the first limit first; then None if `most` beginnings were not enough, or if it was `over`.
+    left of the first limit first; then None if `most` beginnings were not enough, or if it was `over`. With
+    each how many beginnings it took so far.
 
     `limits` is asked again all the time: it may fall.
     """
@@ -51,12 +52,12 @@ def within(
         rows, left = begun.rows[keep], begun.left[keep]
         if begun.next < 0:
             if len(rows):
-                yield rows
+                yield rows, spent
             continue
         rows, left = _continued(tree, begun.next, rows, left, regrets[begun.next])
         spent += len(rows)
         if spent > most or over():
-            yield None
+            yield None, spent
             return
         order = np.argsort(-left[:, 0], kind="stable")
         for part in np.array_split(order, max(1, -(-len(order) // AT_ONCE)))[::-1]:

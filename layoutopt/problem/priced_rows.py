@@ -36,9 +36,11 @@ from layoutopt.problem.uses import Uses, uses
 
 VARIABLES = 256
 """Problems of more variables are not tried: their joins are too large, which takes time to see."""
-JOINED, NUMBERS, LISTED = 1 << 19, 1 << 24, 1 << 20
-"""The most assignments of one join, numbers of all rows, and beginnings that are listed."""
-ROUNDS, STEPS = 8, 24
+JOINED, NUMBERS = 1 << 19, 1 << 24
+"""The most assignments of one join, and numbers of all rows."""
+PORTIONS, GROWTH = (1 << 14, 1 << 20), 8
+"""Beginnings that are listed at first and at most, and how many times more after nothing was learnt."""
+ROUNDS, STEPS = 16, 24
 """Rows whose price is raised before tables shrink, and prices of one row that are tried."""
 SHRUNK = 0.7
 """Part of the assignments; while no more is left, prices are raised again."""
@@ -96,6 +98,7 @@ class Priced:
         self.scales = used.scales
         self.slack = ROUNDED * self.scales
         self.seen = np.zeros(len(used.limits), bool)
+        self.listed = 0
         self.done = False
 
     @property
@@ -106,20 +109,28 @@ class Priced:
         better = best - less if math.isfinite(best) else math.inf
         return min(better, limit + ALIKE * abs(limit) if math.isfinite(limit) else math.inf)
 
+    def stops(self) -> bool:
+        """There is nothing, or no time, left."""
+        return self.done or self.clock.over
+
     def run(self) -> None:
-        """Raises prices and shrinks tables in turn, then lists what is left."""
-        best = self._ascend(np.zeros(len(self.uses.limits)))
+        """Raises prices, shrinks tables and lists what is left in turn."""
+        best, portion = self._ascend(np.zeros(len(self.uses.limits))), PORTIONS[0]
         if math.isinf(self.cut):
             for stretch in STRETCHES:
                 self._visit(stretch * best.prices)
-        while not (self.done or self.clock.over):
+        while not self.stops():
             before = self.tree.rows
             self._shrink(best)
-            if self.done or self.tree.rows > SHRUNK * before:
+            if self.stops():
                 break
-            best = self._ascend(best.prices)
-        if not (self.done or self.clock.over):
-            self._list(best)
+            if self.tree.rows > SHRUNK * before:
+                if portion > PORTIONS[-1] or self.listed > PORTIONS[-1]:
+                    break
+                if not self._list(best, portion):
+                    portion *= GROWTH
+            if not self.stops():
+                best = self._ascend(best.prices)
         if self.done:
             least = self.incumbent.objective
             self._prove(least if self.whole and math.isfinite(least) else self.cut)
@@ -157,17 +168,20 @@ class Priced:
         return cost, over
 
     def _ascend(self, prices: Floats) -> Visit:
-        """Raises the price of the row that is most overfull, then of the one that is so now."""
+        """Raises the price of the row that is most overfull, then of the one that is so now; in the end of
+        others that were once."""
         best = other = self._visit(prices)
+        tried: set[int] = set()
         for _ in range(ROUNDS):
-            if self.done or self.clock.over or (other.over <= self.slack).all():
+            wanted = self.seen | (other.over > self.slack)
+            wanted[list(tried)] = False
+            if self.stops() or not wanted.any():
                 break
-            row = int(np.argmax(other.over / self.scales))
+            row = int(np.argmax(np.where(wanted, other.over / self.scales, -np.inf)))
             self.seen[row] = True
             known = best.bound
             best, other = self._along(row, best)
-            if best.bound <= known:
-                break
+            tried = {row} if best.bound > known else {row, *tried}
         return best
 
     def _along(self, row: int, start: Visit) -> tuple[Visit, Visit]:
@@ -186,7 +200,7 @@ class Priced:
         for _ in range(STEPS):
             slope = float(low.over[row] - high.over[row])
             price = (high.without(row) - low.without(row)) / slope if slope > 0 else 0.0
-            if price <= 0 or self.done or self.clock.over:
+            if price <= 0 or self.stops():
                 break
             top = low.without(row) + price * float(low.over[row])
             prices[row] = price
@@ -216,11 +230,11 @@ class Priced:
     # -- less ------------------------------------------------------------------------------------------------
 
     def _shrink(self, best: Visit) -> None:
-        """Takes out what no better answer has, by its cost and by each row that may be overfull."""
+        """Takes out what no better answer has, by its cost and by each row that was seen to be overfull."""
         above = self.constant - float(best.prices @ self.uses.limits)
         self._keep([costs + above <= self.cut for costs in best.costs.marginals()])
-        for row in self._binding().tolist():
-            if self.done or self.clock.over:
+        for row in np.flatnonzero(self.seen).tolist():
+            if self.stops():
                 return
             limit = self.uses.limits[row] + self.slack[row]
             self._keep([used <= limit for used in self._used(row).marginals()])
@@ -229,52 +243,53 @@ class Priced:
         self.tree = self.tree.within(rows)
         self.done = not all(map(len, self.tree.buckets))
 
-    def _binding(self) -> Ints:
-        """The rows that are seen to be overfull, and, once little is left, all that may be."""
-        if self.tree.rows * len(self.seen) > NUMBERS >> 3:
-            return np.flatnonzero(self.seen)
-        most = -self.uses.limits
-        for number, table in self.uses.tables.items():
-            most = most + table[:, self.tree.left(number)].max(axis=1, initial=0.0)
-        return np.flatnonzero(most > self.slack)
-
     # -- what is left ----------------------------------------------------------------------------------------
 
-    def _list(self, best: Visit) -> None:
-        """Looks at all that may be better, unless it is too much."""
-        binding = self._binding()
-        if self.tree.rows * (1 + len(binding)) > NUMBERS:
-            binding = binding[self.seen[binding]]
-        costs = [self._visit(best.prices).costs, *map(self._used, binding.tolist())]
+    def _list(self, best: Visit, most: int) -> bool:
+        """Looks at what may be better, at most so much of it; whether all was seen, or something learnt."""
+        rows, cut = np.flatnonzero(self.seen), self.cut
+        costs = [self._visit(best.prices).costs, *map(self._used, rows.tolist())]
         if self.done:
-            return
+            return True
         paid = float(best.prices @ self.uses.limits) - self.constant
-        rows = self.uses.limits[binding] + self.slack[binding]
-        most = math.fsum([costs[0].least, *(float(regrets.max()) for regrets in costs[0].regrets())])
+        room = (self.uses.limits + self.slack)[rows]
+        all_of_it = math.fsum([costs[0].least, *(float(found.max()) for found in costs[0].regrets())])
 
         def limits() -> Floats:
-            return np.array([min(self.cut + paid, most + ROUNDED * abs(most)), *rows])
+            return np.array([min(self.cut + paid, all_of_it + ROUNDED * abs(all_of_it)), *room])
 
-        for batch in listing.within(self.tree, costs, limits, LISTED, lambda: self.clock.over):
+        for batch, spent in listing.within(self.tree, costs, limits, most, lambda: self.clock.over):
             if batch is None:
-                return
-            self._look(batch)
+                self.listed += spent
+                return self.cut < cut
+            if self._look(batch):
+                self.listed += spent
+                return True
         self.done = True
+        return True
 
-    def _look(self, batch: Ints) -> None:
-        """Judges the cheapest of many choices that are feasible."""
-        cost, over = np.full(len(batch), self.constant), np.repeat(-self.uses.limits[None], len(batch), 0)
+    def _look(self, batch: Ints) -> bool:
+        """Judges the cheapest of many choices that are feasible; whether another row is seen to forbid
+        some."""
+        cost = np.full(len(batch), self.constant)
         for number, values in enumerate(self.values):
             k, index = self.tree.homes[number]
-            at = index[batch[:, k]]
-            cost += values[at]
-            if number in self.uses.tables:
-                over += self.uses.tables[number][:, at].T
+            cost += values[index[batch[:, k]]]
+        better = cost <= self.cut
+        batch, cost = batch[better], cost[better]
+        over = np.repeat(-self.uses.limits[None], len(batch), axis=0)
+        for number, table in self.uses.tables.items():
+            k, index = self.tree.homes[number]
+            over += table.T[index[batch[:, k]]]
         fits = np.all(over <= self.slack, axis=1)
         for place in np.argsort(np.where(fits, cost, np.inf), kind="stable").tolist():
             if not fits[place] or cost[place] > self.cut:
                 break
             self.incumbent.judge(chosen(self.tree, batch[place].tolist(), len(self.problem.sizes)))
+        known = int(self.seen.sum())
+        for place in np.flatnonzero(~fits)[:1]:
+            self.seen[int(np.argmax(over[place] / self.scales))] = True
+        return int(self.seen.sum()) > known
 
 
 def price(incumbent: Incumbent, clock: Clock) -> Rest | None:
