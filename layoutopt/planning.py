@@ -44,11 +44,7 @@ def make_plan(
     """
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
     alternatives, missing = _alternatives(request, space, best, names)
-    for number, other in enumerate(others, start=2):
-        its = axis_names(other.layout, other.mesh, request.model.batch_dim) if searched_mesh else {}
-        alternatives.append(
-            _beside(request, f"number {number}", other.mesh, other.layout, other.options, its)
-        )
+    ranked = _ranked(request, others, searched_mesh)
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
     data = PlanFile(
@@ -67,9 +63,9 @@ def make_plan(
         hardware=request.hardware.name,
         predicted=_predicted(best.judged, names),
         solver=_solver(request, best, bound, proven, considered, seconds),
-        alternatives=alternatives,
+        alternatives=[*alternatives, *ranked],
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
-        notes=_notes(request, best, missing),
+        notes=[*_notes(request, best, missing), *_fewer(request, len(others) + 1)],
     )
     return Plan(data)
 
@@ -107,6 +103,17 @@ def _notes(request: Request, best: Found, missing: Sequence[str]) -> list[str]:
         f"the tables sum to {table:.9g} s and the lowered program costs {value:.9g} s "
         f"({(table / value - 1) * 100:+.2g} %): what operations share is not all in the tables",
     ]
+
+
+def _fewer(request: Request, count: int) -> list[str]:
+    """Why fewer of the best layouts are listed than were asked for, unless the time was over."""
+    if count >= request.top or request.late:
+        return []
+    if request.objective == "memory":
+        return [
+            f"--top {request.top}: layouts that hold more are in --objective pareto, {count} hold as little"
+        ]
+    return [f"--top {request.top}: {count} {'layout fits' if count == 1 else 'layouts fit'}"]
 
 
 def _mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
@@ -158,6 +165,15 @@ def _alternatives(
         elif request.late:
             missing.append(name)
     return out, missing
+
+
+def _ranked(request: Request, others: Sequence[Found], searched_mesh: bool) -> list[Alternative]:
+    """The second best layout, the third, and so on, each with names for its own axes."""
+    out = []
+    for number, other in enumerate(others, start=2):
+        names = axis_names(other.layout, other.mesh, request.model.batch_dim) if searched_mesh else {}
+        out.append(_beside(request, f"number {number}", other.mesh, other.layout, other.options, names))
+    return out
 
 
 def _beside(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from layoutopt.cli.plans import where_of
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, duration_text, rate_text, seconds_text, times_text
 
@@ -104,12 +105,17 @@ class _Row:
     def seconds(self) -> float:
         return self.predicted.step_seconds if self.predicted else math.inf
 
+    @property
+    def bytes(self) -> float:
+        return self.predicted.peak_memory_bytes if self.predicted else math.inf
+
 
 def alternatives_table(plan: Plan, width: int = WIDE) -> Table:
-    """The answer and every alternative on the same numbers, the fastest first."""
+    """The answer and every alternative on the same numbers, the best by what was asked for first."""
     answer = _Row(ANSWER, plan.data.mesh, plan.data.layout, _besides(plan.data), plan.predicted, "yes")
-    rows = sorted((_row(a) for a in plan.alternatives), key=lambda row: row.seconds)
-    return _table("Beside it", "layout", "of the answer's", [answer, *rows], width, strong=0)
+    lean = where_of(plan).objective == "memory"
+    rows = sorted((_row(a) for a in plan.alternatives), key=lambda row: row.bytes if lean else row.seconds)
+    return _table("Beside it", "layout", "of the answer's", [answer, *rows], width, strong=0, lean=lean)
 
 
 def frontier_table(points: Sequence[Alternative], width: int = WIDE) -> Table:
@@ -127,11 +133,17 @@ def _row(a: Alternative) -> _Row:
 
 
 def _table(
-    title: str, first: str, share: str, rows: Sequence[_Row], width: int, strong: int | None = None
+    title: str,
+    first: str,
+    share: str,
+    rows: Sequence[_Row],
+    width: int,
+    strong: int | None = None,
+    lean: bool = False,
 ) -> Table:
-    """Leaves out what all rows share, and on a narrow terminal what `cost` can tell."""
+    """Leaves out what all rows share, and on a narrow terminal what `cost` can tell; `share` is of the first
+    row's step, or of its memory."""
     same_mesh = len({tuple(row.mesh.items()) for row in rows}) == 1
-    reference = rows[0].seconds
     columns: list[tuple[str, Callable[[_Row], str]]] = [(first, lambda row: row.name)]
     if not same_mesh:
         columns.append(("mesh", lambda row: "; ".join(f"{axis}:{size}" for axis, size in row.mesh.items())))
@@ -140,11 +152,14 @@ def _table(
         columns.append(("besides", lambda row: row.besides))
     texts = len(columns)
     columns.append(("step", _cell(lambda p: seconds_text(p.step_seconds))))
-    columns.append((share, _cell(lambda p: times_text(p.step_seconds, reference))))
+    if not lean:
+        columns.append((share, _cell(lambda p: times_text(p.step_seconds, rows[0].seconds))))
     if width >= WIDE:
         columns.append(("compute", _cell(lambda p: seconds_text(p.compute_seconds))))
         columns.append(("exposed", _cell(lambda p: seconds_text(p.exposed_communication_seconds))))
     columns.append(("memory", _cell(lambda p: bytes_text(p.peak_memory_bytes))))
+    if lean:
+        columns.append((share, _cell(lambda p: times_text(p.peak_memory_bytes, rows[0].bytes))))
     columns.append(("fits", lambda row: row.fits))
     cells = [[cell(row) for _, cell in columns] for row in rows]
     numbers = range(texts, len(columns) - 1)
