@@ -12,6 +12,7 @@ from layoutopt.plan import Alternative, ModelInfo, Plan, PlanFile, Predicted, So
 from layoutopt.request import EXACT, Request
 from layoutopt.rivals import RIVALS
 from layoutopt.space import Space
+from mesh_tf_core import garbage
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
@@ -43,7 +44,8 @@ def make_plan(
       seconds: wall time of the search.
     """
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
-    alternatives, missing = _alternatives(request, space, best, names)
+    with garbage.kept():
+        alternatives, missing = _alternatives(request, space, best, names)
     ranked = _ranked(request, others, searched_mesh)
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
