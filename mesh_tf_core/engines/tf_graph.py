@@ -5,11 +5,13 @@ that it takes to build it through TensorFlow's functions, so tracing hardly grow
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context, execute
 
 _steps = itertools.count()
 _OUTPUT = {
@@ -249,25 +251,25 @@ class GraphWriter:
         over the copies of all devices it only costs start-up time (a third of it, for no change per step).
         """
 
-        types, name, config = [w.dtype for w in outputs], self.closed(outputs, "step", True), _config()
-
-        def build() -> Any:
-            for function in self.functions:
-                function.add_to_graph(tf.compat.v1.get_default_graph())
-            tf.compat.v1.import_graph_def(self.library, name="")
-            return tf.constant(0)
-
-        # Tracing a function whose graph holds the step makes TensorFlow know it, and keeps it.
-        owner = tf.compat.v1.wrap_function(build, [])
+        count, name, config = len(outputs), self.closed(outputs, "step", True), _config()
+        own, names = context.context(), [f.signature.name for f in self.library.library.function]
+        for function in self.library.library.function:
+            own.add_function_def(function)
+        traced = self.functions  # TensorFlow forgets them with their last reference
 
         def run(*args: Any) -> Sequence[Any]:
-            assert owner is not None
-            found = tf.raw_ops.StatefulPartitionedCall(
-                args=list(args), Tout=types, f=name, config_proto=config
-            )
-            return found if isinstance(found, list | tuple) else []
+            assert traced is not None
+            attributes = ("executor_type", "", "config_proto", config)
+            return execute.execute(name, count, list(args), attributes, own) or []
 
+        # What TensorFlow knows and has prepared of a step is kept until it is told otherwise.
+        weakref.finalize(run, _forget, own, names).atexit = False
         return run
+
+
+def _forget(own: Any, names: Sequence[str]) -> None:
+    for name in names:
+        own.remove_function(name)
 
 
 def _name(function: Any) -> str:
