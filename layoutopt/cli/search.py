@@ -32,7 +32,7 @@ from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from layoutopt.plan import Plan
+    pass
 
 EXAMPLES = examples(
     'layoutopt search examples/transformer_lm.py --mesh "data:2;model:4" --out plan.json',
@@ -161,13 +161,22 @@ def search(
         "objective": objective.value,
     }
     plan = with_source(plan, model, {**question, **asked})
-    terminal.result(plan.to_json())
-    if not as_json:
-        show_plan(terminal, plan, limit)
+    full = plan
     if out is not None or report is not None:
         from layoutopt.cli.details import with_details
 
-        _write(terminal, with_details(plan, loaded.model, machine, limit, model), out, report)
+        full = with_details(plan, loaded.model, machine, limit, model)
+    if out is not None:
+        full.save(out)  # before what is shown, whose reader may leave
+    terminal.result(plan.to_json())
+    if not as_json:
+        show_plan(terminal, plan, limit)
+    if out is not None:
+        terminal.say(f"wrote the plan to {out}")
+    if report is not None:
+        from layoutopt.cli.report import write_report
+
+        write_report(terminal, [full], report)
     if out is not None:
         terminal.say(f"next: layoutopt train {model} --layout {out} --steps 100")
 
@@ -187,13 +196,3 @@ def _numbers(text: str) -> list[int]:
             f"--microbatches {text!r} is not a list of numbers; write for example --microbatches 1,2,4"
         )
     return [int(part) for part in parts]
-
-
-def _write(terminal: Terminal, plan: Plan, out: Path | None, report: Path | None) -> None:
-    if out is not None:
-        plan.save(out)
-        terminal.say(f"wrote the plan to {out}")
-    if report is not None:
-        from layoutopt.cli.report import write_report
-
-        write_report(terminal, [plan], report)

@@ -107,3 +107,11 @@ def test_help_has_examples_that_parse(name: str) -> None:
         assert program == "layoutopt" and (called == name or (called == "launch" and name in args))
         COMMANDS[called].make_context(called, args)
     assert command.help and all(p.help for p in command.params)
+
+
+def test_a_reader_that_leaves_does_not_take_the_plan_along(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    search = f"{shlex.quote(COMMAND)} search examples/mlp.py --mesh data:2 --microbatches 1 -q"
+    line = f"{search} --out {shlex.quote(str(out))} | head -n 1"
+    subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert json.loads(out.read_text(encoding="utf-8"))["format"] == "layoutopt-plan/1"
