@@ -76,6 +76,15 @@ class Tree:
         return [(number - first, rows) for number, rows in bucket.parts if number >= first]
 
     @cached_property
+    def parents(self) -> dict[int, tuple[int, Ints]]:
+        """The bucket that takes each bucket's message, and which message is in each row there."""
+        return {
+            source: (k, rows)
+            for k, bucket in enumerate(self.buckets)
+            for source, rows in self.sources(bucket)
+        }
+
+    @cached_property
     def homes(self) -> dict[int, tuple[int, Ints]]:
         """The bucket that holds each relation, and which of its rows is in each row there."""
         return {

@@ -46,8 +46,8 @@ SHRUNK = 0.7
 """Part of the assignments; while no more is left, prices are raised again."""
 STRETCHES = (1.5, 3.0, 10.0)
 """How much all prices are raised where no feasible choices were met."""
-ROUNDED = 1e-9
-"""Relative difference up to which a row counts as kept."""
+ROUNDED = 1e-12
+"""Relative difference that the order of a sum can make: up to it a row counts as kept."""
 
 
 def whole(problem: Problem) -> bool:
@@ -86,6 +86,9 @@ class Priced:
     """One problem under way.
 
     Attributes:
+      seen: (limits,) which rows were overfull.
+      listed: beginnings of choices, so far.
+      every: choices do not replace others.
       done: nothing better than the incumbent is left.
     """
 
@@ -98,7 +101,7 @@ class Priced:
         self.scales = used.scales
         self.slack = ROUNDED * self.scales
         self.seen = np.zeros(len(used.limits), bool)
-        self.listed = 0
+        self.listed, self.every = 0, bool(incumbent.banned)
         self.done = False
 
     @property
@@ -248,17 +251,18 @@ class Priced:
     def _list(self, best: Visit, most: int) -> bool:
         """Looks at what may be better, at most so much of it; whether all was seen, or something learnt."""
         rows, cut = np.flatnonzero(self.seen), self.cut
-        costs = [self._visit(best.prices).costs, *map(self._used, rows.tolist())]
+        priced, plain = self._visit(best.prices).costs, spread(self.tree, self.values)
         if self.done:
             return True
-        paid = float(best.prices @ self.uses.limits) - self.constant
-        room = (self.uses.limits + self.slack)[rows]
-        all_of_it = math.fsum([costs[0].least, *(float(found.max()) for found in costs[0].regrets())])
+        costs = [priced, plain, *map(self._used, rows.tolist())]
+        paid = np.array([float(best.prices @ self.uses.limits), 0.0]) - self.constant
+        top, room = np.array([_most(priced), _most(plain)]), (self.uses.limits + self.slack)[rows]
 
         def limits() -> Floats:
-            return np.array([min(self.cut + paid, all_of_it + ROUNDED * abs(all_of_it)), *room])
+            return np.concatenate([np.minimum(self.cut + paid, top), room])
 
-        for batch, spent in listing.within(self.tree, costs, limits, most, lambda: self.clock.over):
+        listed = listing.within(self.tree, costs, limits, most, lambda: self.clock.over, self.every)
+        for batch, spent in listed:
             if batch is None:
                 self.listed += spent
                 return self.cut < cut
@@ -269,8 +273,9 @@ class Priced:
         return True
 
     def _look(self, batch: Ints) -> bool:
-        """Judges the cheapest of many choices that are feasible; whether another row is seen to forbid
-        some."""
+        """Judges the cheapest of many choices that are feasible; whether another row is seen to forbid some,
+        or one that was thought to be kept."""
+        known = int(self.seen.sum()), self.every
         cost = np.full(len(batch), self.constant)
         for number, values in enumerate(self.values):
             k, index = self.tree.homes[number]
@@ -285,11 +290,17 @@ class Priced:
         for place in np.argsort(np.where(fits, cost, np.inf), kind="stable").tolist():
             if not fits[place] or cost[place] > self.cut:
                 break
-            self.incumbent.judge(chosen(self.tree, batch[place].tolist(), len(self.problem.sizes)))
-        known = int(self.seen.sum())
+            found = self.incumbent.judge(chosen(self.tree, batch[place].tolist(), len(self.problem.sizes)))
+            self.every |= not found.feasible  # it may have replaced others that are
         for place in np.flatnonzero(~fits)[:1]:
             self.seen[int(np.argmax(over[place] / self.scales))] = True
-        return int(self.seen.sum()) > known
+        return (int(self.seen.sum()), self.every) != known
+
+
+def _most(costs: Costs) -> float:
+    """What no assignment costs more than."""
+    most = math.fsum([costs.least, *(float(found.max()) for found in costs.regrets())])
+    return most + ROUNDED * abs(most)
 
 
 def price(incumbent: Incumbent, clock: Clock) -> Rest | None:
