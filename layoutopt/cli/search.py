@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -178,7 +179,8 @@ def search(
 
         write_report(terminal, [full], report)
     if out is not None:
-        terminal.say(f"next: layoutopt train {model} --layout {out} --steps 100")
+        sets = "".join(f" --set {shlex.quote(each)}" for each in settings or ())
+        terminal.say(f"next: layoutopt train {model}{sets} --layout {out} --steps 100")
 
 
 def _stages(text: str) -> list[str]:

@@ -46,6 +46,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = CliRunner().invoke(app, ["search", LM, "--mesh", "data:2;model:4", *SMALL, "--out", str(path)])
     assert done.exit_code == 0, done.stderr
     assert f"wrote the plan to {path}" in done.stderr
+    assert f"next: layoutopt train {LM} {' '.join(SMALL)} --layout {path}" in done.stderr
     return path
 
 
@@ -163,10 +164,8 @@ def test_the_mesh_is_searched_too(result: Callable[..., dict[str, Any]]) -> None
 
 
 def test_nothing_fits(refused: Callable[..., str]) -> None:
-    line = refused(
-        "search", LM, "--mesh", "data:2;model:4", *SMALL, *PLAIN, "--memory", "100KiB", "--json", code=3
-    )
-    assert "no layout of 'transformer_lm' fits into 100 KiB a device" in line
+    line = refused(*MLP, "--set", "hidden=64", "--memory", "5KiB", "--json", code=3)
+    assert "no layout of 'mlp' fits into 5 KiB a device" in line
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)
 
 
