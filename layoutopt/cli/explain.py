@@ -27,6 +27,7 @@ from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
+    from costmodels.memory import Memory
     from layoutopt.certificate import Certificate
     from layoutopt.evaluate import Evaluation
     from layoutopt.explain import Answer, Difference
@@ -37,6 +38,8 @@ EXAMPLES = examples(
     "layoutopt explain plan.json --sensitivity --check --out plan.json",
 )
 MOST = 15
+LARGEST = 3
+"""Tensors named at the peak."""
 
 
 def explain(
@@ -181,7 +184,8 @@ def _tell(
         return
     checked = "lowered and priced again: the same" if not said else "; ".join(said)
     checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
-    terminal.show(facts([*summary(found.plan, found.limit), *checks, _binds(found, judged, answers)]))
+    held = [("peak", _peak(judged.memory)), _binds(found, judged, answers)]
+    terminal.show(facts([*summary(found.plan, found.limit), *checks, *held]))
     worth = _worth(judged, for_memory(found), answers["splits"], "without it")
     terminal.show("", table("What each split is worth", *worth))
     if answers["pins"]:
@@ -210,6 +214,16 @@ def _binds(found: Planned, judged: Evaluation, answers: dict[str, list[Answer]])
         f"the memory: with more than {bytes_text(found.limit)}, {rules_text_of(free.layout)} would take "
         f"{seconds_text(free.seconds)} ({share_text(step - free.seconds, step)} less)",
     )
+
+
+def _peak(memory: Memory) -> str:
+    """What a device holds where it holds most."""
+    most = ", ".join(f"{h.what} ({bytes_text(h.bytes)})" for h in memory.holdings[:LARGEST])
+    if not memory.points:
+        return most
+    at = memory.points[memory.at]
+    where = "/".join(filter(None, (at.origin.scope, at.name)))
+    return f"at {where} in {at.origin.phase}: {most}"
 
 
 def rules_text_of(layout: str) -> str:
@@ -309,6 +323,7 @@ def _json(
         "disagreements": said,
         "memory": {
             "peak_bytes": peak,
+            "peak": _peak(judged.memory),
             "limit_bytes": found.limit,
             "binds": free is not None and free < step * (1 - 1e-9),
             "step_seconds_without_limit": free,

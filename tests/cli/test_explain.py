@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def test_a_tight_memory_binds(result: Callable[..., dict[str, Any]], tmp_path: P
     assert tight["step_seconds"] > fastest["step_seconds"]
     found = result("explain", str(tmp_path / "tight.json"))["memory"]
     assert (found["limit_bytes"], found["binds"]) == (less, True)
+    assert re.match(r"at \S+ in (forward|backward|update): .*layer_\d.* \(.* MiB\), ", found["peak"])
     assert found["step_seconds_without_limit"] == pytest.approx(fastest["step_seconds"], rel=1e-6)
 
 
