@@ -77,6 +77,7 @@ def narrow(draft: Draft, upper: float, propose: Propose, deadline: float | None 
     return bound
 
 
+@garbage.kept()
 def faster(
     judge: Judge,
     space: Space,
@@ -91,8 +92,7 @@ def faster(
     """
     prices, ground = judge.prices(space.mesh), judge.ground(space.parts)
     draft = Draft(judge.model, space.mesh, space.decided, prices, ground)
-    with garbage.kept():
-        bound = narrow(draft, upper, propose, deadline)
+    bound = narrow(draft, upper, propose, deadline)
     if draft.left or bound >= upper * (1 - EXACT):
         return bound, None
     extraction = draft.extraction()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Annotated
 
 import typer
@@ -72,4 +73,8 @@ app.command("solve-problem", epilog=solve_problem.EXAMPLES, rich_help_panel=MORE
 
 def main() -> None:
     """Entry point of the console script."""
-    app(prog_name="layoutopt")
+    try:
+        app(prog_name="layoutopt")
+    finally:
+        # All that is left goes with the process: nothing to collect from it.
+        gc.freeze()
