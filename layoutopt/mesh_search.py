@@ -322,11 +322,19 @@ class MeshSearch:
         start, low = self.leanest(deadline, best=found[-1] if found else None)
         if start is not None and start not in found:
             found.append(start)
+        floor = low
         while found:
-            outcome = self.fastest(found[-1].peak - 1, deadline=deadline)
-            if outcome.found is None:
-                return found, float(found[-1].peak) if outcome.proven else low
-            found.append(outcome.found)
+            # The fastest within one byte less may hold hardly less: far from the bound, half the way is asked.
+            peak = found[-1].peak
+            near = peak - floor <= CLOSE * peak
+            limit = peak - 1.0 if near else (floor + peak) / 2
+            outcome = self.fastest(limit, deadline=deadline)
+            if outcome.found is not None:
+                found.append(outcome.found)
+                continue
+            low, floor = max(low, limit if outcome.proven else 0.0), limit
+            if near:
+                return found, float(peak) if outcome.proven else low
         return found, low
 
     def learn(self, choices: tuple[int, ...]) -> None:
