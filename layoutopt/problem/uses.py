@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from layoutopt.problem.form import Entry, Floats, Ints, Row, Scope, Sparse
+from layoutopt.problem.form import Floats, Row, Scope, Sparse, Table
 from layoutopt.problem.relations import Relation, Tables, every, match
 
 
@@ -38,15 +38,15 @@ def uses(rows: Sequence[Row], tables: Tables, sizes: Sequence[int], most: int) -
     An entry's scope inside that of a table is allowed what the table allows there.
     """
     limits = np.array([row.limit for row in rows])
-    entries: dict[Scope, list[tuple[int, Entry]]] = {}
+    alike: dict[tuple[Scope, int], list[tuple[int, Table]]] = {}
     for number, row in enumerate(rows):
         for entry in row.entries:
-            if entry.scope:
-                entries.setdefault(tuple(sorted(entry.scope)), []).append((number, entry))
-            else:
-                limits[number] -= entry.use(())
+            table = entry.table
+            # Entries of one origin share their assignments.
+            origin = entry.scope, id(table.assignments) if isinstance(table, Sparse) else 0
+            alike.setdefault(origin, []).append((number, table))
     cells = 0
-    for scope in entries:
+    for scope in {tuple(sorted(scope)): None for scope, _ in alike if scope}:
         if scope not in tables:
             hosts = [r for known, (r, _) in tables.items() if set(scope) <= set(known)]
             if not hosts and math.prod(sizes[v] for v in scope) > most:
@@ -56,26 +56,28 @@ def uses(rows: Sequence[Row], tables: Tables, sizes: Sequence[int], most: int) -
         cells += len(tables[scope][0]) * len(rows)
     if cells > most:
         return None
+    counted: dict[int, Floats] = {}
     numbers = {scope: number for number, scope in enumerate(tables)}
-    found_uses = {
-        numbers[scope]: _added(tables[scope][0], members, len(rows)) for scope, members in entries.items()
-    }
-    return Uses(found_uses, limits)
+    for (scope, _), members in alike.items():
+        relation = tables[tuple(sorted(scope))][0] if scope else Relation((), np.zeros((1, 0), np.int64))
+        which = np.array([number for number, _ in members])
+        added = _along(relation, scope, [table for _, table in members])
+        if scope:
+            total = counted.setdefault(numbers[relation.scope], np.zeros((len(rows), len(relation))))
+            np.add.at(total, which, added)
+        else:
+            np.subtract.at(limits, which, added[:, 0])
+    return Uses(counted, limits)
 
 
-def _added(relation: Relation, entries: Iterable[tuple[int, Entry]], count: int) -> Floats:
-    """(limits, rows of the relation) the sum of the entries over one scope."""
-    total = np.zeros((count, len(relation)))
-    known: dict[tuple[Scope, int], tuple[Ints, Ints]] = {}
-    for number, entry in entries:
-        order, table = np.argsort(entry.scope), entry.table
-        if not isinstance(table, Sparse):
-            total[number] += np.transpose(table, order)[tuple(relation.cells.T)]
-            continue
-        origin = entry.scope, id(table.assignments)  # entries of one origin share their assignments
-        if origin not in known:
-            listed = Relation(relation.scope, table.assignments[:, order])
-            known[origin] = match(relation, listed).pairs
-        mine, others = known[origin]
-        total[number, mine] += table.values[others]
-    return total
+def _along(relation: Relation, scope: Scope, alike: Sequence[Table]) -> Floats:
+    """(tables, rows of the relation) the values of tables over one scope that list the same assignments."""
+    order, first = np.argsort(scope), alike[0]
+    if not isinstance(first, Sparse):
+        return np.stack([np.transpose(t, order) for t in alike if not isinstance(t, Sparse)])[
+            (slice(None), *relation.cells.T)
+        ]
+    mine, others = match(relation, Relation(relation.scope, first.assignments[:, order])).pairs
+    found = np.zeros((len(alike), len(relation)))
+    found[:, mine] = np.stack([t.values for t in alike if isinstance(t, Sparse)])[:, others]
+    return found
