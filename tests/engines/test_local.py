@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -257,6 +258,23 @@ def test_closing_gives_the_shards_back():
     engine.close()
     with pytest.raises(tf.errors.OpError, match=r"(?i)not found|does not exist"), tf.device(kept.devices[0]):
         kept.value(name)
+
+
+def test_tensorflow_forgets_a_step_with_its_engine():
+    from tensorflow.python.eager import context
+
+    def known():
+        return {n for n in map(str, context.context().list_function_names()) if "layoutopt_" in n}
+
+    program, before = language_model("a:2", "batch:a"), known()
+    closed, dropped = open_engine(program), open_engine(program)
+    for engine in (closed, dropped):
+        engine.step(tokens(program))
+    assert len(known() - before) >= 2
+    closed.close()
+    del engine, dropped
+    gc.collect()
+    assert not known() - before
 
 
 def test_errors_say_what_to_do():
