@@ -3,20 +3,24 @@
 A program is a list of items: instructions, and groups of them that fuse. An item is its operations and how
 they are connected (its form), and the global shapes, splits and dtypes of its values. On a mesh the values
 have pieces, and items of one form whose pieces have the same types do the same: a search meets few of them,
-in many programs.
+in many programs. Which items a program has follows from its outline (`costmodels.outlines`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from costmodels.compute import Quantity
 from costmodels.fusion import Unit
 from costmodels.groups import Group, Lone, streamed
+from costmodels.outlines import outline
 from mesh_tf_core.dims import Shape
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.program import Collective, Local, Loop, Permute, Program, Value
+
+Priced = tuple[Unit, float, str]
+"""A unit of a program, how often it runs, and the purpose of a collective (see `Form`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,12 +53,12 @@ class Item:
     """Something that is priced by itself; equal ones of one `Items` are one object.
 
     Attributes:
-      axes: of a collective.
+      sent: a collective with its axes.
     """
 
     form: Form
     values: tuple[Placed, ...]
-    axes: Axes
+    sent: Collective | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,36 +73,54 @@ Bill = tuple[tuple[Item | Whole, float], ...]
 """Items, each with how often it runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An item of all programs of one outline.
+
+    Attributes:
+      values: their ids.
+      times: how often it runs.
+      sent: the number of a collective in its program.
+    """
+
+    form: Form
+    values: Sequence[int]
+    times: float
+    sent: int | None
+
+
 class Items:
-    """All items that were met."""
+    """All items that were met in the programs of one graph."""
 
     def __init__(self) -> None:
-        self._placed: dict[tuple[Shape, tuple[Axes, ...], str], Placed] = {}
+        self._rows: dict[Hashable, tuple[Row, ...]] = {}
         self._forms: dict[Hashable, Form] = {}
+        self._placed: dict[Hashable, Placed] = {}
         self._known: dict[Hashable, Item] = {}
 
-    def of(self, found: Unit, purpose: str, streams: bool, program: Program) -> Item | None:
-        """An instruction or group as an item; None if it takes no time.
+    def bill(
+        self, program: Program, again: bool, streams: bool, units: Callable[[], Iterable[Priced]]
+    ) -> Bill:
+        """A program as items.
 
         Args:
-          streams: attention is one kernel (`costmodels.fusion`).
-          purpose: see `Form`.
+          again, streams: see `costmodels.fusion.fused`.
+          units: what the program consists of; asked for one program of every outline.
         """
-        told = described(found, program, streams)
-        if told is None:
-            return None
-        structure, ids = told
-        values = [program.values[i] for i in ids]
-        key = structure, purpose, tuple((v.shape.names, v.dtype) for v in values)
-        form = self._forms.get(key)
-        if form is None:
-            form = self._forms[key] = Form(found, ids, purpose)
-        placed = tuple(map(self._place, values))
-        axes = found.axes if isinstance(found, Collective) else ()
-        item = self._known.get((form, axes, placed))
-        if item is None:
-            item = self._known[form, axes, placed] = Item(form, placed, axes)
-        return item
+        key, sent = outline(program, streams)
+        rows = self._rows.get((key, again))
+        if rows is None:
+            rows = self._rows[key, again] = tuple(self._read(program, sent, streams, units()))
+        return tuple((self._item(row, program.values, sent), row.times) for row in rows)
+
+    def _item(self, row: Row, values: Sequence[Value], sent: Sequence[Collective]) -> Item:
+        placed = tuple([self._place(values[i]) for i in row.values])
+        instr = None if row.sent is None else sent[row.sent]
+        key = row.form, placed, () if instr is None else (instr.axes, _how(instr))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Item(row.form, placed, instr)
+        return found
 
     def _place(self, value: Value) -> Placed:
         key = value.shape, value.splits, value.dtype
@@ -107,17 +129,40 @@ class Items:
             found = self._placed[key] = Placed(*key)
         return found
 
+    def _read(
+        self, program: Program, sent: Sequence[Collective], streams: bool, units: Iterable[Priced]
+    ) -> Iterator[Row]:
+        """The rows of a program's outline."""
+        number = {id(instr): i for i, instr in enumerate(sent)}
+        for unit, times, purpose in units:
+            told = described(unit, program, streams)
+            if told is not None:
+                structure, ids = told
+                values = (program.values[i] for i in ids)
+                key = structure, purpose, tuple((v.shape.names, v.dtype) for v in values)
+                form = self._forms.setdefault(key, Form(unit, ids, purpose))
+                yield Row(form, ids, times, number.get(id(unit)))
+
 
 def described(found: Unit, program: Program, streams: bool) -> tuple[Hashable, Sequence[int]] | None:
-    """Operations and connections, and the values of which only the types of the pieces matter."""
+    """Operations and connections, and the values of which only the types of the pieces matter; None if it
+    takes no time.
+
+    Args:
+      streams: attention is one kernel (`costmodels.fusion`).
+    """
     if isinstance(found, Group | Lone):
         return found.signature()
     if isinstance(found, Local):
         return None if found.op.free else ((found.op, len(found.inputs)), (*found.inputs, *found.outputs))
     if isinstance(found, Collective):
-        how = (found.shift, found.wrap, found.pairs) if isinstance(found, Permute) else ()
-        return (found.name, how), found.inputs
+        return found.name, found.inputs
     if isinstance(found, Loop):
         written = tuple(o for _, o in found.stacked if not (streams and streamed(program, o)))
         return (("stack", found.reverse), written) if written else None
     return None
+
+
+def _how(sent: Collective) -> Hashable:
+    """What decides the price of a collective besides its axes and bytes."""
+    return (sent.shift, sent.wrap, sent.pairs) if isinstance(sent, Permute) else None

@@ -26,7 +26,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from costmodels.bills import Bill, Item, Items, Placed, Whole
+from costmodels.bills import Bill, Item, Items, Placed, Priced, Whole
 from costmodels.by_call import Calls
 from costmodels.collectives import collective_seconds, full_bytes
 from costmodels.compute import Quantity, compute_seconds
@@ -156,17 +156,15 @@ class Pricer:
         """What the price of a program follows from; `again` as in `lines`."""
         if self.by_call:
             return ((Whole(program, again), 1),)
-        purposes: Mapping[int, str] | None = None if self.hardware.overlap else {}
-        bill = []
-        for found, times in self._timed(program, again):
-            purpose = ""
-            if isinstance(found, Collective):
-                purposes = classes(program) if purposes is None else purposes
-                purpose = purposes.get(found.outputs[0], ACTIVATION)
-            item = items.of(found, purpose, self.hardware.streams_attention, program)
-            if item is not None:
-                bill.append((item, times))
-        return tuple(bill)
+        return items.bill(
+            program, again, self.hardware.streams_attention, lambda: self._units(program, again)
+        )
+
+    def _units(self, program: Program, again: bool) -> Iterable[Priced]:
+        purposes = classes(program) if self.hardware.overlap else {}
+        for unit, times in self._timed(program, again):
+            purpose = purposes.get(unit.outputs[0], ACTIVATION) if isinstance(unit, Collective) else ""
+            yield unit, times, purpose
 
     def priced(self, bill: Bill) -> float:
         """Seconds of a bill from any mesh, with the axes' names of this one."""
@@ -183,10 +181,10 @@ class Pricer:
         if isinstance(item, Whole):
             return self.seconds(replace(item.program, mesh=self.placement.mesh), item.again)
         types = [self._piece(placed) for placed in item.values]
-        form = item.form
-        if isinstance(form.unit, Collective):
-            payloads = self._payloads(form.unit, item.axes, [t.bytes for t in types])
-            seconds = self._joined(form.unit.name, item.axes, payloads)
+        form, sent = item.form, item.sent
+        if sent is not None:
+            payloads = self._payloads(sent, [t.bytes for t in types])
+            seconds = self._joined(sent.name, sent.axes, payloads)
             return seconds * (1.0 - self.hardware.hidden_fraction(form.purpose))
         sizes = tuple(t.shape.sizes for t in types)
         done = form.quantities.get(sizes)
@@ -311,7 +309,7 @@ class Pricer:
         """A line for one collective; `purpose` is its class (`costmodels.overlap`)."""
         kind = instr.name
         sizes = [program.values[i].local_bytes(program.mesh) for i in instr.inputs]
-        payloads = self._payloads(instr, instr.axes, sizes)
+        payloads = self._payloads(instr, sizes)
         seconds = self._joined(kind, instr.axes, payloads)
         exposed = seconds * (1.0 - self.hardware.hidden_fraction(purpose))
         sent, text = program.wire_bytes(instr), instr.text()
@@ -329,12 +327,12 @@ class Pricer:
             opened=Sent(tuple(payloads)),
         )
 
-    def _payloads(self, instr: Collective, axes: Axes, sizes: list[int]) -> list[int]:
-        """Bytes that a collective over some axes is priced by; `sizes` are those of its pieces."""
+    def _payloads(self, instr: Collective, sizes: list[int]) -> list[int]:
+        """Bytes that a collective is priced by; `sizes` are those of its pieces."""
         if not isinstance(instr, Permute) or not isinstance(self.hardware.topology, Torus):
             return sizes
         # Pieces that go further than to the next chip share links.
-        crossings = max(1, instr.crossings(self.placement.mesh.group_size(axes)))
+        crossings = max(1, instr.crossings(self.placement.mesh.group_size(instr.axes)))
         return [size * crossings for size in sizes]
 
     def message_seconds(self, axes: Axes, payload: int) -> float:
