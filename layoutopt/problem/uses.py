@@ -74,9 +74,8 @@ def _along(relation: Relation, scope: Scope, alike: Sequence[Table]) -> Floats:
     """(tables, rows of the relation) the values of tables over one scope that list the same assignments."""
     order, first = np.argsort(scope), alike[0]
     if not isinstance(first, Sparse):
-        return np.stack([np.transpose(t, order) for t in alike if not isinstance(t, Sparse)])[
-            (slice(None), *relation.cells.T)
-        ]
+        dense = np.stack([np.transpose(table, order) for table in alike if not isinstance(table, Sparse)])
+        return dense[(slice(None), *relation.cells.T)].reshape(len(alike), -1)
     mine, others = match(relation, Relation(relation.scope, first.assignments[:, order])).pairs
     found = np.zeros((len(alike), len(relation)))
     found[:, mine] = np.stack([t.values for t in alike if isinstance(t, Sparse)])[:, others]
