@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,29 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from costmodels.calibration.machine import versions
+from costmodels.calibration.probes import probes
 from costmodels.hardware import load_hardware
 from costmodels.hardware.profiles import profiles_directory
+from mesh_tf_core import Mesh
+from tests.costmodels.calibration.test_fit import recorded
 
 
 @pytest.mark.slow
 def test_a_profile_of_this_machine(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
+    """One probe of every kind is measured; of the other sizes a stopped calibration had measurements."""
     cost = ("cost", "examples/mlp.py", "--mesh", "data:2", "--layout", "batch:data")
     before = result(*cost)["predicted"]["step_seconds"]
-    found = result("calibrate", "--mesh", "data:2")
     profile = profiles_directory() / "cpu-local.json"
+    every = {re.sub(r" [\dx]+", "", p.name): p.name for p in reversed(probes(Mesh("data:2"), quick=True))}
+    assert len(every) > 50
+    key = {"mesh": "data:2", "processes": 1, "quick": True, "versions": versions()}
+    content = {"key": key, "measurements": recorded(Mesh("data:2"), every.values())}
+    profile.parent.mkdir(parents=True)
+    (profile.parent / "cpu-local.partial.json").write_text(json.dumps(content), encoding="utf-8")
+    found = result("calibrate", "--mesh", "data:2")
     assert found["profile"] == str(profile)
     assert list(profile.parent.iterdir()) == [profile]
     machine = load_hardware(profile)

@@ -14,7 +14,7 @@ from costmodels.pricing import pricer
 from examples.mlp import model as perceptron
 from mesh_tf_core import Layout, Mesh
 from tests.cluster.job import Job, wait_for
-from tests.costmodels.calibration.test_fit import measured
+from tests.costmodels.calibration.test_fit import recorded
 
 MESH = Mesh("data:2;model:2")
 REALLY = {
@@ -22,17 +22,8 @@ REALLY = {
     "all_reduce data 8192", "all_reduce model 8192", "all_reduce data+model 8192",
     "check gelu_grad 64x128",
 }  # fmt: skip
-"""What is measured; the rest is written down as if it had been."""
-
-
-def known() -> list[dict[str, object]]:
-    """Measurements of a machine on which a group over two processes takes twice as long."""
-    found = measured(each=2)
-    return [
-        {"name": p.name, "target": p.target, "axes": "+".join(p.axes), "bytes": p.bytes, "repeats": p.repeats,
-         "wall_seconds": found[p.name]["seconds"], "foreign": 0.0, "samples": 5, **found[p.name]}
-        for p in probes(MESH, True, 2) if p.name not in REALLY
-    ]  # fmt: skip
+"""What is measured; the rest is written down as if it had been, where a group over two processes takes twice
+as long."""
 
 
 @pytest.mark.slow
@@ -48,7 +39,7 @@ def test_two_processes_measure_together(tmp_path: Path) -> None:
     key = json.loads(partial.read_text(encoding="utf-8"))["key"]
     assert key == {"mesh": str(MESH), "processes": 2, "quick": True, "versions": versions()}
 
-    content = {"key": key, "measurements": known()}
+    content = {"key": key, "measurements": recorded(MESH, REALLY, 2)}
     partial.write_text(json.dumps(content), encoding="utf-8")
     with Job(["-n", "2"], command, tmp_path / "again") as job:
         code, said = job.end(100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import pytest
 
@@ -52,6 +53,17 @@ def measured(noise: float = 0.0, seed: int = 0, each: int | None = None) -> dict
         whole = STEP + stored * STORE + p.repeats * one
         out[p.name] = {"seconds": whole * (1 + rng.gauss(0, noise)), "spread": noise}
     return out
+
+
+def recorded(mesh: Mesh, really: Collection[str], each: int | None = None) -> list[dict[str, object]]:
+    """What a calibration of the synthetic machine (of the axes of MESH) would have written down, but for what
+    is still to be measured."""
+    found = measured(each=each)
+    return [
+        {"name": p.name, "target": p.target, "axes": "+".join(p.axes), "bytes": p.bytes, "repeats": p.repeats,
+         "wall_seconds": found[p.name]["seconds"], "foreign": 0.0, "samples": 5, **found[p.name]}
+        for p in probes(mesh, True, each) if p.name not in really
+    ]  # fmt: skip
 
 
 def fitted(found, each=None):
