@@ -135,7 +135,7 @@ class _Walk:
         self.points: list[Point] = []
         self.peak = self.resident
         self.at = 0
-        self.holdings: list[Holding] = []
+        self.held: dict[int, int] = {}
         self.root = self._roots()
         self.weightless = self._weightless()
         self.times: dict[int, int] = {}
@@ -145,7 +145,8 @@ class _Walk:
     def run(self) -> Memory:
         self._block(self.program.code, set(self.program.results.values()), {}, 0)
         variables = [Holding(f"variable {n}", b, None) for n, b in self.stored.items()]
-        found = sorted([*variables, *self.holdings], key=lambda h: -h.bytes)
+        values = (Holding(str(self.program.values[i]), b, self.born.get(i), i) for i, b in self.held.items())
+        found = sorted([*variables, *values], key=lambda h: -h.bytes)
         return Memory(
             tuple(self.points), self.peak, self.at, tuple(h for h in found if h.bytes), self.resident
         )
@@ -233,23 +234,28 @@ class _Walk:
     def _block(self, code: Sequence[Instr], leaving: set[int], around: dict[int, int], depth: int) -> None:
         """`around`: what is alive outside this block, value -> bytes; it is not freed here."""
         live: dict[int, int] = {}
+        outside, own = sum(around.values()), 0
         for position, (instr, dying) in enumerate(zip(code, self._last_reads(code, leaving), strict=True)):
             if not depth:
                 around = self.kept[position]
-            base = self.resident + sum(around.values())
+                outside = sum(around.values())
             reused = self._reused(instr, dying)
             for o in instr.outputs:
                 if self.root.get(o, o) == o and o not in around:
+                    own += self.weight(o) - live.get(o, 0)
                     live[o] = self.weight(o)
                     self.born[o] = instr.origin
-            total = base + sum(live.values()) - sum(self.weight(o) for o in reused)
-            self._point(instr, total, {i: b for i, b in {**around, **live}.items() if i not in reused}, depth)
+            total = self.resident + outside + own - sum(map(self.weight, reused))
+            self.points.append(Point(instr.name, instr.origin, total, depth))
+            if total > self.peak or not self.held:
+                self.peak, self.at = max(total, self.peak), len(self.points) - 1
+                self.held = {i: b for i, b in {**around, **live}.items() if b and i not in reused}
             if self.record:
                 self.trace.append((self.points[-1], (*around, *live), tuple(reused)))
             if isinstance(instr, Loop):
                 self._loop(instr, {**around, **live}, depth + 1)
             for i in dying:
-                live.pop(i, None)
+                own -= live.pop(i, 0)
 
     def _loop(self, loop: Loop, around: dict[int, int], depth: int) -> None:
         inner = {i: self.size[i] for _, i, _, _ in loop.carried}
@@ -275,14 +281,6 @@ class _Walk:
                 freed.remove(self.weight(o))
                 taken.append(o)
         return taken
-
-    def _point(self, instr: Instr, total: int, live: dict[int, int], depth: int) -> None:
-        self.points.append(Point(instr.name, instr.origin, total, depth))
-        if total > self.peak or not self.holdings:
-            self.peak, self.at = max(total, self.peak), len(self.points) - 1
-            self.holdings = [
-                Holding(str(self.program.values[i]), b, self.born.get(i), i) for i, b in live.items() if b
-            ]
 
 
 def _within(instr: Instr) -> Iterator[Instr]:
