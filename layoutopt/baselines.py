@@ -17,6 +17,9 @@ EXPERT_DIMS = ("vocab", "d_ff", "heads", "experts")
 section 5; Shoeybi et al. 2019, section 3)."""
 
 
+MOST_DEVICES = 1 << 20
+
+
 def named_layouts(
     model: Model, mesh: Mesh, options: Mapping[str, tuple[Axes, ...]]
 ) -> Iterator[tuple[str, Mesh, Layout, Options]]:
@@ -80,8 +83,11 @@ def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, .
     """
     if devices < 1:
         raise UserError(f"--devices {devices}: needs at least one device")
+    if devices > MOST_DEVICES:
+        raise UserError(f"--devices {devices}: at most {MOST_DEVICES} are searched")
     if max_axes < 1:
         raise UserError(f"--max-axes {max_axes}: needs at least one axis")
+    divisors = [n for n in range(2, devices + 1) if devices % n == 0]
     found: set[tuple[int, ...]] = set()
 
     def split(left: int, sizes: tuple[int, ...]) -> None:
@@ -90,7 +96,7 @@ def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, .
             return
         if len(sizes) == max_axes:
             return
-        for size in range(2, left + 1):
+        for size in divisors:
             if left % size == 0:
                 split(left // size, (*sizes, size))
 

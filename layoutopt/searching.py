@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.domains import parse_forbid, parse_rules
@@ -66,7 +68,8 @@ def search(
     """
     started = time.monotonic()
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    _check(mesh, devices, memory, objective, top, time_limit, bool(pins or forbid))
+    lists = storage, recompute, microbatches
+    _check(mesh, devices, memory, objective, top, time_limit, max_axes, pins, forbid, *lists)
     request = Request(
         model,
         chosen,
@@ -78,7 +81,7 @@ def search(
         None if time_limit is None else started + time_limit,
         on_progress,
         on_better,
-        tuple(storage),
+        tuple(dict.fromkeys(storage)),
         tuple(recompute),
         tuple(sorted(set(microbatches))),
     )
@@ -118,23 +121,40 @@ def _others(places: Places, best: Found, count: int, keep_best: bool) -> list[Fo
 
 
 def _check(
-    mesh: Mesh | str | None,
-    devices: int | None,
-    memory: float | None,
-    objective: str,
-    top: int,
-    time_limit: float | None,
-    ruled: bool,
+    mesh: Any,
+    devices: Any,
+    memory: Any,
+    objective: Any,
+    top: Any,
+    time_limit: Any,
+    max_axes: Any,
+    pins: Any,
+    forbid: Any,
+    storage: Any,
+    recompute: Any,
+    microbatches: Any,
 ) -> None:
+    """Refuses arguments of the wrong kind, whatever their annotations say."""
     if objective not in OBJECTIVES:
         raise UserError(f"objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    if not isinstance(mesh, Mesh | str | None):
+        raise UserError(f"mesh {mesh!r}: give a Mesh, or its axes as 'data:2;model:4'")
     if (mesh is None) == (devices is None):
         raise UserError("give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)")
-    if memory is not None and not memory > 0:
-        raise UserError(f"memory {memory}: needs a positive number of bytes")
+    for name, number in (("--devices", devices), ("--max-axes", max_axes), ("--top", top)):
+        if number is not None and not isinstance(number, Integral):
+            raise UserError(f"{name} {number!r}: needs a whole number")
+    if memory is not None and not (isinstance(memory, Real) and memory > 0):
+        raise UserError(f"memory {memory!r}: needs a positive number of bytes")
     if top < 1:
         raise UserError(f"--top {top}: needs at least 1")
-    if time_limit is not None and not time_limit > 0:
-        raise UserError(f"--time-limit {time_limit}: needs a positive number of seconds")
-    if mesh is None and ruled:
+    if time_limit is not None and not (isinstance(time_limit, Real) and time_limit > 0):
+        raise UserError(f"--time-limit {time_limit!r}: needs a positive number of seconds")
+    for name, rules in (("pins", pins), ("forbid", forbid)):
+        if not isinstance(rules, str | Mapping | None):
+            raise UserError(f"{name} {rules!r}: write them as 'batch:data', or as a dict of dimensions")
+    for name, found in (("storage", storage), ("recompute", recompute), ("microbatches", microbatches)):
+        if isinstance(found, str) or not isinstance(found, Iterable):
+            raise UserError(f"{name} {found!r}: needs a list of what is allowed")
+    if mesh is None and (pins or forbid):
         raise UserError("--pin and --forbid name mesh axes: give the mesh with --mesh instead of --devices")

@@ -45,9 +45,20 @@ def test_what_is_forbidden_adds_up() -> None:
         ({"microbatches": ()}, r"microbatches \(\): needs whole numbers of at least 1"),
         ({"storage": ()}, "storage names no stage; allow one or more of layout, zero1"),
         ({"storage": ("zero4",)}, "storage 'zero4': did you mean"),
+        ({"microbatches": 4}, "microbatches 4: needs a list of what is allowed"),
+        ({"memory": "16GiB"}, "memory '16GiB': needs a positive number of bytes"),
+        ({"pins": 5}, "pins 5: write them as 'batch:data', or as a dict of dimensions"),
+        ({"top": 2.5}, "--top 2.5: needs a whole number"),
+        ({"mesh": None, "devices": 1 << 40}, "--devices 1099511627776: at most 1048576 are searched"),
         ({"recompute": ()}, "recompute is empty; allow False, True or both"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(model: mtf.Model, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        search(model, mesh="data:2", **asked)
+        search(model, **{"mesh": "data:2", **asked})
+
+
+def test_a_stage_that_is_named_twice_is_allowed_once(model: mtf.Model) -> None:
+    assert (
+        search(model, mesh="data:2", storage=("zero1", "zero1"), microbatches=(1,)).solver.status == "OPTIMAL"
+    )
