@@ -67,6 +67,8 @@ def search(
       UserError: wrong input.
     """
     started = time.monotonic()
+    if not isinstance(model, Model):
+        raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
     lists = storage, recompute, microbatches
     _check(mesh, devices, memory, objective, top, time_limit, max_axes, pins, forbid, *lists)
@@ -144,11 +146,11 @@ def _check(
     for name, number in (("--devices", devices), ("--max-axes", max_axes), ("--top", top)):
         if number is not None and not isinstance(number, Integral):
             raise UserError(f"{name} {number!r}: needs a whole number")
-    if memory is not None and not (isinstance(memory, Real) and memory > 0):
+    if memory is not None and not (isinstance(memory, Real) and float(memory) > 0):
         raise UserError(f"memory {memory!r}: needs a positive number of bytes")
     if top < 1:
         raise UserError(f"--top {top}: needs at least 1")
-    if time_limit is not None and not (isinstance(time_limit, Real) and time_limit > 0):
+    if time_limit is not None and not (isinstance(time_limit, Real) and float(time_limit) > 0):
         raise UserError(f"--time-limit {time_limit!r}: needs a positive number of seconds")
     for name, rules in (("pins", pins), ("forbid", forbid)):
         if not isinstance(rules, str | Mapping | None):

@@ -62,3 +62,8 @@ def test_a_stage_that_is_named_twice_is_allowed_once(model: mtf.Model) -> None:
     assert (
         search(model, mesh="data:2", storage=("zero1", "zero1"), microbatches=(1,)).solver.status == "OPTIMAL"
     )
+
+
+def test_a_file_is_no_model() -> None:
+    with pytest.raises(UserError, match=r"search: 'examples/mlp.py' is no Model; build one"):
+        search("examples/mlp.py", mesh="data:2")  # type: ignore[arg-type]
