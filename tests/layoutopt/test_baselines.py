@@ -1,0 +1,85 @@
+"""What stands beside an answer, and what is remembered to make it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import layoutopt.evaluate as judging
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from layoutopt.cli.plans import options_of
+from layoutopt.evaluate import Judge, evaluate
+from layoutopt.ground import Ground
+from layoutopt.request import Request
+from layoutopt.rivals import RIVALS
+from layoutopt.searching import search
+from tests.layoutopt.models import EXAMPLES
+
+V3 = load_hardware("tpu-v3")
+
+
+def test_baselines_of_a_searched_mesh_come_to_what_their_layouts_do() -> None:
+    model = EXAMPLES["transformer"]()
+    roomy = search(model, devices=4, hardware=V3)
+    # Some fit and some do not; the reasons speak of the axes that the plan has.
+    peaks = sorted(a.predicted.peak_memory_bytes for a in roomy.alternatives if a.predicted)
+    plan = search(model, devices=4, hardware=V3, memory=(peaks[0] + peaks[-1]) / 2)
+    assert {a.feasible for a in plan.alternatives} == {False, True}
+    for each in plan.alternatives:
+        options = options_of(each.storage, each.recompute, each.microbatches)
+        own = evaluate(model, mtf.Mesh(each.mesh), mtf.Layout(each.layout), V3, options)
+        assert each.predicted == own.predicted
+        assert each.reason == own.reason((peaks[0] + peaks[-1]) / 2)
+
+
+def test_without_time_only_the_layouts_by_name_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Request, "late", True)
+    plan = search(EXAMPLES["mlp"](), mesh="x:2;y:2", hardware=V3)
+    names = {a.name for a in plan.alternatives}
+    assert names >= {"replicated", "data parallel"} and not names & set(RIVALS)
+    (note,) = [n for n in plan.data.notes if "no time was left" in n]
+    assert all(name in note for name in RIVALS)
+
+
+def test_with_time_all_are_there() -> None:
+    plan = search(EXAMPLES["mlp"](), mesh="x:2;y:2", hardware=V3)
+    assert {a.name for a in plan.alternatives} >= set(RIVALS)
+    assert not [n for n in plan.data.notes if "no time was left" in n]
+
+
+def test_a_search_judges_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def counting(*args: object) -> judging.Evaluation:
+        _, mesh, layout, _, options, _ = args
+        assert isinstance(options, mtf.Options)
+        asked.append((mesh, layout, str(sorted(options.storage.items())), options.recompute))
+        return evaluate(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(judging, "evaluate", counting)
+    search(EXAMPLES["transformer"](), mesh="x:2;y:2", hardware=V3, microbatches=(1,))
+    assert asked and len(set(asked)) == len(asked)
+
+
+def test_what_is_not_legal_stays_so() -> None:
+    judge = Judge(EXAMPLES["mlp"](), V3)
+    for _ in range(2):
+        with pytest.raises(mtf.LayoutError, match="no axis 'z'"):
+            judge(mtf.Mesh("x:2"), mtf.Layout("batch:z"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_with_nothing_split_programs_differ_in_their_mesh_only(name: str) -> None:
+    model = EXAMPLES[name]()
+    for mesh in (mtf.Mesh("x:2;y:2"), mtf.Mesh("x:8")):
+        assert replace(Ground(model).program(), mesh=mesh) == model.lower(mesh, mtf.Layout())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_a_value_counts_as_is_remembered_where_it_stays_so(name: str) -> None:
+    points = Ground(EXAMPLES[name]()).points(frozenset(), fuses=True)
+    for point in points.trace:
+        for value, numbers in points._values(point):
+            assert numbers == points._held_as(points.program.values[value], point)
