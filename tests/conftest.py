@@ -21,6 +21,18 @@ hypothesis.settings.register_profile("layoutopt", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("layoutopt")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Several processes take the files in the order of the tests, not those of most tests first."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no process ends on one alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices() -> None:
     """TensorFlow fixes its devices when it first runs anything; any test of a process may be the first."""

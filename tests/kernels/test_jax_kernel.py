@@ -39,6 +39,15 @@ def wide_numbers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> Iterator[None]:
+    """Thousands of functions, each compiled for one call: as quickly as can be, and not kept for others."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+
+
 def agree(expected: Any, found: Any, exact: bool = False) -> None:
     if isinstance(expected, tuple):
         for e, f in zip(expected, found, strict=True):
