@@ -32,6 +32,10 @@ class Placed:
     dtype: str
 
 
+Places = dict[tuple[Axes, ...], Placed]
+"""All values of one shape and dtype, by their splits."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
     """All of an item but the sizes and splits of its values; equal ones of one `Items` are one object.
@@ -78,13 +82,13 @@ class Row:
     """An item of all programs of one outline.
 
     Attributes:
-      values: their ids.
+      values: ids of its values, and what they are by their splits.
       times: how often it runs.
       sent: the number of a collective in its program.
     """
 
     form: Form
-    values: Sequence[int]
+    values: Sequence[tuple[int, Places]]
     times: float
     sent: int | None
 
@@ -95,7 +99,7 @@ class Items:
     def __init__(self) -> None:
         self._rows: dict[Hashable, tuple[Row, ...]] = {}
         self._forms: dict[Hashable, Form] = {}
-        self._placed: dict[Hashable, Placed] = {}
+        self._places: dict[tuple[Shape, str], Places] = {}
         self._known: dict[Hashable, Item] = {}
 
     def bill(
@@ -114,19 +118,12 @@ class Items:
         return tuple((self._item(row, program.values, sent), row.times) for row in rows)
 
     def _item(self, row: Row, values: Sequence[Value], sent: Sequence[Collective]) -> Item:
-        placed = tuple([self._place(values[i]) for i in row.values])
+        placed = tuple([_placed(values[i], places) for i, places in row.values])
         instr = None if row.sent is None else sent[row.sent]
         key = row.form, placed, () if instr is None else (instr.axes, _how(instr))
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = Item(row.form, placed, instr)
-        return found
-
-    def _place(self, value: Value) -> Placed:
-        key = value.shape, value.splits, value.dtype
-        found = self._placed.get(key)
-        if found is None:
-            found = self._placed[key] = Placed(*key)
         return found
 
     def _read(
@@ -138,10 +135,13 @@ class Items:
             told = described(unit, program, streams)
             if told is not None:
                 structure, ids = told
-                values = (program.values[i] for i in ids)
-                key = structure, purpose, tuple((v.shape.names, v.dtype) for v in values)
-                form = self._forms.setdefault(key, Form(unit, ids, purpose))
-                yield Row(form, ids, times, number.get(id(unit)))
+                kinds = [(program.values[i].shape, program.values[i].dtype) for i in ids]
+                key = structure, purpose, tuple((shape.names, dtype) for shape, dtype in kinds)
+                form = self._forms.get(key)
+                if form is None:
+                    form = self._forms[key] = Form(unit, ids, purpose)
+                places = [self._places.setdefault(kind, {}) for kind in kinds]
+                yield Row(form, tuple(zip(ids, places, strict=True)), times, number.get(id(unit)))
 
 
 def described(found: Unit, program: Program, streams: bool) -> tuple[Hashable, Sequence[int]] | None:
@@ -161,6 +161,13 @@ def described(found: Unit, program: Program, streams: bool) -> tuple[Hashable, S
         written = tuple(o for _, o in found.stacked if not (streams and streamed(program, o)))
         return (("stack", found.reverse), written) if written else None
     return None
+
+
+def _placed(value: Value, places: Places) -> Placed:
+    found = places.get(value.splits)
+    if found is None:
+        found = places[value.splits] = Placed(value.shape, value.splits, value.dtype)
+    return found
 
 
 def _how(sent: Collective) -> Hashable:

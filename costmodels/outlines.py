@@ -22,7 +22,7 @@ def outline(program: Program, streams: bool) -> tuple[Hashable, list[Collective]
     sent: list[Collective] = []
 
     def block(code: Sequence[Instr]) -> Hashable:
-        return tuple(map(of, code))
+        return tuple([of(instr) for instr in code])
 
     def of(instr: Instr) -> Hashable:
         origin = instr.origin
@@ -35,6 +35,6 @@ def outline(program: Program, streams: bool) -> tuple[Hashable, list[Collective]
             sent.append(instr)
         return type(instr), instr.inputs, instr.outputs, origin.phase, getattr(instr, "combine", "")
 
-    values = tuple((v.tensor, v.shape, v.dtype) for v in program.values)
+    values = tuple([(v.tensor, v.shape.names, v.shape.sizes, v.dtype) for v in program.values])
     held = streams and program.fusion.streamed and tuple(streamed(program, v.id) for v in program.values)
     return (block(program.code), values, held or (), tuple(program.results.values())), sent

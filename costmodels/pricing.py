@@ -161,8 +161,10 @@ class Pricer:
         )
 
     def _units(self, program: Program, again: bool) -> Iterable[Priced]:
-        purposes = classes(program) if self.hardware.overlap else {}
-        for unit, times in self._timed(program, again):
+        units = tuple(self._timed(program, again))
+        sends = any(isinstance(unit, Collective) for unit, _ in units)
+        purposes = classes(program) if sends and self.hardware.overlap else {}
+        for unit, times in units:
             purpose = purposes.get(unit.outputs[0], ACTIVATION) if isinstance(unit, Collective) else ""
             yield unit, times, purpose
 
