@@ -82,6 +82,8 @@ def proof(plan: Plan) -> str:
     spent = f"{s.layouts_considered} layouts, {duration_text(s.wall_seconds)}"
     if s.status == "OPTIMAL":
         return f"optimal: no layout is better (gap {100 * s.gap:.2g}%; {spent})"
+    if plan.data.frontier and s.gap == 0:
+        return f"the fastest is proven, the frontier is not complete ({s.status}; {spent})"
     return f"not proven: at most {100 * s.gap:.1f}% from the best ({s.status}; {spent})"
 
 

@@ -199,3 +199,11 @@ def test_a_plan_that_cannot_be_written(refused: Callable[..., str], tmp_path: Pa
     (tmp_path / "file").write_text("", encoding="utf-8")
     line = refused(*MLP, "--quiet", "--json", "--out", str(tmp_path / "file" / "plan.json"))
     assert "cannot be written" in line
+
+
+def test_a_frontier_that_is_cut_is_not_called_far_from_the_best(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layoutopt.places.MOST_POINTS", 1)
+    shown = run(*MLP, "--objective", "pareto").stdout
+    assert re.search(r"^proof +the fastest is proven, the frontier is not complete \(FEASIBLE; ", shown, re.M)
