@@ -60,6 +60,10 @@ class Value:
             return self
         return Value(self.id, self.shape, self.dtype, self.splits, self.partial, tensor)
 
+    def pending(self, axes: Axes, id: int) -> Value:
+        """The same under an id, partial over some axes."""
+        return Value(id, self.shape, self.dtype, self.splits, axes, self.tensor)
+
     def split_of(self, name: str) -> Axes:
         return self.splits[self.shape.index(name)]
 
@@ -318,7 +322,9 @@ def make_loop(
     inside = {index, *(c[1] for c in carried), *(inner for _, inner in sliced)}
     read: dict[int, None] = dict.fromkeys(() if runs is None or runs in inside else (runs,))
     for instr in body:
-        read.update((i, None) for i in instr.inputs if i not in inside)
+        for i in instr.inputs:
+            if i not in inside:
+                read[i] = None
         inside.update(instr.outputs)
     results = [*(c[2] for c in carried), *(inner for inner, _ in stacked), *(inner for inner, _ in summed)]
     read.update((i, None) for i in results if i not in inside)

@@ -17,16 +17,16 @@ together.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from mesh_tf_core.blocks import MICROBATCH
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.lower.facts import Facts
 from mesh_tf_core.lower.uses import count_uses, rebuilt
 from mesh_tf_core.ops.basic import Cast
-from mesh_tf_core.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Slice
+from mesh_tf_core.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Slice, Value
 
 
 def delay_sums(program: Program, facts: Facts | None = None) -> Program:
@@ -51,10 +51,15 @@ def _any_sum(code: Sequence[Instr]) -> bool:
 class _Sums:
     def __init__(self, program: Program, facts: Facts) -> None:
         self.facts = facts
+        self.program = program
         self.values = list(program.values)
-        self.uses: Counter[int] = count_uses(program.code, program.results.values())
+        self.uses = count_uses(program.code, program.results.values())
         self.parts = False
-        self.sliced = {i for instr, _ in program.walk() if isinstance(instr, Slice) for i in instr.inputs}
+
+    @cached_property
+    def sliced(self) -> set[int]:
+        """What is sliced."""
+        return {i for instr, _ in self.program.walk() if isinstance(instr, Slice) for i in instr.inputs}
 
     def block(self, code: Sequence[Instr]) -> tuple[list[Instr], dict[int, AllReduce]]:
         """The rewritten code, and the sums in it by result."""
@@ -63,12 +68,17 @@ class _Sums:
 
         def take(id: int) -> AllReduce:
             found = sums.pop(id)
-            out.remove(found)
+            _drop(found, out)
             return found
 
         for instr in code:
-            single = {i: sums[i] for i in instr.inputs if i in sums and self.uses[i] == 1}
-            if isinstance(instr, Loop):
+            single = {i: sums[i] for i in instr.inputs if i in sums and self.uses[i] == 1} if sums else {}
+            if isinstance(instr, Local):
+                if single and self._passes(instr, single):
+                    self._delayed(instr, [take(i) for i in instr.inputs], out, sums)
+                else:
+                    out.append(instr)
+            elif isinstance(instr, Loop):
                 loop, hoisted = self.loop(instr)
                 out.append(loop)
                 for reduce in hoisted:
@@ -82,11 +92,9 @@ class _Sums:
                 self._add(instr, out, sums)
             elif isinstance(instr, Slice) and (chain := self._casts(instr, out, sums)) is not None:
                 for cast in chain:
-                    out.remove(cast)
+                    _drop(cast, out)
                 source = chain[0].inputs[0] if chain else instr.inputs[0]
                 self._scatter(instr, chain, take(source), out)
-            elif self._passes(instr, single):
-                self._delayed(instr, [take(i) for i in instr.inputs], out, sums)
             else:
                 out.append(instr)
         return out, sums
@@ -128,7 +136,7 @@ class _Sums:
             steps.append((lambda i, o: Slice((i,), (o,), instr.origin, instr.dim, rest), dtype, ((), ())))
         for cast in chain:
             to = self.values[cast.outputs[0]].dtype
-            steps.append((lambda i, o, c=cast: replace(c, inputs=(i,), outputs=(o,)), to, ((), ())))
+            steps.append((lambda i, o, c=cast: Local((i,), (o,), c.origin, c.op), to, ((), ())))
         id = reduce.inputs[0]
         for number, (make, to, (missing, partial)) in enumerate(steps):
             if number == len(steps) - 1:
@@ -137,17 +145,15 @@ class _Sums:
                 at = split.shape.index(instr.dim)
                 splits = [s[: len(s) - len(missing)] if i == at else s for i, s in enumerate(split.splits)]
                 self.values.append(
-                    replace(split, id=len(self.values), dtype=to, splits=tuple(splits), partial=partial)
+                    Value(len(self.values), split.shape, to, tuple(splits), partial, split.tensor)
                 )
                 result = len(self.values) - 1
             out.append(make(id, result))
             self.uses[result] = self.uses[result] or 1
             id = result
 
-    def _passes(self, instr: Instr, single: dict[int, AllReduce]) -> bool:
+    def _passes(self, instr: Local, single: dict[int, AllReduce]) -> bool:
         """Rule (2): linear, every operand an all-reduce of its own over the same axes."""
-        if not isinstance(instr, Local) or not instr.inputs:
-            return False
         # A cast that a slice reads stays behind the sum: scattering costs less before it widens the values.
         waits = self.parts and isinstance(instr.op, Cast) and instr.outputs[0] not in self.sliced
         if not (instr.op.linear or waits):
@@ -159,17 +165,19 @@ class _Sums:
         return all(i in single for i in instr.inputs) and len({r.axes for r in single.values()}) == 1
 
     def _delayed(
-        self, instr: Instr, inner: Sequence[AllReduce], out: list[Instr], sums: dict[int, AllReduce]
+        self, instr: Local, inner: Sequence[AllReduce], out: list[Instr], sums: dict[int, AllReduce]
     ) -> None:
         (result,), axes = instr.outputs, inner[0].axes
         pending = self._partial(result, self._ordered(axes + self.values[result].partial))
-        out.append(replace(instr, inputs=tuple(r.inputs[0] for r in inner), outputs=(pending,)))
+        out.append(Local(tuple([r.inputs[0] for r in inner]), (pending,), instr.origin, instr.op))
         self._add(AllReduce((pending,), (result,), instr.origin, axes), out, sums)
         if self.values[result].partial:
             self.uses[result] = 1
 
     def loop(self, loop: Loop) -> tuple[Loop, list[AllReduce]]:
         """Rule (4)."""
+        if not _any_sum(loop.body):
+            return loop, []
         outside, self.parts = self.parts, self.parts or loop.dim.name == MICROBATCH
         body, sums = self.block(loop.body)
         self.parts = outside
@@ -182,10 +190,12 @@ class _Sums:
                 if reduce is None or self.uses[inner] != 1 or loop.branch:
                     target.append((inner, outer))
                     continue
-                body.remove(reduce)
+                _drop(reduce, body)
                 pending = self._partial(outer, self._ordered(reduce.axes))
                 target.append((reduce.inputs[0], pending))
                 hoisted.append(AllReduce((pending,), (outer,), reduce.origin, reduce.axes))
+        if not hoisted and tuple(body) == loop.body:
+            return loop, []
         return rebuilt(loop, body, stacked, summed), hoisted
 
     def _add(self, reduce: AllReduce, out: list[Instr], sums: dict[int, AllReduce]) -> None:
@@ -194,14 +204,23 @@ class _Sums:
 
     def _partial(self, id: int, axes: Axes) -> int:
         """A new value like `id`, still partial over `axes`."""
-        self.values.append(replace(self.values[id], id=len(self.values), partial=axes))
+        self.values.append(self.values[id].pending(axes, len(self.values)))
         return len(self.values) - 1
 
     def _mark(self, id: int, axes: Axes) -> None:
-        self.values[id] = replace(self.values[id], partial=axes)
+        self.values[id] = self.values[id].pending(axes, id)
 
     def _ordered(self, axes: Axes) -> Axes:
         return self.facts.ordered(axes)
+
+
+def _drop(instr: Instr, code: list[Instr]) -> None:
+    """Takes an instruction out of the code, mostly one of the last."""
+    for at in range(len(code) - 1, -1, -1):
+        if code[at] is instr:
+            del code[at]
+            return
+    raise AssertionError(f"{instr} is not in the code")
 
 
 def _place(axes: Axes, part: Axes) -> int | None:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mesh_tf_core.program import Instr, Loop, Program, Value, make_loop
 
 
-def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> Counter[int]:
+def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdict[int, int]:
     """How often each value is read by an instruction, leaves a loop, or is returned."""
-    uses: Counter[int] = Counter(results)
-    for instr in code:
-        uses.update(instr.inputs)
-        if isinstance(instr, Loop):
-            uses.update(count_uses(instr.body))
-            uses.update(out for _, _, out, _ in instr.carried)
-            uses.update(inner for inner, _ in (*instr.stacked, *instr.summed))
+    uses: defaultdict[int, int] = defaultdict(int)
+
+    def visit(code: Iterable[Instr]) -> None:
+        for instr in code:
+            for i in instr.inputs:
+                uses[i] += 1
+            if isinstance(instr, Loop):
+                visit(instr.body)
+                for _, _, out, _ in instr.carried:
+                    uses[out] += 1
+                for inner, _ in (*instr.stacked, *instr.summed):
+                    uses[inner] += 1
+
+    visit(code)
+    for i in results:
+        uses[i] += 1
     return uses
 
 
