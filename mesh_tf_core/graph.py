@@ -37,6 +37,8 @@ class Graph(Scopes):
         self.gradient_of: dict[int, str] = {}
         self._stack: list[Block] = [self.blocks[0]]
         self._reads: dict[str, Tensor] = {}
+        # Tensors of equal shapes share one: shapes are looked up all the time, which is quickest by identity.
+        self._shapes: dict[Shape, Shape] = {}
         self._assigned: list[tuple[Variable, Tensor, str]] = []
         self._keys = 0
         self._count = 0
@@ -85,6 +87,9 @@ class Graph(Scopes):
         return out
 
     def new_tensor(self, type: TensorType, block: Block) -> Tensor:
+        shape = self._shapes.setdefault(type.shape, type.shape)
+        if shape is not type.shape:
+            type = TensorType(shape, type.dtype)
         tensor = Tensor(self, len(self.tensors), type, block.id)
         self.tensors.append(tensor)
         return tensor

@@ -61,6 +61,16 @@ class Layout(Mapping[str, Axes]):
         """The mesh axes over which dimension `name` is split."""
         return self._table.get(name, ())
 
+    def axes_of(self, names: Iterable[str]) -> tuple[Axes, ...]:
+        """The same of several dimensions."""
+        table = self._table
+        return tuple([table.get(n, ()) for n in names])
+
+    def split(self, names: Iterable[str]) -> list[str]:
+        """Those of some dimensions that are split."""
+        table = self._table
+        return [n for n in names if n in table]
+
     def check(self, mesh: Mesh, known_dims: Mapping[str, int]) -> None:
         """Raises LayoutError unless every axis and dimension exists and every size divides.
 

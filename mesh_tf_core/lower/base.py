@@ -8,8 +8,6 @@ result, which is all-reduced at once. `passes` then moves those sums.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
 
 from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.dims import Shape
@@ -20,8 +18,9 @@ from mesh_tf_core.lower.facts import Facts
 from mesh_tf_core.lower.fusion import fusion
 from mesh_tf_core.lower.keep import Keep
 from mesh_tf_core.lower.loops import Loops
+from mesh_tf_core.lower.plan import Plan, expansion, plan_of
 from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.op import Op, Roles, TensorType
+from mesh_tf_core.op import Op, TensorType
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.program import (
     AllGather,
@@ -42,6 +41,7 @@ from mesh_tf_core.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.tensor import Tensor
 
 Splits = tuple[Axes, ...]
+STRUCTURE = (Scan, Feed, Read, Assign)
 
 
 class Lowering:
@@ -67,8 +67,10 @@ class Lowering:
         self.feeds: dict[str, int] = {}
         self.origin = Origin(-1, "", "forward")
         self._placements: dict[Layout, dict[Shape, Splits]] = {}
+        self._lay_out(layout)
         self.moved: dict[tuple[int, Splits], int] = {}
         self.cast: dict[tuple[int, str], int] = {}
+        self._plans: dict[int, Plan] = {} if keep is None else keep.plans
         self.loops = Loops(self)
         self._again = False
 
@@ -80,21 +82,20 @@ class Lowering:
         Args:
           layout: instead of the one in force (updates of a variable that is stored split have their own).
         """
-        rules = self.layout if layout is None else layout
-        known = self._placements.get(rules)
-        if known is None:
-            known = self._placements[rules] = {}
+        known = self._here if layout is None else self._placements.setdefault(layout, {})
         splits = known.get(shape)
         if splits is None:
-            splits = known[shape] = self._legal(shape, rules, what)
+            splits = known[shape] = self._legal(shape, self.layout if layout is None else layout, what)
         return splits
 
     def _legal(self, shape: Shape, rules: Layout, what: str) -> Splits:
-        splits = tuple(map(rules.axes, shape.names))
+        splits = rules.axes_of(shape.names)
+        if not any(splits):
+            return splits
         used = [a for axes in splits for a in axes]
         if len(set(used)) < len(used):
             rules.splits(shape, what or f"a tensor [{shape}]")
-        for d, axes in zip(shape, splits, strict=True):
+        for d, axes in zip(shape.dims, splits, strict=True):
             if axes and not self.facts.divides(d, axes):
                 ways = self.mesh.group_size(axes)
                 raise LayoutError(
@@ -104,29 +105,42 @@ class Lowering:
                 )
         return splits
 
-    def new(self, type: TensorType, splits: Splits, partial: Axes = ()) -> int:
-        self.values.append(Value(len(self.values), type.shape, type.dtype, splits, partial))
-        return len(self.values) - 1
+    def new(self, type: TensorType, splits: Splits, partial: Axes = (), tensor: int = -1) -> int:
+        values = self.values
+        id = len(values)
+        values.append(Value(id, type.shape, type.dtype, splits, partial, tensor))
+        return id
+
+    def like(self, value: Value, splits: Splits, partial: Axes = ()) -> int:
+        """A new value of the same type."""
+        id = len(self.values)
+        self.values.append(Value(id, value.shape, value.dtype, splits, partial))
+        return id
 
     def bind(self, tensor: int, value: int) -> None:
         """Notes the value of a tensor, and in the value whose it is: computed again, a tensor has two."""
         self.env[tensor] = value
-        self.values[value] = self.values[value].of(tensor)
+        if self.values[value].tensor != tensor:
+            self.values[value] = self.values[value].of(tensor)
 
     def emit(self, instr: Instr) -> None:
         self.code.append(instr)
 
     def value_of(self, tensor: int) -> int:
         """The value of a tensor; one that nobody computes here (see `Keep`) is taken as given."""
-        if tensor not in self.env:
-            assert self.keep is not None, f"tensor %{tensor} is used before it is computed"
-            t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
-            splits = self.natural(t.shape)
-            if maker is not None and isinstance(maker.op, Cast) and maker.inputs[0] in self.env:
-                # A cast leaves a variable where it is stored, also one that is lowered elsewhere.
-                splits = self.values[self.env[maker.inputs[0]]].splits
-            self.env[tensor] = self.new(t.type, splits)
-        return self.env[tensor]
+        value = self.env.get(tensor)
+        if value is None:
+            value = self.env[tensor] = self._given(tensor)
+        return value
+
+    def _given(self, tensor: int) -> int:
+        assert self.keep is not None, f"tensor %{tensor} is used before it is computed"
+        t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
+        splits = self.natural(t.shape)
+        if maker is not None and isinstance(maker.op, Cast) and maker.inputs[0] in self.env:
+            # A cast leaves a variable where it is stored, also one that is lowered elsewhere.
+            splits = self.values[self.env[maker.inputs[0]]].splits
+        return self.new(t.type, splits, (), tensor)
 
     def placed(self, id: int, splits: Splits) -> int:
         """The value with other splits; moved once however many read it there."""
@@ -143,17 +157,17 @@ class Lowering:
             name, now = v.shape.names[move.dim], list(v.splits)
             if move.kind == "slice":
                 now[move.dim] = (*now[move.dim], *move.axes)
-                out = self.new(TensorType(v.shape, v.dtype), tuple(now), v.partial)
+                out = self.like(v, tuple(now), v.partial)
                 self.emit(Slice((id,), (out,), self.origin, name, move.axes))
             elif move.kind == "gather":
                 now[move.dim] = now[move.dim][: -len(move.axes)]
-                out = self.new(TensorType(v.shape, v.dtype), tuple(now), v.partial)
+                out = self.like(v, tuple(now), v.partial)
                 self.emit(AllGather((id,), (out,), self.origin, move.axes, name))
             else:
                 source = v.shape.names[move.source]
                 now[move.source] = now[move.source][: -len(move.axes)]
                 now[move.dim] = (*now[move.dim], *move.axes)
-                out = self.new(TensorType(v.shape, v.dtype), tuple(now), v.partial)
+                out = self.like(v, tuple(now), v.partial)
                 self.emit(AllToAll((id,), (out,), self.origin, move.axes, name, source))
             id = out
         return id
@@ -161,8 +175,9 @@ class Lowering:
     def at_home(self, id: int) -> int:
         """The value in its natural placement."""
         v = self.values[id]
-        splits = self.natural(v.shape)
-        return id if v.splits == splits else self.placed(id, splits)
+        if self._here.get(v.shape) == v.splits:
+            return id
+        return self.placed(id, self.natural(v.shape))
 
     def local(
         self, op: Op, inputs: Sequence[int], types: Sequence[TensorType], splits: Sequence[Splits]
@@ -175,39 +190,51 @@ class Lowering:
 
     def node(self, node: Node, again: bool = False) -> None:
         """Lowers one node; `again` when a forward node runs a second time, for backward."""
+        plan = self._plans.get(node.index)
+        if plan is None:
+            plan = self._plans[node.index] = plan_of(node, self.graph)
         saved, self._again = self._again, again or self._again
-        self.origin = Origin(node.index, node.scope, "recompute" if self._again else node.phase)
-        self._lower(node)
+        self.origin = plan.again if self._again else plan.first
+        if plan.updates:
+            self._update(node, plan)
+        else:
+            self._in_layout(node, plan)
         self._again = saved
 
-    def _lower(self, node: Node) -> None:
-        if node.phase != "update" or node.scope not in self.graph.variables:
-            return self._in_layout(node)
-        saved, self.layout = self.layout, self.facts.view(node.scope)
+    def _update(self, node: Node, plan: Plan) -> None:
+        """A node of the update of a variable, in the layout of this variable's state."""
+        saved = self.layout
+        self._lay_out(self.facts.view(node.scope))
         try:
-            return self._in_layout(node)
+            self._in_layout(node, plan)
         finally:
-            self.layout = saved
+            self._lay_out(saved)
 
-    def _in_layout(self, node: Node) -> None:
+    def _lay_out(self, layout: Layout) -> None:
+        """Puts a layout in force."""
+        self.layout, self._here = layout, self._placements.setdefault(layout, {})
+
+    def _in_layout(self, node: Node, plan: Plan) -> None:
         op = node.op
-        if isinstance(op, Scan):
+        if not isinstance(op, STRUCTURE):
+            inputs = [self.value_of(i) for i in node.inputs]
+            outs = self.apply(op, inputs, plan, node.outputs)
+            for tensor, out in zip(node.outputs, outs, strict=True):
+                self.bind(tensor, out)
+        elif isinstance(op, Scan):
             self.loops.loop(node)
         elif isinstance(op, Feed):
-            t = self.graph.tensor(node.outputs[0])
-            out = self.new(t.type, self.natural(t.shape, f"input {op.feed!r}"))
+            (tensor,), (type,) = node.outputs, plan.types
+            out = self.new(type, self.natural(type.shape, f"input {op.feed!r}"), tensor=tensor)
             self.emit(Input((), (out,), self.origin, op.feed))
-            self.env[t.id] = self.feeds[op.feed] = out
+            self.env[tensor] = self.feeds[op.feed] = out
         elif isinstance(op, Read):
-            self.env[node.outputs[0]] = self.read(op)
+            (tensor,), (type,) = node.outputs, plan.types
+            out = self.env[tensor] = self.new(type, self.stored_splits(op), tensor=tensor)
+            self.emit(ReadVariable((), (out,), self.origin, op.variable.name))
         elif isinstance(op, Assign):
             value = self.placed(self.value_of(node.inputs[0]), self.stored_splits(op))
             self.emit(WriteVariable((value,), (), self.origin, op.variable.name))
-        else:
-            inputs = [self.value_of(i) for i in node.inputs]
-            types = [self.graph.tensor(o).type for o in node.outputs]
-            for tensor, out in zip(node.outputs, self.apply(op, inputs, types), strict=True):
-                self.bind(tensor, out)
 
     def stored_splits(self, op: Read | Assign) -> Splits:
         variable = op.variable
@@ -216,45 +243,62 @@ class Lowering:
         self.stored[variable.name] = Stored(variable, splits)
         return splits
 
-    def read(self, op: Read) -> int:
-        out = self.new(op.variable.type, self.stored_splits(op))
-        self.emit(ReadVariable((), (out,), self.origin, op.variable.name))
-        return out
+    def apply(self, op: Op, inputs: Sequence[int], plan: Plan, tensors: Sequence[int]) -> Sequence[int]:
+        """Lowers one operation; returns its outputs in natural placement, nothing pending.
 
-    def apply(self, op: Op, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        """Lowers one operation; returns its outputs in natural placement, nothing pending."""
-        override = getattr(op, "lower", None)
-        if isinstance(op, Cast) and op.dtype != "bool":
-            # A cast is cheap on any piece: a variable stored split is cast before it is gathered, at half the
-            # bytes.
-            key = (inputs[0], op.dtype)
-            if key not in self.cast:
-                (self.cast[key],) = self.local(op, inputs, types, [self.values[inputs[0]].splits])
-            return [self.cast[key]]
+        Args:
+          tensors: the graph's tensors that the outputs are, -1 for none.
+        """
+        roles = plan.roles
+        if roles is None:
+            if isinstance(op, Cast):
+                return [self._cast(op, inputs[0], plan, tensors[0])]
+            made = op.lower(self, [self.at_home(i) for i in inputs], plan.types)  # type: ignore[attr-defined]
+            return [self.at_home(o) for o in made]
         inputs = [self.at_home(i) for i in inputs]
-        if override is not None:
-            return [self.at_home(o) for o in override(self, inputs, types)]
-        operands = tuple((self.values[i].shape, self.values[i].dtype) for i in inputs)
-        roles = _roles(op, operands)
-        axes_of = {n: axes for n in (*roles.parallel, *roles.reduced) if (axes := self.layout.axes(n))}
-        check_disjoint(axes_of, f"{op.name}{self._where()}")
-        whole = [n for n in roles.whole if self.layout.axes(n)]
+        layout = self.layout
+        reduced = layout.split(roles.reduced) if roles.reduced else []
+        self.check_disjoint(op, layout.split(roles.parallel) + reduced)
+        whole = layout.split(roles.whole) if roles.whole else []
         if whole and op.expands():
-            return self.expanded(op, inputs)
+            return self._expanded(op, inputs)
         if whole:
             inputs = [self.without(i, whole) for i in inputs]
-        summed = {a for n in roles.reduced for a in axes_of.get(n, ())}
-        partial = self.facts.ordered(summed)
+        partial = self.facts.ordered(a for n in reduced for a in layout.axes(n)) if reduced else ()
+        if not whole and not partial:
+            # What comes out is in its place.
+            outs = [
+                self.new(t, self.natural(t.shape), (), tensor)
+                for t, tensor in zip(plan.types, tensors, strict=True)
+            ]
+            self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
+            return outs
+        pending = partial if roles.combine == "sum" else ()
         outs = []
-        for t in types:
+        for t in plan.types:
             splits = self.natural(t.shape)
             if whole:
                 splits = tuple(() if n in whole else s for n, s in zip(t.shape.names, splits, strict=True))
-            outs.append(self.new(t, splits, partial if roles.combine == "sum" else ()))
+            outs.append(self.new(t, splits, pending))
         self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
         if partial:
             outs = [self.joined(o, partial, roles.combine) for o in outs]
         return [self.at_home(o) for o in outs]
+
+    def _cast(self, op: Cast, input: int, plan: Plan, tensor: int) -> int:
+        """A cast is cheap on any piece: a variable stored split is cast before it is gathered, at half the
+        bytes."""
+        key = (input, op.dtype)
+        if key not in self.cast:
+            self.cast[key] = self.new(plan.types[0], self.values[input].splits, (), tensor)
+            self.emit(Local((input,), (self.cast[key],), self.origin, op))
+        return self.cast[key]
+
+    def check_disjoint(self, op: Op, names: Iterable[str]) -> None:
+        """LayoutError if two of an operation's dimensions are split over the same axis."""
+        used = [a for axes in self.layout.axes_of(names) for a in axes]
+        if len(set(used)) < len(used):
+            check_disjoint({n: self.layout.axes(n) for n in names}, f"{op.name}{self._where()}")
 
     def _where(self) -> str:
         return f" in {self.origin.scope!r}" if self.origin.scope else ""
@@ -273,55 +317,36 @@ class Lowering:
             number = self.local(Cast("int32"), [id], [TensorType(v.shape, "int32")], [v.splits])[0]
             joined = self.joined(number, axes, combine)
             return self.local(Cast("bool"), [joined], [TensorType(v.shape, "bool")], [v.splits])[0]
-        out = self.new(TensorType(v.shape, v.dtype), v.splits)
+        out = self.like(v, v.splits)
         self.emit(AllReduce((id,), (out,), self.origin, axes, combine))
         return out
 
-    def expanded(self, op: Op, inputs: Sequence[int]) -> list[int]:
+    def _expanded(self, op: Op, inputs: Sequence[int]) -> list[int]:
         """Lowers the smaller operations that `op` says it equals."""
         types = tuple(TensorType(self.values[i].shape, self.values[i].dtype) for i in inputs)
-        handles, nodes, result = _expansion(op, types)
-        env = dict(zip(handles, inputs, strict=True))
-        for node, made in nodes:
-            outputs = self.apply(node.op, [env[i] for i in node.inputs], made)
+        found = expansion(op, types)
+        env = dict(zip(found.operands, inputs, strict=True))
+        for node, plan in found.nodes:
+            outputs = self.apply(node.op, [env[i] for i in node.inputs], plan, (-1,) * len(node.outputs))
             env.update(zip(node.outputs, outputs, strict=True))
-        return [env[result]]
+        return [env[found.result]]
 
     def nodes(self, block: Block) -> None:
         for node in block.nodes if self.keep is None else self.keep.within(block):
             self.node(node)
-        for home, tensor in sorted(self.keep.homes) if self.keep else ():
-            if home == block.id:
-                self.at_home(self.value_of(tensor))
+        for tensor in self.keep.brought_home(block) if self.keep else ():
+            self.at_home(self.value_of(tensor))
 
     def deliver_gradients(self) -> None:
         """Brings the gradients that were lowered here to where the update of their variables wants them."""
-        for tensor, variable in self.graph.gradient_of.items():
-            if tensor in self.env and not self.graph.tensor(tensor).block and self.facts.stage(variable, 1):
+        gradient_of = self.graph.gradient_of
+        for tensor in [t for t in gradient_of if t in self.env]:
+            variable = gradient_of[tensor]
+            if not self.graph.tensor(tensor).block and self.facts.stage(variable, 1):
                 value, view = self.env[tensor], self.facts.view(variable)
                 # The update asks for it: a sum that only the update reads may travel with others.
-                self.origin = replace(self.origin, scope=variable, phase="update")
+                self.origin = Origin(self.origin.node, variable, "update")
                 self.placed(value, self.natural(self.values[value].shape, layout=view))
-
-
-@lru_cache(maxsize=1 << 14)
-def _roles(op: Op, operands: tuple[tuple[Shape, str], ...]) -> Roles:
-    """The roles of an operation, remembered: a search lowers it under many layouts."""
-    return op.roles(*(TensorType(shape, dtype) for shape, dtype in operands))
-
-
-@lru_cache(maxsize=1 << 12)
-def _expansion(
-    op: Op, types: tuple[TensorType, ...]
-) -> tuple[tuple[int, ...], tuple[tuple[Node, list[TensorType]], ...], int]:
-    """The smaller operations that `op` equals: its operands' tensors, nodes with the types that they make,
-    the tensor that is its result."""
-    scratch = Graph(op.name)
-    handles = [scratch.new_tensor(t, scratch.blocks[0]) for t in types]
-    result = op.expand(*handles)
-    assert isinstance(result, Tensor)
-    nodes = tuple((node, [scratch.tensor(o).type for o in node.outputs]) for node in scratch.nodes)
-    return tuple(h.id for h in handles), nodes, result.id
 
 
 def lower_base(
@@ -341,8 +366,11 @@ def lower_base(
     if keep is not None:
         state.deliver_gradients()
     for tensor, id in state.env.items():
-        state.values[id] = state.values[id].of(tensor)
-    returned = {name: state.at_home(state.value_of(t.id)) for name, t in (results or {}).items()}
+        if state.values[id].tensor != tensor:
+            state.values[id] = state.values[id].of(tensor)
+    # A part of a graph returns what it has.
+    wanted = ((n, t.id) for n, t in (results or {}).items() if keep is None or t.id in state.env)
+    returned = {name: state.at_home(state.value_of(tensor)) for name, tensor in wanted}
     return Program(
         mesh,
         layout,

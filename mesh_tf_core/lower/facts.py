@@ -114,7 +114,7 @@ class Facts:
 
     def divides(self, dim: Dim, axes: Axes) -> bool:
         """Whether a dimension can be split over some axes."""
-        if not axes or dim.size in self.known.get(dim.name, ()):
+        if not axes or ((sizes := self.known.get(dim.name)) and dim.size in sizes):
             return True
         return bool(self._ask("divides", dim.size, axes))
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.graph import Graph
+from mesh_tf_core.lower.plan import Plan
+from mesh_tf_core.lower.reruns import needed_for
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -20,14 +22,18 @@ class Keep:
       homes: (block, tensor): also bring a tensor into its natural placement at the end of a block, as readers
         would.
       again: it is what runs a second time when a loop is recomputed.
+      plans: what was worked out of the nodes: a search lowers the same ones under thousands of layouts.
     """
 
     nodes: frozenset[int]
     blocks: frozenset[int]
     homes: frozenset[tuple[int, int]] = frozenset()
     again: bool = False
+    plans: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)
+    _homes: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
+    _needed: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
     _made: dict[int, tuple[Pairs, Pairs, Pairs]] = field(default_factory=dict, compare=False, repr=False)
 
     def within(self, block: Block) -> list[Node]:
@@ -40,13 +46,26 @@ class Keep:
             ]
         return self._visits[block.id]
 
+    def brought_home(self, block: Block) -> tuple[int, ...]:
+        """The `homes` of a block."""
+        if block.id not in self._homes:
+            self._homes[block.id] = tuple(sorted(t for b, t in self.homes if b == block.id))
+        return self._homes[block.id]
+
     def reads(self, block: Block) -> frozenset[int]:
         """The tensors that the kept nodes of a block read."""
         if block.id not in self._reads:
             kept = (n for n in block.nodes if n.index in self.nodes)
-            homes = (t for b, t in self.homes if b == block.id)
-            self._reads[block.id] = frozenset((*(i for n in kept for i in n.inputs), *homes))
+            self._reads[block.id] = frozenset(
+                (*(i for n in kept for i in n.inputs), *self.brought_home(block))
+            )
         return self._reads[block.id]
+
+    def needed(self, block: Block) -> frozenset[int]:
+        """The tensors that what a loop saves follows from."""
+        if block.id not in self._needed:
+            self._needed[block.id] = frozenset(needed_for(block.saved, block))
+        return self._needed[block.id]
 
     def made(self, scan: Node, graph: Graph) -> tuple[Pairs, Pairs, Pairs]:
         """What a loop stacks, sums and saves of what kept nodes compute."""

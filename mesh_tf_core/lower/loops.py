@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from mesh_tf_core.blocks import Block, Node
-from mesh_tf_core.dims import Shape
+from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.lower.reruns import Reruns, leading_to, needed_for
 from mesh_tf_core.op import TensorType
@@ -51,7 +52,7 @@ class Loops:
         carry_in = []
         for tensor, start in zip(starts, init, strict=True):
             v = self.low.values[start]
-            self.low.env[tensor] = self.low.new(TensorType(v.shape, v.dtype), v.splits)
+            self.low.env[tensor] = self.low.like(v, v.splits)
             carry_in.append(self.low.env[tensor])
         sliced = self._sliced(block)
         runs = None if decides is None else self.low.value_of(decides)
@@ -102,8 +103,15 @@ class Loops:
 
     def _sliced(self, block: Block) -> list[tuple[int, int]]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
+        if self.low.keep is not None:
+            env, reads = self.low.env, self.low.keep.reads(block)
+            return [
+                self._part(self.low.value_of(outer), inner)
+                for outer, inner in block.sliced
+                if outer in env or inner in reads
+            ]
         pairs = []
-        forward = block.forward if self.low.keep is None else None
+        forward = block.forward
         saved = {o: i for i, o in forward.saved.items()} if forward else {}
         then = self._stands_for(block)
         again: list[tuple[int, int]] = []
@@ -114,8 +122,6 @@ class Loops:
                 continue
             if tensor is not None and self.reruns.unsaved(tensor):
                 continue
-            if self.low.keep is not None and outer not in self.low.env and not self._used(block, inner):
-                continue
             pairs.append(self._part(self.low.value_of(outer), inner))
         if again:
             pairs += self._recomputed(block, again)
@@ -123,13 +129,9 @@ class Loops:
             pairs += self._unpacked(block, forward)
         return pairs
 
-    def _used(self, block: Block, tensor: int) -> bool:
-        assert self.low.keep is not None
-        return tensor in self.low.keep.reads(block)
-
     def _part(self, outer: int, inner: Key) -> tuple[int, int]:
         v = self.low.values[outer]
-        part = self.low.new(TensorType(Shape(v.shape.dims[1:]), v.dtype), v.splits[1:], v.partial)
+        part = self.low.new(TensorType(_part_of(v.shape), v.dtype), v.splits[1:], v.partial)
         if isinstance(inner, int):
             self.low.bind(inner, part)
         return outer, part
@@ -205,7 +207,8 @@ class Loops:
             return []
         found: dict[Key, int] = {}
         if self.reruns.again(block):
-            read = needed_for(block.saved, block)
+            keep = self.low.keep
+            read = needed_for(block.saved, block) if keep is None else keep.needed(block)
             found.update((t, self.low.env[t]) for t in starts if t in read)
         else:
             for inner in self.reruns.inner(block):
@@ -230,13 +233,14 @@ class Loops:
     def _read_again(self, pairs: list[tuple[int, int]], block: Block) -> list[tuple[int, int]]:
         """What a loop stacks when one around it is recomputed: only what backward reads. (The whole program
         drops the rest as dead.)"""
-        if self.low.keep is None or not self.low.keep.again:
+        keep = self.low.keep
+        if keep is None or not keep.again:
             return pairs
         around = block
         while around.parent is not None:
             around = self.low.graph.blocks[around.parent]
             if self.reruns.again(around):
-                needed = needed_for(around.saved, around)
+                needed = keep.needed(around)
                 return [(i, outer) for i, outer in pairs if outer in needed]
         return pairs
 
@@ -255,6 +259,16 @@ class Loops:
     def _outer(self, id: int, stack: Block | None) -> int:
         v = self.low.values[id]
         if stack is None:
-            return self.low.new(TensorType(v.shape, v.dtype), v.splits, v.partial)
+            return self.low.like(v, v.splits, v.partial)
         assert stack.dim is not None
-        return self.low.new(TensorType(Shape([stack.dim, *v.shape]), v.dtype), ((), *v.splits), v.partial)
+        return self.low.new(TensorType(_stack_of(stack.dim, v.shape), v.dtype), ((), *v.splits), v.partial)
+
+
+@lru_cache(maxsize=1 << 14)
+def _stack_of(dim: Dim, shape: Shape) -> Shape:
+    return Shape((dim, *shape))
+
+
+@lru_cache(maxsize=1 << 14)
+def _part_of(stack: Shape) -> Shape:
+    return Shape(stack.dims[1:])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.kernels.protocol import Kernel
-from mesh_tf_core.layout import check_disjoint
 from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.windows import Window, strided
@@ -200,8 +199,8 @@ def finish(low: Lowering, op: Op, inputs: Sequence[int], type: TensorType, spati
       spatial: the input whose dimensions say which of them are still split.
     """
     values = [low.values[i] for i in inputs]
-    roles = op.roles(*(TensorType(v.shape, v.dtype) for v in values))
-    check_disjoint({n: low.layout.axes(n) for n in (*roles.parallel, *roles.reduced)}, op.name)
+    roles = op.roles(*[TensorType(v.shape, v.dtype) for v in values])
+    low.check_disjoint(op, (*roles.parallel, *roles.reduced))
     split = {n: a for v in values for n, a in zip(v.shape.names, v.splits, strict=True)}
     natural = dict(zip(type.shape.names, low.natural(type.shape), strict=True))
     kept = dict(zip(low.values[spatial].shape.names, low.values[spatial].splits, strict=True))
