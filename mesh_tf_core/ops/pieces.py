@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mesh_tf_core.dims import Dim, Shape
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mesh_tf_core.tensor import Tensor
 
 
+@lru_cache(maxsize=1 << 12)
 def resized(x: TensorType, dim: str, size: int) -> TensorType:
     """The type with another size for one dimension."""
     return TensorType(Shape(Dim(dim, size) if d.name == dim else d for d in x.shape), x.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mesh_tf_core.dims import Dim, Shape
@@ -110,20 +111,21 @@ class Reshape(Op):
         return (reshape(dy, inputs[0].shape),)
 
 
-def groups(a: Shape, b: Shape) -> list[tuple[list[Dim], list[Dim]]]:
+@lru_cache(maxsize=1 << 12)
+def groups(a: Shape, b: Shape) -> tuple[tuple[tuple[Dim, ...], tuple[Dim, ...]], ...]:
     """Splits two shapes of equal size into the shortest runs of dimensions with equal products.
 
     A dimension of one element stands alone, so that its neighbours stay split when it comes or goes.
     """
-    out: list[tuple[list[Dim], list[Dim]]] = []
+    out: list[tuple[tuple[Dim, ...], tuple[Dim, ...]]] = []
     i = j = 0
     while i < len(a) or j < len(b):
         if i < len(a) and a.dims[i].size == 1:
-            out.append(([a.dims[i]], []))
+            out.append(((a.dims[i],), ()))
             i += 1
             continue
         if j < len(b) and b.dims[j].size == 1:
-            out.append(([], [b.dims[j]]))
+            out.append(((), (b.dims[j],)))
             j += 1
             continue
         left, right = [a.dims[i]] if i < len(a) else [], [b.dims[j]] if j < len(b) else []
@@ -135,8 +137,8 @@ def groups(a: Shape, b: Shape) -> list[tuple[list[Dim], list[Dim]]]:
             else:
                 right.append(b.dims[j])
                 j += 1
-        out.append((left, right))
-    return out
+        out.append((tuple(left), tuple(right)))
+    return tuple(out)
 
 
 @dataclass(frozen=True)
