@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
 from layoutopt.domains import parse_forbid, parse_rules
-from layoutopt.evaluate import Judge
 from layoutopt.explain import Asked
+from layoutopt.judge import Judge
 from layoutopt.narrowing import faster
 from layoutopt.plan import Plan
 from layoutopt.problem import Choices, Row

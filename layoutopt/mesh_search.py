@@ -19,8 +19,9 @@ import numpy as np
 
 from costmodels.hardware import Hardware
 from layoutopt.decisions import Choice, Decisions
-from layoutopt.evaluate import Evaluation, Judge
+from layoutopt.evaluate import Evaluation
 from layoutopt.extract import Extraction, extract
+from layoutopt.judge import Judge
 from layoutopt.lessons import lesson
 from layoutopt.problem import (
     Elimination,

@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from layoutopt.clusters import Cluster
 from layoutopt.decisions import Decisions
-from layoutopt.evaluate import Judge
 from layoutopt.extract import Draft
+from layoutopt.judge import Judge
 from layoutopt.mesh_search import MeshSearch
 from layoutopt.problem import eliminate
 from layoutopt.problem.form import Floats

@@ -178,21 +178,26 @@ def _ranked(request: Request, others: Sequence[Found], searched_mesh: bool) -> l
     return out
 
 
+def _tried(
+    request: Request, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
+) -> tuple[Predicted | None, str | None]:
+    """What a layout comes to, and why it does not fit or is not legal."""
+    try:
+        judged = request.judge(mesh, layout, options)
+    except LayoutError as error:
+        return None, str(error)
+    return _predicted(judged, names), judged.reason(request.limit)
+
+
 def _beside(
     request: Request, name: str, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
 ) -> Alternative:
     """A layout beside the answer, priced, or with the reason why it is not legal; `names`: of the axes."""
     called, rules = _mesh(mesh, names), _renamed(layout, names)
-    predicted, reason = None, None
-    try:
-        judged = request.judge(mesh, layout, options)
-        predicted = _predicted(judged, names)
+    predicted, reason = _tried(request, mesh, layout, options, names)
+    if reason is not None and called != mesh:
         # Reasons speak of axes.
-        reason = judged.reason(request.limit)
-        if reason is not None and called != mesh:
-            reason = request.judge(called, rules, options).reason(request.limit)
-    except LayoutError as error:
-        reason = str(error)
+        predicted, reason = _tried(request, called, rules, options, {})
     return Alternative(
         name=name,
         mesh=called.as_dict(),

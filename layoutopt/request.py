@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from costmodels.hardware import Hardware
-from layoutopt.evaluate import Judge
+from layoutopt.judge import Judge
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.layout import Axes
 from mesh_tf_core.lower.storage import STAGES, stage_number

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from costmodels.memory import Memory
     from costmodels.pricing import Cost, Line
+    from layoutopt.judge import Judge
     from layoutopt.plan import Plan
     from mesh_tf_core import Model, Program
 
@@ -31,10 +32,11 @@ def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, sourc
     """The same plan, with all its `details`."""
     from layoutopt.cli.machine_details import calibration_details, hardware_details
     from layoutopt.cli.plans import details_of
-    from layoutopt.evaluate import evaluate
+    from layoutopt.judge import Judge
     from layoutopt.plan import Plan
 
-    found = evaluate(model, plan.mesh, plan.layout, hardware, plan.options)
+    judge = Judge(model, hardware)
+    found = judge(plan.mesh, plan.layout, plan.options)
     details = {
         **details_of(plan),
         "source": source,
@@ -42,7 +44,7 @@ def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, sourc
         "dims": {name: max(sizes) for name, sizes in model.graph.dims().items()},
         "variables": list(_variables(found.program)),
         "lines": [_line(x) for x in found.cost.lines],
-        "by_kind": {"answer": _shares(found.cost), **_alternatives(plan, model, hardware)},
+        "by_kind": {"answer": _shares(found.cost), **_alternatives(plan, judge)},
         "memory": _memory(found.memory, limit),
     }
     calibration = calibration_details(hardware)
@@ -103,16 +105,15 @@ def _shares(cost: Cost) -> dict[str, Any]:
     }
 
 
-def _alternatives(plan: Plan, model: Model, hardware: Hardware) -> dict[str, Any]:
+def _alternatives(plan: Plan, judge: Judge) -> dict[str, Any]:
     from layoutopt.cli.plans import options_of
-    from layoutopt.evaluate import evaluate
     from mesh_tf_core import Layout, LayoutError, Mesh
 
     found = {}
     for each in plan.alternatives:
         try:
             options = options_of(each.storage, each.recompute, each.microbatches)
-            judged = evaluate(model, Mesh(each.mesh), Layout(each.layout), hardware, options)
+            judged = judge(Mesh(each.mesh), Layout(each.layout), options)
         except LayoutError:
             continue
         found[each.name] = _shares(judged.cost)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-import layoutopt.evaluate as judging
+import layoutopt.judge as judging
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.cli.plans import options_of
-from layoutopt.evaluate import Judge, evaluate
+from layoutopt.evaluate import Evaluation, evaluate
 from layoutopt.ground import Ground
+from layoutopt.judge import Judge
 from layoutopt.request import Request
 from layoutopt.rivals import RIVALS
 from layoutopt.searching import search
@@ -52,7 +53,7 @@ def test_with_time_all_are_there() -> None:
 def test_a_search_judges_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
-    def counting(*args: object) -> judging.Evaluation:
+    def counting(*args: object) -> Evaluation:
         _, mesh, layout, _, options, _ = args
         assert isinstance(options, mtf.Options)
         asked.append((mesh, layout, str(sorted(options.storage.items())), options.recompute))

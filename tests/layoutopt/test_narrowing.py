@@ -13,8 +13,8 @@ from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing import pricer
 from layoutopt.decisions import decisions
 from layoutopt.domains import domains
-from layoutopt.evaluate import Judge
 from layoutopt.extract import Draft, extract, outline
+from layoutopt.judge import Judge
 from layoutopt.narrowing import faster
 from layoutopt.problem import eliminate
 from layoutopt.problem import evaluate as value_of

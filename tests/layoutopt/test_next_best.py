@@ -11,7 +11,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from layoutopt import search
-from layoutopt.evaluate import Judge
+from layoutopt.judge import Judge
 from layoutopt.space import meshes, spaces
 from mesh_tf_core.errors import LayoutError
 
