@@ -11,7 +11,7 @@ import typer
 
 from layoutopt.cli.changed import Changed, changed_conditions, proof_json, with_found
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
-from layoutopt.cli.plan_tables import rules_text, summary
+from layoutopt.cli.plan_tables import besides_text, rules_text, summary
 from layoutopt.cli.plans import (
     ModelOption,
     PlanArgument,
@@ -145,6 +145,20 @@ def _against(found: Planned, layout: str | None) -> Evaluation | None:
     return evaluate(found.loaded.model, found.plan.mesh, Layout(layout), found.hardware)
 
 
+def _alike(found: Planned, other: Evaluation) -> Evaluation | None:
+    """The other layout with what the plan decides besides, if that is anything and legal there."""
+    from layoutopt.evaluate import evaluate
+    from mesh_tf_core import LayoutError, Options
+
+    model, mesh, options = found.loaded.model, found.plan.mesh, found.plan.options
+    if options == Options():
+        return None
+    try:
+        return evaluate(model, mesh, other.program.layout, found.hardware, options)
+    except LayoutError:
+        return None
+
+
 def _searched(terminal: Terminal, found: Planned, pins: list[str]) -> dict[str, list[Answer]]:
     """The searches under other conditions: without the limit, without each split, with each pin."""
     from layoutopt.explain import finder, split_rules
@@ -175,6 +189,7 @@ def _tell(
 ) -> None:
     from layoutopt.explain import differences
 
+    own = found.plan.data
     rows = differences(judged.cost, other.cost) if other else []
     more = changed.as_json() if changed else {}
     if proof is not None:
@@ -193,6 +208,10 @@ def _tell(
         terminal.show("", table("What each pin costs", *worth))
     if other is not None:
         _show_against(terminal, judged, other, rows)
+        if (alike := _alike(found, other)) is not None:
+            besides = besides_text(own.storage, own.recompute, own.microbatches)
+            step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
+            terminal.show(f"with the plan's {besides} too: {step} a step, {peak} of memory")
     if changed is not None:
         changed.show(terminal)
 
@@ -316,6 +335,7 @@ def _json(
         }
 
     free = next((a.seconds for a in answers["limit"]), None)
+    alike = None if other is None else _alike(found, other)
     return {
         "layout": found.plan.data.layout,
         "step_seconds": step,
@@ -335,6 +355,7 @@ def _json(
         else {
             "layout": str(other.program.layout),
             "step_seconds": other.cost.step_seconds,
+            "step_seconds_with_the_plans_options": alike.cost.step_seconds if alike else None,
             "peak_bytes": other.memory.peak,
             "differences": [
                 {

@@ -84,6 +84,18 @@ def test_a_plan_that_is_no_longer_true_is_told(
     assert found["disagreements"][0].startswith("step_seconds is ")
 
 
+def test_the_other_layout_is_priced_with_the_plans_options_too(
+    result: Callable[..., dict[str, Any]], run: Callable[..., Result], plan_file: Path, tmp_path: Path
+) -> None:
+    stored = {"layer_1/weight": "zero3"}
+    plan = changed(tmp_path / "stored.json", plan_file, "storage", value=stored)
+    args = ("explain", plan, "--against", "batch:data")
+    again = changed(tmp_path / "same.json", tmp_path / "stored.json", "layout", value={"batch": ["data"]})
+    with_them = result(*args)["against"]["step_seconds_with_the_plans_options"]
+    assert with_them == result("explain", again)["step_seconds"]
+    assert "with the plan's zero3 ×1 too: " in run(*args).stdout
+
+
 @pytest.mark.slow
 def test_what_was_found_goes_into_the_plan_and_its_report(
     result: Callable[..., dict[str, Any]], run: Callable[..., Result], plan_file: Path, tmp_path: Path
