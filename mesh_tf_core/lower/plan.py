@@ -50,7 +50,7 @@ def plan_of(node: Node, graph: Graph) -> Plan:
 
 @lru_cache(maxsize=1 << 14)
 def _roles(op: Op, operands: tuple[tuple[Shape, str], ...]) -> Roles:
-    """The roles of an operation, which a whole graph has many of."""
+    """The roles of an operation on operands of these types: a graph has many equal ones."""
     return op.roles(*(TensorType(shape, dtype) for shape, dtype in operands))
 
 
