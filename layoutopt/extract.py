@@ -12,6 +12,7 @@ Constraints
   (4) assignments that lowering refuses are not in a cluster's table                        `_time_terms`
   (5) sum_v bytes_v(x) over the values alive at point t <= memory, for every point t that can be the peak
                                                                                             `memory_rows`
+An option of x_d with which every layout is slower than one that is known leaves its domain       `narrowing`
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ the one that promises most is asked first, and what promises no more than the be
 at all. Time against memory is this question with less and less memory: an answer holds for every limit from
 its own peak up to the one that was asked about, and a bound for every lower limit.
 
+Asked for the least time, a problem is narrowed while its tables are made (`narrowing`); time against memory
+needs whole problems, which answer for every limit.
+
 The best time of a problem without a memory limit bounds all its layouts. Where the hardware's prices say that
 a piece never costs less than its share of the whole (`Pricer.pieces_cost_more`), that holds for every larger
 number of microbatches too, and their tables are not even made; a calibrated machine may be faster in pieces,
