@@ -119,10 +119,15 @@ def _marked(count: int, rows: Ints) -> Bools:
     return found
 
 
-def grow(relations: Sequence[Relation], sizes: Sequence[int], most: int) -> Tree:
+def grow(relations: Sequence[Relation], sizes: Sequence[int], most: int, total: int | None = None) -> Tree:
     """The tree over variables with so many choices each, all named by some relation; the one whose bucket
-    could have the fewest rows comes first, those that no relation links to others last. Joins of more than
-    `most` rows are not made."""
+    could have the fewest rows comes first, those that no relation links to others last.
+
+    Args:
+      most: joins of more rows are not made.
+      total: an exact tree of at most so many rows is wanted: where there is none, what comes back is inexact
+        and not finished.
+    """
     live = dict(enumerate(relations))
     named: list[set[int]] = [set() for _ in sizes]
     for number, relation in live.items():
@@ -144,6 +149,8 @@ def grow(relations: Sequence[Relation], sizes: Sequence[int], most: int) -> Tree
                 weights.pop(u, None)
         groups = _joined(members, most)
         exact &= len(groups) == 1
+        if total is not None and not (exact and sum(map(len, buckets)) <= total):
+            return Tree(tuple(relations), tuple(buckets), False)
         for joined, parts in groups:
             bucket, message = _bucket(v, joined, parts)
             number = len(relations) + len(buckets)

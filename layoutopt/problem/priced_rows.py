@@ -36,8 +36,8 @@ from layoutopt.problem.uses import Uses, uses
 
 VARIABLES = 256
 """Problems of more variables are not tried: their joins are too large, which takes time to see."""
-JOINED, NUMBERS = 1 << 19, 1 << 24
-"""The most assignments of one join, and numbers of all rows."""
+JOINED, TOGETHER, NUMBERS = 1 << 19, 1 << 20, 1 << 24
+"""The most assignments of one join and of all, and numbers that are held at once."""
 PORTIONS, GROWTH = (1 << 14, 1 << 20), 8
 """Beginnings that are listed at first and at most, and how many times more after nothing was learnt."""
 ROUNDS, STEPS = 16, 24
@@ -46,6 +46,8 @@ SHRUNK = 0.7
 """Part of the assignments; while no more is left, prices are raised again."""
 STRETCHES = (1.5, 3.0, 10.0)
 """How much all prices are raised where no feasible choices were met."""
+WORTH = 1e-3
+"""Part of the gap; a price that can close no more of it is not looked for."""
 ROUNDED = 1e-12
 """Relative difference that the order of a sum can make: up to it a row counts as kept."""
 
@@ -203,13 +205,14 @@ class Priced:
         for _ in range(STEPS):
             slope = float(low.over[row] - high.over[row])
             price = (high.without(row) - low.without(row)) / slope if slope > 0 else 0.0
-            if price <= 0 or self.stops():
+            if price <= 0 or self.clock.over:
                 break
             top = low.without(row) + price * float(low.over[row])
             prices[row] = price
             found = self._visit(prices.copy())
             best = max(best, found, key=lambda v: v.bound)
-            if top - found.bound <= 1e-12 * abs(top) + 1e-3 * max(self.cut - top, 0.0):
+            room = max(self.cut - top, 0.0) if math.isfinite(self.cut) else 0.0
+            if found.bound > self.cut or top - found.bound <= ROUNDED * abs(top) + WORTH * room:
                 break
             if found.over[row] > 0:
                 low = found
@@ -251,6 +254,8 @@ class Priced:
     def _list(self, best: Visit, most: int) -> bool:
         """Looks at what may be better, at most so much of it; whether all was seen, or something learnt."""
         rows, cut = np.flatnonzero(self.seen), self.cut
+        if self.tree.rows * (2 + len(rows)) > NUMBERS:
+            return False
         priced, plain = self._visit(best.prices).costs, spread(self.tree, self.values)
         if self.done:
             return True
@@ -316,9 +321,13 @@ def price(incumbent: Incumbent, clock: Clock) -> Rest | None:
     used = uses(rows, tables, problem.sizes, NUMBERS)
     if used is None:
         return Rest.whole(problem)
-    tree = grow([relation for relation, _ in tables.values()], problem.sizes, JOINED)
+    tree = grow([relation for relation, _ in tables.values()], problem.sizes, JOINED, TOGETHER)
     if not tree.exact:
         return Rest.whole(problem)
     priced = Priced(incumbent, clock, tree, tables, used)
     priced.run()
-    return None if priced.done else rest(problem, priced.tree, priced.values, rows, used, priced.constant)
+    if priced.done:
+        return None
+    if clock.over:
+        return Rest.whole(problem)
+    return rest(problem, priced.tree, priced.values, rows, used, priced.constant)

@@ -56,8 +56,8 @@ def solve(
         if hint is not None:
             incumbent.judge(tuple(hint))
         left = price(incumbent, clock) if solver == "auto" else Rest.whole(problem)
-        if left is None:
-            return _solution(incumbent, True, clock, "elimination")
+        if left is None or (solver == "auto" and clock.over):
+            return _solution(incumbent, left is None, clock, "elimination")
         reduced = reduce(left.problem, keep_all=bool(banned))
         name = _chosen(solver, reduced)
         if reduced.problem is None:
