@@ -87,7 +87,8 @@ def memory(program: Program, fuses: bool = False, kernels: Fused | None = None) 
 @dataclass(frozen=True, slots=True)
 class Alive:
     """What a point of a program holds besides the variables: ids of the values alive there, and of casts that
-    are kept there for all iterations, with how many these are; `node` runs there."""
+    are kept there for all iterations, with how many these are; `node` runs there, and what is `dying` is not
+    read again."""
 
     name: str
     scope: str
@@ -96,6 +97,7 @@ class Alive:
     position: int
     values: tuple[int, ...]
     kept: tuple[tuple[int, int], ...]
+    dying: frozenset[int] = frozenset()
 
 
 def alive(program: Program, fuses: bool = False) -> list[Alive]:
@@ -104,11 +106,11 @@ def alive(program: Program, fuses: bool = False) -> list[Alive]:
     walk = _Walk(program, fuses, record=True)
     walk.run()
     out = []
-    for position, (point, live, spared) in enumerate(walk.trace):
+    for position, (point, live, spared, dying) in enumerate(walk.trace):
         held = tuple(i for i in live if walk.weight(i) and i not in spared)
         kept = tuple((i, walk.times[i]) for i in live if i in walk.times)
         at = point.origin
-        out.append(Alive(point.name, at.scope, at.phase, at.node, position, held, kept))
+        out.append(Alive(point.name, at.scope, at.phase, at.node, position, held, kept, dying))
     return out
 
 
@@ -125,7 +127,7 @@ class _Walk:
             parts = (i for instr, _ in program.walk() if isinstance(instr, Loop) for _, i in instr.sliced)
             self.casts = kernels.casts
             self.inner = kernels.inner.union(kernels.casts, parts, kernels.passed if record else ())
-        self.trace: list[tuple[Point, tuple[int, ...], tuple[int, ...]]] = []
+        self.trace: list[tuple[Point, tuple[int, ...], tuple[int, ...], frozenset[int]]] = []
         self.program = program
         self.size = [v.local_bytes(program.mesh) for v in program.values]
         self.copied: set[int] = set()
@@ -251,7 +253,7 @@ class _Walk:
                 self.peak, self.at = max(total, self.peak), len(self.points) - 1
                 self.held = {i: b for i, b in {**around, **live}.items() if b and i not in reused}
             if self.record:
-                self.trace.append((self.points[-1], (*around, *live), tuple(reused)))
+                self.trace.append((self.points[-1], (*around, *live), tuple(reused), frozenset(dying)))
             if isinstance(instr, Loop):
                 self._loop(instr, {**around, **live}, depth + 1)
             for i in dying:

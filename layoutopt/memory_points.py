@@ -1,8 +1,8 @@
 """What every point of a step holds under any layout, on any mesh: variables, optimizer state, saved
 activations, gradients, temporaries. (`memory_rows` makes tables over the decisions of it.)
 
-Copies that only some layouts need (operands gathered whole) are not counted. How much of a value there is
-depends on its dimensions, and further:
+Copies that only some layouts need are counted where a node makes them for itself (`memory_moves`). How much
+of a value there is depends on its dimensions, and further:
 
   variable v         split further (as the state of v) from stage 3 on
   state of v         split further from stage 1 on
@@ -16,14 +16,15 @@ depends on its dimensions, and further:
   saved by a loop    gone when the loop is recomputed
   result of softmax  and of other operations along a dimension: gone where it is split, for then smaller
                      operations run instead, in place
-  under another      gone where dimensions are split that only its other name or shape has (see `aliases`)
+  under another      of that other shape, if only one is still read; else gone where dimensions are split that
+                     only its other names or shapes have (see `aliases`)
   elementwise y      gone where it has the size of an operand that is smaller while nothing is split
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +34,7 @@ from layoutopt.aliases import aliases
 from layoutopt.coupling import Coupling
 from layoutopt.decisions import recompute_name, storage_class, stored_classes
 from layoutopt.memory_gradients import NEVER, gradients
+from layoutopt.memory_moves import Moves, moved_dims
 from layoutopt.memory_shares import Kind
 from mesh_tf_core.blocks import Block
 from mesh_tf_core.dims import Shape
@@ -70,7 +72,8 @@ class Points:
         gone = set(map(recompute_name, again))
         self.saved = {tensor: name for tensor, name in self.saved.items() if name not in gone}
         self.instrs = [instr for instr, _ in program.walk()]
-        self.origin = {o: i.origin for i in self.instrs for o in i.outputs}
+        self.maker = {o: i for i in self.instrs for o in i.outputs}
+        self.origin = {o: i.origin for o, i in self.maker.items()}
         self.nodes = {n.index: n for n, _ in graph.walk()}
         self.gradients = gradients(self.coupling, self._classed)
         self.of_tensor: dict[int, list[int]] = defaultdict(list)
@@ -84,7 +87,9 @@ class Points:
         self.whole = self._gathered()
         self.held: list[Held] = []
         self._numbers: dict[Held, int] = {}
-        self._steady: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
+        self._steady: dict[tuple[int, tuple[str, ...], int | None], tuple[int, ...]] = {}
+        self._dims: dict[Hashable, tuple[str, ...]] = {}
+        self.fuses = fuses
 
     @cached_property
     def largest(self) -> tuple[tuple[str, Sizes], ...]:
@@ -134,7 +139,7 @@ class Points:
         points = []
         for point in self.trace:
             once = [number for _, numbers in self._values(point) for number in numbers]
-            once += map(self._number, self.whole[point.position].values())
+            once += map(self._number, (*self.whole[point.position].values(), *self._besides(point)))
             points.append((once, self._kept(point)))
         counts = np.zeros((len(points), len(self.held)), np.int64)
         for held, (once, kept) in zip(counts, points, strict=True):
@@ -152,7 +157,31 @@ class Points:
             parts[self._key(i)][number] += times
         for i, whole in self.whole[point.position].items():
             parts["copy", self.program.values[i].tensor][self._number(whole)] += 1
+        for besides in self._besides(point):
+            parts["inside", point.node][self._number(besides)] += 1
         return parts
+
+    def _besides(self, point: Alive) -> list[Held]:
+        """What the node of a point holds besides its operands and results."""
+        node, instr = self.nodes[point.node], self.instrs[point.position]
+        if not isinstance(instr, Local) or type(instr.op) is not type(node.op) or point.phase == "update":
+            return []
+        types = tuple(self.graph.tensor(t).type for t in (*node.inputs, *node.outputs))
+        if (node.op, types) not in self._dims:
+            self._dims[node.op, types] = moved_dims(self.graph, node)
+        if not (dims := self._dims[node.op, types]):
+            return []
+        roots = tuple(map(self._root, instr.inputs))
+        dying = tuple(r in point.dying or r not in point.values for r in roots)
+        counted = all(o in point.values for o in instr.outputs)
+        moves = Moves(node.op, types, dying, counted, self.fuses, dims, node)
+        return [(Kind((), moves=moves), Shape(), 1)]
+
+    def _root(self, value: int) -> int:
+        """The value in whose memory a rename or reshape lies."""
+        while isinstance(made := self.maker.get(value), Local) and made.op.free and made.inputs:
+            value = made.inputs[0]
+        return value
 
     def _kept(self, point: Alive) -> list[tuple[int, int, int]]:
         """The casts that are kept for all iterations: (value, what it counts as, how often)."""
@@ -166,12 +195,12 @@ class Points:
     def _values(self, point: Alive) -> Iterator[tuple[int, tuple[int, ...]]]:
         """The values alive at a point, and what each counts as there: the same as everywhere but where
         something is done with it, and where only its other names are still read."""
-        here, beyond = self._concerned(point), self.aliases.beyond
+        here, beyond, instead = self._concerned(point), self.aliases.beyond, self.aliases.instead
         for i in point.values:
             if i in here:
                 yield i, self._held_as(self.program.values[i], point)
                 continue
-            state = i, beyond(i, point.position)
+            state = i, beyond(i, point.position), instead(i, point.position)
             if state not in self._steady:
                 self._steady[state] = self._held_as(self.program.values[i], point)
             yield i, self._steady[state]
@@ -257,6 +286,10 @@ class Points:
         loop = self.saved.get(value.tensor)
         node = self.nodes[point.node]
         if value.id not in self.instrs[point.position].outputs:
+            instead = self.aliases.instead(value.id, point.position)
+            if instead is not None:
+                shape = self.program.values[instead].shape
+                return [(Kind(shape.names, loop=loop), shape, element)]
             unless = self.aliases.beyond(value.id, point.position)
             return [(Kind(names, loop=loop, unless=unless), shape, element)]
         types = [self.graph.tensor(i).type for i in node.inputs]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layoutopt.decisions import Choice, Decisions, storage_class
+from layoutopt.memory_moves import Holds, Moves
 from layoutopt.problem import Entry, Sparse
 from layoutopt.tables import assignments
 from mesh_tf_core.dims import Shape
@@ -35,6 +36,7 @@ class Kind:
       unless: dimensions that make it disappear when they are split.
       rivals: shapes and bytes of an element of values whose place it may take, where it is of their size.
       replaced: disappears once a whole copy of it is gathered.
+      moves: not a value, but what a node holds besides its operands and results.
     """
 
     names: tuple[str, ...]
@@ -46,6 +48,7 @@ class Kind:
     unless: tuple[str, ...] = ()
     rivals: tuple[tuple[Shape, int], ...] = ()
     replaced: bool = False
+    moves: Moves | None = None
 
 
 Columns = Mapping[str, np.ndarray]
@@ -62,6 +65,7 @@ class Shares:
         self._entries: dict[tuple[Kind, Shape, int], Entry] = {}
         self._listed: dict[tuple[tuple[str, ...], tuple[str, ...]], np.ndarray] = {}
         self._parts: dict[Hashable, float] = {}
+        self._moved: dict[tuple[Moves, tuple[Choice, ...]], Holds] = {}
 
     def entry(self, kind: Kind, shape: Shape, size: int) -> Entry:
         """Bytes for every assignment of the decisions that matter. `size`: bytes in all, or per element of
@@ -78,6 +82,8 @@ class Shares:
     def _share(self, kind: Kind, shape: Shape) -> Share:
         """The part of the whole that a device holds, for every assignment; what lowering refuses is left
         out."""
+        if kind.moves:
+            return self._besides(kind.moves)
         variable = self.graph.variables[kind.variable] if kind.variable else None
         dims = variable.shape.names if variable else kind.names
         wanted = [*dims, *kind.unless, *(n for shape_, _ in kind.rivals for n in shape_.names)]
@@ -95,6 +101,30 @@ class Shares:
         held[self._gone(kind, columns, len(listed))] = 0.0
         legal = ~np.isnan(held)
         return tuple(self.number[n] for n in free), listed[legal], held[legal]
+
+    def _besides(self, moves: Moves) -> Share:
+        """Bytes that a node holds besides its operands and results, for every assignment."""
+        moved = tuple(n for n in moves.dims if n in self.number)
+        cases = self._assignments(moved, moves.dims)
+        held = [self._held(moves, dict(zip(moved, case, strict=True))) for case in cases.tolist()]
+        others = dict.fromkeys(n for found in held for names in found for n in names)
+        free = (*moved, *(n for n in others if n in self.number))
+        listed = self._assignments(free, free)
+        columns = dict(zip(free, listed.T, strict=True))
+        size = np.zeros(len(listed))
+        for case, found in zip(cases, held, strict=True):
+            there = (listed[:, : len(moved)] == case).all(axis=1)
+            for names, bytes_ in found.items():
+                size += np.where(there, bytes_ / self._ways(names, columns, len(listed)), 0.0)
+        return tuple(self.number[n] for n in free), listed, size
+
+    def _held(self, moves: Moves, case: Mapping[str, int]) -> Holds:
+        """What is held under one choice for the dimensions that data are moved along."""
+        splits = {n: self._choices(n)[case.get(n, 0)] for n in moves.dims}
+        key = moves, tuple(splits.values())
+        if key not in self._moved:
+            self._moved[key] = moves.holds(self.graph, self.mesh, splits)
+        return self._moved[key]
 
     def _assignments(self, free: tuple[str, ...], dims: tuple[str, ...]) -> np.ndarray:
         """The numbers of the chosen options, of shape (assignments, decisions)."""

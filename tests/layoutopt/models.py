@@ -65,8 +65,28 @@ EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
     "mlp in bfloat16": lambda: mlp(batch=8, hidden=16, dtype="bfloat16", optimizer="sgd"),
     "loops in loops": lambda: nested(False),
     "reversible": lambda: nested(True),
+    "windows": lambda: windows("float32"),
+    "windows in bfloat16": lambda: windows("bfloat16"),
     "reformer": lambda: reformer(**{**SMALL, "length": 8}, chunk=4, ff_chunks=2, dropout=0.1),
 }
+
+
+def windows(dtype: str) -> mtf.Model:
+    """Convolutions with strides and back, pooling, a shift, a sum over all before, along split dimensions."""
+    g = mtf.Graph("windows")
+    batch, h, w, c = (mtf.Dim(n, k) for n, k in (("batch", 4), ("height", 16), ("width", 8), ("c", 4)))
+    taps, more = [mtf.Dim("tap_h", 3), mtf.Dim("tap_w", 3)], mtf.Dim("more", 8)
+    x = g.input("x", [batch, h, w, c], "float32").cast(dtype)
+
+    def weight(name: str, *ends: mtf.Dim) -> mtf.Tensor:
+        return g.variable(name, [*taps, *ends], mtf.Normal(0.1), activation_dtype=dtype)
+
+    y = mtf.tanh(mtf.conv(x, weight("first", c, more), [h, w], taps, c))
+    y = mtf.max_pool(y, [h, w], [3, 3], 1, "same") + mtf.max_pool(y, [h], [3], 1, "same")
+    small = mtf.conv(y, weight("down", more, c), [h, w], taps, more, strides=2)
+    small = mtf.shift(mtf.tanh(small), 1, h.name) + mtf.cumsum(small, small.shape.dim(h.name))
+    y = mtf.conv_transpose(mtf.tanh(small), weight("up", more, c), [h, w], taps, more, strides=2)
+    return mtf.Model(mtf.reduce_mean(mtf.square(mtf.tanh(y)).cast("float32")), mtf.Adam(0.01))
 
 
 def nested(reverse: bool) -> mtf.Model:
