@@ -325,7 +325,7 @@ class MeshSearch:
             found.append(start)
         floor = low
         while found:
-            # The fastest within one byte less may hold hardly less: far from the bound, half way is asked for.
+            # The fastest within one byte less may hold hardly less: far from the bound, half way is asked.
             peak = found[-1].peak
             near = peak - floor <= CLOSE * peak
             limit = peak - 1.0 if near else (floor + peak) / 2
