@@ -317,9 +317,9 @@ class MeshSearch:
         found: list[Found] = []
         if math.isfinite(below):
             outcome = self.fastest(below - 1, deadline=deadline)
-            if outcome.found is None:
-                return [], below if outcome.proven else 0.0
-            found.append(outcome.found)
+            if outcome.found is None and outcome.proven:
+                return [], below
+            found += [outcome.found] if outcome.found is not None else []
         start, low = self.leanest(deadline, best=found[-1] if found else None)
         if start is not None and start not in found:
             found.append(start)

@@ -9,8 +9,9 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import Plan, search
-from layoutopt.mesh_search import MeshSearch
+from layoutopt.mesh_search import MeshSearch, Outcome
 from layoutopt.places import Places
+from layoutopt.space import spaces
 from tests.layoutopt.models import (
     EXAMPLES,
     HARDWARE,
@@ -89,6 +90,15 @@ def test_the_steps_of_memory_enclose_the_least_peak(seed: int) -> None:
         if found is not None:
             least = min(p.peak for p in points)
             assert low <= least <= found.peak
+
+
+def test_what_is_not_proven_of_less_memory_is_still_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that is known beforehand does not end the search for a leaner one."""
+    monkeypatch.setattr(MeshSearch, "fastest", lambda self, limit, **_: Outcome(None, 0.0, False))
+    model, hardware = EXAMPLES["mlp"](), load_hardware("tpu-v3")
+    (space, *_) = spaces(model, [mtf.Mesh("x:4")], {}, {}, ("layout",), (False,), (1,))
+    found, low = MeshSearch(model, space.mesh, space.decided, hardware).least_memory(below=1e9)
+    assert 0 < low <= found[-1].peak < 1e9
 
 
 def test_without_time_there_is_a_plan_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
