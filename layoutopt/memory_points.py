@@ -84,6 +84,7 @@ class Points:
                 self.of_owner[self.gradients[value.tensor].variable].append(value.id)
         self.trace = alive(program, fuses)
         self.aliases = aliases(program)
+        self.given = {i for loop in self.instrs if isinstance(loop, Loop) for _, i in loop.sliced}
         self.whole = self._gathered()
         self.held: list[Held] = []
         self._numbers: dict[Held, int] = {}
@@ -277,7 +278,8 @@ class Points:
         origin = self.origin.get(value.id)
         part_of = self._variable_of(value.id)
         if part_of is not None:
-            replaced = value.id in self.whole[point.position]
+            # What a loop is given part by part stays for a whole iteration.
+            replaced = value.id in self.whole[point.position] and value.id not in self.given
             return [(Kind(names, part_of, 3, replaced=replaced), shape, element)]
         if value.tensor in self.gradients:
             return self._gradient(value, point)
