@@ -16,8 +16,8 @@ one layout.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def lesson(found: Extraction, choices: Sequence[int], judged: Evaluation) -> Row
         row, counted = known
         held, makers = _held(judged)
         more = float(judged.memory.peak) - row.use(choices)
-        wrong = [k for k in {**held, **counted} if abs(held[k] - counted.get(k, 0.0)) > SAME]
+        wrong = _wrong(held, counted, found.memory.coupling)
         explained = sum(held[k] - counted.get(k, 0.0) for k in wrong)
         if more > 0 and abs(explained - more) <= SAME:
             nodes = {peak.origin.node, *(n for k in wrong for n in makers.get(k, ()))}
@@ -62,6 +62,18 @@ def lesson(found: Extraction, choices: Sequence[int], judged: Evaluation) -> Row
         table[choices[i]] = excess
         gates.append(Entry((i,), table - (excess * (len(agreeing) - 1) if i == agreeing[0] else 0.0)))
     return Row(f"judged {tuple(choices[: len(names)])}", np.inf, (*entries, *gates))
+
+
+def _wrong(held: Mapping[Key, float], counted: Mapping[Key, float], coupling: Coupling) -> list[Key]:
+    """What the judge and a row count differently. A sum that is still pending is no tensor yet to the judge,
+    but to a row, in which nothing is split, it is: these are compared as one."""
+    made = {n.index: n.outputs[0] for n in coupling.live if len(n.outputs) == 1}
+    apart = {k: held.get(k, 0.0) - counted.get(k, 0.0) for k in {**held, **counted}}
+    joined: dict[Key, float] = defaultdict(float)
+    alike = {k: ("tensor", made[k[1]]) if k[0] == "inside" and k[1] in made else k for k in apart}
+    for k, difference in apart.items():
+        joined[alike[k]] += difference
+    return [k for k, difference in apart.items() if abs(difference) > SAME and abs(joined[alike[k]]) > SAME]
 
 
 def _held(judged: Evaluation) -> tuple[Counter[Key], dict[Key, set[int]]]:
