@@ -96,6 +96,8 @@ def moved_dims(graph: Graph, node: Node) -> tuple[str, ...]:
         return ()
     if not hasattr(node.op, "lower"):
         return tuple(node.op.roles(*types[: len(node.inputs)]).whole)
+    if len(_lowered(graph, Mesh([("device", 1)]), node, {}).code) > 1:
+        return ()
     names = dict.fromkeys(n for t in types for n in t.shape.names)
     return tuple(n for n in names if _moves_along(graph, node, n, [t.shape for t in types]))
 
@@ -107,7 +109,7 @@ def _moves_along(graph: Graph, node: Node, name: str, shapes: list[Shape]) -> bo
         low = _lowered(graph, Mesh([("device", ways)]), node, {name: ("device",)})
     except LayoutError:
         return True
-    return not all(isinstance(instr, Local | AllReduce) for instr in low.code)
+    return len([instr for instr in low.code if not isinstance(instr, AllReduce)]) > 1
 
 
 def _lowered(graph: Graph, mesh: Mesh, node: Node, splits: Mapping[str, Axes]) -> Lowering:

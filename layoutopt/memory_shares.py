@@ -63,7 +63,7 @@ class Shares:
         self.number = {n: i for i, n in enumerate(names)}
         self._shares: dict[tuple[Kind, Shape], Share] = {}
         self._entries: dict[tuple[Kind, Shape, int], Entry] = {}
-        self._listed: dict[tuple[tuple[str, ...], tuple[str, ...]], np.ndarray] = {}
+        self._listed: dict[tuple[tuple[str, ...], tuple[tuple[str, ...], ...]], np.ndarray] = {}
         self._parts: dict[Hashable, float] = {}
         self._moved: dict[tuple[Moves, tuple[Choice, ...]], Holds] = {}
 
@@ -92,7 +92,7 @@ class Shares:
         if kind.loop:
             wanted.append(kind.loop)
         free = tuple(n for n in dict.fromkeys(wanted) if n in self.number)
-        listed = self._assignments(free, dims)
+        listed = self._assignments(free, (dims,))
         columns = dict(zip(free, listed.T, strict=True))
         if variable is None:
             held = 1.0 / self._ways(kind.names, columns, len(listed))
@@ -105,11 +105,11 @@ class Shares:
     def _besides(self, moves: Moves) -> Share:
         """Bytes that a node holds besides its operands and results, for every assignment."""
         moved = tuple(n for n in moves.dims if n in self.number)
-        cases = self._assignments(moved, moves.dims)
+        cases = self._assignments(moved, moves.shapes)
         held = [self._held(moves, dict(zip(moved, case, strict=True))) for case in cases.tolist()]
         others = dict.fromkeys(n for found in held for names in found for n in names)
         free = (*moved, *(n for n in others if n in self.number))
-        listed = self._assignments(free, free)
+        listed = self._assignments(free, moves.shapes)
         columns = dict(zip(free, listed.T, strict=True))
         size = np.zeros(len(listed))
         for case, found in zip(cases, held, strict=True):
@@ -126,17 +126,17 @@ class Shares:
             self._moved[key] = moves.holds(self.graph, self.mesh, splits)
         return self._moved[key]
 
-    def _assignments(self, free: tuple[str, ...], dims: tuple[str, ...]) -> np.ndarray:
+    def _assignments(self, free: tuple[str, ...], shapes: tuple[tuple[str, ...], ...]) -> np.ndarray:
         """The numbers of the chosen options, of shape (assignments, decisions)."""
-        if (free, dims) not in self._listed:
+        if (free, shapes) not in self._listed:
             options = self.decided.options
             place = [{c: i for i, c in enumerate(options[n])} for n in free]
             found = [
                 [of[c] for of, c in zip(place, chosen, strict=True)]
-                for chosen in assignments(free, [dims], options)
+                for chosen in assignments(free, shapes, options)
             ]
-            self._listed[free, dims] = np.array(found, np.int64).reshape(len(found), len(free))
-        return self._listed[free, dims]
+            self._listed[free, shapes] = np.array(found, np.int64).reshape(len(found), len(free))
+        return self._listed[free, shapes]
 
     def _choices(self, name: str) -> Sequence[Choice]:
         """What a decision may be, also where nothing is to be decided."""

@@ -52,6 +52,16 @@ def branching() -> mtf.Model:
     return mtf.Model(mtf.reduce_mean(mtf.square(halves * x)), mtf.Adam(0.01))
 
 
+def strided() -> mtf.Model:
+    """Windows that leave elements out: a device needs less than its piece."""
+    g = mtf.Graph("strided")
+    batch, h, c, more = (mtf.Dim(n, k) for n, k in (("batch", 4), ("height", 32), ("c", 8), ("more", 32)))
+    x, tap = g.input("x", [batch, h, c], "float32"), mtf.Dim("tap", 2)
+    w = g.variable("w", [tap, c, more], mtf.Normal(0.1))
+    y = mtf.conv(x, w, [h], [tap], c, strides=4, pads="valid")
+    return mtf.Model(mtf.reduce_mean(mtf.square(y)), mtf.Adam(0.01))
+
+
 EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
     "transformer": lambda: transformer(**SMALL),
     "transformer in bfloat16": lambda: transformer(
@@ -67,6 +77,7 @@ EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
     "reversible": lambda: nested(True),
     "windows": lambda: windows("float32"),
     "windows in bfloat16": lambda: windows("bfloat16"),
+    "strided": strided,
     "reformer": lambda: reformer(**{**SMALL, "length": 8}, chunk=4, ff_chunks=2, dropout=0.1),
 }
 
