@@ -93,7 +93,7 @@ def windows(dtype: str) -> mtf.Model:
         return g.variable(name, [*taps, *ends], mtf.Normal(0.1), activation_dtype=dtype)
 
     y = mtf.tanh(mtf.conv(x, weight("first", c, more), [h, w], taps, c))
-    y = mtf.max_pool(y, [h, w], [3, 3], 1, "same") + mtf.max_pool(y, [h], [3], 1, "same")
+    y = mtf.max_pool(y, [h, w], [3, 3], 1, "same") + mtf.avg_pool(y, [h], [3], 1, "same")
     small = mtf.conv(y, weight("down", more, c), [h, w], taps, more, strides=2)
     small = mtf.shift(mtf.tanh(small), 1, h.name) + mtf.cumsum(small, small.shape.dim(h.name))
     y = mtf.conv_transpose(mtf.tanh(small), weight("up", more, c), [h, w], taps, more, strides=2)
