@@ -311,10 +311,10 @@ def _most(costs: Costs) -> float:
 def price(incumbent: Incumbent, clock: Clock) -> Rest | None:
     """Improves `incumbent` and its bound; what is left of its problem, or None if nothing better is.
 
-    A problem that is too large comes back whole.
+    A problem that is too large comes back whole, and one in which nothing is chosen.
     """
     problem = incumbent.problem
-    if len(problem.variables) > VARIABLES or math.isinf(constant(problem)):
+    if not 0 < len(problem.variables) <= VARIABLES or math.isinf(constant(problem)):
         return Rest.whole(problem)
     rows = tuple(row for row in problem.all_rows() if math.isfinite(row.limit))
     tables = tabled(problem)

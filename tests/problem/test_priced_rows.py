@@ -158,3 +158,11 @@ def test_what_is_too_large_comes_back_whole() -> None:
         choices = tuple(i % size for i, size in enumerate(whole.sizes))
         assert left.lift(left.project(choices)) == choices
     assert price(Incumbent(problem, None, math.inf, []), Clock(None)) is None
+
+
+@pytest.mark.parametrize(("limit", "status"), [(2.0, Status.OPTIMAL), (1.0, Status.INFEASIBLE)])
+def test_a_problem_in_which_nothing_is_chosen(limit: float, status: Status) -> None:
+    row = Row("bytes", limit, (Entry((), np.array(2.0)),))
+    answer = solve(Problem("fixed", (), (Term((), np.array(3.0)),), (row,)))
+    assert answer.status is status
+    assert answer.choices == (() if status is Status.OPTIMAL else None)
