@@ -80,7 +80,7 @@ def rows(only: str | None) -> Iterator[Row]:
                 yield run(name, layers, MESH)
             yield run(name, 96 if name in LAYERED else None, DEVICES)
             layers = 24 if name in LAYERED else None
-            least = run(name, layers, SMALL_MESH, ("--objective", "memory"))
+            least = run(name, layers, SMALL_MESH, ("--objective", "memory", "--memory", "1TiB"))
             yield least
             yield run(name, layers, SMALL_MESH, ("--memory", str(int(TIGHT * least.peak_bytes))))
 

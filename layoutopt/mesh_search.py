@@ -33,11 +33,10 @@ from layoutopt.problem import (
     Status,
     Term,
     Variable,
-    cost,
     eliminate,
     solve,
 )
-from layoutopt.problem import evaluate as judge_problem
+from layoutopt.simplest import simplest
 from mesh_tf_core.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.mesh import Mesh
@@ -52,8 +51,6 @@ LEVELS, ROUNDS = 33, 4
 """Steps of memory that are told apart at once, and how often they get finer."""
 CLOSE = 1e-3
 """Relative difference below which a bound on memory needs no finer steps."""
-EQUAL = 1e-12
-"""Relative difference of sums that are taken in another order."""
 ROUNDING = 0.5
 """Bytes by which a row may be wrong: it never counts more than the judge (tests/layoutopt/test_tables.py) but
 for the rounding of a sum of whole numbers."""
@@ -390,20 +387,3 @@ def unlike(decided: tuple[int, ...], sizes: Sequence[int]) -> Row:
     tables = (np.arange(size) == choice for choice, size in zip(decided, sizes, strict=False))
     entries = tuple(Entry((i,), table.astype(float)) for i, table in enumerate(tables))
     return Row(f"not {decided}", len(decided) - 1.0, entries)
-
-
-def simplest(problem: Problem, extraction: Extraction, choices: tuple[int, ...]) -> tuple[int, ...]:
-    """Choices that cost no more, with the plain option wherever it makes no difference."""
-    best = list(choices)
-    most = cost(problem, choices) * (1 + EQUAL)
-    for i, name in enumerate(extraction.names):
-        plain = extraction.decided.options[name].index(()) if () in extraction.decided.options[name] else 0
-        for option in sorted({plain, *range(best[i])}, key=lambda o: (o != plain, o)):
-            if option == best[i]:
-                break
-            other = (*best[:i], option, *best[i + 1 :])
-            # Most options already cost more; only of the others are the rows worth adding up.
-            if cost(problem, other) <= most and judge_problem(problem, other).feasible:
-                best[i] = option
-                break
-    return tuple(best)
