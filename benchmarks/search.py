@@ -56,7 +56,8 @@ class Row:
     """One search.
 
     Attributes:
-      step_ms: predicted, of the answer; rival_ms: of the best named baseline that fits.
+      step_ms: predicted, of the answer; rival_ms: of the best named baseline that fits, faster than an answer
+        that was asked to hold least.
     """
 
     model: str
@@ -67,7 +68,7 @@ class Row:
     cpu_seconds: float
     step_ms: float
     rival: str
-    rival_ms: float
+    rival_ms: float | None
     layouts: str
     asked: str
     peak_bytes: int
@@ -111,7 +112,7 @@ def run(name: str, layers: int | None, where: tuple[str, ...], asked: tuple[str,
         round(spent, 1),
         1e3 * plan["predicted"]["step_seconds"],
         rival["name"] if rival else "none fits",
-        1e3 * rival["predicted"]["step_seconds"] if rival else float("nan"),
+        1e3 * rival["predicted"]["step_seconds"] if rival else None,
         plan["solver"]["layouts_considered"],
         " ".join(asked),
         plan["predicted"]["peak_memory_bytes"],
@@ -135,8 +136,8 @@ def main() -> None:
         found.append(row)
         where = f"{row.where} {row.asked}"
         print(f"{row.model:20}{row.layers or '':>7}  {where:38}{row.status:>9}{row.gap:>7.1g}", end="")
-        ratio = row.rival_ms / row.step_ms
-        print(f"{row.cpu_seconds:>8.1f}{row.step_ms:>10.4g}  {row.rival} ({ratio:.2f}x)", flush=True)
+        ratio = f" ({row.rival_ms / row.step_ms:.2f}x)" if row.rival_ms else ""
+        print(f"{row.cpu_seconds:>8.1f}{row.step_ms:>10.4g}  {row.rival}{ratio}", flush=True)
     if asked.out:
         machine = {
             "date": date.today().isoformat(),
