@@ -137,8 +137,9 @@ class Priced:
             if not self.stops():
                 best = self._ascend(best.prices)
         if self.done:
+            # Nothing is better by more than rounding.
             least = self.incumbent.objective
-            self._prove(least if self.whole and math.isfinite(least) else self.cut)
+            self._prove(least if math.isfinite(least) else self.cut)
 
     def _prove(self, bound: float) -> None:
         """Notes that no feasible choices cost less."""
