@@ -20,6 +20,7 @@ from layoutopt.coupling import Coupling
 from layoutopt.decisions import recompute_name, storage_class
 from mesh_tf_core.blocks import Block, Node
 from mesh_tf_core.lower import Keep
+from mesh_tf_core.lower.plan import plan_of
 from mesh_tf_core.lower.reruns import running_again, stands_beside_backward
 from mesh_tf_core.op import TensorType
 from mesh_tf_core.ops.basic import Cast
@@ -54,6 +55,11 @@ class Cluster:
     early: Mapping[str, Tensor]
     multiplicity: int = 1
     saves: bool = False
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """Names of all decisions that matter to it."""
+        return *self.dims, *self.switches
 
 
 def clusters(coupling: Coupling) -> list[Cluster]:
@@ -200,9 +206,9 @@ class _Builder:
 
     def _worked(self, node: Node) -> Iterator[tuple[str, ...]]:
         """The dimensions whose pieces an operation works through, where no tensor has them all."""
-        if isinstance(node.op, Feed | Read | Assign | Scan | Cast) or hasattr(node.op, "lower"):
+        roles = plan_of(node, self.graph).roles
+        if roles is None:
             return
-        roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
         worked = {*roles.parallel, *roles.reduced}
         if not any(worked <= {*self.graph.tensor(i).shape.names} for i in (*node.inputs, *node.outputs)):
             yield tuple(sorted(worked))

@@ -18,7 +18,6 @@ An option of x_d with which every layout is slower than one that is known leaves
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -94,7 +93,9 @@ def extract(
 ) -> Extraction:
     """The problem of a model on a mesh; `decided` is what may be chosen."""
     draft = Draft(model, mesh, decided, pricer, ground)
-    draft.finish()
+    with garbage.kept():
+        for cluster in draft.left:
+            draft.make(cluster)
     return draft.extraction()
 
 
@@ -118,15 +119,6 @@ class Draft:
         self.tabler = Tabler(self.ground.graph, mesh, pricer)
         self.left: list[Cluster] = list(self.ground.clusters)
         self.tables: list[Table] = []
-
-    def finish(self, deadline: float | None = None) -> bool:
-        """Makes the tables that are missing; False if there was no time for all."""
-        with garbage.kept():
-            while self.left:
-                if deadline is not None and time.monotonic() > deadline:
-                    return False
-                self.make(self.left[0])
-        return True
 
     def make(self, cluster: Cluster) -> Table:
         """The table of a cluster that has none."""

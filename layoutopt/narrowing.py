@@ -110,8 +110,7 @@ def _share(draft: Draft, cluster: Cluster) -> float:
 
 def _width(cluster: Cluster, decided: Decisions) -> int:
     """How many entries the table of a cluster has at most."""
-    names = (*cluster.dims, *cluster.switches)
-    return math.prod(len(decided.options[n]) for n in names if n in decided.options)
+    return math.prod(len(decided.options[n]) for n in cluster.decisions if n in decided.options)
 
 
 def _below(most: float, costs: Sequence[Floats], decided: Decisions) -> Decisions:

@@ -17,9 +17,7 @@ class Quotes:
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
-        self._names = [
-            tuple(n for n in (*c.dims, *c.switches) if n in draft.decided.options) for c in draft.left
-        ]
+        self._names = [tuple(n for n in c.decisions if n in draft.decided.options) for c in draft.left]
         self._known: list[dict[Hashable, Entry | None]] = [{} for _ in draft.left]
 
     def seconds(self, layout: Layout, options: Options) -> float:

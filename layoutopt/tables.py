@@ -85,7 +85,7 @@ def assignments(
 def legal(cluster: Cluster, decided: Decisions) -> Table:
     """All legal assignments, without their prices."""
     free = set(decided.free)
-    names = tuple(n for n in (*cluster.dims, *cluster.switches) if n in free)
+    names = tuple(n for n in cluster.decisions if n in free)
     pinned = tuple(n for n in cluster.dims if n in decided.fixed)
     found = assignments((*pinned, *names), cluster.shapes, decided.options)
     return Table(cluster, names, dict.fromkeys((a[len(pinned) :] for a in found), Entry(0.0)))
@@ -101,14 +101,13 @@ class Tabler:
 
     def table(self, cluster: Cluster, decided: Decisions) -> Table:
         """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out."""
-        free = set(decided.free)
-        dims = tuple(n for n in cluster.dims if n in free)
-        switches = tuple(n for n in cluster.switches if n in free)
-        names, fixed = (*dims, *switches), decided.fixed
+        bare, fixed = legal(cluster, decided), decided.fixed
+        dims = tuple(n for n in bare.names if n in cluster.dims)
+        switches = bare.names[len(dims) :]
         entries: dict[Assignment, Entry] = {}
         placed: tuple[Assignment, Naming, Layout] | None = None
         switched: dict[Assignment, Options] = {}
-        for assignment in assignments(names, cluster.shapes, decided.options):
+        for assignment in bare.entries:
             split, rest = assignment[: len(dims)], assignment[len(dims) :]
             if placed is None or placed[0] != split:
                 chosen = {**fixed, **dict(zip(dims, split, strict=True))}
@@ -118,7 +117,7 @@ class Tabler:
             entry = self._entry(cluster, *placed[1:], switched[rest])
             if entry is not None:
                 entries[assignment] = entry
-        return Table(cluster, names, entries)
+        return Table(cluster, bare.names, entries)
 
     def entry(self, cluster: Cluster, decided: Decisions, chosen: Mapping[str, Choice]) -> Entry | None:
         """The price of a cluster under one choice of everything; None if that is not legal."""

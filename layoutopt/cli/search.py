@@ -6,7 +6,7 @@ import shlex
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -31,9 +31,6 @@ from layoutopt.cli.plans import with_source
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.units import bytes_text, seconds_text
-
-if TYPE_CHECKING:
-    pass
 
 EXAMPLES = examples(
     'layoutopt search examples/transformer_lm.py --mesh "data:2;model:4" --out plan.json',
