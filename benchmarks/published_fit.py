@@ -20,7 +20,7 @@ from scipy.optimize import minimize
 from scipy.stats import spearmanr
 
 from benchmarks.published_rows import GSPMD, Pricers, Run
-from costmodels.overlap import ACTIVATION
+from costmodels.pricing.overlap import ACTIVATION
 
 Constants = Sequence[float]
 

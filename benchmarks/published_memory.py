@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.published_rows import MEGATRON, gpt, lowered, read
-from costmodels.memory import Memory, memory
+from costmodels.liveness import Memory, memory
 from examples.transformer_lm import model as language_model
 
 

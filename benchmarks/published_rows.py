@@ -15,9 +15,9 @@ from typing import Any
 import mesh_tf_core as mtf
 from benchmarks.published_models import language_model as published_model
 from costmodels import Hardware, load_hardware
-from costmodels.compute import MATMUL_CLASSES, Quantity
 from costmodels.hardware import Cluster
-from costmodels.pricing import Cost, Line, Pricer, pricer
+from costmodels.kernels.compute import MATMUL_CLASSES, Quantity
+from costmodels.pricing.pricer import Cost, Line, Pricer, pricer
 from examples.transformer_lm import model as language_model
 from examples.transformer_seq2seq import model as translation_model
 

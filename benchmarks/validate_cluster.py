@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 from costmodels.calibration.machine import machine, versions  # noqa: E402
 from costmodels.hardware import read_hardware  # noqa: E402
-from costmodels.pricing import pricer  # noqa: E402
+from costmodels.pricing.pricer import pricer  # noqa: E402
+from layoutopt.analysis.validate import Candidate, result, run, seconds_of  # noqa: E402
 from layoutopt.launching import free_ports  # noqa: E402
-from layoutopt.loading import load_model  # noqa: E402
-from layoutopt.validate import Candidate, result, run, seconds_of  # noqa: E402
+from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Cluster, Layout, Mesh  # noqa: E402
 
 MESH, PROCESSES, SAMPLES = Mesh("data:2;model:2"), 2, 8

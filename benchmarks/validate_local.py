@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 from costmodels.calibration import calibrate  # noqa: E402
 from costmodels.calibration.machine import machine, versions  # noqa: E402
 from costmodels.hardware import Hardware, read_hardware, write_profile  # noqa: E402
-from layoutopt.loading import load_model  # noqa: E402
-from layoutopt.validate import validate  # noqa: E402
+from layoutopt.analysis.validate import validate  # noqa: E402
+from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Mesh  # noqa: E402
 from mesh_tf_core.engines import prepare  # noqa: E402
 

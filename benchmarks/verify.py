@@ -33,13 +33,13 @@ from costmodels.calibration.tpu import calibrate_tpu  # noqa: E402
 from costmodels.calibration.tpu_compiled import COMPILER, shipped_probes  # noqa: E402
 from costmodels.calibration.tpu_fit import with_numbers  # noqa: E402
 from costmodels.hardware import Hardware, load_hardware  # noqa: E402
-from costmodels.pricing import price  # noqa: E402
-from layoutopt.evaluate import Evaluation, evaluate  # noqa: E402
-from layoutopt.loading import load_model  # noqa: E402
-from layoutopt.verify import collectives, generation, moved, verify  # noqa: E402
+from costmodels.pricing.pricer import price  # noqa: E402
+from layoutopt.analysis.verify import collectives, generation, moved, verify  # noqa: E402
+from layoutopt.evaluator import Evaluation, evaluate  # noqa: E402
+from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Layout, Mesh, Options  # noqa: E402
-from mesh_tf_core.engines.hlo import Found  # noqa: E402
-from mesh_tf_core.program import Program, text  # noqa: E402
+from mesh_tf_core.engines.jax.hlo import Found  # noqa: E402
+from mesh_tf_core.ir.program import Program, text  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "results" / "verify.json"
 SIDES = (

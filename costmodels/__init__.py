@@ -1,15 +1,15 @@
 """Cost models: hardware descriptions and the seconds, bytes and peak memory of a lowered program."""
 
-from costmodels.collectives import (
+from costmodels.hardware import Hardware, HardwareError, hardware_names, load_hardware
+from costmodels.kernels.compute import ComputeCost, Quantity, compute_cost, compute_seconds
+from costmodels.network.collectives import (
     COLLECTIVES,
     CollectiveCost,
     collective_cost,
     collective_seconds,
     full_bytes,
 )
-from costmodels.compute import ComputeCost, Quantity, compute_cost, compute_seconds
-from costmodels.hardware import Hardware, HardwareError, hardware_names, load_hardware
-from costmodels.topology import Placement, Route, place
+from costmodels.network.topology import Placement, Route, place
 
 __all__ = [
     "COLLECTIVES",

@@ -146,7 +146,7 @@ def _started(
 ) -> subprocess.Popen[bytes]:
     """One worker, in a session of its own: Ctrl-C reaches the launcher alone, which ends them all."""
     return subprocess.Popen(
-        [sys.executable, "-m", "layoutopt.worker", str(leash), *command],
+        [sys.executable, "-m", "layoutopt.cli.worker", str(leash), *command],
         env={**os.environ, "TF_CONFIG": json.dumps(config)},
         stdin=subprocess.DEVNULL,
         stdout=None if notes is None else subprocess.DEVNULL,

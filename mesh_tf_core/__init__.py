@@ -4,21 +4,17 @@ Use it as `import mesh_tf_core as mtf`. Nothing here loads TensorFlow before a p
 """
 
 from mesh_tf_core import decoding, layers
-from mesh_tf_core.assigning import assign_add, assign_slice, assign_sub
 from mesh_tf_core.cluster import Cluster
-from mesh_tf_core.control import cond, recomputable, while_loop
-from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.eager import Eager
 from mesh_tf_core.errors import ClusterError, InfeasibleError, LayoutError, LimitError, UserError
-from mesh_tf_core.gradients import gradients
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.initializers import ONES, ZEROS, Constant, Initializer, Normal, Uniform
-from mesh_tf_core.layout import Layout
-from mesh_tf_core.loops import scan
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.initializers import ONES, ZEROS, Constant, Initializer, Normal, Uniform
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model, minimize
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.activations import clip, elu, leaky_relu, logical_xor, selu
 from mesh_tf_core.ops.along import put_along, take_along
 from mesh_tf_core.ops.basic import add_n, cast, scale, stop_gradient
@@ -117,9 +113,13 @@ from mesh_tf_core.optimizers import (
     WarmupLinear,
     WarmupRsqrt,
 )
-from mesh_tf_core.program import Program
-from mesh_tf_core.reversible import reversible_scan
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.assigning import assign_add, assign_slice, assign_sub
+from mesh_tf_core.tracing.branches import cond, recomputable, while_loop
+from mesh_tf_core.tracing.gradients import gradients
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.reversible import reversible_scan
+from mesh_tf_core.tracing.scan import scan
+from mesh_tf_core.tracing.tensor import Tensor
 from mesh_tf_core.training import Trainer
 
 __all__ = [

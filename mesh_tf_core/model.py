@@ -9,17 +9,17 @@ from functools import cached_property
 from typing import Any
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.gradients import gradients
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.layout import Layout
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.microbatch import accumulate
 from mesh_tf_core.optimizers import SGD, Optimizer
 from mesh_tf_core.optimizers.base import apply_updates
-from mesh_tf_core.program import Program
-from mesh_tf_core.structure import Variable
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.gradients import gradients
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.microbatch import accumulate
+from mesh_tf_core.tracing.tensor import Tensor
 
 DEFAULT = Options()
 

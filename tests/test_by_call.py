@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from costmodels.hardware import CollectiveCurve, Curve, Number, preset_content, write_profile
-from costmodels.pricing import pricer
+from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
 from examples.transformer_lm import model as transformer
-from layoutopt.searching import search
+from layoutopt.api import search
 from mesh_tf_core import Layout, Mesh
 
 MESH = Mesh("data:2;model:2")

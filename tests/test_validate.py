@@ -9,7 +9,7 @@ import pytest
 from costmodels.calibration import Sample
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
-from layoutopt.validate import Candidate, choose, result, seconds_of, stratified, validate
+from layoutopt.analysis.validate import Candidate, choose, result, seconds_of, stratified, validate
 from mesh_tf_core import Layout, LayoutError, Mesh, UserError
 
 MESH = Mesh("data:2")
@@ -90,7 +90,7 @@ def test_a_real_run_has_one_row_for_each_layout():
 
 
 def test_a_prediction_is_the_whole_step_s():
-    from costmodels.pricing import pricer
+    from costmodels.pricing.pricer import pricer
 
     model = mlp(batch=16, hidden=32)
     prices = pricer(load_hardware("cpu-local"), MESH)

@@ -16,7 +16,7 @@ from costmodels.calibration.clock import Sample, sample, steps_for, typical
 from costmodels.calibration.probes import Probe, probes
 from costmodels.hardware import Hardware
 from mesh_tf_core.engines import Engine, open_engine
-from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.ir.mesh import Mesh
 
 REFERENCES = ("matmul 512x512x512", "binary.same 1024x512")
 SECONDS = 0.05

@@ -1,7 +1,7 @@
 r"""Curves from measurements.
 
-A probe's step holds r repeats of one operation, whose calls (`costmodels.kernels`) are known; each repeat
-also reads and stores variables, which probes without work measure:
+A probe's step holds r repeats of one operation, whose calls (`costmodels.kernels.array_functions`) are
+known; each repeat also reads and stores variables, which probes without work measure:
 
 (1) seconds of one repeat y = (step - empty step) / r - seconds of its reads and stores
 (2) seconds of the class that the probe is about: y - sum of the other calls, by the classes fitted
@@ -26,8 +26,8 @@ from typing import Any
 
 from costmodels.calibration.probes import COLLECTIVES, Group, Probe
 from costmodels.hardware import Curve, monotone
-from costmodels.kernels import Call, call_seconds
-from mesh_tf_core.layout import Axes
+from costmodels.kernels.array_functions import Call, call_seconds
+from mesh_tf_core.ir.layout import Axes
 
 Measurement = Mapping[str, Any]
 SMALLEST = 0.05

@@ -14,7 +14,7 @@ from costmodels.calibration.runner import Partial, Progress, measure, noise_of
 from costmodels.calibration.team import assemble
 from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.ir.mesh import Mesh
 
 QUICK, THOROUGH = 45.0, 480.0
 """Seconds after which what is still to be measured gets fewer repeats."""

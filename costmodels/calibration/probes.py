@@ -19,12 +19,13 @@ from costmodels.calibration.programs import (
     warmed,
     warming,
 )
-from costmodels.kernels import Call, calls
-from costmodels.topology import processes_spanned
-from mesh_tf_core.dims import Dim, Shape
-from mesh_tf_core.layout import Axes
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.op import Op, TensorType
+from costmodels.kernels.array_functions import Call, calls
+from costmodels.network.topology import processes_spanned
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.binary import Binary, Where
 from mesh_tf_core.ops.einsum import Broadcast, Einsum
@@ -34,7 +35,6 @@ from mesh_tf_core.ops.reduce import Reduce
 from mesh_tf_core.ops.shape import Concat, Transpose
 from mesh_tf_core.ops.softmax import Softmax, SoftmaxGrad
 from mesh_tf_core.ops.unary import Unary, UnaryGrad
-from mesh_tf_core.program import Program
 
 Group = tuple[int, int]
 """A kind of group: how many devices, over how many processes."""
@@ -102,7 +102,7 @@ def probes(mesh: Mesh, quick: bool, devices_per_process: int | None = None) -> l
     """Everything that one calibration of a mesh measures, classes in the order in which they are fitted.
 
     Args:
-      devices_per_process: see `costmodels.topology.processes_spanned`.
+      devices_per_process: see `costmodels.network.topology.processes_spanned`.
     """
     own = [*stores(), *elements(quick), *products(quick)]
     return [*own, *collectives(mesh, quick, devices_per_process), *checks(quick)]

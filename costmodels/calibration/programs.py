@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mesh_tf_core.dims import Dim, Shape
-from mesh_tf_core.initializers import Constant
-from mesh_tf_core.layout import Axes, Layout
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.op import Op, TensorType
-from mesh_tf_core.ops.basic import Shift, StopGradient
-from mesh_tf_core.ops.binary import Binary
-from mesh_tf_core.program import (
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.initializers import Constant
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -32,7 +30,9 @@ from mesh_tf_core.program import (
     Value,
     WriteVariable,
 )
-from mesh_tf_core.structure import Variable
+from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ops.basic import Shift, StopGradient
+from mesh_tf_core.ops.binary import Binary
 
 _ORIGIN = Origin(-1, "calibration", "forward")
 Splits = tuple[Axes, ...]
@@ -146,7 +146,7 @@ def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repea
     """`repeats` times a collective over `axes` in all groups at once, on float32 arrays.
 
     Args:
-      full_bytes: what `costmodels.collectives` means by bytes; rounded so that every group divides it.
+      full_bytes: what `costmodels.network.collectives` means by bytes, rounded so that all groups divide it.
     """
     build = _Builder(mesh)
     n = mesh.group_size(axes)

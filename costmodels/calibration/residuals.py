@@ -11,8 +11,8 @@ from costmodels.calibration.fit import Fit, Fitted, repeat
 from costmodels.calibration.probes import COLLECTIVES, Group, Probe, groups, probes
 from costmodels.calibration.tpu_probes import CHECK, PRODUCT
 from costmodels.hardware import Hardware
-from mesh_tf_core.layout import Axes
-from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
 
 
 @dataclass(frozen=True)

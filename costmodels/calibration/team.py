@@ -14,9 +14,9 @@ from costmodels.calibration.clock import Sample, combined, sample
 from costmodels.calibration.machine import machine, together
 from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.engines import Engine, open_engine, prepare, start_cluster
-from mesh_tf_core.engines.tf_devices import cpus
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.program import Program
+from mesh_tf_core.engines.tf.devices import cpus
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
 
 
 @dataclass(frozen=True)

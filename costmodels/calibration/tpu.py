@@ -19,9 +19,9 @@ from costmodels.calibration.runner import Progress
 from costmodels.calibration.tpu_compiled import CompiledProbes, compile_probes, known_target, shipped_probes
 from costmodels.calibration.tpu_fit import Sample, TpuFit, error, fit_tpu
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT, TpuProbe, tpu_probes
-from costmodels.compute import Quantity
 from costmodels.hardware import Hardware, load_hardware, preset_content
-from costmodels.pricing import pricer
+from costmodels.kernels.compute import Quantity
+from costmodels.pricing.pricer import pricer
 from mesh_tf_core.errors import UserError
 
 METHOD = (

@@ -17,10 +17,10 @@ from typing import Any
 
 from costmodels.calibration.runner import Partial, Progress
 from costmodels.calibration.tpu_probes import TpuProbe
+from costmodels.calibration.tpus import GENERATIONS, Generation
 from costmodels.hardware import load_hardware
-from costmodels.tpus import GENERATIONS, Generation
-from mesh_tf_core.engines import hlo, jax_home
-from mesh_tf_core.engines.jax_compile import Refusal, compile_for
+from mesh_tf_core.engines.jax import hlo, home
+from mesh_tf_core.engines.jax.compile import Refusal, compile_for
 from mesh_tf_core.errors import UserError, known_names
 
 FORMAT = "layoutopt-tpu-probes/1"
@@ -98,7 +98,7 @@ def compile_probes(
       UserError: an unknown target, no JAX or libtpu, a compiler that refuses a probe.
     """
     name, generation = known_target(target)
-    jax_home.require("libtpu")
+    home.require("libtpu")
     hardware, topology = load_hardware(target), f"{name}:{generation.smallest}"
     devices = math.prod(map(int, generation.smallest.split("x"))) * hardware.devices_per_chip
     versions = {package: version(package) for package in COMPILER}

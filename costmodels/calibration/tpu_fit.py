@@ -1,7 +1,7 @@
 r"""What the TPU compiler's estimates say of a chip's numbers: launch, memory, registers, matrix units.
 
-The seconds of a probe are predicted as those of any program: kernel by kernel (`costmodels.fusion`), each by
-equation (1) of `costmodels.compute`. Four numbers of that equation are fitted:
+The seconds of a probe are predicted as those of any program: kernel by kernel (`costmodels.kernels.fusion`),
+each by equation (1) of `costmodels.kernels.compute`. Four numbers of that equation are fitted:
 
 (1) launch: seconds of the chains without products ≈ launch · kernels + a · bytes; both >= 0, least relative
     squares. It is what is left of a kernel that has next to nothing to do
@@ -31,8 +31,8 @@ import numpy as np
 
 from costmodels.calibration.fit import Fitted, curve_of, products
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT
-from costmodels.compute import MATMUL_CLASSES, Quantity, compute_cost, padding_ratio
 from costmodels.hardware import Curve, Hardware
+from costmodels.kernels.compute import MATMUL_CLASSES, Quantity, compute_cost, padding_ratio
 
 FOLDS = 5
 ROUNDED = 1 - 1e-9
@@ -148,7 +148,7 @@ def _range(low: float, high: float, step: float) -> list[float]:
 
 class _Chains:
     """Chains under many values of memory efficiency and of an element's time: equations (1) and (6) of
-    `costmodels.compute`, kernel by kernel, on a machine that has 1 and 0."""
+    `costmodels.kernels.compute`, kernel by kernel, on a machine that has 1 and 0."""
 
     def __init__(self, machine: Hardware, chains: Sequence[Sample]) -> None:
         kernels = [(q, times) for s in chains for q, times in s.kernels]

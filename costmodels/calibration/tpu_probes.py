@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import mesh_tf_core as mtf
 from mesh_tf_core import Dim, Graph, Layout, Mesh, Tensor
 from mesh_tf_core import layers as nn
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.optimizers import SGD
-from mesh_tf_core.program import Program
 
 PRODUCT, CHAIN, CHECK = "product", "chain", "check"
 Build = Callable[[Graph], Sequence[Tensor]]

@@ -221,7 +221,7 @@ class Hardware:
     """A machine that programs are priced for. Everything below is per DEVICE and in SI units.
 
     `fuses`: programs are compiled by XLA, which makes one kernel of several operations; `streams_attention`:
-    attention runs as one kernel (`costmodels.fusion`).
+    attention runs as one kernel (`costmodels.kernels.fusion`).
     """
 
     name: str
@@ -294,8 +294,8 @@ class Hardware:
         return max(1.0, devices / self.chip.host_cores.value)
 
     def hidden_fraction(self, purpose: str) -> float:
-        """Fraction of a collective's time that runs under compute, by its class (`costmodels.overlap`); 0
-        unless the file has one."""
+        """Fraction of a collective's time that runs under compute, by its class
+        (`costmodels.pricing.overlap`); 0 unless the file has one."""
         return next((number.value for name, number in self.overlap if name == purpose), 0.0)
 
     def numbers(self) -> Iterator[tuple[str, Number]]:

@@ -11,9 +11,9 @@ from layoutopt.cli.terminal import Terminal, table
 from layoutopt.cli.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
-    from layoutopt.certificate import Certificate
-    from layoutopt.plan import Plan
-    from layoutopt.sensitivity import Curve, Robustness
+    from layoutopt.analysis.certificate import Certificate
+    from layoutopt.analysis.sensitivity import Curve, Robustness
+    from layoutopt.plan.schema import Plan
 
 SEARCHES = 6
 """Half and twice of three factors."""
@@ -28,7 +28,7 @@ class Changed:
     robust: Robustness
 
     def as_json(self) -> dict[str, Any]:
-        from layoutopt.sensitivity import as_details
+        from layoutopt.analysis.sensitivity import as_details
 
         return {"sensitivity": as_details(self.curves), "robustness": asdict(self.robust)}
 
@@ -77,7 +77,7 @@ def _value(factor: str, value: float) -> str:
 
 def changed_conditions(terminal: Terminal, found: Planned) -> Changed:
     """Searches under every changed condition, and prices the alternatives on varied hardware."""
-    from layoutopt.sensitivity import robustness, sensitivity
+    from layoutopt.analysis.sensitivity import robustness, sensitivity
 
     plan, model = found.plan, found.loaded.model
     done = iter(range(SEARCHES + 1))
@@ -94,7 +94,7 @@ def changed_conditions(terminal: Terminal, found: Planned) -> Changed:
 
 def with_found(plan: Plan, changed: Changed | None, proof: Certificate | None) -> Plan:
     """The same plan, with what was found out about it among its details."""
-    from layoutopt.plan import Plan
+    from layoutopt.plan.schema import Plan
 
     details = {**details_of(plan), **(changed.as_json() if changed else {})}
     if proof is not None:

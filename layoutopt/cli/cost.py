@@ -30,10 +30,10 @@ from layoutopt.cli.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from costmodels.pricing import Cost, Pricer
-    from layoutopt.evaluate import Evaluation
-    from layoutopt.lint import Finding
-    from layoutopt.loading import Loaded
+    from costmodels.pricing.pricer import Cost, Pricer
+    from layoutopt.analysis.lint import Finding
+    from layoutopt.evaluator import Evaluation
+    from layoutopt.models.loading import Loaded
 
 EXAMPLES = examples(
     'layoutopt cost examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
@@ -57,10 +57,10 @@ def cost(
     quiet: QuietOption = False,
 ) -> None:
     """Price a layout: per operation, per axis, per phase, and its peak memory."""
-    from costmodels.pricing import pricer
-    from layoutopt.evaluate import evaluate
-    from layoutopt.lint import lint
-    from layoutopt.loading import load_model
+    from costmodels.pricing.pricer import pricer
+    from layoutopt.analysis.lint import lint
+    from layoutopt.evaluator import evaluate
+    from layoutopt.models.loading import load_model
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware)
@@ -97,7 +97,7 @@ def cost(
 
 def opened_lines(cost: Cost, prices: Pricer) -> list[dict[str, Any]]:
     """Every priced line with its formula, in the order of the program."""
-    from costmodels.opening import formula
+    from costmodels.pricing.explanation import formula
 
     return [
         {

@@ -11,8 +11,8 @@ from layoutopt.cli.terminal import table
 from layoutopt.cli.units import bytes_text, rate_text, seconds_text, share_text
 
 if TYPE_CHECKING:
-    from costmodels.memory import Memory
-    from costmodels.pricing import Cost, Line
+    from costmodels.liveness import Memory
+    from costmodels.pricing.pricer import Cost, Line
 
 PHASES = ("forward", "recompute", "backward", "update")
 

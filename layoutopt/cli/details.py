@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from costmodels.memory import Memory
-    from costmodels.pricing import Cost, Line
-    from layoutopt.judge import Judge
-    from layoutopt.plan import Plan
+    from costmodels.liveness import Memory
+    from costmodels.pricing.pricer import Cost, Line
+    from layoutopt.optimize.evaluation import Judge
+    from layoutopt.plan.schema import Plan
     from mesh_tf_core import Model, Program
 
 MOST_POINTS = 2000
@@ -32,8 +32,8 @@ def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, sourc
     """The same plan, with all its `details`."""
     from layoutopt.cli.machine_details import calibration_details, hardware_details
     from layoutopt.cli.plans import details_of
-    from layoutopt.judge import Judge
-    from layoutopt.plan import Plan
+    from layoutopt.optimize.evaluation import Judge
+    from layoutopt.plan.schema import Plan
 
     judge = Judge(model, hardware)
     found = judge(plan.mesh, plan.layout, plan.options)
@@ -70,7 +70,7 @@ def _variables(program: Program) -> Iterable[dict[str, Any]]:
 
 
 def _itemsize(dtype: str) -> int:
-    from mesh_tf_core.dtypes import itemsize
+    from mesh_tf_core.ir.dtypes import itemsize
 
     return itemsize(dtype)
 

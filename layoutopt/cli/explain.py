@@ -27,10 +27,10 @@ from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
-    from costmodels.memory import Memory
-    from layoutopt.certificate import Certificate
-    from layoutopt.evaluate import Evaluation
-    from layoutopt.explain import Answer, Difference
+    from costmodels.liveness import Memory
+    from layoutopt.analysis.certificate import Certificate
+    from layoutopt.analysis.explain import Answer, Difference
+    from layoutopt.evaluator import Evaluation
 
 EXAMPLES = examples(
     "layoutopt explain plan.json",
@@ -77,8 +77,8 @@ def explain(
     quiet: QuietOption = False,
 ) -> None:
     """Say why a plan's layout and not another: what each split is worth, what binds, what a pin costs."""
-    from layoutopt.evaluate import evaluate
-    from layoutopt.explain import disagreements
+    from layoutopt.analysis.explain import disagreements
+    from layoutopt.evaluator import evaluate
     from mesh_tf_core.errors import UserError
 
     terminal = Terminal(as_json, quiet)
@@ -115,7 +115,7 @@ def checked_proof(terminal: Terminal, found: Planned, judged: Evaluation, said: 
     Raises:
       UserError: a plan that was for memory, claims no proof, or is not what it says.
     """
-    from layoutopt.certificate import Certificate, certify
+    from layoutopt.analysis.certificate import Certificate, certify
     from mesh_tf_core.errors import UserError
 
     plan, asked = found.plan, where_of(found.plan)
@@ -137,7 +137,7 @@ def checked_proof(terminal: Terminal, found: Planned, judged: Evaluation, said: 
 
 
 def _against(found: Planned, layout: str | None) -> Evaluation | None:
-    from layoutopt.evaluate import evaluate
+    from layoutopt.evaluator import evaluate
     from mesh_tf_core import Layout
 
     if layout is None:
@@ -147,7 +147,7 @@ def _against(found: Planned, layout: str | None) -> Evaluation | None:
 
 def _alike(found: Planned, other: Evaluation) -> Evaluation | None:
     """The other layout with what the plan decides besides, if that is anything and legal there."""
-    from layoutopt.evaluate import evaluate
+    from layoutopt.evaluator import evaluate
     from mesh_tf_core import LayoutError, Options
 
     model, mesh, options = found.loaded.model, found.plan.mesh, found.plan.options
@@ -161,7 +161,7 @@ def _alike(found: Planned, other: Evaluation) -> Evaluation | None:
 
 def _searched(terminal: Terminal, found: Planned, pins: list[str]) -> dict[str, list[Answer]]:
     """The searches under other conditions: without the limit, without each split, with each pin."""
-    from layoutopt.explain import finder, split_rules
+    from layoutopt.analysis.explain import finder, split_rules
 
     objective = "memory" if for_memory(found) else "time"
     find = finder(found.loaded.model, found.plan, found.hardware, asked_of(found.plan), objective)
@@ -187,7 +187,7 @@ def _tell(
     changed: Changed | None,
     proof: Certificate | None,
 ) -> None:
-    from layoutopt.explain import differences
+    from layoutopt.analysis.explain import differences
 
     own = found.plan.data
     rows = differences(judged.cost, other.cost) if other else []

@@ -39,8 +39,8 @@ def export(
     quiet: QuietOption = False,
 ) -> None:
     """Write a plan's layout in the form that another library takes."""
-    from layoutopt.export import Exported, placed
-    from layoutopt.export import export as written
+    from layoutopt.plan.export import Exported, placed
+    from layoutopt.plan.export import export as written
 
     terminal = Terminal(as_json, quiet)
     check_out(out)

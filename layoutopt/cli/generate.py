@@ -33,7 +33,7 @@ from layoutopt.cli.units import seconds_text
 if TYPE_CHECKING:
     import numpy as np
 
-    from layoutopt.loading import Loaded
+    from layoutopt.models.loading import Loaded
     from mesh_tf_core.training import Trainer
 
 EXAMPLES = examples(
@@ -88,7 +88,7 @@ def _loaded(
     source: str, settings: Sequence[str], rows: int, mesh: str | None, layout: str | None
 ) -> tuple[Loaded, Given]:
     """The decoding model, with a batch of as many texts as there are prompts (and the layout can split)."""
-    from layoutopt.loading import load_model
+    from layoutopt.models.loading import load_model
 
     source = source if ":" in Path(source).name else f"{source}:generate"
     loaded = load_model(source, settings)

@@ -53,7 +53,7 @@ def lower(
     as_json: JsonOption = False,
 ) -> None:
     """Print the SPMD program: what each device computes, sends and keeps."""
-    from layoutopt.loading import load_model
+    from layoutopt.models.loading import load_model
 
     terminal = Terminal(as_json)
     loaded = load_model(model, settings or ())
@@ -81,12 +81,12 @@ def _counted(program: Program) -> dict[str, int]:
 
 
 def _emit(program: Program, form: Form) -> str:
-    from mesh_tf_core.program import text
+    from mesh_tf_core.ir.program import text
 
     if form is Form.PROGRAM:
         return text(program)
     from layoutopt.cli.running import hushed
-    from mesh_tf_core.engines.jax_compile import stablehlo
+    from mesh_tf_core.engines.jax.compile import stablehlo
 
     with hushed():
         return stablehlo(program)

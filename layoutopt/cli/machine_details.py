@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from costmodels.topology import Placement
+    from costmodels.network.topology import Placement
     from mesh_tf_core import Mesh
 
 LEVELS = {
@@ -22,7 +22,7 @@ LEVELS = {
 
 def hardware_details(machine: Hardware, mesh: Mesh) -> dict[str, Any]:
     """The part `hardware` of a plan's details."""
-    from costmodels.topology import place
+    from costmodels.network.topology import place
 
     placed = place(machine, mesh)
     return {

@@ -30,8 +30,8 @@ from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from layoutopt.evaluate import Evaluation
-    from layoutopt.loading import Loaded
+    from layoutopt.evaluator import Evaluation
+    from layoutopt.models.loading import Loaded
     from mesh_tf_core.training import Trainer
 
 EXAMPLES = examples(
@@ -55,8 +55,8 @@ def measure(
     quiet: QuietOption = False,
 ) -> None:
     """Run a layout's step on this machine and time it; count what the devices send."""
-    from layoutopt.evaluate import evaluate
-    from layoutopt.loading import load_model
+    from layoutopt.evaluator import evaluate
+    from layoutopt.models.loading import load_model
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware)

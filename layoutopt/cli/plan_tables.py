@@ -15,7 +15,7 @@ from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, duration_text, rate_text, seconds_text, times_text
 
 if TYPE_CHECKING:
-    from layoutopt.plan import Alternative, Plan, PlanFile, Predicted
+    from layoutopt.plan.schema import Alternative, Plan, PlanFile, Predicted
 
 ANSWER = "the answer"
 WIDE = 120

@@ -11,9 +11,9 @@ import typer
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.explain import Asked
-    from layoutopt.loading import Loaded
-    from layoutopt.plan import Plan
+    from layoutopt.analysis.explain import Asked
+    from layoutopt.models.loading import Loaded
+    from layoutopt.plan.schema import Plan
     from mesh_tf_core import Options
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def details_of(plan: Plan) -> dict[str, Any]:
 
 def with_source(plan: Plan, source: str, asked: Mapping[str, Any]) -> Plan:
     """The same plan, saying from which MODEL it was made, and what was asked besides."""
-    from layoutopt.plan import Plan
+    from layoutopt.plan.schema import Plan
 
     details = {"source": source, "search": dict(asked)}
     return Plan(plan.data.model_copy(update={"details": details}))
@@ -84,7 +84,7 @@ def where_of(plan: Plan) -> Where:
 
 def asked_of(plan: Plan) -> Asked:
     """The rules of the plan's search; what the file does not say is the default."""
-    from layoutopt.explain import Asked
+    from layoutopt.analysis.explain import Asked
 
     return _searched(plan, Asked)
 
@@ -134,8 +134,8 @@ def open_plan(path: Path, model: str | None, hardware: str | None = None) -> Pla
       UserError: no such plan, no such model, or a model that has changed since.
     """
     from layoutopt.cli.options import read_hardware
-    from layoutopt.loading import load_model
-    from layoutopt.plan import check_plan_model, load_plan
+    from layoutopt.models.loading import load_model
+    from layoutopt.plan.schema import check_plan_model, load_plan
     from mesh_tf_core.errors import UserError
 
     plan = load_plan(path)

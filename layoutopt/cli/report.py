@@ -16,7 +16,7 @@ from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.units import bytes_text
 
 if TYPE_CHECKING:
-    from layoutopt.plan import Plan
+    from layoutopt.plan.schema import Plan
 
 EXAMPLES = examples(
     "layoutopt report plan.json --out report.html",
@@ -84,7 +84,7 @@ def _written(terminal: Terminal, plans: Sequence[Plan], folder: Path, what: str)
 
 def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
     """A plan with its details; those that it lacks are worked out from its model."""
-    from layoutopt.plan import load_plan
+    from layoutopt.plan.schema import load_plan
 
     plan = load_plan(path)
     details = details_of(plan)

@@ -16,7 +16,7 @@ from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from layoutopt.cli.options import Given
-    from layoutopt.loading import Loaded
+    from layoutopt.models.loading import Loaded
     from mesh_tf_core import Model
     from mesh_tf_core.cluster import Cluster
     from mesh_tf_core.training import Trainer
@@ -108,7 +108,7 @@ def timed_steps(
 
 def judged_model(loaded: Loaded) -> Model:
     """The model in the form in which held-out data judges it: without dropout, not in training."""
-    from layoutopt.loading import load_model
+    from layoutopt.models.loading import load_model
 
     still: dict[str, Any] = {"dropout": 0.0, "training": False}
     changed = {name: value for name, value in still.items() if name in loaded.hparams}

@@ -106,8 +106,8 @@ def search(
 ) -> None:
     """Find the best layout of a model, prove it, and show it beside its alternatives."""
     from layoutopt import search as find
-    from layoutopt.infeasible import diagnose
-    from layoutopt.loading import load_model
+    from layoutopt.analysis.infeasible import diagnose
+    from layoutopt.models.loading import load_model
     from mesh_tf_core.errors import InfeasibleError
 
     terminal = Terminal(as_json, quiet)

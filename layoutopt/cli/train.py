@@ -40,8 +40,8 @@ from layoutopt.cli.units import duration_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.loading import Loaded
-    from layoutopt.plan import Plan
+    from layoutopt.models.loading import Loaded
+    from layoutopt.plan.schema import Plan
     from mesh_tf_core.cluster import Cluster
     from mesh_tf_core.training import Trainer
 
@@ -84,7 +84,7 @@ def train(
     quiet: QuietOption = False,
 ) -> None:
     """Train a model on this machine's mesh, under the best layout or one of yours."""
-    from layoutopt.loading import load_model
+    from layoutopt.models.loading import load_model
     from mesh_tf_core.cluster import Cluster
 
     with contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ def _searched(
 ) -> Given:
     """The best layout; of a cluster's processes one searches it for all."""
     from layoutopt import search
-    from layoutopt.plan import parse_plan
+    from layoutopt.plan.schema import parse_plan
 
     devices = read_mesh(mesh)
 
@@ -163,7 +163,7 @@ class _Run:
     references: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from layoutopt.evaluate import evaluate
+        from layoutopt.evaluator import evaluate
 
         given = self.given
         priced = evaluate(self.loaded.model, given.mesh, given.layout, self.machine, given.options)

@@ -49,8 +49,8 @@ def validate(
     quiet: QuietOption = False,
 ) -> None:
     """Run many layouts on this machine and hold the predicted times against the measured ones."""
-    from layoutopt.loading import load_model
-    from layoutopt.validate import validate as run
+    from layoutopt.analysis.validate import validate as run
+    from layoutopt.models.loading import load_model
 
     terminal = Terminal(as_json, quiet)
     check_out(out)

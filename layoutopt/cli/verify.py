@@ -27,10 +27,10 @@ from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, duration_text, seconds_text, times_text
 
 if TYPE_CHECKING:
+    from layoutopt.analysis.verify import Verified
     from layoutopt.cli.options import Given
-    from layoutopt.evaluate import Evaluation
-    from layoutopt.loading import Loaded
-    from layoutopt.verify import Verified
+    from layoutopt.evaluator import Evaluation
+    from layoutopt.models.loading import Loaded
 
 EXAMPLES = examples(
     'layoutopt verify examples/transformer_lm.py --topology v5e:2x4 --mesh "data:2;model:4" '
@@ -72,10 +72,10 @@ def verify(
     quiet: QuietOption = False,
 ) -> None:
     """Compile with the real TPU compiler: collectives, peak memory and compute time against ours."""
+    from layoutopt.analysis.verify import generation
+    from layoutopt.analysis.verify import verify as compiled
     from layoutopt.cli.running import hushed
-    from layoutopt.evaluate import evaluate
-    from layoutopt.verify import generation
-    from layoutopt.verify import verify as compiled
+    from layoutopt.evaluator import evaluate
 
     terminal = Terminal(as_json, quiet)
     check_out(text, "--text")
@@ -108,7 +108,7 @@ def _asked(
 ) -> tuple[Loaded, Given]:
     """The model and what is decided about it: a plan gives everything, a model file nothing."""
     from layoutopt.cli.options import Given
-    from layoutopt.loading import load_model
+    from layoutopt.models.loading import load_model
     from mesh_tf_core import UserError
 
     if not source.endswith(".json"):
@@ -129,7 +129,7 @@ def _asked(
 
 
 def _json(loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> dict[str, Any]:
-    from layoutopt.verify import counted
+    from layoutopt.analysis.verify import counted
 
     def listed(collectives: Any) -> list[dict[str, Any]]:
         return [{"kind": k, "group_size": n, "count": c} for k, n, c in counted(collectives)]

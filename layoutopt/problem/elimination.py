@@ -26,7 +26,7 @@ import numpy as np
 
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.join_tree import grow
-from layoutopt.problem.messages import Costs, chosen, spread
+from layoutopt.problem.message_passing import Costs, chosen, spread
 from layoutopt.problem.relations import Relation, Tables, every, match
 
 CELLS = 1 << 21

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from layoutopt.problem.answer import TOLERANCE, Solution, Status, relative_gap
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.incumbent import Incumbent
+from layoutopt.problem.lagrangian import price, whole
 from layoutopt.problem.lazy import Search
-from layoutopt.problem.priced_rows import price, whole
 from layoutopt.problem.reductions import Reduced, reduce
-from layoutopt.problem.rest import Rest
+from layoutopt.problem.residual import Rest
 from layoutopt.problem.solvers import cp_sat, exhaustive, highs
 from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver, ctrl_c
 

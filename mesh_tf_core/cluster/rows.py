@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.program import Program
+from mesh_tf_core.ir.program import Program
 
 
 def rows_of(program: Program, batch: str, ranks: Iterable[int]) -> Any:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.loops import scan
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.tracing.scan import scan
+from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

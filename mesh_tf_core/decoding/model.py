@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from mesh_tf_core.decoding.beam import beam_search
 from mesh_tf_core.decoding.loop import Decoded, greedy, sample
-from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.graph import Graph
+from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.model import Model, TrainingStep
 from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.reduce import reduce_mean
+from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass

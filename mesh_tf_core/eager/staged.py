@@ -12,12 +12,12 @@ from mesh_tf_core.eager.store import Store
 from mesh_tf_core.eager.tensor import EagerTensor
 from mesh_tf_core.engines import Engine, open_engine
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.layout import Layout
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.program import WriteVariable
+from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.lower import lower
-from mesh_tf_core.program import WriteVariable
-from mesh_tf_core.structure import Variable
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.blocks import Block, Node
-from mesh_tf_core.dims import Dim, Shape
-from mesh_tf_core.dtypes import check_dtype
 from mesh_tf_core.eager.machine import Machine
 from mesh_tf_core.eager.store import Store
 from mesh_tf_core.eager.tensor import EagerTensor
@@ -20,11 +17,14 @@ from mesh_tf_core.eager.unroll import Stopped, Turn, Unrolled, taken_apart, whol
 from mesh_tf_core.engines.feeds import check_batch
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import LayoutError, UserError
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.op import Op, TensorType
-from mesh_tf_core.program import Program
-from mesh_tf_core.structure import Assign, Feed, Read, Variable
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import check_dtype
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.structure import Assign, Feed, Read, Variable
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.tensor import Tensor
 
 PACKAGE = __name__.partition(".")[0]
 

@@ -12,8 +12,8 @@ from mesh_tf_core.eager.machine import Machine
 from mesh_tf_core.engines import Engine
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
-from mesh_tf_core.structure import Variable
 
 
 @dataclass

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mesh_tf_core.dtypes import is_float
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.layout import Layout
-from mesh_tf_core.op import TensorType
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.tracing.tensor import Tensor
 
 if TYPE_CHECKING:
     from mesh_tf_core.eager.step import EagerStep

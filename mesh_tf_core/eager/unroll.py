@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mesh_tf_core.blocks import Block
-from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.ir.blocks import Block
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.ops.basic import Constant, constant_like
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.stacking import stack, unstack
-from mesh_tf_core.structure import Variable
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.tensor import Tensor
 
 if TYPE_CHECKING:
     from mesh_tf_core.eager.step import EagerStep

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.engines.protocol import Engine
-from mesh_tf_core.engines.tf_cluster import start as start_cluster
-from mesh_tf_core.engines.tf_devices import prepare
+from mesh_tf_core.engines.tf.cluster import start as start_cluster
+from mesh_tf_core.engines.tf.devices import prepare
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.program import Program
+from mesh_tf_core.ir.program import Program
 
 KINDS = ("auto", "local", "lockstep", "jax", "tpu")
 
@@ -39,7 +39,7 @@ def open_engine(
     if cluster is not None:
         if kind not in ("auto", "local"):
             raise UserError(f"engine {kind!r} runs in one process; leave it out with a cluster")
-        from mesh_tf_core.engines.tf_cluster_engine import TfClusterEngine
+        from mesh_tf_core.engines.tf.cluster_engine import TfClusterEngine
 
         return TfClusterEngine(program, cluster)
     if kind == "lockstep":
@@ -47,14 +47,14 @@ def open_engine(
 
         return LockstepEngine(program)
     if kind == "jax":
-        from mesh_tf_core.engines.jax_home import require
+        from mesh_tf_core.engines.jax.home import require
 
         require()
-        from mesh_tf_core.engines.jax_engine import JaxEngine
+        from mesh_tf_core.engines.jax.engine import JaxEngine
 
         return JaxEngine(program)
     if kind == "tpu":
-        from mesh_tf_core.engines.tf_tpu import open_tpu
+        from mesh_tf_core.engines.tf.tpu import open_tpu
 
         return open_tpu(program, devices)
     names = devices or prepare(program.mesh.devices)
@@ -62,6 +62,6 @@ def open_engine(
         raise UserError(
             f"mesh [{program.mesh}] needs {program.mesh.devices} devices, found {len(names)} names"
         )
-    from mesh_tf_core.engines.tf_local import TfLocalEngine
+    from mesh_tf_core.engines.tf.local import TfLocalEngine
 
     return TfLocalEngine(program, names)

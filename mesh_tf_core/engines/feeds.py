@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
-from mesh_tf_core.program import Program
 
 
 def check_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, Any]:

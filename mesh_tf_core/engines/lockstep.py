@@ -15,10 +15,8 @@ import numpy as np
 from mesh_tf_core.engines.feeds import check_batch
 from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
-from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
-from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.layout import Axes
-from mesh_tf_core.program import (
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -36,6 +34,8 @@ from mesh_tf_core.program import (
     WriteVariable,
     wire_bytes,
 )
+from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
+from mesh_tf_core.kernels.protocol import At, Kernel
 
 Pieces = list[Any]
 

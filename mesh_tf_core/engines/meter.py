@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from mesh_tf_core.program import AllReduce, Instr, Local, Loop, Program, ReadVariable, WriteVariable
+from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReadVariable, WriteVariable
 
 Size = Callable[[int], int]
 """Value id -> bytes of the piece on one device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mesh_tf_core.program import Collective, Instr, Loop, WriteVariable
+from mesh_tf_core.ir.program import Collective, Instr, Loop, WriteVariable
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mesh_tf_core.program import Program
+from mesh_tf_core.ir.program import Program
 
 
 class Engine(Protocol):

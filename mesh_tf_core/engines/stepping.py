@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.program import Program
+from mesh_tf_core.ir.program import Program
 
 
 class Stepping:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mesh_tf_core.op import TensorType
+from mesh_tf_core.ir.op import TensorType
 
 T = Any
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ops.dynamic import dynamic_update
 from mesh_tf_core.ops.index import gather, mtf_range
 from mesh_tf_core.ops.math import mod
 from mesh_tf_core.ops.shape import rename, transpose
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.tensor import Tensor
 
 if TYPE_CHECKING:
     from typing import TypeGuard
 
     from mesh_tf_core.decoding.cache import Cache
-    from mesh_tf_core.graph import Graph
+    from mesh_tf_core.tracing.graph import Graph
 
     class AtPosition(Cache):
         """A cache that is at a position."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.initializers import Normal
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.initializers import Normal
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.layers.caching import one_of_all
 from mesh_tf_core.ops.dynamic import dynamic_slice
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import gather
 from mesh_tf_core.ops.shape import rename, slice_dim
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.tensor import Tensor
 
 if TYPE_CHECKING:
     from mesh_tf_core.decoding.cache import Cache

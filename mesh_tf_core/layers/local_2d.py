@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.graph import Graph
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.layers.attention import Attention
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import floordiv, mod
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.shape import concat, rename, reshape
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.tensor import Tensor
 
 if TYPE_CHECKING:
     from mesh_tf_core.decoding.cache import Cache

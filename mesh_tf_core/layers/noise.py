@@ -10,7 +10,7 @@ from mesh_tf_core.ops.activations import clip
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import reciprocal
 from mesh_tf_core.ops.random import random_uniform
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Lowering: a graph, a mesh and a layout to one SPMD program."""
 
 from mesh_tf_core.lower.base import lower_base
-from mesh_tf_core.lower.keep import Keep
 from mesh_tf_core.lower.pipeline import Options, lower
+from mesh_tf_core.lower.subgraph import Keep
 
 __all__ = ["Keep", "Options", "lower", "lower_base"]

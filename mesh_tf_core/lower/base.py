@@ -9,20 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from mesh_tf_core.blocks import Block, Node
-from mesh_tf_core.dims import Shape
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.layout import Axes, Layout, check_disjoint
-from mesh_tf_core.lower.facts import Facts
-from mesh_tf_core.lower.fusion import fusion
-from mesh_tf_core.lower.keep import Keep
-from mesh_tf_core.lower.loops import Loops
-from mesh_tf_core.lower.plan import Plan, expansion, plan_of
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.op import Op, TensorType
-from mesh_tf_core.ops.basic import Cast
-from mesh_tf_core.program import (
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -37,8 +30,15 @@ from mesh_tf_core.program import (
     Value,
     WriteVariable,
 )
-from mesh_tf_core.structure import Assign, Feed, Read, Scan
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.lower.fusion import fusion
+from mesh_tf_core.lower.loops import Loops
+from mesh_tf_core.lower.nodes import Plan, expansion, plan_of
+from mesh_tf_core.lower.oracle import Facts
+from mesh_tf_core.lower.subgraph import Keep
+from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.tensor import Tensor
 
 Splits = tuple[Axes, ...]
 STRUCTURE = (Scan, Feed, Read, Assign)

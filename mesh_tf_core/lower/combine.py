@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from mesh_tf_core.layout import Axes
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.program import AllReduce, Instr, Program, ReduceScatter, Value
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import AllReduce, Instr, Program, ReduceScatter, Value
 
 SMALL_BYTES = 1 << 16
 """A message below this size costs mostly latency (64 KiB: on every network of the presets the time of a

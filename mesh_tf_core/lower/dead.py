@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mesh_tf_core.program import Input, Instr, Loop, Program, WriteVariable, make_loop
+from mesh_tf_core.ir.program import Input, Instr, Loop, Program, WriteVariable, make_loop
 
 
 def drop_dead(program: Program) -> Program:

@@ -13,7 +13,7 @@ compiler makes of training steps):
   (5) no kernel waits for another one that waits for it;
   (6) a gradient that is a cast is cast where the update reads it.
 A layout breaks these groups further, at collectives, and so does a reduction whose result is used in the same
-group (`costmodels.fusion`).
+group (`costmodels.kernels.fusion`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from collections.abc import Iterable
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
-from mesh_tf_core.blocks import Node, reads
-from mesh_tf_core.dtypes import itemsize
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.lower.reruns import running_again
-from mesh_tf_core.op import Op, TensorType
+from mesh_tf_core.ir.blocks import Node, reads
+from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import Fusion
+from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.lower.rematerialization import running_again
 from mesh_tf_core.ops.basic import Cast
-from mesh_tf_core.program import Fusion
-from mesh_tf_core.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.tracing.graph import Graph
 
 FREE, PRODUCT, MAP, REDUCE, ALONE = "free", "product", "map", "reduce", "alone"
 

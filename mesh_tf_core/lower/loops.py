@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from mesh_tf_core.blocks import Block, Node
-from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.lower.reruns import Reruns, leading_to, needed_for
-from mesh_tf_core.op import TensorType
-from mesh_tf_core.program import make_loop
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.program import make_loop
+from mesh_tf_core.lower.rematerialization import Reruns, leading_to, needed_for
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.lower.keep import Pairs
+    from mesh_tf_core.lower.subgraph import Pairs
 
 
 Key = int | tuple[int, "Key"]

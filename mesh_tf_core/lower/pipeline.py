@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.layout import Layout
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.dead import drop_dead
-from mesh_tf_core.lower.facts import Facts
-from mesh_tf_core.lower.keep import Keep
-from mesh_tf_core.lower.reruns import check_recompute
+from mesh_tf_core.lower.oracle import Facts
+from mesh_tf_core.lower.rematerialization import check_recompute
+from mesh_tf_core.lower.subgraph import Keep
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.program import Program
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.tensor import Tensor
 
 PASSES: tuple[tuple[str, Callable[[Program], Program]], ...] = (
     ("dead", drop_dead),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mesh_tf_core.layout import Axes
+from mesh_tf_core.ir.layout import Axes
 
 Splits = tuple[Axes, ...]
 Cost = tuple[float, int, int]

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from mesh_tf_core.dims import Shape
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.layout import Axes, Layout
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.structure import Variable
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.structure import Variable
 
 STAGES = ("layout", "zero1", "zero2", "zero3")
 """Names of the stages in plans."""

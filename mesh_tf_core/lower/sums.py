@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from mesh_tf_core.blocks import MICROBATCH
-from mesh_tf_core.layout import Axes
-from mesh_tf_core.lower.facts import Facts
+from mesh_tf_core.ir.blocks import MICROBATCH
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Slice, Value
+from mesh_tf_core.lower.oracle import Facts
 from mesh_tf_core.lower.uses import count_uses, rebuilt
 from mesh_tf_core.ops.basic import Cast
-from mesh_tf_core.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Slice, Value
 
 
 def delay_sums(program: Program, facts: Facts | None = None) -> Program:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mesh_tf_core.program import Instr, Loop, Program, Value, make_loop
+from mesh_tf_core.ir.program import Instr, Loop, Program, Value, make_loop
 
 
 def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdict[int, int]:

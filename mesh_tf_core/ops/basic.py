@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mesh_tf_core.dims import Shape
-from mesh_tf_core.dtypes import check_dtype, is_float
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dtypes import check_dtype, is_float
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import aligned, all_parallel, listing, same_dtype
 
 if TYPE_CHECKING:
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

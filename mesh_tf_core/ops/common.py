@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mesh_tf_core.dims import Shape, union
-from mesh_tf_core.dtypes import promote
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Shape, union
+from mesh_tf_core.ir.dtypes import promote
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.op import Roles, TensorType
 
 
 def listing(inputs: Sequence[TensorType]) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.program import Local
 from mesh_tf_core.kernels.protocol import Kernel
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.windows import Window, strided
-from mesh_tf_core.program import Local
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.basic import constant_like, stop_gradient
 from mesh_tf_core.ops.math import maximum, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 GradientOf = Callable[[list["Tensor | None"], list["Tensor"], list["Tensor"]], "Sequence[Tensor | None]"]
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import align, all_parallel, joined, listing, same_dtype
 
 if TYPE_CHECKING:
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

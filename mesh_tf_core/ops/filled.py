@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mesh_tf_core.dims import Dim, Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ops.basic import Constant, constant_like
 from mesh_tf_core.ops.einsum import broadcast
 
 if TYPE_CHECKING:
-    from mesh_tf_core.graph import Graph
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.graph import Graph
+    from mesh_tf_core.tracing.tensor import Tensor
 
 
 def constant(graph: Graph, value: float, dims: Shape | Sequence[Dim] = (), dtype: str = "float32") -> Tensor:

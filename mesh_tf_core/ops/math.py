@@ -8,7 +8,7 @@ from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.unary import unary
 
 if TYPE_CHECKING:
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 
 def exp(x: Tensor) -> Tensor:

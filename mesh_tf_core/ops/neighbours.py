@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.common import all_parallel
@@ -20,7 +20,7 @@ from mesh_tf_core.ops.shape import concat, rename, slice_dim, transpose
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

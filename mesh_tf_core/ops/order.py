@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.layout import check_disjoint
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.layout import check_disjoint
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.along import PutAlong, row_starts
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.index import Range
@@ -19,7 +19,7 @@ from mesh_tf_core.ops.shape import rename, reshape, slice_dim
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 
 def _last(k: Kernel, x: Any, shape: Shape, dim: str) -> Any:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mesh_tf_core.dims import Dim, Shape
-from mesh_tf_core.dtypes import is_float
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.common import all_parallel
 from mesh_tf_core.ops.einsum import broadcast
@@ -21,7 +21,7 @@ from mesh_tf_core.ops.windows import Pads, Window, fitted, spread, strided, wind
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 LOWEST = float("-inf")
 

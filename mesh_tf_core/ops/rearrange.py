@@ -16,15 +16,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.program import Permute, wire_bytes
 from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import all_parallel
 from mesh_tf_core.ops.pieces import PieceJoin, resized
-from mesh_tf_core.program import Permute, wire_bytes
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.kernels.protocol import At, Kernel
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import align, listing, same_dtype
 from mesh_tf_core.ops.rearrange import rearranged
 
 if TYPE_CHECKING:
     from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.kernels.protocol import UNARY, At, Kernel
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops.common import all_parallel, same_dtype
 
 if TYPE_CHECKING:
-    from mesh_tf_core.tensor import Tensor
+    from mesh_tf_core.tracing.tensor import Tensor
 
 _COST = {"exp": 8, "log": 8, "tanh": 10, "sigmoid": 10, "erf": 12, "gelu": 16, "silu": 12, "pow": 12}
 """Arithmetic per element where it is far from one (vector-math libraries' polynomial lengths)."""

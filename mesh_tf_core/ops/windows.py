@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_tf_core.dims import Dim
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.kernels.protocol import Kernel
 
 

@@ -6,18 +6,18 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mesh_tf_core.dims import Dim, Shape
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.initializers import Constant
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.initializers import Constant
+from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.ops.basic import add_n, constant_like
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import is_finite, maximum, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.optimizers.scaling import LossScale
 from mesh_tf_core.optimizers.schedules import Schedule
-from mesh_tf_core.structure import Variable
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.tensor import Tensor
 
 Rate = float | Tensor
 Updates = Iterable[tuple[Variable, Tensor]]

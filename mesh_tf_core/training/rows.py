@@ -15,20 +15,20 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
-from mesh_tf_core.blocks import Block, Node
-from mesh_tf_core.dims import Dim
-from mesh_tf_core.dtypes import is_float
-from mesh_tf_core.graph import Graph
-from mesh_tf_core.microbatch import batch_names
-from mesh_tf_core.op import TensorType
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.ops.basic import AddN, Cast, Scale, Shift, StopGradient, add_n
 from mesh_tf_core.ops.binary import Binary, binary
 from mesh_tf_core.ops.einsum import Einsum, broadcast, einsum
 from mesh_tf_core.ops.reduce import Reduce, reduce_sum
 from mesh_tf_core.ops.shape import Rename
 from mesh_tf_core.ops.unary import Unary
-from mesh_tf_core.structure import Feed, Read
-from mesh_tf_core.tensor import Tensor
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.microbatch import batch_names
+from mesh_tf_core.tracing.tensor import Tensor
 
 
 class Kind(IntEnum):

@@ -18,9 +18,9 @@ from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.cluster.rows import rows_of, widened
 from mesh_tf_core.engines import Engine, open_engine, start_cluster
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.layout import Layout
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.mesh import Mesh
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
 from mesh_tf_core.training.evaluation import Evaluation
@@ -111,7 +111,7 @@ class Trainer:
         else:
             start_cluster(self.cluster, self.mesh.devices)
             found = self.cluster.share("the search", lambda: search(self.model, mesh=self.mesh).to_json())
-            self.plan = import_module("layoutopt.plan").parse_plan(found, "worker 0")
+            self.plan = import_module("layoutopt.plan.schema").parse_plan(found, "worker 0")
         return self.plan.layout, self.plan.options
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typer.testing import Result
 import mesh_tf_core as mtf
 from costmodels.hardware import hardware_names, load_hardware, preset_content, write_profile
 from costmodels.hardware.profiles import profiles_directory
-from costmodels.memory import memory
-from costmodels.pricing import price
+from costmodels.liveness import memory
+from costmodels.pricing.pricer import price
 from examples.transformer_lm import model as transformer
-from mesh_tf_core.program import text
+from mesh_tf_core.ir.program import text
 
 LM = "examples/transformer_lm.py"
 MESH, LAYOUT = "data:2;model:4", "batch:data;d_ff:model;heads:model"

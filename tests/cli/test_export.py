@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 import mesh_tf_core as mtf
 from layoutopt.cli import app
-from layoutopt.export import FORMATS, Exported, Placed, export
-from layoutopt.loading import load_model
+from layoutopt.models.loading import load_model
+from layoutopt.plan.export import FORMATS, Exported, Placed, export
 
 LM = "examples/transformer_lm.py"
 SIZES = ("layers=2", "d_model=64", "d_ff=128", "length=32", "batch=8")

@@ -31,7 +31,7 @@ SETTINGS = [part for text in SIZES for part in ("--set", text)]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A model file and a checkpoint of it, trained until it knows the alphabet."""
-    from layoutopt.loading import load_model
+    from layoutopt.models.loading import load_model
     from mesh_tf_core import Trainer
 
     place = tmp_path_factory.mktemp("generate")

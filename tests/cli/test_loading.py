@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layoutopt.loading import Loaded, load_model
+from layoutopt.models.loading import Loaded, load_model
 from mesh_tf_core.errors import LayoutError, UserError
 
 MODEL = """

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from layoutopt.loading import load_model
-from layoutopt.plan import load_plan
+from layoutopt.models.loading import load_model
+from layoutopt.plan.schema import load_plan
 
 LM = "examples/transformer_lm.py"
 # Only splits are decided where nothing else is the point.
@@ -204,6 +204,6 @@ def test_a_plan_that_cannot_be_written(refused: Callable[..., str], tmp_path: Pa
 def test_a_frontier_that_is_cut_is_not_called_far_from_the_best(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("layoutopt.places.MOST_POINTS", 1)
+    monkeypatch.setattr("layoutopt.optimize.search.MOST_POINTS", 1)
     shown = run(*MLP, "--objective", "pareto").stdout
     assert re.search(r"^proof +the fastest is proven, the frontier is not complete \(FEASIBLE; ", shown, re.M)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from layoutopt.loading import load_model
+from layoutopt.models.loading import load_model
 
 PROBLEM: dict[str, Any] = {
     "format": "layoutopt-problem/1",

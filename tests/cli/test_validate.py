@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
-from layoutopt.loading import load_model
-from layoutopt.validation import Row, sample_layouts, summary
+from layoutopt.analysis.validation import Row, sample_layouts, summary
+from layoutopt.models.loading import load_model
 
 
 def rows(*pairs: tuple[float, float]) -> list[Row]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from layoutopt.evaluate import evaluate
-from layoutopt.loading import load_model
-from layoutopt.verify import GENERATIONS, collectives, counted, generation, moved
+from layoutopt.analysis.verify import GENERATIONS, collectives, counted, generation, moved
+from layoutopt.evaluator import evaluate
+from layoutopt.models.loading import load_model
 from mesh_tf_core import Layout, Mesh, UserError
 
 MLP = ("verify", "examples/mlp.py")

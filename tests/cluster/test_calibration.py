@@ -10,7 +10,7 @@ import pytest
 from costmodels.calibration.machine import versions
 from costmodels.calibration.probes import probes
 from costmodels.hardware import read_hardware
-from costmodels.pricing import pricer
+from costmodels.pricing.pricer import pricer
 from examples.mlp import model as perceptron
 from mesh_tf_core import Layout, Mesh
 from tests.cluster.job import Job, wait_for

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import mesh_tf_core as mtf
-from mesh_tf_core.engines.tf_cluster import _own_gpus
+from mesh_tf_core.engines.tf.cluster import _own_gpus
 
 ADDRESSES = ["a:1", "b:1", "a:2"]
 

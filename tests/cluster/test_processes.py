@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from layoutopt.cli.options import read_options
-from layoutopt.loading import load_model
-from mesh_tf_core.layout import Layout
-from mesh_tf_core.mesh import Mesh
+from layoutopt.models.loading import load_model
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.training import Trainer, checkpoint
 from tests.cluster.job import Job, wait_for
 

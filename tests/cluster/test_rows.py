@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
-from layoutopt.loading import load_model
+from layoutopt.models.loading import load_model
 from mesh_tf_core.cluster.rows import rows_of, widened
 from tests.cluster.job import ROOT
 from tests.engines.programs import language_model

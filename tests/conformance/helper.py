@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from mesh_tf_core.dtypes import is_float
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.program import Collective, Loop, Program
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
-from mesh_tf_core.program import Collective, Loop, Program
-from mesh_tf_core.verify import verify
+from mesh_tf_core.lower.verify import verify
 
 MESHES = {
     "x:2": ("float64", "float32", "bfloat16"),

@@ -10,8 +10,8 @@ import pytest
 
 import mesh_tf_core as mtf
 import mesh_tf_core.ops as ops_package
-from mesh_tf_core.op import Op
-from mesh_tf_core.program import Local
+from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.program import Local
 from tests.conformance.helper import MESHES, Built, Counts, Sample, check_dense, conform, legal_layouts
 from tests.conformance.samples import SAMPLES
 

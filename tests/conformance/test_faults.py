@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
-from mesh_tf_core import program as program_module
 from mesh_tf_core.engines import lockstep
-from mesh_tf_core.gradients import _Backward
+from mesh_tf_core.ir import program as program_module
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.program import AllReduce, Local, Loop, Program
 from mesh_tf_core.kernels.protocol import At
 from mesh_tf_core.lower import base, facts, pipeline
 from mesh_tf_core.lower.redistribute import plan_moves
-from mesh_tf_core.op import Op, Roles, TensorType
 from mesh_tf_core.ops import (
     along,
     basic,
@@ -37,7 +37,7 @@ from mesh_tf_core.ops import (
     softmax,
 )
 from mesh_tf_core.ops import random as random_ops
-from mesh_tf_core.program import AllReduce, Local, Loop, Program
+from mesh_tf_core.tracing.gradients import _Backward
 from tests.conformance.helper import Sample, check_dense, conform
 from tests.conformance.samples import SAMPLES
 

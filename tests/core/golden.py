@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ir.program import Program, text
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.pipeline import PASSES
-from mesh_tf_core.program import Program, text
-from mesh_tf_core.verify import verify
+from mesh_tf_core.lower.verify import verify
 
 FOLDER = Path(__file__).parent / "golden"
 B, D, F, L = mtf.Dim("batch", 8), mtf.Dim("d", 4), mtf.Dim("f", 8), mtf.Dim("layers", 2)

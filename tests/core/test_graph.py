@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
-from mesh_tf_core.op import Op
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.unary import Unary
 from mesh_tf_core.optimizers import by_name

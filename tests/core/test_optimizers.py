@@ -10,7 +10,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.verify import verify
+from mesh_tf_core.lower.verify import verify
 
 Array = Any
 Step = Callable[[Array, Array], Array]

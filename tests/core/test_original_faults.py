@@ -12,8 +12,8 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.program import text
-from mesh_tf_core.verify import verify
+from mesh_tf_core.ir.program import text
+from mesh_tf_core.lower.verify import verify
 
 A, B = mtf.Dim("a", 4), mtf.Dim("b", 4)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ir.program import AllReduce, Collective, Program, ReduceScatter, Slice
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.pipeline import PASSES
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
-from mesh_tf_core.program import AllReduce, Collective, Program, ReduceScatter, Slice
-from mesh_tf_core.verify import verify
+from mesh_tf_core.lower.verify import verify
 from tests.core.golden import CASES, FOLDER, record
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower.base import Lowering, lower_base
+from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.reduce import sum_to
-from mesh_tf_core.verify import verify
 
 MESH = mtf.Mesh("x:2;y:2")
 AXES = ("", "", "", "", "x", "y", "y+x")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from costmodels.pricing import price
+from costmodels.pricing.pricer import price
+from mesh_tf_core.ir.program import AllGather, Origin, Permute, Program
+from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.rearrange import Run, rounds, runs
-from mesh_tf_core.program import AllGather, Origin, Permute, Program
-from mesh_tf_core.verify import verify
 
 B = mtf.Dim("b", 2)
 

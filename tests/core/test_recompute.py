@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels.memory import memory
+from costmodels.liveness import memory
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.verify import verify
+from mesh_tf_core.lower.verify import verify
 
 B, D, F, H = mtf.Dim("batch", 4), mtf.Dim("d", 4), mtf.Dim("hidden", 16), mtf.Dim("rows", 8)
 NAMES = ("groups", "layers", "rows")

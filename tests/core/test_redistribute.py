@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.program import Input, Origin, Program
 from mesh_tf_core.lower.base import Lowering
 from mesh_tf_core.lower.redistribute import Move, plan_moves
-from mesh_tf_core.op import TensorType
-from mesh_tf_core.program import Input, Origin, Program
-from mesh_tf_core.verify import verify
+from mesh_tf_core.lower.verify import verify
 
 Splits = tuple[tuple[str, ...], ...]
 MESH = mtf.Mesh("x:2;y:3;z:4")

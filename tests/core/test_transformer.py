@@ -13,7 +13,7 @@ import pytest
 import mesh_tf_core as mtf
 from examples.transformer_lm import data, model
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.verify import verify
+from mesh_tf_core.lower.verify import verify
 
 SMALL: dict[str, Any] = {
     "layers": 2,

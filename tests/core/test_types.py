@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_tf_core import Dim, Layout, LayoutError, Mesh, Shape, UserError
-from mesh_tf_core.dims import union
-from mesh_tf_core.dtypes import check_dtype, itemsize, promote
 from mesh_tf_core.errors import known_names
+from mesh_tf_core.ir.dims import union
+from mesh_tf_core.ir.dtypes import check_dtype, itemsize, promote
 
 A, B = Dim("a", 4), Dim("b", 6)
 

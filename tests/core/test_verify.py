@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
-from mesh_tf_core.ops.basic import Scale, Shift
-from mesh_tf_core.program import (
+from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -22,7 +21,8 @@ from mesh_tf_core.program import (
     Slice,
     WriteVariable,
 )
-from mesh_tf_core.verify import ProgramError, verify
+from mesh_tf_core.lower.verify import ProgramError, verify
+from mesh_tf_core.ops.basic import Scale, Shift
 
 A, B, C, L = mtf.Dim("a", 4), mtf.Dim("b", 4), mtf.Dim("c", 4), mtf.Dim("l", 2)
 

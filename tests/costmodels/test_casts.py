@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels.fusion import fused
-from costmodels.groups import Kernel
 from costmodels.hardware import load_hardware
-from costmodels.memory import memory
-from costmodels.pricing import pricer
+from costmodels.kernels.fusion import fused
+from costmodels.kernels.groups import Kernel
+from costmodels.liveness import memory
+from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Dim, Layout, Mesh
+from mesh_tf_core.ir.program import Local, Program
 from mesh_tf_core.optimizers import by_name
-from mesh_tf_core.program import Local, Program
 
 B, D, F, LAYERS = Dim("batch", 64), Dim("d", 32), Dim("f", 128), Dim("layers", 3)
 SIZE = D.size * F.size

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels import COLLECTIVES, collective_cost, collective_seconds, full_bytes, load_hardware, place
-from costmodels.collectives import CollectiveCost
 from costmodels.hardware import (
     CollectiveCurve,
     Curve,
@@ -19,8 +18,9 @@ from costmodels.hardware import (
     Torus,
     hardware_names,
 )
+from costmodels.network.collectives import CollectiveCost
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.ir.mesh import Mesh
 
 SIZES = st.sampled_from((1, 2, 3, 4, 6, 8, 16, 32))
 BYTES = st.floats(min_value=1, max_value=1e11)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels import Quantity, compute_cost, compute_seconds, load_hardware
-from costmodels.compute import padding_ratio
 from costmodels.hardware import ComputeCurve, Curve, Hardware, hardware_names
+from costmodels.kernels.compute import padding_ratio
 from mesh_tf_core.errors import UserError
 
 DIM = st.integers(min_value=1, max_value=10_000)

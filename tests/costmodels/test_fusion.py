@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels.fusion import fused
-from costmodels.groups import Kernel
 from costmodels.hardware import load_hardware
-from costmodels.memory import memory
-from costmodels.pricing import price
+from costmodels.kernels.fusion import fused
+from costmodels.kernels.groups import Kernel
+from costmodels.liveness import memory
+from costmodels.pricing.pricer import price
 from mesh_tf_core import Dim, Layout, Mesh
 from mesh_tf_core.lower import lower
 from mesh_tf_core.lower.fusion import fusion

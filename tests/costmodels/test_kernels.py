@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from costmodels.kernels import Call, call_seconds, calls
+from costmodels.kernels.array_functions import Call, call_seconds, calls
 from mesh_tf_core import Dim, Shape
-from mesh_tf_core.op import TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ops.basic import Scale
 from mesh_tf_core.ops.binary import Binary, Where
 from mesh_tf_core.ops.einsum import Einsum

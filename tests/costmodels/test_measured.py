@@ -11,7 +11,7 @@ from statistics import mean
 import pytest
 
 from costmodels import Quantity, collective_seconds, compute_seconds, load_hardware, place
-from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.ir.mesh import Mesh
 
 DATA = Path(__file__).parents[1] / "data"
 

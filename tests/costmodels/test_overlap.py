@@ -11,13 +11,13 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.hardware.model import Number
-from costmodels.overlap import ACTIVATION, CLASSES, GRADIENT, PARAMETER
-from costmodels.pricing import Cost, price, pricer
-from layoutopt.decisions import decisions
-from layoutopt.domains import domains
-from layoutopt.evaluate import evaluate
-from layoutopt.extract import extract
+from costmodels.pricing.overlap import ACTIVATION, CLASSES, GRADIENT, PARAMETER
+from costmodels.pricing.pricer import Cost, price, pricer
+from layoutopt.evaluator import evaluate
+from layoutopt.formulation.extract import extract
 from layoutopt.problem import evaluate as value_of
+from layoutopt.space.decisions import decisions
+from layoutopt.space.domains import domains
 from tests.layoutopt.models import EXAMPLES, some_choices
 
 MESH = mtf.Mesh("data:2;model:2")

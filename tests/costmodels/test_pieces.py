@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodels.collectives import collective_seconds, full_bytes
-from costmodels.compute import Quantity, compute_seconds
 from costmodels.hardware import Hardware, hardware_names, load_hardware
-from costmodels.pricing import pricer
-from costmodels.topology import place
-from mesh_tf_core.mesh import Mesh
+from costmodels.kernels.compute import Quantity, compute_seconds
+from costmodels.network.collectives import collective_seconds, full_bytes
+from costmodels.network.topology import place
+from costmodels.pricing.pricer import pricer
+from mesh_tf_core.ir.mesh import Mesh
 
 ANALYTIC = [n for n in hardware_names() if not load_hardware(n).collective_curves]
 ITEM = {"bfloat16": 2, "float32": 4}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from costmodels import Placement, load_hardware, place
 from costmodels.hardware import Torus, hardware_names
-from costmodels.topology import processes_spanned, wraps
+from costmodels.network.topology import processes_spanned, wraps
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.mesh import Mesh
+from mesh_tf_core.ir.mesh import Mesh
 
 
 def _place(name: str, mesh: str) -> Placement:

@@ -6,10 +6,10 @@ import statistics
 
 import pytest
 
-from costmodels.collectives import collective_seconds
 from costmodels.hardware import Hardware, drawn, hardware_names, load_hardware, varied, with_bandwidth
-from costmodels.topology import place
-from mesh_tf_core.mesh import Mesh
+from costmodels.network.collectives import collective_seconds
+from costmodels.network.topology import place
+from mesh_tf_core.ir.mesh import Mesh
 
 
 def seconds(hardware: Hardware, size: float) -> float:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from costmodels import collective_seconds, formulas, load_hardware, place
-from mesh_tf_core.mesh import Mesh
+from costmodels import collective_seconds, load_hardware, place
+from costmodels.network import formulas
+from mesh_tf_core.ir.mesh import Mesh
 
 DATA = Path(__file__).parents[1] / "data" / "scaling_book_worked.csv"
 MB16 = 2.0 * 8 * 128 * 8192

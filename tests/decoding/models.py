@@ -12,8 +12,8 @@ import mesh_tf_core as mtf
 from mesh_tf_core import decoding
 from mesh_tf_core import layers as nn
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.program import Program
-from mesh_tf_core.verify import verify
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower.verify import verify
 
 VOCAB = mtf.Dim("vocab", 8)
 D = mtf.Dim("d_model", 8)

@@ -9,9 +9,9 @@ import mesh_tf_core as mtf
 from mesh_tf_core import decoding
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.engines.tf_local import TfLocalEngine
-from mesh_tf_core.engines.tf_trace import Trace
-from mesh_tf_core.program import Program
+from mesh_tf_core.engines.tf.local import TfLocalEngine
+from mesh_tf_core.engines.tf.trace import Trace
+from mesh_tf_core.ir.program import Program
 from tests.decoding.models import BATCH, KINDS, VOCAB, D, Net, Run, decoded
 
 METHODS = {

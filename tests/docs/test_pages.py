@@ -42,8 +42,10 @@ def exists(name: str) -> bool:
 
 
 def test_what_is_missing_is_found() -> None:
-    assert exists("costmodels.formulas.ring_gather") and exists("costmodels.topology.Placement.route")
-    assert not exists("costmodels.formulas.ring") and not exists("costmodels.formula.ring_gather")
+    assert exists("costmodels.network.formulas.ring_gather") and exists(
+        "costmodels.network.topology.Placement.route"
+    )
+    assert not exists("costmodels.network.formulas.ring") and not exists("costmodels.formula.ring_gather")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
-from mesh_tf_core.dtypes import is_float
-from mesh_tf_core.op import Roles, TensorType
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ops.reduce import Reduce
 from tests.conformance.helper import TOLERANCE, Built, Sample, check_close, dims, legal_layouts
 from tests.conformance.samples import SAMPLES

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from mesh_tf_core.program import Program
-from mesh_tf_core.verify import verify
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower.verify import verify
 
 N, A, L = mtf.Dim("n", 8), mtf.Dim("a", 4), mtf.Dim("l", 3)
 

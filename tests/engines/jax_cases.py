@@ -17,9 +17,9 @@ import numpy as np
 import mesh_tf_core as mtf
 from examples import mlp
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.engines.jax_home import devices
+from mesh_tf_core.engines.jax.home import devices
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.program import Loop, Program
+from mesh_tf_core.ir.program import Loop, Program
 from tests.engines.control import PROGRAMS, batches
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 

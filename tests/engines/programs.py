@@ -6,11 +6,10 @@ import numpy as np
 
 import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
-from mesh_tf_core.dims import Dim, Shape
-from mesh_tf_core.layout import Layout
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.ops.reduce import Reduce
-from mesh_tf_core.program import (
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -23,6 +22,7 @@ from mesh_tf_core.program import (
     Slice,
     Value,
 )
+from mesh_tf_core.ops.reduce import Reduce
 
 HERE = Origin(0, "", "forward")
 P, Q = Dim("p", 16), Dim("q", 24)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels.memory import memory
+from costmodels.liveness import memory
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.engines.tf_local import TfLocalEngine
-from mesh_tf_core.program import AllReduce, Loop
-from mesh_tf_core.verify import verify
+from mesh_tf_core.engines.tf.local import TfLocalEngine
+from mesh_tf_core.ir.program import AllReduce, Loop
+from mesh_tf_core.lower.verify import verify
 from tests.conformance.helper import check_bytes
 from tests.engines.control import PROGRAMS, A, N, batches, branches, until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mesh_tf_core.engines.hlo import Found, read
+from mesh_tf_core.engines.jax.hlo import Found, read
 
 HEADER = "HloModule jit_step, is_scheduled=true\n\n"
 ADD = """%add.1 (a: f32[], b: f32[]) -> f32[] {

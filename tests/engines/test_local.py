@@ -12,9 +12,9 @@ import tensorflow as tf
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.engines.tf_local import TfLocalEngine
+from mesh_tf_core.engines.tf.local import TfLocalEngine
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.op import Op, Roles
+from mesh_tf_core.ir.op import Op, Roles
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 
 AXES = [("a:2", ("a",)), ("a:1;b:2", ("a",))] + [

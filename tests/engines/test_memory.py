@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels.memory import memory
+from costmodels.liveness import memory
 from examples import mlp, transformer_lm
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.meter import Meter
-from mesh_tf_core.engines.tf_local import TfLocalEngine
+from mesh_tf_core.engines.tf.local import TfLocalEngine
 from tests.engines.programs import network, numbers, tokens
 
 SIZES = {"layers": 2, "d_model": 16, "d_kv": 4, "heads": 4, "d_ff": 32, "vocab": 24, "batch": 8, "length": 4}

@@ -15,11 +15,11 @@ import pytest
 import tensorflow as tf
 
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.engines.tf_tpu_collectives import TpuOps
-from mesh_tf_core.engines.tf_tpu_home import asked_numbers, places
+from mesh_tf_core.engines.tf.tpu_collectives import TpuOps
+from mesh_tf_core.engines.tf.tpu_home import asked_numbers, places
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.mesh import Mesh
-from mesh_tf_core.program import AllReduce, Collective, Loop, Permute
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import AllReduce, Collective, Loop, Permute
 from tests.engines.programs import every_collective, language_model
 from tests.engines.tpu_cases import CASES
 from tests.engines.tpu_fake import StepGraph, strategy

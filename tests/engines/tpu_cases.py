@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.engines.jax_home import devices
-from mesh_tf_core.program import Program, Value
+from mesh_tf_core.engines.jax.home import devices
+from mesh_tf_core.ir.program import Program, Value
 from tests.engines.control import PROGRAMS, batches
 from tests.engines.jax_cases import equal
 from tests.engines.programs import every_collective, language_model, numbers, tokens
@@ -38,8 +38,8 @@ class Replicas:
         import jax
         import tensorflow as tf
 
-        from mesh_tf_core.engines.tf_tpu_collectives import TpuExchange
-        from mesh_tf_core.engines.tf_tpu_program import TpuProgram
+        from mesh_tf_core.engines.tf.tpu_collectives import TpuExchange
+        from mesh_tf_core.engines.tf.tpu_program import TpuProgram
         from tests.engines.tpu_fake import XlaOps
 
         self.program, self.count, self.numbers = program, count, list(numbers)[: program.mesh.devices]

@@ -11,9 +11,9 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.tpu.topology import Topology
 from tensorflow.python.tpu.tpu_system_metadata import TPUSystemMetadata
 
-from mesh_tf_core.engines.tf_tpu import TpuEngine
-from mesh_tf_core.engines.tf_tpu_collectives import TpuOps
-from mesh_tf_core.engines.tf_tpu_home import strategy_for
+from mesh_tf_core.engines.tf.tpu import TpuEngine
+from mesh_tf_core.engines.tf.tpu_collectives import TpuOps
+from mesh_tf_core.engines.tf.tpu_home import strategy_for
 
 HOST = 8
 """Cores of one host."""

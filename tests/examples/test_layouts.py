@@ -10,8 +10,8 @@ import pytest
 
 import mesh_tf_core as mtf
 from examples import bert, moe_lm, reformer_lm, resnet, transformer_seq2seq, unet3d
-from mesh_tf_core.lower.reruns import recomputable
-from mesh_tf_core.program import AllGather, AllToAll, Permute, Program
+from mesh_tf_core.ir.program import AllGather, AllToAll, Permute, Program
+from mesh_tf_core.lower.rematerialization import recomputable
 from tests.examples.helper import Result, batches, check_same, train
 
 SMALL: dict[str, Any] = {

@@ -11,8 +11,8 @@ import numpy as np
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.program import Program
-from mesh_tf_core.verify import verify
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower.verify import verify
 
 Build = Callable[..., mtf.Tensor]
 

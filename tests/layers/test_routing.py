@@ -9,7 +9,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
-from mesh_tf_core.program import AllToAll
+from mesh_tf_core.ir.program import AllToAll
 from tests.layers.helper import check_layouts, run
 
 RNG = np.random.default_rng(0)

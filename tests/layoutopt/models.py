@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware
-from costmodels.pricing import pricer
+from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
 from examples.reformer_lm import model as reformer
 from examples.transformer_lm import model as transformer
-from layoutopt.decisions import Choice, Decisions, decisions
-from layoutopt.domains import domains
-from layoutopt.evaluate import evaluate
-from mesh_tf_core.layout import Axes
+from layoutopt.evaluator import evaluate
+from layoutopt.space.decisions import Choice, Decisions, decisions
+from layoutopt.space.domains import domains
+from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.optimizers import by_name
 
 SMALL = {

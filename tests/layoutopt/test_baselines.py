@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-import layoutopt.judge as judging
+import layoutopt.optimize.evaluation as judging
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from layoutopt.api import search
 from layoutopt.cli.plans import options_of
-from layoutopt.evaluate import Evaluation, evaluate
-from layoutopt.ground import Ground
-from layoutopt.judge import Judge
-from layoutopt.request import Request
-from layoutopt.rivals import RIVALS
-from layoutopt.searching import search
+from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.formulation.shared import Ground
+from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.heuristics import RIVALS
+from layoutopt.optimize.request import Request
 from tests.layoutopt.models import EXAMPLES
 
 V3 = load_hardware("tpu-v3")

@@ -8,8 +8,8 @@ import pytest
 
 import mesh_tf_core as mtf
 from layoutopt import search
-from layoutopt.infeasible import Diagnosis, diagnose
-from layoutopt.plan import Plan
+from layoutopt.analysis.infeasible import Diagnosis, diagnose
+from layoutopt.plan.schema import Plan
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.lower.storage import STAGES
 from tests.layoutopt.models import EXAMPLES

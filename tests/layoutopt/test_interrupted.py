@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import layoutopt.mesh_search as mesh_search
-import layoutopt.places as places
+import layoutopt.optimize.search as places
+import layoutopt.optimize.subproblem as mesh_search
 from layoutopt import search
 from layoutopt.problem import Problem, Solution, solve
 from tests.layoutopt.models import EXAMPLES

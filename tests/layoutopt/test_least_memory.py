@@ -9,9 +9,9 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import Plan, search
-from layoutopt.mesh_search import MeshSearch, Outcome
-from layoutopt.places import Places
-from layoutopt.space import spaces
+from layoutopt.optimize.search import Places
+from layoutopt.optimize.subproblem import MeshSearch, Outcome
+from layoutopt.optimize.subproblems import spaces
 from tests.layoutopt.models import (
     EXAMPLES,
     HARDWARE,

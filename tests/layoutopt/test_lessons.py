@@ -11,10 +11,10 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.moe_lm import model as experts
 from examples.resnet import model as resnet
-from layoutopt.decisions import Choice, decisions
-from layoutopt.domains import domains
-from layoutopt.lessons import lesson
-from layoutopt.mesh_search import MeshSearch
+from layoutopt.optimize.lazy_cuts import lesson
+from layoutopt.optimize.subproblem import MeshSearch
+from layoutopt.space.decisions import Choice, decisions
+from layoutopt.space.domains import domains
 from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, random_model, some_choices
 
 ROUNDING = 1e-3

@@ -6,11 +6,11 @@ import pytest
 
 from costmodels.hardware import load_hardware
 from layoutopt import search
-from layoutopt.evaluate import evaluate
-from layoutopt.lint import Finding, lint
-from mesh_tf_core.layout import Layout
+from layoutopt.analysis.lint import Finding, lint
+from layoutopt.evaluator import evaluate
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.mesh import Mesh
 from tests.layoutopt.models import SMALL, transformer
 
 WIDE = {**SMALL, "d_model": 128, "d_kv": 32, "d_ff": 512, "vocab": 512, "length": 64}

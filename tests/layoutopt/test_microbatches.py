@@ -8,11 +8,11 @@ import pytest
 
 from costmodels.hardware import load_hardware
 from layoutopt import search
-from layoutopt.decisions import decisions
-from layoutopt.domains import domains
-from layoutopt.mesh_search import MeshSearch
+from layoutopt.optimize.subproblem import MeshSearch
+from layoutopt.space.decisions import decisions
+from layoutopt.space.domains import domains
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.storage import STAGES
-from mesh_tf_core.mesh import Mesh
 from tests.layoutopt.models import EXAMPLES
 
 

@@ -10,18 +10,18 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
-from costmodels.pricing import pricer
-from layoutopt.decisions import decisions
-from layoutopt.domains import domains
-from layoutopt.extract import Draft, extract, outline
-from layoutopt.judge import Judge
-from layoutopt.narrowing import faster
+from costmodels.pricing.pricer import pricer
+from layoutopt.formulation.extract import Draft, extract, outline
+from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.fixing import faster
+from layoutopt.optimize.memoised import Quotes
+from layoutopt.optimize.request import EXACT
+from layoutopt.optimize.subproblems import Space
 from layoutopt.problem import eliminate
 from layoutopt.problem import evaluate as value_of
-from layoutopt.quotes import Quotes
-from layoutopt.request import EXACT
-from layoutopt.space import Space
-from mesh_tf_core.layout import Layout
+from layoutopt.space.decisions import decisions
+from layoutopt.space.domains import domains
+from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 from tests.layoutopt.models import EXAMPLES, HARDWARE, random_model, some_choices
 
@@ -51,8 +51,8 @@ def check(model: mtf.Model, space: Space, hardware: Hardware, above: float, few:
 
     with pytest.MonkeyPatch.context() as patch:
         if few:
-            patch.setattr("layoutopt.narrowing.FIRST", 1)
-            patch.setattr("layoutopt.narrowing.MORE", 0.0)
+            patch.setattr("layoutopt.optimize.fixing.FIRST", 1)
+            patch.setattr("layoutopt.optimize.fixing.MORE", 0.0)
         bound, search = faster(Judge(model, hardware), space, upper, propose)
     if above <= 1:
         assert search is None and bound >= upper * (1 - EXACT)

@@ -11,8 +11,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from layoutopt import search
-from layoutopt.judge import Judge
-from layoutopt.space import meshes, spaces
+from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.subproblems import meshes, spaces
 from mesh_tf_core.errors import LayoutError
 
 STAGES, PARTS = ("layout", "zero3"), (1, 2)

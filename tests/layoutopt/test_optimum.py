@@ -10,7 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import search
-from layoutopt.mesh_search import MeshSearch
+from layoutopt.optimize.subproblem import MeshSearch
 from layoutopt.problem import Status, solve
 from tests.layoutopt.models import (
     EXAMPLES,
@@ -92,8 +92,8 @@ def test_both_solvers_agree_on_every_example(name: str) -> None:
 
 
 def solvers_agree(name: str, mesh_text: str, parts: int) -> None:
-    from layoutopt.decisions import decisions
-    from layoutopt.domains import domains
+    from layoutopt.space.decisions import decisions
+    from layoutopt.space.domains import domains
 
     model, mesh, hardware = EXAMPLES[name](), mtf.Mesh(mesh_text), load_hardware("tpu-v3")
     graph = model.training_step(parts).graph

@@ -10,12 +10,12 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
-from costmodels.pricing import Pricer, pricer
-from layoutopt.clusters import Cluster, clusters
-from layoutopt.coupling import Coupling
-from layoutopt.decisions import Choice, Decisions, decisions
-from layoutopt.domains import domains
-from layoutopt.tables import Entry, Tabler
+from costmodels.pricing.pricer import Pricer, pricer
+from layoutopt.formulation.clusters import Cluster, clusters
+from layoutopt.formulation.dependencies import Coupling
+from layoutopt.formulation.tables import Entry, Tabler
+from layoutopt.space.decisions import Choice, Decisions, decisions
+from layoutopt.space.domains import domains
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.combine import together, waiting
 from tests.layoutopt.models import EXAMPLES, HARDWARE, random_model

@@ -13,8 +13,8 @@ from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from examples.transformer_lm import model as transformer
 from layoutopt import Plan, load_plan, search
-from layoutopt.evaluate import evaluate
-from layoutopt.plan import check_plan_model
+from layoutopt.evaluator import evaluate
+from layoutopt.plan.schema import check_plan_model
 from tests.layoutopt.models import EXAMPLES
 
 MESH = "data:2;model:2"

@@ -7,9 +7,9 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
-from layoutopt.explain import Asked
-from layoutopt.plan import Plan
-from layoutopt.sensitivity import Curve, as_details, robustness, sensitivity
+from layoutopt.analysis.explain import Asked
+from layoutopt.analysis.sensitivity import Curve, as_details, robustness, sensitivity
+from layoutopt.plan.schema import Plan
 from tests.layoutopt.models import EXAMPLES
 
 ASKED = Asked(storage=("layout", "zero1"), recompute=(False,), microbatches=(1,))

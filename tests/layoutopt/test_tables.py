@@ -8,13 +8,13 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
-from costmodels.pricing import pricer
+from costmodels.pricing.pricer import pricer
 from examples.transformer_lm import model as transformer
-from layoutopt.decisions import decisions
-from layoutopt.domains import domains
-from layoutopt.evaluate import evaluate
-from layoutopt.extract import Extraction, extract
+from layoutopt.evaluator import evaluate
+from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.problem import evaluate as value_of
+from layoutopt.space.decisions import decisions
+from layoutopt.space.domains import domains
 from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, random_model, some_choices
 
 PRICE = 1e-9

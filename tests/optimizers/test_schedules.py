@@ -11,7 +11,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.verify import verify
+from mesh_tf_core.lower.verify import verify
 
 N, A, B = mtf.Dim("n", 8), mtf.Dim("a", 8), mtf.Dim("b", 4)
 LAYOUTS = ["", "n:m;a:k", "a:m;b:k"]

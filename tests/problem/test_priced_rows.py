@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from layoutopt.problem import Entry, Problem, Row, Status, Term, Variable, evaluate, priced_rows, solve
 from layoutopt.problem.incumbent import Incumbent
-from layoutopt.problem.priced_rows import price
+from layoutopt.problem.lagrangian import price
 from layoutopt.problem.solvers.base import Clock
 from tests.problem.strategies import problems, random_problem
 

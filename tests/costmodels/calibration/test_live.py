@@ -12,15 +12,15 @@ from costmodels.calibration import calibrate
 from costmodels.calibration.probes import groups, probes
 from costmodels.calibration.programs import collective_program, local_program, stores_program
 from costmodels.hardware import read_hardware, write_profile
-from costmodels.pricing import pricer
+from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Dim, Layout, Mesh, Shape, UserError
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.op import TensorType
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.program import Local
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.reduce import Reduce
 from mesh_tf_core.ops.shape import Concat
 from mesh_tf_core.ops.unary import Unary
-from mesh_tf_core.program import Local
 
 MESH = Mesh("data:2")
 SOME = {

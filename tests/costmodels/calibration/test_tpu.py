@@ -19,12 +19,12 @@ from costmodels.calibration.tpu import calibrate_tpu, tpu_samples
 from costmodels.calibration.tpu_compiled import FORMAT, SHIPPED, compile_probes, ship, shipped_probes
 from costmodels.calibration.tpu_fit import Numbers, fit_tpu, predicted, with_numbers
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT, tpu_probes
-from costmodels.compute import Quantity, compute_seconds
+from costmodels.calibration.tpus import GENERATIONS
 from costmodels.hardware import Curve, Hardware, load_hardware, write_profile
-from costmodels.pricing import pricer
-from costmodels.tpus import GENERATIONS
+from costmodels.kernels.compute import Quantity, compute_seconds
+from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Mesh, UserError
-from mesh_tf_core.engines.jax_compile import Executable, Refusal
+from mesh_tf_core.engines.jax.compile import Executable, Refusal
 
 TARGETS = sorted(json.loads(SHIPPED.read_text(encoding="utf-8"))["targets"])
 ITEM = 2

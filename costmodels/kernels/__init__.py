@@ -1,0 +1,1 @@
+"""What runs on one device: which operations share a kernel, what each kernel does, its seconds."""

@@ -1,0 +1,368 @@
+"""What the kernels of one device do in a local instruction: its array functions, one by one, with their
+bytes.
+
+An operation's own kernel is run on pieces that have a shape and no elements (`Tally` is one more home of the
+kernel protocol), so what is counted is what an engine runs: a layer normalisation is eight passes over
+memory, a softmax one. Nothing here knows any operation. Hardware whose file has curves of classes `kernel.…`
+is priced by these calls:
+
+(1) seconds of an instruction = sum over its calls of curve(class of the call)(bytes)
+(2) a result that stays costs curve(`kernel.fresh`)(its bytes) more: it needs memory that is in no cache. All
+    other results lie in memory that was in use a moment ago. The outputs of forward operations stay until
+    backward reads them; results inside an operation, and the outputs of backward and update operations, do
+    not
+(3) a matrix product costs curve(`kernel.matmul`)(FLOPs) + curve(`kernel.matmul.operands`)(bytes read:
+    libraries pack them first) + curve(`kernel.matmul.result`)(bytes written); a batch of products takes
+    `kernel.batch` instead
+(4) what follows from constants alone, up to 100 KB, is computed when a step is traced (TensorFlow's constant
+    folding, grappler/optimizers/constant_folding.cc) and costs nothing; nor do scalars: those of a step
+    (powers of the step's number, learning rates) are the same for all variables, and common subexpressions
+    are computed once
+
+A class without a curve of its own has that of its prefix: `kernel.unary.tanh`, else `kernel.unary`, else
+`kernel`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.kernels.contraction import cheapest_pair, matmul, parse, same_order
+from mesh_tf_core.kernels.protocol import At
+
+Seconds = Callable[[float], float]
+_BOOL = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "and", "or"])
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One array function on one device.
+
+    Attributes:
+      op_class: `kernel.` and what it does, coarse to fine.
+      dtype: of its result.
+      bytes: read and written.
+      flops: of a matrix product, else 0.
+      made: bytes of the result.
+      final: whether the result is the operation's output.
+    """
+
+    op_class: str
+    dtype: str
+    bytes: float
+    flops: float = 0.0
+    made: float = 0.0
+    final: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """An array without elements; `constant`: it follows from constants alone."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    constant: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+def calls(
+    op: Op, inputs: Sequence[TensorType], outputs: Sequence[TensorType], split: frozenset[str]
+) -> list[Call]:
+    """The array functions of `op` on pieces of these types; `split`: names of the dimensions that are split.
+
+    Raises:
+      NotImplementedError: the operation uses an array function that `Tally` does not have.
+    """
+    tally = Tally()
+    at = At(tuple(inputs), tuple(outputs), split, lambda name: 0)
+    try:
+        op.kernel(tally, at, *(Piece(t.shape.sizes, t.dtype) for t in inputs))
+    except AttributeError as error:
+        raise NotImplementedError(f"{op.name}: {error}") from None
+    return tally.calls
+
+
+_FOLDED = 100 * 1024
+
+
+class Tally:
+    """The kernel protocol on `Piece`s; notes every call."""
+
+    def __init__(self) -> None:
+        self.noted: list[Call] = []
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls so far; the last one makes the output."""
+        return [*(replace(c, final=False) for c in self.noted[:-1]), *self.noted[-1:]]
+
+    def _note(
+        self, op_class: str, shape: Sequence[int], dtype: str, *read: Piece, flops: float = 0.0
+    ) -> Piece:
+        out = Piece(tuple(shape), dtype, all(x.constant for x in read))
+        if (out.constant and out.bytes <= _FOLDED) or not any(x.shape for x in (out, *read)):
+            return out
+        moved = float(out.bytes + sum(x.bytes for x in read))
+        self.noted.append(Call(f"kernel.{op_class}", dtype, moved, flops, float(out.bytes)))
+        return replace(out, constant=False)
+
+    # -- element by element ----------------------------------------------------------------------------------
+
+    def unary(self, fn: str, x: Piece) -> Piece:
+        return self._note(f"unary.{fn}", x.shape, "bool" if fn in ("not", "is_finite") else x.dtype, x)
+
+    def binary(self, fn: str, x: Piece, y: Piece) -> Piece:
+        shape = _broadcast(x.shape, y.shape)
+        dtype = "bool" if fn in _BOOL else x.dtype
+        return self._note(f"binary.{_pattern(shape, x, y)}.{fn}", shape, dtype, x, y)
+
+    def where(self, condition: Piece, x: Piece, y: Piece) -> Piece:
+        shape = _broadcast(_broadcast(condition.shape, x.shape), y.shape)
+        pattern = _pattern(shape, condition, x, y)
+        # TensorFlow's fast path needs three equal shapes; a scalar goes the slow way of all broadcasts.
+        if pattern == "same" and any(p.shape != shape for p in (condition, x, y)):
+            pattern = "scalar"
+        return self._note(f"where.{pattern}", shape, x.dtype, condition, x, y)
+
+    def cast(self, x: Piece, dtype: str) -> Piece:
+        kind = "bool" if "bool" in (x.dtype, dtype) else "number"
+        return x if x.dtype == dtype else self._note(f"cast.{kind}", x.shape, dtype, x)
+
+    # -- along axes ------------------------------------------------------------------------------------------
+
+    def reduce(self, fn: str, x: Piece, axes: Sequence[int]) -> Piece:
+        if not len(axes):
+            return x
+        shape = [n for i, n in enumerate(x.shape) if i not in axes]
+        return self._note(f"reduce.{_place(x.shape, axes)}", shape, x.dtype, x)
+
+    def softmax(self, x: Piece, axis: int) -> Piece:
+        if axis % len(x.shape) == len(x.shape) - 1:
+            return self._note("softmax", x.shape, x.dtype, x)
+        top = self._kept(self.reduce("max", x, [axis]), x, axis)
+        e = self.unary("exp", self.binary("sub", x, top))
+        return self.binary("div", e, self._kept(self.reduce("sum", e, [axis]), x, axis))
+
+    def logsumexp(self, x: Piece, axis: int) -> Piece:
+        if axis % len(x.shape) == len(x.shape) - 1 and itemsize(x.dtype) > 2:
+            top, first = self.reduce("max", x, [axis]), self.softmax(x, axis)
+            return self.binary("sub", top, self.unary("log", self.reduce("max", first, [axis])))
+        top = self._kept(self.reduce("max", x, [axis]), x, axis)
+        total = self.unary("log", self.reduce("sum", self.unary("exp", self.binary("sub", x, top)), [axis]))
+        return self.binary("add", total, self.reshape(top, total.shape))
+
+    def exp_less(self, x: Piece, total: Piece, axis: int, own: bool) -> Piece:
+        return self.softmax(x, axis) if own else self.unary("exp", self.binary("sub", x, total))
+
+    def _kept(self, reduced: Piece, x: Piece, axis: int) -> Piece:
+        return self.reshape(reduced, [1 if i == axis else n for i, n in enumerate(x.shape)])
+
+    def cumsum(self, x: Piece, axis: int, exclusive: bool, reverse: bool) -> Piece:
+        return self._note("cumulative", x.shape, x.dtype, x)
+
+    def argmax(self, x: Piece, axis: int) -> Piece:
+        shape = [n for i, n in enumerate(x.shape) if i != axis]
+        return self._note("reduce.argmax", shape, "int32", x)
+
+    def top_k(self, x: Piece, n: int) -> tuple[Piece, Piece]:
+        found = self._note("sort", (*x.shape[:-1], n), x.dtype, x)
+        return found, replace(found, dtype="int32")
+
+    # -- moves -----------------------------------------------------------------------------------------------
+
+    def reshape(self, x: Piece, shape: Sequence[int]) -> Piece:
+        return replace(x, shape=tuple(shape))
+
+    def transpose(self, x: Piece, permutation: Sequence[int]) -> Piece:
+        shape = [x.shape[p] for p in permutation]
+        moved = [p for p in permutation if x.shape[p] != 1]
+        if moved == sorted(moved):
+            return self.reshape(x, shape)
+        rows = moved[-1] == max(moved) and x.shape[moved[-1]] * itemsize(x.dtype) >= 32
+        return self._note("transpose.rows" if rows else "transpose.elements", shape, x.dtype, x)
+
+    def broadcast_to(self, x: Piece, shape: Sequence[int]) -> Piece:
+        return x if x.shape == tuple(shape) else self._note("broadcast", shape, x.dtype, x)
+
+    def concat(self, xs: Sequence[Piece], axis: int) -> Piece:
+        if len(xs) == 1:
+            return xs[0]
+        total = sum(x.shape[axis] for x in xs)
+        shape = [total if i == axis else n for i, n in enumerate(xs[0].shape)]
+        return self._note("copy.concat", shape, xs[0].dtype, *xs)
+
+    def slice(self, x: Piece, begin: Sequence[Any], sizes: Sequence[int]) -> Piece:
+        part = replace(x, shape=tuple(sizes))
+        return x if x.shape == part.shape else self._note("copy.slice", sizes, x.dtype, part)
+
+    def put(self, x: Piece, piece: Piece, axis: int, place: Any) -> Piece:
+        """Written where x lies: only the piece is touched."""
+        self._note("copy.put", piece.shape, x.dtype, piece)
+        return replace(x, constant=False)
+
+    def add_at(self, x: Piece, values: Piece, ids: Piece, axis: int) -> Piece:
+        """Written where x lies: only what is added is touched."""
+        self._note("copy.put", values.shape, x.dtype, values, ids)
+        return replace(x, constant=False)
+
+    def pad(self, x: Piece, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> Piece:
+        shape = [n + a + b for n, (a, b) in zip(x.shape, paddings, strict=True)]
+        return self._note("copy.pad", shape, x.dtype, x)
+
+    def flip(self, x: Piece, axis: int) -> Piece:
+        return self._note("copy.flip", x.shape, x.dtype, x)
+
+    def take(self, table: Piece, ids: Piece) -> Piece:
+        shape = (*ids.shape, *table.shape[1:])
+        found = replace(table, shape=shape)
+        rows = math.prod(table.shape[1:]) * itemsize(table.dtype) >= 32
+        return self._note("take.rows" if rows else "take.elements", shape, table.dtype, found, ids)
+
+    def segment_sum(self, x: Piece, ids: Piece, n: int) -> Piece:
+        rows = x.shape[len(ids.shape) :]
+        return self._note("segment_sum", (n, *rows), x.dtype, x, ids)
+
+    # -- made from nothing -----------------------------------------------------------------------------------
+
+    def full(self, shape: Sequence[int], value: float, dtype: str) -> Piece:
+        return self._note("full", shape, dtype) if len(shape) else self.scalar(value, dtype)
+
+    def iota(self, n: int, dtype: str) -> Piece:
+        return Piece((n,), dtype, constant=True)
+
+    def vector(self, values: Sequence[int], dtype: str) -> Piece:
+        return Piece((len(values),), dtype, constant=True)
+
+    def scalar(self, value: Any, dtype: str) -> Piece:
+        return Piece((), dtype, constant=not isinstance(value, Piece) or value.constant)
+
+    # -- contractions ----------------------------------------------------------------------------------------
+
+    def einsum(self, spec: str, *xs: Piece) -> Piece:
+        terms, out = parse(spec)
+        sizes = {c: n for term, x in zip(terms, xs, strict=True) for c, n in zip(term, x.shape, strict=True)}
+        rest = list(xs)
+        while len(rest) > 2:
+            i, j, kept = cheapest_pair(terms, out, sizes)
+            joined = self._contract(rest[i], rest[j], terms[i], terms[j], kept, sizes)
+            terms = [t for n, t in enumerate(terms) if n not in (i, j)] + [kept]
+            rest = [x for n, x in enumerate(rest) if n not in (i, j)] + [joined]
+        if len(rest) == 1:
+            x, term = self._summed(rest[0], terms[0], out)
+            return self._ordered(x, term, out, sizes)
+        return self._contract(rest[0], rest[1], terms[0], terms[1], out, sizes)
+
+    def conv(self, x: Piece, w: Piece, strides: Sequence[int], dilations: Sequence[int]) -> Piece:
+        reach = [(k - 1) * d + 1 for k, d in zip(w.shape, dilations, strict=False)]
+        counts = [(n - r) // s + 1 for n, r, s in zip(x.shape[1:], reach, strides, strict=False)]
+        shape = (x.shape[0], *counts, w.shape[-1])
+        flops = 2.0 * math.prod(shape) * math.prod(w.shape[:-1])
+        return self._note("matmul", shape, x.dtype, x, w, flops=flops)
+
+    def _summed(self, x: Piece, term: str, kept: str) -> tuple[Piece, str]:
+        axes = [i for i, c in enumerate(term) if c not in kept]
+        return self.reduce("sum", x, axes), "".join(c for c in term if c in kept)
+
+    def _ordered(self, x: Piece, term: str, out: str, sizes: dict[str, int]) -> Piece:
+        if same_order(term, out, sizes):
+            return self.reshape(x, [sizes[c] for c in out])
+        return self.transpose(x, [term.index(c) for c in out])
+
+    def _contract(self, x: Piece, y: Piece, tx: str, ty: str, out: str, sizes: dict[str, int]) -> Piece:
+        x, tx = self._summed(x, tx, ty + out)
+        y, ty = self._summed(y, ty, tx + out)
+        summed = [c for c in tx if c in ty and c not in out]
+        alone = [c for c in tx + ty if (c in tx) != (c in ty)]
+        if not summed or (not alone and len(out)):
+            return self._multiplied(x, y, tx, ty, out, sizes)
+        plan = matmul(tx, ty, out, sizes)
+        a, b, ta, tb = (y, x, ty, tx) if plan.swapped else (x, y, tx, ty)
+        a = self._ordered(a, ta, plan.first.letters, sizes)
+        b = self._ordered(b, tb, plan.second.letters, sizes)
+        shape = tuple(sizes[c] for c in plan.result)
+        batch, inner = (math.prod(sizes[c] for c in part) for part in (plan.batch, plan.summed))
+        flops = 2.0 * math.prod(shape) * inner
+        made = self._note("batch" if batch > 1 else "matmul", shape, a.dtype, a, b, flops=flops)
+        return self._ordered(made, plan.result, out, sizes)
+
+    def _multiplied(self, x: Piece, y: Piece, tx: str, ty: str, out: str, sizes: dict[str, int]) -> Piece:
+        largest = max((tx, ty), key=len)
+        order = largest + "".join(c for c in tx + ty if c not in largest)
+        if not set(order) - set(out):
+            order = out
+        aligned = []
+        for z, term in ((x, tx), (y, ty)):
+            here = "".join(c for c in order if c in term)
+            z = self._ordered(z, term, here, sizes)
+            aligned.append(self.reshape(z, [sizes[c] if c in term else 1 for c in order]))
+        z, term = self._summed(self.binary("mul", *aligned), order, out)
+        return self._ordered(z, term, out, sizes)
+
+
+def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of two arrays together, by NumPy's rules."""
+    n = max(len(a), len(b))
+    a, b = (1,) * (n - len(a)) + a, (1,) * (n - len(b)) + b
+    return tuple(max(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _pattern(shape: tuple[int, ...], *operands: Piece) -> str:
+    """How operands are repeated: 'same' (or scalars), 'row', 'column', or 'general'."""
+    found = {_repeated(shape, x.shape) for x in operands} - {"same"}
+    if len(found) == 1:
+        return found.pop()
+    return "general" if found else "same"
+
+
+def _repeated(shape: tuple[int, ...], own: tuple[int, ...]) -> str:
+    own = (1,) * (len(shape) - len(own)) + own
+    runs: list[bool] = []
+    for n, m in zip(shape, own, strict=True):
+        if n > 1 and (not runs or runs[-1] != (m == n)):
+            runs.append(m == n)
+    if runs in ([], [True], [False]):
+        return "same"
+    return "row" if runs == [False, True] else "column" if runs == [True, False] else "general"
+
+
+def _place(shape: tuple[int, ...], axes: Sequence[int]) -> str:
+    """Where the reduced axes lie: 'inner', 'outer', or 'mixed'."""
+    runs: list[bool] = []
+    for i, n in enumerate(shape):
+        if n > 1 and (not runs or runs[-1] != (i in axes)):
+            runs.append(i in axes)
+    if len(runs) <= 2:
+        return "outer" if runs[:1] == [True] and len(runs) == 2 else "inner"
+    return "mixed"
+
+
+def call_seconds(call: Call, curve: Callable[[str], Seconds | None], stays: bool = True) -> float:
+    """Equations (1) to (3); `curve` gives the curve of a class, or None.
+
+    Args:
+      stays: whether the operation's output stays after its reader, equation (2).
+
+    Raises:
+      KeyError: there is no curve for any prefix of the class.
+    """
+    name, own = call.op_class, curve(call.op_class)
+    while own is None and "." in name:
+        name = name.rpartition(".")[0]
+        own = curve(name)
+    if own is None:
+        raise KeyError(call.op_class)
+    seconds = own(call.flops) if call.flops else own(call.bytes)
+    for part, moved in (("operands", call.bytes - call.made), ("result", call.made)) if call.flops else ():
+        if (more := curve(f"{name}.{part}")) is not None:
+            seconds += more(moved)
+    if stays and call.final and (fresh := curve("kernel.fresh")) is not None:
+        seconds += fresh(call.made)
+    return seconds

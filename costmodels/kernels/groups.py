@@ -1,0 +1,245 @@
+"""Groups of operations that may share a kernel, and the kernels that each falls into, by the rules of
+`costmodels.kernels.fusion`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from costmodels.kernels.expansion import Part, expansion
+from costmodels.kernels.partition import Kernel, Key, Plan, Sizes, Step, Types
+from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Slice
+from mesh_tf_core.lower.fusion import PRODUCT, REDUCE, role
+
+
+def streamed(program: Program, value: int) -> bool:
+    """Whether a kernel for attention keeps a value to itself, rule (5)."""
+    found = program.values[value]
+    dim = program.fusion.streamed.get(found.tensor)
+    return dim is not None and not found.split_of(dim)
+
+
+@dataclass
+class Around:
+    """What a group is told of the program that it is in.
+
+    Attributes:
+      streams: attention is one kernel, rule (5).
+      same: a renamed value -> the one that it is.
+      producer: value -> what makes it.
+      readers: value -> the groups that read it; None for anything else.
+      stacked: values that loops stack.
+    """
+
+    program: Program
+    streams: bool
+    same: dict[int, int] = field(default_factory=dict)
+    producer: dict[int, Instr] = field(default_factory=dict)
+    readers: dict[int, set[Group | None]] = field(default_factory=lambda: defaultdict(set))
+    stacked: set[int] = field(default_factory=set)
+
+    def source(self, value: int) -> int:
+        """The value that a renamed one is."""
+        return self.same.get(value, value)
+
+    def role(self, instr: Local) -> str:
+        """How an instruction fuses, whatever is left of its operands on a device."""
+        values = (self.program.values[i] for i in instr.inputs)
+        return role(instr.op, tuple(TensorType(v.shape, v.dtype) for v in values))
+
+    def width(self, value: int, casts: Mapping[int, int]) -> int:
+        """Bytes that an element of a value moves when it is written or read, where `casts` are made; 0 if a
+        kernel for attention holds the value in registers."""
+        if self.streams and streamed(self.program, value):
+            return 0
+        return itemsize(self._narrow(value, casts) or self.program.values[value].dtype)
+
+    def _narrow(self, value: int, casts: Mapping[int, int]) -> str | None:
+        """The dtype that a cast is read in, also where it was moved."""
+        if value in casts:
+            return self.program.values[casts[value]].dtype
+        maker = self.producer.get(value)
+        if isinstance(maker, Collective | Slice):
+            return self._narrow(maker.inputs[min(maker.outputs.index(value), len(maker.inputs) - 1)], casts)
+        return self.program.fusion.narrow.get(self.program.values[value].tensor)
+
+
+@dataclass(frozen=True)
+class Lone:
+    """A cast of a variable outside of loops, rule (6): a kernel that stands for what is read more."""
+
+    around: Around
+    instr: Local
+    casts: Mapping[int, int]
+
+    def kernels(self, local: Types) -> list[Kernel]:
+        """As of a group."""
+        size = float(local(self.instr.inputs[0]).shape.size * self._width)
+        return [Kernel((self.instr,), (self.instr,), None, size, 0.0, 0.0, False, 0)]
+
+    def signature(self) -> tuple[Hashable, Sequence[int]]:
+        """As of a group."""
+        return ("cast", self.instr.op, self._width), (*self.instr.inputs, *self.instr.outputs)
+
+    @property
+    def _width(self) -> int:
+        return self.around.width(self.instr.inputs[0], self.casts)
+
+
+class Group:
+    """One group of a block: its instructions, and the kernels that they fall into."""
+
+    def __init__(self, around: Around, again: bool) -> None:
+        self.around = around
+        self.instrs: list[Local] = []
+        self.roles: list[str] = []
+        self.casts: Mapping[int, int] = {}
+        fusion = around.program.fusion
+        self.leaving = fusion.again if again else fusion.leaving
+        self._plans: dict[Hashable, Plan] = {}
+
+    def kernels(self, local: Types) -> list[Kernel]:
+        """What it falls into where values have pieces of some types."""
+        plan, sizes = self.plan(local)
+        return plan.kernels(plan.outcome(sizes.bytes), sizes)
+
+    def plan(self, local: Types) -> tuple[Plan, Sizes]:
+        """Its steps, and their sizes."""
+        parts = [expansion(i.op, tuple(map(local, i.inputs))) if i.op.expands() else () for i in self.instrs]
+        key = tuple(tuple((p.kind, p.inputs, p.output) for p in found) for found in parts)
+        if key not in self._plans:
+            self._plans[key] = self._planned(parts)
+        return self._plans[key], self._sizes(parts, local)
+
+    def signature(self) -> tuple[Hashable, Sequence[int]]:
+        """What its kernels follow from: the operations, how they are connected, what is needed of their
+        results; and the values, of which only the types of the pieces matter."""
+        around = self.around
+        number: dict[int, int] = {}
+        after: dict[int, Hashable] = {}
+        made: set[int] = set()
+
+        def called(value: int) -> int:
+            return number.setdefault(value, len(number))
+
+        def follows(value: int) -> Hashable:
+            """The results of this group that a value from outside comes from, rule (1)."""
+            if value not in after:
+                maker = around.producer.get(value)
+                ways: tuple[Hashable, ...] = ()
+                if maker is not None and not isinstance(maker, Loop) and self._passes(maker):
+                    sources = map(around.source, maker.inputs)
+                    ways = tuple(called(s) if s in made else follows(s) for s in sources)
+                after[value] = tuple(w for w in ways if w is not None) or None
+            return after[value]
+
+        parts: list[Hashable] = []
+        for instr, kind in zip(self.instrs, self.roles, strict=True):
+            sources = [around.source(i) for i in instr.inputs]
+            inputs = tuple((called(i), called(s)) for i, s in zip(instr.inputs, sources, strict=True))
+            outside = tuple(follows(s) for s in sources if s not in made)
+            made.update(instr.outputs)
+            parts.append((instr.op, kind, inputs, outside, tuple(map(called, instr.outputs))))
+        needed = tuple((self._needed(o), o in around.stacked) for i in self.instrs for o in i.outputs)
+        widths = tuple(around.width(i, self.casts) for i in number)
+        return (tuple(parts), needed, widths), tuple(number)
+
+    @cached_property
+    def _widths(self) -> dict[int, int]:
+        """Of all values that its steps work on; see `Around.width`."""
+        values = {v for instr in self.instrs for v in (*instr.inputs, *instr.outputs)}
+        values.update(map(self.around.source, tuple(values)))
+        return {v: self.around.width(v, self.casts) for v in values}
+
+    def _sizes(self, parts: Sequence[Sequence[Part]], local: Types) -> Sizes:
+        widths = self._widths
+        types = {v: local(v) for v in widths}
+        bytes: dict[Key, int] = {v: types[v].shape.size * width for v, width in widths.items()}
+        flops: list[float] = []
+        elements: list[int] = []
+        for instr, kind, found in zip(self.instrs, self.roles, parts, strict=True):
+            if not found:
+                values = (*instr.inputs, *instr.outputs)
+                inputs = tuple(types[i] for i in instr.inputs)
+                flops.append(0.0 if kind == PRODUCT else _flops(instr.op, inputs))
+                elements.append(max(types[v].shape.size if widths[v] else 0 for v in values))
+            whole = not any(widths[o] for o in instr.outputs)
+            for part in found:
+                flops.append(part.flops)
+                elements.append(0 if whole else part.elements)
+                bytes[instr.outputs[0], part.output] = 0 if whole else part.bytes
+        return Sizes(bytes, flops, elements)
+
+    def _planned(self, parts: Sequence[Sequence[Part]]) -> Plan:
+        """Its steps in their kernels, rules (1) and (2)."""
+        around = self.around
+        steps: list[Step] = []
+        made: set[Key] = set()
+        within: set[Key] = set()
+        ready: dict[Key, int] = {}
+
+        def first(key: Key) -> int:
+            """The first kernel of the group that may compute with a value."""
+            if key in ready or not isinstance(key, int):
+                return ready[key]
+            maker = around.producer.get(key)
+            found = 0
+            if maker is not None and not isinstance(maker, Loop) and self._passes(maker):
+                sources = map(around.source, maker.inputs)
+                found = max((first(s) + 1 for s in sources if s in made or first(s) > 0), default=0)
+            ready[key] = found
+            return found
+
+        for instr, kind, found in zip(self.instrs, self.roles, parts, strict=True):
+            for what, inputs, outputs in self._links(instr, kind, found):
+                number = max(map(first, inputs), default=0)
+                steps.append(Step(what, inputs, outputs, instr, number))
+                made.update(outputs)
+                ready.update(dict.fromkeys(outputs, number + (what == REDUCE)))
+                within.update(made.intersection(inputs))
+        leaving = frozenset(k for k in made if self._leaves(k, within))
+        return Plan(steps, leaving, frozenset(filter(self._stacked, made)))
+
+    def _links(
+        self, instr: Local, kind: str, parts: Sequence[Part]
+    ) -> list[tuple[str, tuple[Key, ...], tuple[Key, ...]]]:
+        """Kind, inputs and outputs of an instruction, or of each of the smaller ones that it equals."""
+        given = tuple(map(self.around.source, instr.inputs))
+        if not parts:
+            return [(kind, given, instr.outputs)]
+        (out,) = instr.outputs
+
+        def key(i: int) -> Key:
+            return given[i] if i < len(given) else out if i == parts[-1].output else (out, i)
+
+        return [(p.kind, tuple(map(key, p.inputs)), (key(p.output),)) for p in parts]
+
+    def _passes(self, maker: Instr) -> bool:
+        """Whether an instruction may lead from this group back to it: a move, or part of one of its nodes."""
+        number = self.around.program.fusion.group.get
+        return not isinstance(maker, Local) or number(maker.origin.node) == number(self.instrs[0].origin.node)
+
+    def _leaves(self, key: Key, within: set[Key]) -> bool:
+        """Rule (3): somebody else needs it (if nobody here does, then somebody whom we do not see)."""
+        if not isinstance(key, int):
+            return False
+        return self._needed(key) or key not in within or key in self.around.stacked
+
+    def _stacked(self, key: Key) -> bool:
+        """Rule (4): nobody but its loop needs it."""
+        return isinstance(key, int) and key in self.around.stacked and not self._needed(key)
+
+    def _needed(self, value: int) -> bool:
+        """Whether anybody outside of the group reads a value, as far as we see or are told."""
+        if self.around.program.values[value].tensor in self.leaving:
+            return True
+        return any(reader is not self for reader in self.around.readers[value])
+
+
+@lru_cache(maxsize=1 << 16)
+def _flops(op: Op, inputs: tuple[TensorType, ...]) -> float:
+    return float(op.flops(*inputs))

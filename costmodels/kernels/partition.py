@@ -1,0 +1,195 @@
+"""How the steps of a group fall into kernels, by the rules of `costmodels.kernels.fusion`.
+
+Nearly all of it follows from how the steps are connected. Sizes decide only whether a later kernel reads a
+value or computes it again (rule (3)); where no step has that choice, nothing is decided twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.program import Local
+from mesh_tf_core.lower.fusion import MAP, PRODUCT, REDUCE
+
+Key = int | tuple[int, int]
+"""A value of the program, or (output of an instruction, number) for one inside of it."""
+
+Types = Callable[[int], TensorType]
+"""Type of one device's piece of a value."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Operations that run as one.
+
+    Attributes:
+      instrs: in order; `product` is the matrix product among them, `ends` are those that no later kernel
+        goes on with.
+      read, written: bytes of memory.
+      vector: FLOPs of all but the product.
+      reduces: whether a reduction is among them.
+      elements: of the largest array that it works on.
+    """
+
+    instrs: tuple[Local, ...]
+    ends: tuple[Local, ...]
+    product: Local | None
+    read: float
+    written: float
+    vector: float
+    reduces: bool
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One map, reduction or product of a group, in kernel `number`: its inputs and outputs."""
+
+    kind: str
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    instr: Local
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a plan follows from besides its steps: the bytes of every value; by step its FLOPs and the
+    elements of the largest array that it works on."""
+
+    bytes: Mapping[Key, int]
+    flops: Sequence[float]
+    elements: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is written; by kernel what it reads, what of `written` it makes, and the steps that it runs (by
+    position in the plan)."""
+
+    written: Set[Key]
+    reads: Sequence[Sequence[Key]]
+    makes: Sequence[Sequence[Key]]
+    runs: Sequence[Sequence[int]]
+
+
+class Plan:
+    """The steps of a group in order.
+
+    Args:
+      leaving: values that must be written, rule (3).
+      stacked: those of them that are written elsewhere, rule (4).
+    """
+
+    def __init__(self, steps: Sequence[Step], leaving: Set[Key], stacked: Set[Key]) -> None:
+        self.steps, self.leaving, self.stacked = steps, leaving, stacked
+        self.maker = {key: i for i, step in enumerate(steps) for key in step.outputs}
+        self.numbers = sorted({step.number for step in steps})
+        self._settled: Outcome | None = None
+        last = {id(step.instr): 0 for step in steps}
+        for step in steps:
+            last[id(step.instr)] = max(last[id(step.instr)], step.number)
+        self.members = []
+        for number in self.numbers:
+            own = [step for step in steps if step.number == number]
+            instrs = tuple({id(step.instr): step.instr for step in own}.values())
+            product = next((step.instr for step in reversed(own) if step.kind == PRODUCT), None)
+            ends = tuple(i for i in instrs if last[id(i)] == number)
+            self.members.append((instrs, ends, product, any(step.kind == REDUCE for step in own)))
+
+    def kernels(self, outcome: Outcome, sizes: Sizes) -> list[Kernel]:
+        found = []
+        by_kernel = zip(self.members, outcome.reads, outcome.makes, outcome.runs, strict=True)
+        for (instrs, ends, product, reduces), reads, makes, runs in by_kernel:
+            read, written = sum(sizes.bytes[k] for k in reads), sum(sizes.bytes[k] for k in makes)
+            vector = sum((sizes.flops[i] for i in runs if self.steps[i].kind != PRODUCT), 0.0)
+            most = max(sizes.elements[i] for i in runs)
+            found.append(Kernel(instrs, ends, product, float(read), float(written), vector, reduces, most))
+        return found
+
+    def inside(self, outcome: Outcome) -> tuple[set[int], set[int]]:
+        """Values without memory of their own, and those that are written for later kernels alone."""
+        whole = {o for _, _, product, _ in self.members if product is not None for o in product.outputs}
+        outputs = {key for key in self.maker if isinstance(key, int)} - whole
+        inner = {o for o in outputs if o not in outcome.written or o in self.stacked}
+        return inner, {o for o in outputs if o in outcome.written and o not in self.leaving}
+
+    def outcome(self, size: Mapping[Key, int]) -> Outcome:
+        """Which values are written, and which kernel runs which steps."""
+        if self._settled is not None:
+            return self._settled
+        found = _Settling(self, size)
+        outcome = found.run()
+        if not found.weighed:
+            self._settled = outcome
+        return outcome
+
+
+class _Settling:
+    """Runs every step in its kernel, and what it needs.
+
+    Attributes:
+      weighed: whether sizes were asked.
+    """
+
+    def __init__(self, plan: Plan, size: Mapping[Key, int]) -> None:
+        self.plan, self.size, self.weighed = plan, size, False
+        self.written = set(plan.leaving)
+        self.reads: dict[int, dict[Key, None]] = {number: {} for number in plan.numbers}
+        self.runs: dict[int, dict[int, None]] = {number: {} for number in plan.numbers}
+
+    def run(self) -> Outcome:
+        plan = self.plan
+        for i, step in enumerate(plan.steps):
+            self._compute(i, step.number)
+        makes: dict[int, list[Key]] = {number: [] for number in plan.numbers}
+        for key in self.written - plan.stacked:
+            makes[plan.steps[plan.maker[key]].number].append(key)
+        reads, runs = tuple(map(tuple, self.reads.values())), tuple(map(tuple, self.runs.values()))
+        return Outcome(frozenset(self.written), reads, tuple(makes.values()), runs)
+
+    def _compute(self, i: int, number: int) -> None:
+        """Runs a step in a kernel, and what it needs."""
+        if i not in self.runs[number]:
+            self.runs[number][i] = None
+            for key in self.plan.steps[i].inputs:
+                self._need(key, number)
+
+    def _need(self, key: Key, number: int) -> None:
+        """Brings a value into a kernel."""
+        i = self.plan.maker.get(key)
+        if i is None:
+            self.reads[number][key] = None
+            return
+        step = self.plan.steps[i]
+        if step.number == number and step.kind != REDUCE:
+            return
+        if key not in self.written and step.kind == MAP and self._again_moves(key) < 2 * self._weigh(key):
+            self._compute(i, number)
+        else:
+            self.written.add(key)
+            self.reads[number][key] = None
+
+    def _weigh(self, key: Key) -> int:
+        self.weighed = True
+        return self.size[key]
+
+    def _again_moves(self, key: Key) -> int:
+        """Bytes moved if a later kernel computes a value again, from what is or would then be written."""
+        plan = self.plan
+        moved, seen, waiting = 0, {key}, [key]
+        while waiting:
+            for k in plan.steps[plan.maker[waiting.pop()]].inputs:
+                if k in seen:
+                    continue
+                seen.add(k)
+                i = plan.maker.get(k)
+                if i is None or k in self.written:
+                    moved += self._weigh(k)
+                elif plan.steps[i].kind == MAP:
+                    waiting.append(k)
+                else:
+                    moved += 2 * self._weigh(k)
+        return moved

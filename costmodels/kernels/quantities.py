@@ -1,0 +1,57 @@
+"""Quantities of what runs on one device: of local instructions, kernels and stacks. No seconds yet."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from costmodels.kernels.compute import MATMUL_CLASSES, Quantity
+from costmodels.kernels.partition import Kernel, Types
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import Local
+
+
+def of_local(instr: Local, local: Types) -> Quantity:
+    """What a local instruction does on pieces of some types."""
+    return quantity_of(instr.op, tuple(map(local, instr.inputs)), tuple(map(local, instr.outputs)))
+
+
+@lru_cache(maxsize=1 << 16)
+def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Quantity:
+    """What one device does in an operation: its FLOPs, the bytes that it reads and writes."""
+    dims = op.contraction(*inputs)
+    matmul = (dims[1], dims[2], dims[3], dims[0]) if dims else None
+    kind = op.kind
+    if kind == "matmul" and (matmul is None or min(matmul[:3]) == 1):
+        kind = "elementwise"
+    # What is gathered from is not passed over.
+    worked = outputs if kind == "gather" else (*inputs, *outputs)
+    most = max((t.shape.size for t in worked), default=0)
+    flops, dtype = float(op.flops(*inputs)), (inputs or outputs)[0].dtype
+    return Quantity(flops, op.moved(inputs, outputs), kind, dtype, matmul, elements=most)
+
+
+def of_kernel(kernel: Kernel, local: Types) -> Quantity:
+    """What operations that run as one do."""
+    moved = kernel.read + kernel.written
+    if kernel.product is None:
+        first = kernel.instrs[0]
+        dtype = local((*first.inputs, *first.outputs)[0]).dtype
+        what = "reduce" if kernel.reduces else "elementwise"
+        return Quantity(kernel.vector, moved, what, dtype, elements=kernel.elements)
+    own = of_local(kernel.product, local)
+    flops, vector, most = own.flops, kernel.vector, kernel.elements
+    if own.op_class not in MATMUL_CLASSES:
+        flops, vector, most = flops + vector, own.vector, max(own.elements, most)
+    return Quantity(flops, moved, own.op_class, own.dtype, own.matmul_dims, vector, most)
+
+
+def of_stack(type: TensorType, passes: int, zeroed: bool) -> Quantity:
+    """What a loop does that writes a stack.
+
+    Args:
+      passes: how often its bytes are written.
+      zeroed: it is first set to zero, through the registers.
+    """
+    return Quantity(
+        0.0, float(passes * type.bytes), "data", type.dtype, elements=type.shape.size if zeroed else 0
+    )

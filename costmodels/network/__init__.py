@@ -1,0 +1,1 @@
+"""How a mesh lies on hardware, and seconds of its collectives."""

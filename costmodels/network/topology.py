@@ -1,0 +1,375 @@
+r"""How the axes of a mesh lie on hardware, and what links a group of devices then has.
+
+A *placement* factors every mesh axis over the levels of the hardware: `core` (devices of one chip), the torus
+axes `x`, `y`, `z`, and `slice` (over the data-centre network); or `node` and `network` for GPUs; or
+`memory` for virtual devices. Within one level the later mesh axes are the inner ones, as in the row-major
+device order.
+
+A *route* says what a collective over a set of mesh axes meets, level by level, innermost first:
+
+(1) torus segment: n chips, `stride` links from one to the next. All groups run at once (the program is the
+    same on every device), so `stride` rings share each link, and so do the groups of a chip's cores:
+    rate = ports · B / (stride · groups per chip), with 2 ports on a ring and 1 at the end of a line;
+(2) a segment is a ring when its torus axis wraps around and the segment reaches the axis' ends, else a line;
+(3) node: every GPU has its own link to the switch: rate = what a ring over a group of that size reaches;
+(4) network: the network cards of a node (or chip) are shared by all of its devices:
+    rate per device = min(card, node egress / devices per node) · efficiency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from costmodels.hardware import Cluster, Hardware, Number, SharedMemory, Torus
+from costmodels.network.assignments import Assignment, Levels, best_assignment, contiguous_assignment
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.mesh import Mesh
+
+TORUS_AXES = ("x", "y", "z")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A group's part of one torus axis, equations (1) and (2).
+
+    Attributes:
+      axis: the torus axis.
+      size: chips of the group along it.
+      stride: links between neighbours of the group.
+      ring: whether the ends are joined.
+      ports: links through which a chip receives: 2 on a ring, 1 at the end of a line.
+      rate: bytes/s that one chip receives for this group.
+    """
+
+    axis: str
+    size: int
+    stride: int
+    ring: bool
+    ports: int
+    rate: float
+
+    @property
+    def hops(self) -> float:
+        """Links that the farthest data crosses."""
+        return self.stride * (self.size / 2 if self.ring else self.size - 1)
+
+    @property
+    def shift_hops(self) -> int:
+        """Links that the farthest data of a cyclic shift by one crosses."""
+        return self.stride * (1 if self.ring or self.size == 2 else self.size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of a route: `size` members of the group, `rate` bytes/s into each, `latency` s per step."""
+
+    name: str
+    size: int
+    rate: float
+    latency: float
+    segments: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a collective over `axes` meets: `size` devices in a group, the levels with more than one, and over
+    how many `processes` a group lies, where the hardware says how devices are dealt out to them."""
+
+    axes: tuple[str, ...]
+    size: int
+    devices: int
+    levels: tuple[Level, ...]
+    processes: int = 1
+
+    def level(self, name: str) -> Level | None:
+        """The level called `name`, None when the group does not use it."""
+        return next((level for level in self.levels if level.name == name), None)
+
+    def size_at(self, name: str) -> int:
+        """Members of the group at a level; 1 when the group does not use it."""
+        level = self.level(name)
+        return level.size if level else 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a mesh lies on hardware.
+
+    Attributes:
+      hardware: the hardware.
+      mesh: the mesh.
+      assignment: for every mesh axis its factor at every level that it uses.
+      shape: chips along each torus axis of a slice (empty for other hardware).
+      assumptions: what had to be assumed because the mesh does not fit the hardware as it is sold.
+    """
+
+    hardware: Hardware = field(compare=False, repr=False)
+    mesh: Mesh
+    assignment: Assignment
+    shape: tuple[int, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    _routes: dict[frozenset[str], Route] = field(default_factory=dict, compare=False, repr=False)
+
+    def factor(self, axis: str, level: str) -> int:
+        """Devices along mesh axis `axis` at `level`."""
+        return dict(dict(self.assignment)[axis]).get(level, 1)
+
+    def route(self, axes: Iterable[str]) -> Route:
+        """The route of a collective over the mesh axes `axes`; UserError for an unknown axis."""
+        key = frozenset(axes)
+        if key not in self._routes:
+            for axis in key:
+                self.mesh.size(axis)
+            self._routes[key] = _route(self, key)
+        return self._routes[key]
+
+    def renamed(self, names: Mapping[str, str]) -> Placement:
+        """The same with other names for the mesh's axes."""
+        mesh = Mesh([(names[a], n) for a, n in self.mesh.axes])
+        assignment = tuple((names[a], factors) for a, factors in self.assignment)
+        return Placement(self.hardware, mesh, assignment, self.shape, self.assumptions)
+
+    def describe(self) -> str:
+        """The placement in words, one mesh axis after the other."""
+        parts = []
+        for axis, factors in self.assignment:
+            where = " x ".join(f"{n} on {level}" for level, n in factors) or "one device"
+            parts.append(f"{axis}: {where}")
+        shape = f" (slice {'x'.join(map(str, self.shape))})" if self.shape else ""
+        return "; ".join(parts) + shape
+
+
+def place(
+    hardware: Hardware, mesh: Mesh, assignment: Mapping[str, Mapping[str, int]] | None = None
+) -> Placement:
+    """Lays `mesh` on `hardware`; the same arguments always give the same placement.
+
+    On a torus the placement is the one with the least time for an all-gather of equal size over each mesh
+    axis in turn; on GPU nodes devices are in rank order, later mesh axes inside the node. A mesh that does
+    not fit is placed all the same, and the placement says what was assumed.
+
+    Args:
+      hardware: the hardware.
+      mesh: the mesh.
+      assignment: an explicit placement: mesh axis -> level -> factor; levels left out have factor 1.
+
+    Raises:
+      UserError: an explicit assignment that names an unknown axis or level, or does not multiply to the mesh.
+    """
+    topology = hardware.topology
+    levels = _levels(hardware)
+    if assignment is not None:
+        chosen = _checked(mesh, assignment, levels)
+        assumptions: tuple[str, ...] = ()
+    elif isinstance(topology, Torus):
+        chosen, assumptions = best_assignment(mesh.axes, levels, lambda a: _score(hardware, mesh, a))
+    elif isinstance(topology, Cluster):
+        chosen, assumptions = contiguous_assignment(mesh.axes, int(topology.node_size.value))
+    else:
+        chosen, assumptions = tuple((n, (("memory", s),) if s > 1 else ()) for n, s in mesh.axes), ()
+    placement = Placement(hardware, mesh, chosen, _shape(topology, chosen), assumptions)
+    return _with_wrap_note(placement)
+
+
+def _levels(hardware: Hardware) -> Levels:
+    """Names and capacities of the hardware's levels, innermost first; 0 = unlimited."""
+    topology = hardware.topology
+    if isinstance(topology, Torus):
+        dims = tuple((n, int(a.value)) for n, a in zip(TORUS_AXES, topology.axes, strict=False))
+        return (("core", hardware.devices_per_chip), *dims, ("slice", 0))
+    if isinstance(topology, Cluster):
+        return (("node", int(topology.node_size.value)), ("network", 0))
+    return (("memory", 0),)
+
+
+def _checked(mesh: Mesh, assignment: Mapping[str, Mapping[str, int]], levels: Levels) -> Assignment:
+    names = [name for name, _ in levels]
+    for axis, factors in assignment.items():
+        product = math.prod(factors.values())
+        if product != mesh.size(axis):
+            raise UserError(
+                f"placement of mesh axis {axis!r}: its factors multiply to {product}, but the mesh has "
+                f"{mesh.size(axis)} devices along it ({mesh})"
+            )
+        for level in factors:
+            if level not in names:
+                raise UserError(
+                    f"placement of mesh axis {axis!r}: no level {level!r}; {known_names(level, names)}"
+                )
+    missing = [n for n, s in mesh.axes if s > 1 and n not in assignment]
+    if missing:
+        raise UserError(
+            f"placement of mesh {mesh}: axis {missing[0]!r} has no place; give every axis its levels"
+        )
+    for level, capacity in levels:
+        used = math.prod(factors.get(level, 1) for factors in assignment.values())
+        if capacity and used > capacity:
+            raise UserError(
+                f"placement of mesh {mesh}: {used} devices at level {level!r}, which has {capacity}"
+            )
+    return tuple(
+        (
+            n,
+            tuple(
+                (lv, assignment[n][lv]) for lv in names if n in assignment and assignment[n].get(lv, 1) > 1
+            ),
+        )
+        for n, _ in mesh.axes
+    )
+
+
+def _shape(topology: Torus | Cluster | SharedMemory, assignment: Assignment) -> tuple[int, ...]:
+    if not isinstance(topology, Torus):
+        return ()
+    names = TORUS_AXES[: len(topology.axes)]
+    return tuple(math.prod(dict(factors).get(t, 1) for _, factors in assignment) for t in names)
+
+
+def wraps(topology: Torus, shape: tuple[int, ...]) -> tuple[bool, ...]:
+    """Which axes of a slice of `shape` chips have their ends joined."""
+    rule, value = topology.wraparound.rule, topology.wraparound.value
+    if rule == "axis_size" and value is not None:
+        return tuple(n == value.value for n in shape)
+    if rule == "multiples" and value is not None:
+        return (all(n % value.value == 0 for n in shape),) * len(shape)
+    if rule == "full_slice":
+        return (all(n == full.value for n, full in zip(shape, topology.axes, strict=True)),) * len(shape)
+    return (False,) * len(shape)
+
+
+def _with_wrap_note(placement: Placement) -> Placement:
+    topology = placement.hardware.topology
+    if not isinstance(topology, Torus):
+        return placement
+    names = TORUS_AXES[: len(topology.axes)]
+    open_axes = [
+        f"{name} ({size})"
+        for name, size, wrapped in zip(names, placement.shape, wraps(topology, placement.shape), strict=True)
+        if size > 2 and not wrapped
+    ]
+    if not open_axes:
+        return placement
+    note = f"no wraparound on torus axis {', '.join(open_axes)}: rule {topology.wraparound.rule!r}"
+    return Placement(
+        placement.hardware,
+        placement.mesh,
+        placement.assignment,
+        placement.shape,
+        (*placement.assumptions, note),
+    )
+
+
+def _score(hardware: Hardware, mesh: Mesh, assignment: Assignment) -> tuple[float, ...]:
+    """Least is best.
+
+    First whole torus axes (each mesh axis that shares one with another counts), as runtimes lay meshes out;
+    then seconds per byte of all-gathers over each mesh axis in turn; then the most compact slice.
+    """
+    shape = _shape(hardware.topology, assignment)
+    placement = Placement(hardware, mesh, assignment, shape)
+    users = [level for _, factors in assignment for level, _ in factors if level != "core"]
+    seconds = sum(_seconds_per_byte(_route(placement, frozenset((n,)))) for n, size in mesh.axes if size > 1)
+    return len(users) - len(set(users)), float(f"{seconds:.9e}"), sum(shape)
+
+
+def _seconds_per_byte(route: Route) -> float:
+    """Of an all-gather, without latency: inside the slice, then between slices."""
+    inner, within, between = route.size_at("core") * route.size_at("torus"), 0.0, 0.0
+    for level in route.levels:
+        share = (
+            1.0 if level.segments and all(s.ring for s in level.segments) else (level.size - 1) / level.size
+        )
+        if level.name == "slice":
+            between = share / inner / level.rate
+        else:
+            within = max(within, share / level.rate)
+    return within + between
+
+
+def _route(placement: Placement, axes: frozenset[str]) -> Route:
+    topology = placement.hardware.topology
+    names = tuple(n for n in placement.mesh.names if n in axes)
+    size, devices = placement.mesh.group_size(names), placement.mesh.devices
+    if isinstance(topology, Torus):
+        levels = _torus_levels(placement, topology, axes)
+    elif isinstance(topology, Cluster):
+        levels = _cluster_levels(placement, topology, axes)
+    else:
+        rate = topology.copy_bandwidth.value / devices
+        levels = (Level("memory", size, rate, topology.latency.value),)
+    spanned = processes_spanned(placement.mesh, names, placement.hardware.devices_per_process)
+    return Route(names, size, devices, tuple(level for level in levels if level.size > 1), spanned)
+
+
+def processes_spanned(mesh: Mesh, axes: Iterable[str], devices_per_process: int | None) -> int:
+    """Over how many processes the widest group over `axes` lies, if processes hold so many devices each, in
+    the order of ranks (None: one process holds all)."""
+    if devices_per_process is None:
+        return 1
+    return max(len({rank // devices_per_process for rank in group}) for group in mesh.groups(axes))
+
+
+def _product(placement: Placement, level: str, axes: Iterable[str]) -> int:
+    return math.prod(placement.factor(axis, level) for axis in axes)
+
+
+def _torus_levels(placement: Placement, topology: Torus, axes: frozenset[str]) -> tuple[Level, ...]:
+    names = placement.mesh.names
+    cores, cores_used = _product(placement, "core", axes), _product(placement, "core", names)
+    groups_per_chip = cores_used // cores
+    torus_names = TORUS_AXES[: len(topology.axes)]
+    wrapped = wraps(topology, placement.shape)
+    segments = tuple(
+        segment
+        for name, wrap in zip(torus_names, wrapped, strict=True)
+        if (segment := _segment(placement, topology, name, wrap, axes, groups_per_chip)) is not None
+    )
+    chips = math.prod(s.size for s in segments)
+    core_rate = topology.core_bandwidth.value if topology.core_bandwidth else topology.link_bandwidth.value
+    slices = _product(placement, "slice", axes)
+    return (
+        Level("core", cores, core_rate, 0.0),
+        Level("torus", chips, sum(s.rate for s in segments), topology.hop_latency.value, segments),
+        Level("slice", slices, topology.network_bandwidth.value / cores_used, topology.network_latency.value),
+    )
+
+
+def _segment(
+    placement: Placement, topology: Torus, name: str, wrap: bool, axes: frozenset[str], groups: int
+) -> Segment | None:
+    """Equations (1) and (2) for one torus axis; None when the group does not extend along it."""
+    size, stride, inner, outermost = 1, 1, 1, True
+    for axis in reversed(placement.mesh.names):  # innermost first
+        factor = placement.factor(axis, name)
+        if factor == 1:
+            continue
+        if axis in axes:
+            size, stride, outermost = size * factor, inner, True
+        else:
+            inner, outermost = inner * factor, False
+    if size == 1:
+        return None
+    ring = wrap and outermost and size > 2
+    per_side = topology.links_per_axis.value / 2
+    ports = 2 if ring else 1
+    rate = ports * per_side * topology.link_bandwidth.value / (stride * groups)
+    return Segment(name, size, stride, ring, ports, rate)
+
+
+def _cluster_levels(placement: Placement, topology: Cluster, axes: frozenset[str]) -> tuple[Level, ...]:
+    """Equations (3) and (4)."""
+    in_node, nodes = _product(placement, "node", axes), _product(placement, "network", axes)
+    per_node = _product(placement, "node", placement.mesh.names)
+    card = min(topology.nic_bandwidth.value, topology.node_egress.value / per_node)
+    return (
+        Level("node", in_node, by_group_size(topology.node_bandwidth, in_node), 0.0),
+        Level("network", nodes, card * topology.network_efficiency.value, 0.0),
+    )
+
+
+def by_group_size(table: tuple[tuple[int, Number], ...], size: int) -> float:
+    """The number of the largest group size that is not above `size` (of the smallest one if all are)."""
+    fitting = [number for n, number in table if n <= size] or [table[0][1]]
+    return fitting[-1].value

@@ -1,0 +1,86 @@
+"""What a collective is for. Hardware files say per class which part of its time runs under compute.
+
+  gradient    sums of gradients that only the update of variables reads: the rest of backward runs meanwhile
+  parameter   gathers of variables that are stored split, before their use: the layer before runs meanwhile
+  activation  everything else: what follows waits for it
+The hidden part of a collective is a fraction of its own time, so prices of collectives add up, as the search
+needs; that there is enough compute to hide it under is not checked here. A class that a file does not name is
+exposed. Local to what a collective's value is made from and read by, so parts of a program have its classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh_tf_core.ir.program import (
+    AllGather,
+    AllReduce,
+    Collective,
+    Instr,
+    Local,
+    Loop,
+    Program,
+    ReduceScatter,
+    Slice,
+)
+from mesh_tf_core.ops.basic import Cast
+
+GRADIENT, PARAMETER, ACTIVATION = "gradient", "parameter", "activation"
+CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
+
+
+def classes(program: Program) -> dict[int, str]:
+    """Class of every collective, by the first value that it makes."""
+    stored = _stored(program)
+    needed = _needed(program)
+    found = {}
+    for instr, _ in program.walk():
+        if isinstance(instr, Collective):
+            found[instr.outputs[0]] = _class(instr, stored, needed)
+    return found
+
+
+def _class(instr: Collective, stored: set[int], needed: set[int]) -> str:
+    if isinstance(instr, AllGather):
+        return PARAMETER if stored.issuperset(instr.inputs) and instr.origin.phase != "update" else ACTIVATION
+    summed = isinstance(instr, AllReduce | ReduceScatter) and getattr(instr, "combine", "sum") == "sum"
+    late = instr.origin.phase != "update" and needed.isdisjoint(instr.outputs)
+    return GRADIENT if summed and late else ACTIVATION
+
+
+def _stored(program: Program) -> set[int]:
+    """Values that are variables, or parts or casts of them."""
+    stored = {v.id for v in program.values if v.tensor in program.fusion.stored}
+    for instr, _ in program.walk():
+        taken = instr.inputs and stored.issuperset(instr.inputs)
+        if taken and _moves(instr) and instr.origin.phase != "update":
+            stored.update(instr.outputs)
+    return stored
+
+
+def _moves(instr: Instr) -> bool:
+    """Whether an instruction passes a value on."""
+    if isinstance(instr, Local):
+        return isinstance(instr.op, Cast) or instr.op.free
+    return isinstance(instr, AllGather | AllReduce | ReduceScatter | Slice)
+
+
+def _needed(program: Program) -> set[int]:
+    """Values that something before the update computes with."""
+    needed = set(program.results.values())
+
+    def visit(code: Sequence[Instr]) -> None:
+        for instr in reversed(code):
+            if isinstance(instr, Loop):
+                needed.update(instr.inputs[: len(instr.carried) + len(instr.sliced)])
+                needed.update(c[2] for c in instr.carried)
+                needed.update(i for i, o in (*instr.stacked, *instr.summed) if o in needed)
+                visit(instr.body)
+            elif _moves(instr):
+                if needed.intersection(instr.outputs):
+                    needed.update(instr.inputs)
+            elif instr.origin.phase != "update":
+                needed.update(instr.inputs)
+
+    visit(program.code)
+    return needed

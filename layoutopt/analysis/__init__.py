@@ -1,0 +1,1 @@
+"""Questions about layouts: why, why not, how sensitive, how sure."""

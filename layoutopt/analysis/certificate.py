@@ -1,0 +1,150 @@
+"""Checks a plan's proof without any solver: every problem that was searched is built again, and shown to hold
+nothing faster that fits.
+
+A problem, one mesh shape with one number of microbatches, is ruled out in one of three ways:
+  pieces     fewer microbatches on the same mesh have no faster layout, whatever memory it takes, and pieces
+             never cost less than their share of the whole (`Pricer.pieces_cost_more`)
+  bound      elimination: its best layout, whatever memory it takes, is not faster; by as many tables as it
+             takes to say so, over the options that may be in something faster (`narrowing`)
+  listed     all its layouts that are faster were listed, and none of them fits: a memory row is overfull, or
+             lowering the whole graph and walking its memory says so
+What takes more than `MOST` layouts to list stays open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from costmodels.hardware import Hardware
+from layoutopt.analysis.explain import Asked
+from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.fixing import faster
+from layoutopt.optimize.request import EXACT
+from layoutopt.optimize.subproblems import Space, meshes, spaces
+from layoutopt.plan.schema import Plan
+from layoutopt.problem import Choices, Row
+from layoutopt.space.domains import parse_forbid, parse_rules
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.model import Model
+
+MOST = 5000
+"""Layouts listed for one problem."""
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """What is shown of one problem.
+
+    Attributes:
+      how: 'pieces', 'bound', 'listed', 'open', or 'faster' (the proof is wrong: something faster fits).
+      bound: seconds that no layout of it is faster than, whatever memory it takes.
+      listed: faster layouts that do not fit.
+      faster: the layout that refutes the proof.
+    """
+
+    mesh: str
+    microbatches: int
+    how: str
+    bound: float
+    listed: int = 0
+    faster: str = ""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """All problems of a plan's search."""
+
+    problems: tuple[Ruled, ...]
+
+    @property
+    def verified(self) -> bool:
+        """Nothing that was searched is faster than the plan."""
+        return all(p.how in ("pieces", "bound", "listed") for p in self.problems)
+
+    @property
+    def faster(self) -> Ruled | None:
+        """What refutes the plan's claim, if anything does."""
+        return next((p for p in self.problems if p.how == "faster"), None)
+
+    def __str__(self) -> str:
+        counts = {
+            how: sum(p.how == how for p in self.problems) for how in ("bound", "pieces", "listed", "open")
+        }
+        parts = [f"{counts['bound']} by their bound"] if counts["bound"] else []
+        parts += [f"{counts['pieces']} as pieces of these"] if counts["pieces"] else []
+        listed = sum(p.listed for p in self.problems if p.how == "listed")
+        parts += (
+            [f"{counts['listed']} by listing {listed:,} layouts that do not fit"] if counts["listed"] else []
+        )
+        if self.faster is not None:
+            layout = self.faster.faster or "nothing split"
+            return f"wrong: {layout} on {self.faster.mesh} is faster and fits"
+        count = len(self.problems)
+        said = f"{count} problem{'s' if count > 1 else ''}, ruled out without a solver: {', '.join(parts)}"
+        return said if self.verified else f"{said}; {counts['open']} not checked: too many layouts to list"
+
+
+def certify(
+    model: Model,
+    plan: Plan,
+    hardware: Hardware,
+    limit: float,
+    asked: Asked,
+    devices: int | None = None,
+    max_axes: int = 2,
+) -> Iterator[Ruled]:
+    """Goes through the problems of the search that made a plan for time.
+
+    Args:
+      devices, max_axes: what was asked instead of a mesh; None: the plan's mesh was given.
+    """
+    mesh = plan.mesh if devices is None else None
+    whole: dict[Mesh, list[tuple[int, float]]] = {}
+    judge = Judge(model, hardware)
+    shapes = meshes(mesh, devices, max_axes, hardware)
+    pins, forbid = parse_rules(asked.pins), parse_forbid(asked.forbid)
+    for space in spaces(model, shapes, pins, forbid, asked.storage, asked.recompute, asked.microbatches):
+        seconds = plan.predicted.step_seconds * (1 - EXACT)
+        known = [(m, b) for m, b in whole.get(space.mesh, []) if space.parts % m == 0 and b >= seconds]
+        if known:
+            yield Ruled(str(space.mesh), space.parts, "pieces", known[0][1])
+            continue
+        found = _ruled(judge, space, seconds, limit)
+        if judge.prices(space.mesh).pieces_cost_more and found.how == "bound":
+            whole.setdefault(space.mesh, []).append((space.parts, found.bound))
+        yield found
+
+
+def _ruled(judge: Judge, space: Space, seconds: float, limit: float) -> Ruled:
+    bound, search = faster(judge, space, seconds, lambda *_: math.inf)
+    ruled = Ruled(str(space.mesh), space.parts, "open", bound)
+    if search is None:
+        return replace(ruled, how="bound")
+    known = search.eliminated
+    if not known.exact:
+        return ruled
+    rows = list(search.rows)
+    seen: set[Choices] = set()
+    for choices in known.below(seconds):
+        decided = choices[: len(search.extraction.names)]
+        if decided in seen:
+            continue
+        if len(seen) == MOST:
+            return ruled
+        seen.add(decided)
+        if not _overfull(rows, choices, limit) and search.judge(choices).memory.peak <= limit:
+            judged = search.judge(choices)
+            if judged.cost.step_seconds < seconds:
+                return replace(ruled, how="faster", faster=str(search.extraction.read(choices)[0]))
+    return replace(ruled, how="listed", listed=len(seen))
+
+
+def _overfull(rows: list[Row], choices: Sequence[int], limit: float) -> bool:
+    """Whether a row is overfull; one that is comes first next time, for it is likely so again."""
+    for i, row in enumerate(rows):
+        if row.use(choices) > limit * (1 + 1e-9):
+            rows.insert(0, rows.pop(i))
+            return True
+    return False

@@ -1,0 +1,198 @@
+"""What is likely a mistake in a layout that a person wrote, and what to write instead.
+
+  wasted axis        no product is split over a mesh axis: its devices all do the same work
+  repeated work      some products are not split over an axis that splits others
+  indivisible        a dimension of repeated work would have to have another size to be split
+  repeated memory    variables and optimizer state that every device of an axis holds alike
+  axis of one        a rule names an axis of one device: it splits nothing
+
+A fix is a layout that was lowered and priced; it is only given if it is faster (or, for memory, leaner).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from costmodels.hardware import Hardware
+from layoutopt.evaluator import Evaluation, evaluate, gib
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.program import Local, Program
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.model import Model
+
+WORTH_SAYING = 0.02
+"""Shares of the step's FLOPs or of its peak memory below this are not mentioned."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One likely mistake.
+
+    Attributes:
+      kind: of the module's list.
+      message: what was found, with its size.
+      fix: what to do instead, and what it comes to; None if nothing better is known.
+      layout: of the fix, if it is another layout.
+    """
+
+    kind: str
+    message: str
+    fix: str | None = None
+    layout: str | None = None
+
+
+@dataclass
+class _Repeated:
+    """FLOPs on a device that the devices of an axis repeat, by scope; the dimensions of those products."""
+
+    flops: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    dims: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.flops.values())
+
+
+def lint(model: Model, judged: Evaluation, hardware: Hardware, options: Options) -> list[Finding]:
+    """The findings about a layout, the costliest kind first; none if nothing looks like a mistake.
+
+    Args:
+      judged: the layout, lowered and priced; `options` are what it was lowered with.
+    """
+    return list(_Lint(model, judged, hardware, options).findings())
+
+
+class _Lint:
+    def __init__(self, model: Model, judged: Evaluation, hardware: Hardware, options: Options) -> None:
+        self.model, self.judged, self.hardware, self.options = model, judged, hardware, options
+        self.program: Program = judged.program
+        self.mesh, self.layout = judged.program.mesh, judged.program.layout
+
+    def findings(self) -> Iterator[Finding]:
+        repeated, all_flops = self._repeated()
+        for axis, found in repeated.items():
+            if found.total > WORTH_SAYING * all_flops:
+                yield self._work(axis, found, all_flops)
+                yield from self._indivisible(axis, found)
+        yield from self._ones()
+        yield from self._memory()
+
+    def _repeated(self) -> tuple[dict[str, _Repeated], float]:
+        """Mesh axis -> the products that are not split over it; and the FLOPs of all products."""
+        axes = [a for a in self.mesh.names if self.mesh.size(a) > 1]
+        found, total = {a: _Repeated() for a in axes}, 0.0
+        for instr, times in self.program.walk():
+            if not isinstance(instr, Local) or instr.op.kind not in ("matmul", "conv"):
+                continue
+            values = [self.program.values[i] for i in (*instr.inputs, *instr.outputs)]
+            flops = times * float(instr.op.flops(*(self.program.local(i) for i in instr.inputs)))
+            total += flops
+            used = {a for v in values for split in v.splits for a in split}
+            for axis in axes:
+                if axis not in used:
+                    found[axis].flops[instr.origin.scope or "the model"] += flops
+                    found[axis].dims.update({d.name: d.size for v in values for d in v.shape})
+        return found, total
+
+    def _work(self, axis: str, found: _Repeated, all_flops: float) -> Finding:
+        ways, share = self.mesh.size(axis), found.total / all_flops
+        fix, layout = self._split_more(axis, found.dims)
+        if all(axis not in axes for _, axes in self.layout.items()):
+            message = f"axis {axis!r} splits nothing: its {ways} devices all do the same work"
+            return Finding("wasted axis", message, fix, layout)
+        where = sorted(found.flops, key=lambda s: -found.flops[s])
+        most = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        return Finding(
+            "repeated work",
+            f"the {ways} devices of {axis!r} repeat {100 * share:.0f}% of the products' FLOPs: {most}",
+            fix,
+            layout,
+        )
+
+    def _split_more(self, axis: str, dims: Mapping[str, int]) -> tuple[str | None, str | None]:
+        """The fastest layout with one of these dimensions split over the axis too, if it is faster."""
+        best: tuple[float, Layout, str] | None = None
+        for name, size in dims.items():
+            axes = (*self.layout.axes(name), axis)
+            if axis in self.layout.axes(name) or size % self.mesh.group_size(axes):
+                continue
+            ordered = tuple(a for a in self.mesh.names if a in axes)
+            more = Layout({**dict(self.layout.items()), name: ordered})
+            seconds = self._seconds(more)
+            if seconds is not None and (best is None or seconds < best[0]):
+                best = seconds, more, name
+        now = self.judged.cost.step_seconds
+        if best is None or best[0] >= now:
+            return None, None
+        seconds, more, name = best
+        over, less = "+".join(more.axes(name)), 100 * (1 - seconds / now)
+        return f"split {name!r} over {over}: {less:.0f}% less time a step", str(more)
+
+    def _seconds(self, layout: Layout) -> float | None:
+        try:
+            found = evaluate(self.model, self.mesh, layout, self.hardware, self.options)
+        except LayoutError:
+            return None
+        return found.cost.step_seconds
+
+    def _indivisible(self, axis: str, found: _Repeated) -> Iterator[Finding]:
+        ways = self.mesh.size(axis)
+        sizes = self.model.graph.dims()
+        for name, size in sorted(found.dims.items(), key=lambda item: -item[1]):
+            if size > ways and size % ways and not self.layout.axes(name) and len(sizes.get(name, ())) == 1:
+                fewer, more = size - size % ways, size - size % ways + ways
+                yield Finding(
+                    "indivisible",
+                    f"{name!r} has size {size}, which the {ways} devices of {axis!r} do not divide",
+                    f"a size of {fewer} or {more} could be split",
+                )
+
+    def _ones(self) -> Iterator[Finding]:
+        for name, axes in self.layout.items():
+            for axis in axes:
+                if self.mesh.size(axis) == 1:
+                    yield Finding(
+                        "axis of one",
+                        f"{name!r} is split over {axis!r}, which has one device: this splits nothing",
+                        f"leave {axis!r} out, or give it more devices",
+                    )
+
+    def _memory(self) -> Iterator[Finding]:
+        """Variables that are held more often than once, if storing them split saves memory worth it."""
+        held = repeated = 0
+        for stored in self.program.variables.values():
+            v = stored.variable
+            ways = self.mesh.group_size(a for axes in stored.splits for a in axes)
+            here = v.shape.size * itemsize(v.dtype) // ways
+            held += here
+            repeated += here - here * ways // self.mesh.devices
+        peak = self.judged.memory.peak
+        if repeated <= max(WORTH_SAYING, 0.25) * peak:
+            return
+        yield Finding(
+            "repeated memory",
+            f"of {gib(held)} of variables and optimizer state on a device, {gib(repeated)} lie on others too",
+            self._stored_split(peak),
+        )
+
+    def _stored_split(self, peak: int) -> str | None:
+        """The lowest stage that saves memory, and what it costs."""
+        trained = [v.name for v in self.model.graph.variables.values() if v.trainable and len(v.shape)]
+        for stage in range(1, len(STAGES)):
+            options = replace(self.options, storage=dict.fromkeys(trained, stage))
+            try:
+                found = evaluate(self.model, self.mesh, self.layout, self.hardware, options)
+            except LayoutError:
+                continue
+            if found.memory.peak < (1 - WORTH_SAYING) * peak:
+                change = found.cost.step_seconds / self.judged.cost.step_seconds - 1
+                return (
+                    f"--storage {STAGES[stage]}: a peak of {gib(found.memory.peak)} instead of {gib(peak)}, "
+                    f"and {abs(100 * change):.1f}% {'more' if change > 0 else 'less'} time a step"
+                )
+        return None

@@ -1,0 +1,188 @@
+"""Where the answer would be another one: with other bandwidth, memory or devices, and if the numbers that the
+prediction rests on are off by what their sources admit.
+
+    sensitivity   a search under every changed condition: its best time and layout
+    robustness    the answer and its rivals priced on machines drawn within the uncertainties; how often the
+                  answer stays the fastest, and how much it loses where it does not
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels.hardware import Hardware, drawn, with_bandwidth
+from costmodels.pricing.pricer import pricer
+from layoutopt.analysis.explain import Asked
+from layoutopt.plan.schema import Plan
+from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import stage_number
+from mesh_tf_core.model import Model
+
+FACTORS = (0.5, 1.0, 2.0)
+DRAWS = 40
+RIVAL = 1.5
+"""Layouts that take longer than so many times the answer are no rivals."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The best under one condition; no seconds where nothing fits or nothing was found.
+
+    Attributes:
+      value: of the factor: a multiple (bandwidth), bytes (memory) or a number (devices).
+      besides: storage, recomputation and microbatches in short; `decided` is all of the answer.
+    """
+
+    value: float
+    step_seconds: float | None
+    proven: bool
+    mesh: str = ""
+    layout: str = ""
+    besides: str = ""
+    decided: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The best as one factor changes: 'bandwidth', 'memory' or 'devices'."""
+
+    factor: str
+    trials: tuple[Trial, ...]
+
+
+Told = Callable[[str], None]
+"""told(condition in words), before it is searched."""
+
+
+def sensitivity(
+    model: Model, plan: Plan, hardware: Hardware, limit: float, asked: Asked, told: Told = lambda _: None
+) -> list[Curve]:
+    """The best under half and twice the bandwidth, memory and devices.
+
+    The plan's mesh stays, except where the number of devices changes: then its shape is searched too, which
+    pins, since they name axes, do not allow.
+    """
+    from layoutopt import search
+
+    more: Mapping[str, Any] = asked.with_pins(None)
+
+    def trial(value: float, words: str, **change: Any) -> Trial:
+        told(words)
+        now = {"mesh": plan.mesh, "hardware": hardware, "memory": limit, **more, **change}
+        try:
+            return _trial(value, search(model, **now))
+        except (InfeasibleError, LimitError) as error:
+            return Trial(value, None, isinstance(error, InfeasibleError))
+
+    def curve(name: str, unit: float, change: Callable[[float], dict[str, Any]]) -> Curve:
+        trials = []
+        for times in FACTORS:
+            words, known = f"{times:g}x the {name}", times == 1
+            trials.append(_trial(unit, plan) if known else trial(unit * times, words, **change(times)))
+        return Curve(name, tuple(trials))
+
+    curves = [
+        curve("bandwidth", 1.0, lambda times: {"hardware": with_bandwidth(hardware, times)}),
+        curve("memory", limit, lambda times: {"memory": limit * times}),
+    ]
+    devices = plan.mesh.devices
+    if not asked.pins and not asked.forbid and devices % 2 == 0:
+        axes = max(2, len(plan.mesh.axes))
+        other = {"mesh": None, "max_axes": axes}
+        curves.append(curve("devices", devices, lambda times: {**other, "devices": int(devices * times)}))
+    return curves
+
+
+def _trial(value: float, plan: Plan) -> Trial:
+    data = plan.data
+    stages = sorted(Counter(data.storage.values()).items())
+    besides = [f"{stage} x{count}" for stage, count in stages]
+    besides += [f"recompute {name}" for name in data.recompute]
+    besides += [f"{data.microbatches} microbatches"] if data.microbatches > 1 else []
+    sizes = ";".join(f"{axis}:{size}" for axis, size in data.mesh.items())
+    decided = f"{sizes} | {plan.layout} | {sorted(data.storage.items())} | {besides}"
+    proven = data.solver.status == "OPTIMAL"
+    return Trial(
+        value, data.predicted.step_seconds, proven, sizes, str(plan.layout), "; ".join(besides), decided
+    )
+
+
+@dataclass(frozen=True)
+class Robustness:
+    """What remains of the answer's lead if the hardware's numbers are uncertain.
+
+    Attributes:
+      draws: machines drawn; wins: how many of them the answer is the fastest on.
+      worst: most seconds that the answer takes, over the fastest, less one.
+      rival: the layout that wins most of the others, if any.
+      uncertain: how many numbers have an uncertainty; none: nothing was drawn.
+    """
+
+    draws: int
+    wins: int
+    worst: float
+    rival: str
+    uncertain: int
+
+
+def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS) -> Robustness:
+    """Prices the answer and the alternatives that fit on machines drawn within the uncertainties."""
+    known = [n.uncertainty for _, n in hardware.numbers()] + [c.uncertainty for _, c in hardware.curves()]
+    uncertain = sum(1 for u in known if u)
+    if not uncertain:
+        return Robustness(0, 0, 0.0, "", 0)
+    programs = dict(_rivals(model, plan))
+    wins: Counter[str] = Counter()
+    worst = 0.0
+    for seed in range(draws):
+        machine = drawn(hardware, seed)
+        seconds = {n: pricer(machine, p).cost(p).step_seconds for n, p in programs.items()}
+        best = min(seconds, key=lambda n: (seconds[n], n != ""))
+        wins[best] += 1
+        worst = max(worst, seconds[""] / seconds[best] - 1)
+    others = [(count, name) for name, count in wins.items() if name]
+    return Robustness(draws, wins[""], worst, max(others)[1] if others else "", uncertain)
+
+
+def _rivals(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
+    """The answer, named '', and the alternatives that may overtake it."""
+    yield "", model.lower(plan.mesh, plan.layout, plan.options)
+    for other in plan.alternatives:
+        p = other.predicted
+        if not other.feasible or p is None or p.step_seconds > RIVAL * plan.predicted.step_seconds:
+            continue
+        stages = {name: stage_number(stage) for name, stage in other.storage.items()}
+        options = Options(stages, frozenset(other.recompute), other.microbatches)
+        if (Layout(other.layout), options) == (plan.layout, plan.options):
+            continue
+        try:
+            yield other.name, model.lower(Mesh(other.mesh), Layout(other.layout), options)
+        except LayoutError:
+            continue
+
+
+def as_details(curves: list[Curve]) -> list[dict[str, Any]]:
+    """As a plan's details hold them."""
+    return [
+        {
+            "factor": c.factor,
+            "points": [
+                {
+                    "value": t.value,
+                    "step_seconds": t.step_seconds,
+                    "layout": " | ".join(filter(None, (t.layout or "nothing is split", t.besides))),
+                    "mesh": t.mesh,
+                    "proven": t.proven,
+                }
+                for t in c.trials
+            ],
+        }
+        for c in curves
+    ]

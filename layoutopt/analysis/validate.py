@@ -1,0 +1,196 @@
+"""Validation: many layouts of a model run for real, their times beside the predicted ones.
+
+Layouts are the best by the search (of layouts alone: nothing recomputed, no split storage), the named ones,
+and others spread evenly over the predicted times, so that both a close race and a large difference are in
+the sample. Every layout stays ready, and they take turns, so that a disturbance of the machine hits all of
+them alike; times are medians, corrected for what other processes used (`costmodels.calibration.clock`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels.calibration import Sample, assemble, noise, open_drift, repeats_spread, steps_for, typical
+from costmodels.hardware import Hardware, load_hardware
+from costmodels.pricing.pricer import Pricer, pricer
+from layoutopt.analysis.validation import Row, sample_layouts, summary
+from layoutopt.optimize.baselines import named_layouts
+from layoutopt.space.domains import domains
+from mesh_tf_core.cluster import Cluster
+from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.model import Model
+
+Progress = Callable[[str, int, int], None]
+"""on_progress(what, done, total)."""
+SAMPLE_SECONDS = 0.05
+CANDIDATES = 6
+"""Random layouts that are priced for every one that is run."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout to run: what it is called, and its predicted seconds."""
+
+    name: str
+    layout: Layout
+    seconds: float
+
+
+def validate(
+    model: Model,
+    mesh: Mesh | str,
+    hardware: str | Hardware = "cpu-local",
+    layouts: Sequence[Layout | str] | None = None,
+    count: int = 12,
+    steps: int = 7,
+    batch: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Runs layouts of a model on this machine's mesh and compares.
+
+    Args:
+      hardware: that predicts; a calibrated profile, to mean anything.
+      layouts: those to run (None: `count` of them, chosen as the module says).
+      steps: samples of each layout, a few steps each if they are short.
+      batch: what every step is fed (None: zeros).
+      seed: of the random layouts.
+
+    Returns:
+      rows (layout, predicted_seconds, measured_seconds, name, spread), mape, kendall_tau, spearman, regret,
+      and `noise`: whether other processes disturbed the measurement, and `drift`, the time that the
+      calibration's own reference takes now relative to then (None: the profile has none).
+
+    Raises:
+      UserError: fewer than two layouts, or one that is not legal.
+    """
+    mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    if layouts is not None:
+        prices = pricer(machine, mesh)
+        given = [Layout(x) if isinstance(x, str) else x for x in layouts]
+        chosen = [Candidate("given", x, seconds_of(model, mesh, x, prices)) for x in dict.fromkeys(given)]
+    else:
+        chosen = choose(model, mesh, machine, count, seed)
+    if len(chosen) < 2:
+        raise UserError(
+            f"validate needs at least two layouts on mesh [{mesh}], found {len(chosen)}; use a larger mesh"
+        )
+    with open_drift(mesh, machine) as drift:
+        samples = run(model, mesh, chosen, steps, batch, on_progress, drift.measure)
+        return result(chosen, samples, drift.ratio)
+
+
+def result(
+    chosen: Sequence[Candidate], samples: Sequence[Sequence[Sample]], drift: float | None = None
+) -> dict[str, Any]:
+    """The contract's object from what was run."""
+    rows = [Row(str(c.layout), c.seconds, typical(s)) for c, s in zip(chosen, samples, strict=True)]
+    found = summary(rows)
+    for row, c, s in zip(found["rows"], chosen, samples, strict=True):
+        row.update(name=c.name, spread=repeats_spread(s))
+    said = noise(samples)
+    disturbed = {"noisy": said.noisy, "foreign": said.foreign, "spread": said.spread, "words": said.words}
+    return {**found, "noise": {**disturbed, "drift": drift}}
+
+
+def seconds_of(model: Model, mesh: Mesh, layout: Layout, prices: Pricer) -> float:
+    """Predicted seconds of a step; LayoutError for a layout that is not legal."""
+    return prices.cost(model.lower(mesh, layout)).step_seconds
+
+
+def choose(
+    model: Model, mesh: Mesh, hardware: Hardware, count: int, seed: int = 0, best: Layout | None = None
+) -> list[Candidate]:
+    """The best layout by the search, the named ones, and others, evenly spaced in the logarithm of predicted
+    time.
+
+    Args:
+      best: what the search finds, if that is known already.
+    """
+    prices = pricer(hardware, mesh)
+    if best is None:
+        from layoutopt.api import search
+
+        plain: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
+        best = search(model, mesh=mesh, hardware=hardware, memory=math.inf, **plain).layout
+    fixed = [Candidate("best by the search", best, seconds_of(model, mesh, best, prices))]
+    for name, own, layout, _ in named_layouts(model, mesh, domains(model.graph, mesh)):
+        if own == mesh and all(layout != c.layout for c in fixed):
+            try:
+                fixed.append(Candidate(name, layout, seconds_of(model, mesh, layout, prices)))
+            except LayoutError:
+                continue
+    known = {c.layout for c in fixed}
+    random = [x for x in sample_layouts(model, mesh, CANDIDATES * count, seed) if x not in known]
+    others = [Candidate("random", x, seconds_of(model, mesh, x, prices)) for x in random]
+    return [*fixed[:count], *stratified(others, count - len(fixed[:count]))]
+
+
+def stratified(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """`count` candidates nearest to evenly spaced places between the logarithms of the least and the largest
+    time.
+    """
+    left = sorted(candidates, key=lambda c: c.seconds)
+    if count >= len(left):
+        return left
+    low, high = (math.log(c.seconds) for c in (left[0], left[-1]))
+    out: list[Candidate] = []
+    for i in range(count):
+        place = low + (high - low) * (i + 0.5) / count
+        nearest = min(left, key=lambda c: abs(math.log(c.seconds) - place))
+        left.remove(nearest)
+        out.append(nearest)
+    return out
+
+
+def run(
+    model: Model,
+    mesh: Mesh,
+    chosen: Sequence[Candidate],
+    steps: int,
+    batch: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+    each_turn: Callable[[], object] = lambda: None,
+    cluster: Cluster | None = None,
+) -> list[list[Sample]]:
+    """`steps` samples of every layout, in turns, in this process or by all of a cluster's; `each_turn` is
+    called between turns."""
+    team = assemble(mesh, cluster)
+    fed = _zeros(model) if batch is None else batch
+    total = len(chosen) * (steps + 1)
+    engines = []
+    try:
+        for i, c in enumerate(chosen):
+            engine = team.open(model.lower(mesh, c.layout))
+            engines.append(engine)
+            engine.initialize()
+            engine.step(fed)
+            if on_progress is not None:
+                on_progress(f"building {c.layout or 'replicated'}", i + 1, total)
+        found = [steps_for(lambda e=e: e.step(fed), SAMPLE_SECONDS) for e in engines]  # type: ignore[misc]
+        counts = team.told("the numbers of steps", found)
+        samples: list[list[Sample]] = [[] for _ in chosen]
+        for turn in range(steps):
+            each_turn()
+            for i, engine in enumerate(engines):
+                samples[i].append(team.sample(lambda e=engine: e.step(fed), counts[i]))  # type: ignore[misc]
+            if on_progress is not None:
+                on_progress(f"round {turn + 1} of {steps}", len(chosen) * (turn + 2), total)
+    finally:
+        for engine in engines:
+            engine.close()
+    return samples
+
+
+def _zeros(model: Model) -> dict[str, Any]:
+    import numpy as np
+
+    from mesh_tf_core.kernels.numpy_kernel import np_dtype
+
+    return {name: np.zeros(t.shape.sizes, np_dtype(t.dtype)) for name, t in model.graph.inputs.items()}

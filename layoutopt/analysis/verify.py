@@ -1,0 +1,172 @@
+"""What the real TPU compiler makes of a program beside our prediction: collectives, peak memory, compute.
+
+The compiler may merge equal collectives, let several travel as one, and write a reduce-scatter as an
+all-reduce and a slice. So collectives are compared by what they move: for every group size, the bytes that a
+device puts into sums (all-reduce and reduce-scatter together), gathers, exchanges and permutations.
+
+(1) compute seconds of the compiler = sum of its cycle estimates / clock (`costmodels.calibration.tpus`)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from costmodels.calibration.tpus import GENERATIONS, Generation
+from costmodels.hardware import Hardware
+from layoutopt.evaluator import Evaluation
+from mesh_tf_core.engines.jax.compile import Refusal, compile_for
+from mesh_tf_core.engines.jax.hlo import Found, read
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.program import Collective, Permute, Program
+
+SAME = 0.01
+"""Bytes that differ by less than this part are the same: the compiler pads."""
+
+
+_FAMILIES = {"all_reduce": "sum", "reduce_scatter": "sum"}
+
+
+def generation(topology: str) -> Generation:
+    """The TPU that a topology is made of; UserError for an unknown one."""
+    name = topology.partition(":")[0]
+    if name not in GENERATIONS:
+        raise UserError(
+            f"--topology {topology!r}: no TPU {name!r}; {known_names(name, GENERATIONS)}; write it as v5e:2x4"
+        )
+    return GENERATIONS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Collectives of one family over groups of one size in a step, and the bytes that a device puts in."""
+
+    family: str
+    group_size: int
+    predicted_count: int
+    predicted_bytes: int
+    compiler_count: int
+    compiler_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Compiler's bytes over predicted ones."""
+        return self.compiler_bytes / self.predicted_bytes if self.predicted_bytes else math.inf
+
+    @property
+    def same(self) -> bool:
+        return abs(self.ratio - 1) <= SAME
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made.
+
+    Attributes:
+      peak_bytes: most bytes of a device that hold values at any moment; `allocated_bytes` are reserved.
+      compute_seconds: by its own cycle estimates, without communication.
+      unknown_loops: loops whose iterations could not be counted (their bodies count once).
+      text: the compiled HLO.
+    """
+
+    collectives: tuple[Found, ...]
+    peak_bytes: int
+    allocated_bytes: int
+    compute_seconds: float
+    unknown_loops: int
+    compile_seconds: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A program beside the compiler's version of it; `refusal` if there is none."""
+
+    topology: str
+    predicted: tuple[Found, ...]
+    compiled: Compiled | None
+    refusal: Refusal | None
+    moved: tuple[Moved, ...]
+
+    @property
+    def same_collectives(self) -> bool:
+        """Whether the compiled program moves what the program says."""
+        return self.compiled is not None and all(m.same for m in self.moved)
+
+
+def verify(evaluation: Evaluation, topology: str, hardware: Hardware) -> Verified:
+    """Compiles an evaluated program for a TPU that need not be there.
+
+    Raises:
+      UserError: no JAX or libtpu, an unknown topology, or one of another number of devices than the mesh's.
+    """
+    program = evaluation.program
+    tpu = generation(topology)
+    predicted = collectives(program)
+    made = compile_for(program, topology)
+    if isinstance(made, Refusal):
+        return Verified(topology, predicted, None, made, ())
+    said = read(made.text)
+    found = tuple(_sized(f, program.mesh.devices) for f in said.collectives)
+    compiled = Compiled(
+        found,
+        made.peak_bytes,
+        made.allocated_bytes,
+        said.cycles / tpu.clock(hardware),
+        said.unknown_loops,
+        made.seconds,
+        made.text,
+    )
+    return Verified(topology, predicted, compiled, None, moved(predicted, found))
+
+
+def collectives(program: Program) -> tuple[Found, ...]:
+    """The program's own collectives, as far as they move anything."""
+    out = []
+    for instr, times in program.walk():
+        if not isinstance(instr, Collective):
+            continue
+        size = program.mesh.group_size(instr.axes)
+        if isinstance(instr, Permute):
+            size = _linked(instr.links(size))
+        payload = sum(program.values[i].local_bytes(program.mesh) for i in instr.inputs)
+        if size > 1:
+            out.append(Found(instr.name, size, len(instr.inputs), payload, times))
+    return tuple(out)
+
+
+def _linked(links: Sequence[tuple[int, int]]) -> int:
+    """Devices that a permutation connects with its first sender: none (1) if nobody sends."""
+    seen = {links[0][0]} if links else {0}
+    while more := {end for link in links for end in link if not seen.isdisjoint(link)} - seen:
+        seen |= more
+    return len(seen)
+
+
+def _sized(found: Found, devices: int) -> Found:
+    size = found.group_size or devices
+    return Found(found.kind, size, found.tensors, found.bytes, found.times)
+
+
+def moved(predicted: Iterable[Found], compiled: Iterable[Found]) -> tuple[Moved, ...]:
+    """Both sides by family and group size, the most predicted bytes first."""
+    totals: dict[tuple[str, int], list[int]] = {}
+    for side, found in ((0, predicted), (2, compiled)):
+        for f in found:
+            if f.group_size > 1:
+                key = (_FAMILIES.get(f.kind, f.kind), f.group_size)
+                row = totals.setdefault(key, [0, 0, 0, 0])
+                row[side] += f.times
+                row[side + 1] += f.times * f.bytes
+    rows = [Moved(family, size, *row) for (family, size), row in totals.items()]
+    return tuple(sorted(rows, key=lambda m: -m.predicted_bytes))
+
+
+def counted(found: Iterable[Found]) -> list[tuple[str, int, int]]:
+    """(kind, group size, how many in a step), sorted."""
+    counts: dict[tuple[str, int], int] = {}
+    for f in found:
+        if f.group_size > 1:
+            counts[f.kind, f.group_size] = counts.get((f.kind, f.group_size), 0) + f.times
+    return [(kind, size, n) for (kind, size), n in sorted(counts.items())]

@@ -1,0 +1,162 @@
+"""The door of the search: a question about a model, checked, and its answer as a plan."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from costmodels.hardware import Hardware, load_hardware
+from layoutopt.optimize.k_best import next_best
+from layoutopt.optimize.planning import make_plan
+from layoutopt.optimize.request import OBJECTIVES, Better, Progress, Request, Rules
+from layoutopt.optimize.search import Places
+from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.subproblems import meshes, spaces
+from layoutopt.plan.schema import Plan
+from layoutopt.space.domains import parse_forbid, parse_rules
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.model import Model
+
+__all__ = ["OBJECTIVES", "Progress", "search"]
+
+
+def search(
+    model: Model,
+    mesh: Mesh | str | None = None,
+    devices: int | None = None,
+    hardware: str | Hardware = "cpu-local",
+    memory: float | None = None,
+    objective: str = "time",
+    pins: Rules = None,
+    forbid: Rules = None,
+    top: int = 1,
+    time_limit: float | None = None,
+    max_axes: int = 2,
+    on_progress: Progress | None = None,
+    storage: Sequence[str] = STAGES,
+    recompute: Sequence[bool] = (False, True),
+    microbatches: Sequence[int] = (1, 2, 4, 8),
+    on_better: Better | None = None,
+    keep_best: bool = False,
+) -> Plan:
+    """The best layout of a model, with its proof.
+
+    Args:
+      mesh: the mesh; or give `devices`, and its shape (up to `max_axes` axes) is searched too.
+      hardware: a preset's name, a file, or a Hardware.
+      memory: bytes that a device may hold (None: what the hardware has).
+      objective: `time` (least seconds that fit), `memory` (least peak), or `pareto` (adds the frontier of
+      both).
+      pins, forbid: rules such as "batch:data"; `batch:none` pins a dimension to not being split.
+      top: how many of the best layouts to list.
+      time_limit: seconds.
+      storage: stages that variables may be stored at, of "layout", "zero1", "zero2", "zero3".
+      recompute: whether the bodies of loops may, must or must not run again in backward.
+      microbatches: numbers of parts that the batch may be split into; those that do not divide it are left
+      out.
+      keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven.
+
+    Raises:
+      InfeasibleError: proven that nothing fits; the message names the largest tensors.
+      LimitError: nothing was found in time.
+      UserError: wrong input.
+    """
+    started = time.monotonic()
+    if not isinstance(model, Model):
+        raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
+    chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    lists = storage, recompute, microbatches
+    _check(mesh, devices, memory, objective, top, time_limit, max_axes, pins, forbid, *lists)
+    request = Request(
+        model,
+        chosen,
+        chosen.usable_memory_bytes if memory is None else float(memory),
+        objective,
+        parse_rules(pins),
+        parse_forbid(forbid),
+        top,
+        None if time_limit is None else started + time_limit,
+        on_progress,
+        on_better,
+        tuple(dict.fromkeys(storage)),
+        tuple(recompute),
+        tuple(sorted(set(microbatches))),
+    )
+    r = request
+    shapes = meshes(mesh, devices, max_axes, chosen)
+    places = Places(request, renames=mesh is None)
+    try:
+        best = places.run(spaces(model, shapes, r.pins, r.forbid, r.storage, r.recompute, r.microbatches))
+    except KeyboardInterrupt:
+        if not keep_best:
+            raise
+        best = places.stopped()
+    return make_plan(
+        places.request,
+        best,
+        places.space_of(best),
+        _others(places, best, top - 1, keep_best),
+        places.frontier,
+        places.bound,
+        places.proven,
+        places.considered,
+        mesh is None,
+        time.monotonic() - started,
+    )
+
+
+def _others(places: Places, best: Found, count: int, keep_best: bool) -> list[Found]:
+    """The next best layouts; Ctrl-C leaves those that were found."""
+    others: list[Found] = []
+    try:
+        for found in itertools.islice(next_best(places, best), count):
+            others.append(found)
+    except KeyboardInterrupt:
+        if not keep_best:
+            raise
+    return others
+
+
+def _check(
+    mesh: Any,
+    devices: Any,
+    memory: Any,
+    objective: Any,
+    top: Any,
+    time_limit: Any,
+    max_axes: Any,
+    pins: Any,
+    forbid: Any,
+    storage: Any,
+    recompute: Any,
+    microbatches: Any,
+) -> None:
+    """Refuses arguments of the wrong kind, whatever their annotations say."""
+    if objective not in OBJECTIVES:
+        raise UserError(f"objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    if not isinstance(mesh, Mesh | str | None):
+        raise UserError(f"mesh {mesh!r}: give a Mesh, or its axes as 'data:2;model:4'")
+    if (mesh is None) == (devices is None):
+        raise UserError("give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)")
+    for name, number in (("--devices", devices), ("--max-axes", max_axes), ("--top", top)):
+        if number is not None and not isinstance(number, Integral):
+            raise UserError(f"{name} {number!r}: needs a whole number")
+    if memory is not None and not (isinstance(memory, Real) and float(memory) > 0):
+        raise UserError(f"memory {memory!r}: needs a positive number of bytes")
+    if top < 1:
+        raise UserError(f"--top {top}: needs at least 1")
+    if time_limit is not None and not (isinstance(time_limit, Real) and float(time_limit) > 0):
+        raise UserError(f"--time-limit {time_limit!r}: needs a positive number of seconds")
+    for name, rules in (("pins", pins), ("forbid", forbid)):
+        if not isinstance(rules, str | Mapping | None):
+            raise UserError(f"{name} {rules!r}: write them as 'batch:data', or as a dict of dimensions")
+    for name, found in (("storage", storage), ("recompute", recompute), ("microbatches", microbatches)):
+        if isinstance(found, str) or not isinstance(found, Iterable):
+            raise UserError(f"{name} {found!r}: needs a list of what is allowed")
+    if mesh is None and (pins or forbid):
+        raise UserError("--pin and --forbid name mesh axes: give the mesh with --mesh instead of --devices")

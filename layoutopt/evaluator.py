@@ -1,0 +1,82 @@
+"""The independent judge: lowers the whole graph under a layout and prices what would run. No table, no
+solver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from costmodels.hardware import Hardware
+from costmodels.kernels.fusion import Fused
+from costmodels.liveness import Memory, memory
+from costmodels.pricing.pricer import Cost, Pricer, pricer
+from layoutopt.plan.schema import Predicted
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
+
+DEFAULT = Options()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A layout's program, and what follows from it when it is asked for: its price and its memory."""
+
+    program: Program
+    prices: Pricer = field(repr=False, compare=False)
+
+    @cached_property
+    def _kernels(self) -> Fused | None:
+        return self.prices.kernels(self.program)
+
+    @cached_property
+    def cost(self) -> Cost:
+        return self.prices.cost(self.program, self._kernels)
+
+    @cached_property
+    def memory(self) -> Memory:
+        # Memory knows of no kernels that stream.
+        known = None if self.prices.hardware.streams_attention else self._kernels
+        return memory(self.program, self.prices.fuses, known)
+
+    @property
+    def predicted(self) -> Predicted:
+        return Predicted(
+            step_seconds=self.cost.step_seconds,
+            compute_seconds=self.cost.compute_seconds,
+            communication_seconds=self.cost.communication_seconds,
+            exposed_communication_seconds=self.cost.exposed_communication_seconds,
+            peak_memory_bytes=self.memory.peak,
+            flops_per_device=self.cost.flops,
+            communication_bytes_per_device=self.program.communication_bytes(),
+        )
+
+    def reason(self, limit: float | None) -> str | None:
+        """Why it does not fit into `limit` bytes, naming the largest tensors; None if it fits."""
+        if limit is None or self.memory.peak <= limit:
+            return None
+        over = self.memory.peak - limit
+        largest = ", ".join(f"{h.what} ({gib(h.bytes)})" for h in self.memory.holdings[:3])
+        return f"peak memory {gib(self.memory.peak)} is {gib(over)} over {gib(limit)}; largest: {largest}"
+
+
+def gib(size: float) -> str:
+    """Bytes in words."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def evaluate(
+    model: Model,
+    mesh: Mesh,
+    layout: Layout,
+    hardware: Hardware,
+    options: Options = DEFAULT,
+    prices: Pricer | None = None,
+) -> Evaluation:
+    """Lowers one layout to price and walk it; LayoutError if it is not legal."""
+    return Evaluation(model.lower(mesh, layout, options), prices or pricer(hardware, mesh))

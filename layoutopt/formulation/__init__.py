@@ -1,0 +1,1 @@
+"""From a model and a mesh to an integer program: clusters, tables, memory constraints."""

@@ -1,0 +1,313 @@
+"""Clusters: the smallest groups of operations whose prices add up to the price of the whole program.
+
+Lowering treats most operations alone. The exceptions couple operations, and a cluster holds together what
+they couple:
+  - a sum that may wait behind linear operations (pass `pending sums`), also out of a loop;
+  - a gather that several operations of a block share;
+  - the update of one variable, all of it;
+  - the casts and gathers of one variable that is stored split, in every block that reads it.
+A cluster is lowered by itself, with everything around it given; equal clusters (unrolled layers) are priced
+once, with a multiplicity.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+
+from layoutopt.formulation.dependencies import Coupling
+from layoutopt.space.decisions import recompute_name, storage_class
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan, Variable
+from mesh_tf_core.lower import Keep
+from mesh_tf_core.lower.nodes import plan_of
+from mesh_tf_core.lower.rematerialization import running_again, stands_beside_backward
+from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.tracing.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Operations that are priced together.
+
+    Attributes:
+      name: for reports.
+      keep: what lowering keeps of the graph.
+      again: what runs a second time when a loop is recomputed, by the loop's dimension.
+      dims: names of all dimensions of their inputs and outputs.
+      switches: the other decisions that matter to it: storage classes, recomputation.
+      shapes: dimension names of every tensor that they touch, and of everything that one operation works
+        through; a legal layout uses an axis once in each.
+      saves: recomputation changes what it saves; else it only runs again.
+      early: outputs that others read before the update: a sum of them neither waits further nor travels with
+        other messages.
+      multiplicity: how many equal clusters the graph has.
+    """
+
+    name: str
+    keep: Keep
+    again: Mapping[str, Keep]
+    dims: tuple[str, ...]
+    switches: tuple[str, ...]
+    shapes: tuple[tuple[str, ...], ...]
+    early: Mapping[str, Tensor]
+    multiplicity: int = 1
+    saves: bool = False
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """Names of all decisions that matter to it."""
+        return *self.dims, *self.switches
+
+
+def clusters(coupling: Coupling) -> list[Cluster]:
+    """The clusters of a graph, equal ones merged."""
+    builder = _Builder(coupling)
+    groups: dict[int, list[Node]] = defaultdict(list)
+    for node in coupling.live:
+        if isinstance(node.op, Feed | Read) or (isinstance(node.op, Cast) and coupling.variable_of(node)):
+            continue
+        groups[coupling.root(node.index)].append(node)
+    merged: dict[Hashable, list[list[Node]]] = defaultdict(list)
+    for nodes in groups.values():
+        merged[builder.signature(nodes)].append(nodes)
+    found = [builder.cluster(nodes[0], len(nodes)) for nodes in merged.values()]
+    return found + builder.accesses()
+
+
+class _Builder:
+    def __init__(self, coupling: Coupling) -> None:
+        self.graph, self.coupling = coupling.graph, coupling
+        self.rerun = self._rerun()
+
+    def _rerun(self) -> dict[int, tuple[str, ...]]:
+        """Node -> the dimensions of the loops whose recomputation makes it run again."""
+        out: dict[int, tuple[str, ...]] = {}
+        for block in self.graph.blocks:
+            if stands_beside_backward(block, self.graph) and block.dim is not None:
+                for node in running_again(block):
+                    out[node.index] = (*out.get(node.index, ()), block.dim.name)
+        return out
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def signature(self, nodes: list[Node]) -> Hashable:
+        """Equal for clusters with the same operations on the same types, connected and repeated alike."""
+        inside = {node.index for node in nodes}
+        position: dict[int, int] = {}
+        parts: list[Hashable] = []
+        for node in nodes:
+            types = []
+            for i in (*node.inputs, *node.outputs):
+                position.setdefault(i, len(position))
+                types.append((position[i], self.graph.tensor(i).type))
+            leaves = tuple(len(self.coupling.outer[o]) for o in node.outputs)
+            early = tuple(
+                self.coupling.early(t, inside) for o in node.outputs for t in (o, *self.coupling.outer[o])
+            )
+            what = (
+                node.op.variable.slot_of is None if isinstance(node.op, Assign) else isinstance(node.op, Scan)
+            )
+            switches = self._switches(node)
+            # On a calibrated machine a result costs more where it stays: in forward, until backward reads it.
+            stays = node.phase == "forward"
+            kernel = self._kernel(node, inside)
+            times = self.coupling.times(node)
+            parts.append((_bare(node), tuple(types), times, leaves, early, what, switches, stays, kernel))
+        if any(isinstance(n.op, Scan) for n in nodes):
+            parts.append(nodes[0].index)
+        return tuple(parts)
+
+    def _kernel(self, node: Node, inside: Set[int]) -> Hashable:
+        """What of fusion matters to a price: with which of the nodes, and what of it others read."""
+        fusion = self.coupling.fusion
+        group = fusion.group.get(node.index)
+        others = sorted(i for i in inside if i != node.index and fusion.group.get(i) == group is not None)
+        position = {i: n for n, i in enumerate(sorted(inside))}
+        read = tuple((o in fusion.leaving, o in fusion.again) for o in node.outputs)
+        narrow = tuple(fusion.narrow.get(t) for t in (*node.inputs, *node.outputs))
+        return tuple(position[i] for i in others), read, narrow
+
+    def _switches(self, node: Node) -> tuple[str, ...]:
+        """Decisions besides splits that change how a node is lowered."""
+        found = [recompute_name(dim) for dim in self.rerun.get(node.index, ())]
+        found += [recompute_name(block.dim.name) for block in self._savers(node) if block.dim is not None]
+        updated = self._updated(node)
+        if updated is not None:
+            found.append(storage_class(updated))
+        for o in _own(node):
+            for t in self.coupling.leads_to(o):
+                if t in self.graph.gradient_of:
+                    found.append(storage_class(self.graph.variables[self.graph.gradient_of[t]]))
+        return tuple(dict.fromkeys(found))
+
+    def _savers(self, node: Node) -> list[Block]:
+        """The loops that save, for backward, what a node computes, or what its own body does."""
+        block, body = self.coupling.home[node.index], node.body
+        found = [body] if body is not None and body.saved else []
+        return found + [block] * any(o in block.saved for o in node.outputs)
+
+    def _updated(self, node: Node) -> Variable | None:
+        """The variable that a node of the update belongs to."""
+        found = self.graph.variables.get(node.scope) if node.phase == "update" else None
+        return found if found is not None and found.trainable and len(found.shape) else None
+
+    def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
+        inside = {node.index for node in nodes}
+        early: dict[str, Tensor] = {}
+        for node in nodes:
+            for o in _own(node):
+                for t in (o, *self.coupling.outer[o]):
+                    if self.coupling.early(t, inside):
+                        early[f"%{t}"] = self.graph.tensor(t)
+        first = nodes[0]
+        name = f"{first.scope or 'model'}/{first.op.name}" + (
+            f" ({first.phase})" if first.phase != "forward" else ""
+        )
+        keep = self._keep(nodes)
+        again: dict[str, list[int]] = defaultdict(list)
+        for node in nodes:
+            for dim in self.rerun.get(node.index, ()):
+                again[dim].append(node.index)
+        return Cluster(
+            name,
+            keep,
+            {dim: Keep(frozenset(found), keep.blocks, again=True) for dim, found in again.items()},
+            *self._dims(nodes),
+            early,
+            multiplicity,
+            any(isinstance(n.op, Scan) or self._savers(n) for n in nodes),
+        )
+
+    def _dims(
+        self, nodes: list[Node]
+    ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, ...], ...]]:
+        types: dict[TensorType, None] = {}
+        switches: dict[str, None] = {}
+        for node in nodes:
+            switches.update(dict.fromkeys(self._switches(node)))
+            for i in (*node.inputs, *_own(node)):
+                types[self.graph.tensor(i).type] = None
+            updated = self._updated(node)
+            if updated is not None:
+                types[updated.type] = None
+            for o in _own(node):
+                # Where a gradient is delivered depends on all dimensions of its variable.
+                for t in self.coupling.leads_to(o):
+                    if t in self.graph.gradient_of:
+                        types[self.graph.variables[self.graph.gradient_of[t]].type] = None
+        shapes = dict.fromkeys(t.shape.names for t in types)
+        dims = tuple(dict.fromkeys(n for names in shapes for n in names))
+        for node in nodes:
+            shapes.update(dict.fromkeys(self._worked(node)))
+        return dims, tuple(switches), tuple(shapes)
+
+    def _worked(self, node: Node) -> Iterator[tuple[str, ...]]:
+        """The dimensions whose pieces an operation works through, where no tensor has them all."""
+        roles = plan_of(node, self.graph).roles
+        if roles is None:
+            return
+        worked = {*roles.parallel, *roles.reduced}
+        if not any(worked <= {*self.graph.tensor(i).shape.names} for i in (*node.inputs, *node.outputs)):
+            yield tuple(sorted(worked))
+
+    def _keep(self, nodes: list[Node], homes: frozenset[tuple[int, int]] = frozenset()) -> Keep:
+        blocks: set[int] = set()
+        for start in (*(self.coupling.home[n.index].id for n in nodes), *(b for b, _ in homes)):
+            block = self.graph.blocks[start]
+            while block.parent is not None:
+                blocks.add(block.id)
+                block = self.graph.blocks[block.parent]
+        return Keep(frozenset(n.index for n in nodes), frozenset(blocks), homes)
+
+    # -- access to variables ---------------------------------------------------------------------------------
+
+    def accesses(self) -> list[Cluster]:
+        """For every trained variable: its casts, and the gather in every block that reads it."""
+        merged: dict[Hashable, list[Cluster]] = defaultdict(list)
+        for variable in self.graph.variables.values():
+            if variable.trainable and len(variable.shape):
+                found = self._access(variable)
+                if found is not None:
+                    key, cluster = found
+                    merged[key].append(cluster)
+        return [replace(found[0], multiplicity=len(found)) for found in merged.values()]
+
+    def _access(self, variable: Variable) -> tuple[Hashable, Cluster] | None:
+        reads = self.coupling.reads[variable.name]
+        casts = [
+            n
+            for n in self.coupling.live
+            if isinstance(n.op, Cast) and self.coupling.variable_of(n) == variable.name
+        ]
+        homes = set(self.coupling.homes(variable.name))
+        if not homes and not casts:
+            return None
+        nodes = [*reads, *casts]
+        again = self._access_again(casts, homes)
+        switches = (storage_class(variable), *map(recompute_name, again))
+        dims = variable.shape.names
+        key = (
+            variable.type,
+            variable.stacked,
+            tuple(sorted((self.coupling.home[n.index].id, n.op.describe()) for n in casts)),
+            tuple(sorted(b for b, _ in homes)),
+            tuple((dim, len(k.nodes), tuple(sorted(b for b, _ in k.homes))) for dim, k in again.items()),
+        )
+        keep = self._keep(nodes, frozenset(homes))
+        return key, Cluster(f"{variable.name} (access)", keep, again, dims, switches, (dims,), {})
+
+    def _access_again(self, casts: list[Node], homes: set[tuple[int, int]]) -> dict[str, Keep]:
+        """What recomputation adds: casts and gathers that the backward body does not have anyway.
+
+        What a body inside of the recomputed one does, it does once more in any case.
+        """
+        extra: dict[str, tuple[set[int], set[tuple[int, int]]]] = {}
+        for backward in self.graph.blocks:
+            forward = backward.forward
+            if forward is None or forward.dim is None or not stands_beside_backward(forward, self.graph):
+                continue
+            dim = forward.dim.name
+            nodes, gathers = extra.setdefault(dim, (set(), set()))
+            rerun = {i for i, dims in self.rerun.items() if dim in dims}
+            for cast in casts:
+                here = self.coupling.home[cast.index]
+                twin = backward.captured.get(cast.outputs[0], -1)
+                known = here is forward and any(twin in c.outputs for c in casts)
+                if cast.index in rerun and self._within(here, forward) and not known:
+                    nodes.add(cast.index)
+            for block, tensor in homes:
+                read = any(
+                    r.index in rerun and self.coupling.home[r.index].id == block and r not in casts
+                    for r in self.coupling.readers[tensor]
+                )
+                twin = backward.captured.get(tensor, tensor)
+                known = block == forward.id and (backward.id, twin) in homes
+                if read and self._within(self.graph.blocks[block], forward) and not known:
+                    gathers.add((block, tensor))
+        reads = [n for n in self.coupling.live if isinstance(n.op, Read)]
+        found = {}
+        for dim, (nodes, gathers) in extra.items():
+            if nodes or gathers:
+                keep = self._keep([*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers))
+                found[dim] = replace(keep, again=True)
+        return found
+
+    def _within(self, block: Block, other: Block) -> bool:
+        """Whether a block is another one, or inside of it."""
+        while block is not other and block.parent is not None:
+            block = self.graph.blocks[block.parent]
+        return block is other
+
+
+def _own(node: Node) -> tuple[int, ...]:
+    """What a node computes itself: of a loop's results only the final carries, its body's nodes make the
+    others."""
+    return node.outputs if node.body is None else node.outputs[: len(node.body.carry_in)]
+
+
+def _bare(node: Node) -> Hashable:
+    """The operation without the name of a variable in it."""
+    return "assign" if isinstance(node.op, Assign) else node.op

@@ -1,0 +1,225 @@
+"""What couples the operations of a graph when it is lowered (see `clusters`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Set
+
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.tracing.graph import Graph
+
+
+class Coupling:
+    """A graph's live nodes, joined into sets that must be lowered together.
+
+    Args:
+      program: the graph lowered under any layout; operations that it does not have are dead and left out.
+      returned: tensors that a step returns.
+
+    Attributes:
+      live: nodes that the program has, in order.
+      home: node -> the block it is in.
+      readers: tensor -> live nodes that read it.
+      outer: body tensor -> the tensors that a loop makes of it outside.
+      leaving: body tensors that a loop carries on.
+      sliced: tensors that a loop reads part by part.
+      chain: variable -> its tensors: as read, as parts in loops, and casts of these.
+      reads: variable -> the nodes that read it.
+      owner: tensor of a chain -> its variable.
+      fusion: what a compiler may run as one kernel.
+    """
+
+    def __init__(self, graph: Graph, program: Program, returned: Collection[int] = ()) -> None:
+        self.graph, self.returned, self.fusion = graph, frozenset(returned), program.fusion
+        live = {instr.origin.node for instr, _ in program.walk()}
+        self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]
+        self.home: dict[int, Block] = {}
+        self.readers: dict[int, list[Node]] = defaultdict(list)
+        self.outer: dict[int, list[int]] = defaultdict(list)
+        self.leaving: set[int] = set()
+        self.sliced = {outer for block in graph.blocks for outer, _ in block.sliced}
+        for node in self.live:
+            for i in dict.fromkeys(node.inputs):
+                self.readers[i].append(node)
+        for block in graph.blocks:
+            for node in block.nodes:
+                self.home[node.index] = block
+            for inner, out in (*block.stacked, *block.summed, *block.saved.items()):
+                self.outer[inner].append(out)
+            self.leaving.update(block.carry_out)
+        self.parent: dict[int, int] = {}
+        self.pends: set[int] = set()
+        self.chain: dict[str, list[int]] = defaultdict(list)
+        self.reads: dict[str, list[Node]] = defaultdict(list)
+        self.owner: dict[int, str] = {}
+        self._variables()
+        self._gathers()
+        self._sums()
+        self._updates()
+        self._fused()
+
+    # -- variables -------------------------------------------------------------------------------------------
+
+    def _variables(self) -> None:
+        parts: dict[int, list[int]] = defaultdict(list)
+        for block in self.graph.blocks:
+            for out, inner in block.sliced:
+                parts[out].append(inner)
+
+        def add(tensor: int, name: str) -> None:
+            self.owner[tensor] = name
+            self.chain[name].append(tensor)
+            for inner in parts[tensor]:
+                add(inner, name)
+            for node in self.readers[tensor]:
+                if isinstance(node.op, Cast) and node.phase != "update":
+                    add(node.outputs[0], name)
+
+        for node in self.live:
+            if isinstance(node.op, Read) and node.op.variable.trainable:
+                self.reads[node.op.variable.name].append(node)
+                add(node.outputs[0], node.op.variable.name)
+
+    def variable_of(self, cast: Node) -> str | None:
+        """The variable that a node casts, if it does nothing else."""
+        return self.owner.get(cast.outputs[0]) if cast.outputs else None
+
+    def homes(self, variable: str) -> dict[tuple[int, int], list[Node]]:
+        """(block, tensor of the chain) -> the nodes there that need it as the layout says, so gathered if
+        stored split."""
+        out: dict[tuple[int, int], list[Node]] = {}
+        for tensor in self.chain[variable]:
+            for reader in self.readers[tensor]:
+                if reader.phase != "update" and not (
+                    isinstance(reader.op, Cast) and self.variable_of(reader)
+                ):
+                    out.setdefault((self.home[reader.index].id, tensor), []).append(reader)
+        return out
+
+    # -- gathers that are shared -----------------------------------------------------------------------------
+
+    def _gathers(self) -> None:
+        """Joins operations of a block that need all of one dimension of the same tensor: it is gathered once
+        for all of them."""
+        for tensor, readers in self.readers.items():
+            first: dict[tuple[int, str], int] = {}
+            for node in readers if len(readers) > 1 else ():
+                if isinstance(node.op, Feed | Read | Assign | Scan) or node.op.expands():
+                    continue
+                roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
+                for name in roles.whole:
+                    if name in self.graph.tensor(tensor).shape.names:
+                        self._join(first.setdefault((self.home[node.index].id, name), node.index), node.index)
+
+    # -- sums that may wait ----------------------------------------------------------------------------------
+
+    def _sums(self) -> None:
+        for node in self.live:
+            if isinstance(node.op, Feed | Read | Assign | Scan):
+                continue
+            types = [self.graph.tensor(i).type for i in node.inputs]
+            linear = node.op.linear or isinstance(node.op, Cast)
+            waits = linear and bool(node.inputs) and all(self._waits(i, node) for i in node.inputs)
+            if waits:
+                for i in node.inputs:
+                    self._join(self._maker(i).index, node.index)
+            roles = node.op.roles(*types)
+            if waits or (roles.reduced and roles.combine == "sum"):
+                self.pends.update(node.outputs)
+
+    def _waits(self, tensor: int, reader: Node) -> bool:
+        """Whether `tensor` may reach its only reader as a pending sum."""
+        inner = self._inner(tensor)
+        if inner not in self.pends or len(self.readers[tensor]) != 1 or tensor in self.leaving:
+            return False
+        if inner != tensor and (self.readers[inner] or len(self.outer[inner]) != 1):
+            return False
+        if inner == tensor and self.outer[tensor]:
+            return False
+        return (self._maker(tensor).phase == "update") == (reader.phase == "update")
+
+    def _inner(self, tensor: int) -> int:
+        """The body tensor that a loop's stacked or summed result comes from, or the tensor itself."""
+        node = self.graph.producer.get(tensor)
+        while node is not None and node.body is not None:
+            pairs = {out: inner for inner, out in (*node.body.stacked, *node.body.summed)}
+            if tensor not in pairs:
+                break
+            tensor = pairs[tensor]
+            node = self.graph.producer.get(tensor)
+        return tensor
+
+    def ties(self, tensor: int) -> set[int]:
+        """What loops make of a tensor, and make it of: stacks, sums, parts, state."""
+        found = set(self.outer[tensor])
+        for node in self.live:
+            block = node.body
+            if block is None:
+                continue
+            made = (*block.stacked, *block.summed, *block.saved.items())
+            pairs = [*block.sliced, *made, *zip(block.carry_in, block.carry_out, strict=False)]
+            pairs += [*zip(node.inputs, block.carry_in, strict=False)]
+            pairs += [*zip(node.outputs, block.carry_out, strict=False)]
+            found.update(b for a, b in pairs if a == tensor)
+            found.update(a for a, b in pairs if b == tensor)
+        return found
+
+    def leads_to(self, tensor: int) -> list[int]:
+        """A tensor and what loops make of it, outwards."""
+        found = [tensor]
+        for t in found:
+            found.extend(self.outer[t])
+        return found
+
+    def _maker(self, tensor: int) -> Node:
+        return self.graph.producer[self._inner(tensor)]
+
+    # -- updates ---------------------------------------------------------------------------------------------
+
+    def _updates(self) -> None:
+        first: dict[str, int] = {}
+        for node in self.live:
+            if (
+                node.phase == "update"
+                and node.scope in self.graph.variables
+                and not isinstance(node.op, Read)
+            ):
+                self._join(first.setdefault(node.scope, node.index), node.index)
+
+    # -- kernels ---------------------------------------------------------------------------------------------
+
+    def _fused(self) -> None:
+        """What a compiler may run as one kernel is priced as one."""
+        first: dict[int, int] = {}
+        for node in self.live:
+            group = self.fusion.group.get(node.index)
+            if group is not None:
+                self._join(first.setdefault(group, node.index), node.index)
+
+    def root(self, index: int) -> int:
+        while self.parent.get(index, index) != index:
+            index = self.parent[index]
+        return index
+
+    def _join(self, a: int, b: int) -> None:
+        if self.root(a) != self.root(b):
+            self.parent[self.root(a)] = self.root(b)
+
+    # -- facts -----------------------------------------------------------------------------------------------
+
+    def times(self, node: Node) -> tuple[tuple[int, bool], ...]:
+        """Sizes of the loops around a node, the innermost first."""
+        block, times = self.home[node.index], []
+        while block.dim is not None and block.parent is not None:
+            times.append((block.dim.size, block.branch))
+            block = self.graph.blocks[block.parent]
+        return tuple(times)
+
+    def early(self, tensor: int, inside: Set[int]) -> bool:
+        """Whether something that is not the update, and not one of the nodes `inside`, reads a tensor."""
+        if tensor in self.returned or tensor in self.leaving or tensor in self.sliced:
+            return True
+        return any(r.phase != "update" and r.index not in inside for r in self.readers[tensor])

@@ -1,0 +1,245 @@
+r"""From a model to a problem in the general form (`layoutopt.problem`), for one mesh.
+
+Variables
+  x_d       for every decision d (see `decisions`): which of its options is chosen
+  y_k       for every group k = (axes, dtype) of small gradient messages: whether any message of it is sent
+
+Objective
+  (1) sum_c m_c T_c(x)       time of cluster c with multiplicity m_c                     `_time_terms`
+  (2) sum_k alpha_k y_k      the latency that the messages of a group share                 `_message_terms`
+Constraints
+  (3) y_k = 1 if some cluster sends a small message of group k under x                      `_message_terms`
+  (4) assignments that lowering refuses are not in a cluster's table                        `_time_terms`
+  (5) sum_v bytes_v(x) over the values alive at point t <= memory, for every point t that can be the peak
+                                                                                            `memory_rows`
+An option of x_d with which every layout is slower than one that is known leaves its domain       `narrowing`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from costmodels.pricing.pricer import Pricer
+from layoutopt.formulation.clusters import Cluster
+from layoutopt.formulation.memory_constraints import MemoryRows
+from layoutopt.formulation.shared import Ground
+from layoutopt.formulation.tables import Entry, Table, Tabler, legal
+from layoutopt.problem import Problem, Sparse, Term, Variable
+from layoutopt.space.decisions import Choice, Decisions
+from mesh_tf_core import garbage
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.combine import Key
+from mesh_tf_core.model import Model
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """A model's problem on one mesh, and the way back from choices to layouts.
+
+    Attributes:
+      names: variable i of the problem is the decision `names[i]`; message groups follow.
+      tables: the priced clusters.
+      problem: variables and times.
+      memory: its memory rows.
+    """
+
+    mesh: Mesh
+    decided: Decisions
+    names: tuple[str, ...]
+    tables: tuple[Table, ...]
+    groups: tuple[Key, ...]
+    problem: Problem
+    memory: MemoryRows
+
+    def read(self, choices: Sequence[int]) -> tuple[Layout, Options]:
+        """The layout and options of the solver's choices."""
+        options = self.decided.options
+        return self.decided.read({n: options[n][c] for n, c in zip(self.names, choices, strict=False)})
+
+    def choices(self, layout: Layout, options: Options) -> tuple[int, ...] | None:
+        """The solver's choices for a layout and options; None if they are not among those allowed."""
+        wanted = self.decided.write(layout, options)
+        picked = []
+        for name in self.names:
+            if wanted[name] not in self.decided.options[name]:
+                return None
+            picked.append(self.decided.options[name].index(wanted[name]))
+        sent: set[Key] = set()
+        for table in self.tables:
+            entry = table.entries.get(tuple(wanted[n] for n in table.names))
+            if entry is None:
+                return None
+            sent.update(entry.small)
+        return (*picked, *(int(k in sent) for k in self.groups))
+
+
+def outline(
+    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, ground: Ground | None = None
+) -> Extraction:
+    """The problem without its seconds: what is legal, and what it holds."""
+    draft = Draft(model, mesh, decided, pricer, ground)
+    draft.tables, draft.left = [legal(cluster, decided) for cluster in draft.left], []
+    return draft.extraction()
+
+
+def extract(
+    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, ground: Ground | None = None
+) -> Extraction:
+    """The problem of a model on a mesh; `decided` is what may be chosen."""
+    draft = Draft(model, mesh, decided, pricer, ground)
+    with garbage.kept():
+        for cluster in draft.left:
+            draft.make(cluster)
+    return draft.extraction()
+
+
+class Draft:
+    """A problem whose tables are being made.
+
+    Args:
+      ground: of the model and the microbatches, if it is known.
+
+    Attributes:
+      decided: what may be chosen (`narrowing` takes away from it); `tables` are over that.
+      left: clusters without a table.
+    """
+
+    def __init__(
+        self, model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, ground: Ground | None = None
+    ) -> None:
+        self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
+        self.ground = ground or Ground(model, decided.microbatches)
+        self.program = replace(self.ground.program(), mesh=mesh)
+        self.tabler = Tabler(self.ground.graph, mesh, pricer)
+        self.left: list[Cluster] = list(self.ground.clusters)
+        self.tables: list[Table] = []
+
+    def make(self, cluster: Cluster) -> Table:
+        """The table of a cluster that has none."""
+        self.left = [c for c in self.left if c is not cluster]
+        self.tables.append(self.tabler.table(cluster, self.decided))
+        return self.tables[-1]
+
+    def read(self, choices: Sequence[int]) -> tuple[Layout, Options]:
+        """The layout and options of choices of `times`."""
+        options = self.decided.options
+        return self.decided.read({n: options[n][c] for n, c in zip(self.decided.free, choices, strict=True)})
+
+    def keep(self, decided: Decisions) -> None:
+        """Takes options away."""
+        self.tables = [t.within(decided) for t in self.tables]
+        self.decided = decided
+
+    def times(self) -> Problem:
+        """The problem by the tables so far, without what messages share."""
+        index = Index(self.decided.free, self.decided)
+        return self._problem(_time_terms(self.tables, _groups(self.tables), index, self.pricer), ())
+
+    def _problem(self, terms: list[Term], groups: tuple[Key, ...]) -> Problem:
+        variables = [
+            Variable.of(n, ["+".join(c) or "-" for c in self.decided.options[n]]) for n in self.decided.free
+        ]
+        variables += [Variable.of(f"messages over {'+'.join(a)} in {d}", ["no", "yes"]) for a, d in groups]
+        if fixed := self.pricer.fixed_seconds(self.program):
+            start = Sparse(np.zeros((1, 0), np.int64), np.array([fixed]))
+            terms = [*terms, Term((), start, "the start of a step")]
+        return Problem(f"{self.model.name} on {self.mesh}", tuple(variables), tuple(terms))
+
+    def extraction(self) -> Extraction:
+        """The problem with all its tables."""
+        assert not self.left
+        decided, names = self.decided, self.decided.free
+        groups, index = _groups(self.tables), Index(names, decided)
+        terms = _time_terms(self.tables, groups, index, self.pricer)
+        terms += _message_terms(self.tables, groups, index, self.pricer)
+        memory = MemoryRows(self.ground, self.mesh, decided, names, self.pricer.fuses)
+        problem = self._problem(terms, groups)
+        return Extraction(self.mesh, decided, names, tuple(self.tables), groups, problem, memory)
+
+
+def _groups(tables: Sequence[Table]) -> tuple[Key, ...]:
+    return tuple(dict.fromkeys(k for t in tables for e in t.entries.values() for k in e.small))
+
+
+class Index:
+    """Numbers of decisions and of their options."""
+
+    def __init__(self, names: Sequence[str], decided: Decisions) -> None:
+        self.number = {n: i for i, n in enumerate(names)}
+        self.place = {n: {c: j for j, c in enumerate(decided.options[n])} for n in names}
+
+    def row(self, names: Sequence[str], assignment: Sequence[Choice]) -> list[int]:
+        return [self.place[n][c] for n, c in zip(names, assignment, strict=True)]
+
+    def scope(self, names: Sequence[str]) -> tuple[int, ...]:
+        return tuple(self.number[n] for n in names)
+
+
+def latency(key: Key, pricer: Pricer) -> float:
+    """Latency of a group's message: the price of its first byte."""
+    return pricer.message_seconds(key[0], 1)
+
+
+def own_seconds(entry: Entry, shared: Mapping[Key, float], pricer: Pricer) -> float:
+    """What a cluster takes besides the latency that its messages share with others."""
+    small = (
+        pricer.message_seconds(k[0], b) - shared[k] for k, payloads in entry.small.items() for b in payloads
+    )
+    return entry.seconds + sum(small)
+
+
+def _time_terms(tables: Sequence[Table], groups: Sequence[Key], index: Index, pricer: Pricer) -> list[Term]:
+    """(1) and (4): tables over the same decisions are added up; each small message pays its bytes here."""
+    alpha = {k: latency(k, pricer) for k in groups}
+    joined: dict[tuple[str, ...], dict[tuple[Choice, ...], float]] = {}
+    for t in tables:
+        order = tuple(sorted(t.names, key=index.number.__getitem__))
+        swap = [t.names.index(n) for n in order]
+        costs = {}
+        for assignment, entry in t.entries.items():
+            seconds = own_seconds(entry, alpha, pricer)
+            costs[tuple(assignment[i] for i in swap)] = t.cluster.multiplicity * seconds
+        known = joined.get(order)
+        # An assignment that either table refuses is refused.
+        joined[order] = costs if known is None else {a: known[a] + c for a, c in costs.items() if a in known}
+    terms = []
+    for names, costs in joined.items():
+        rows_ = np.array([index.row(names, a) for a in costs], np.int64).reshape(len(costs), len(names))
+        table = Sparse(rows_, np.array(list(costs.values())))
+        terms.append(Term(index.scope(names), table, "time of " + (", ".join(names) or "the rest")))
+    return terms
+
+
+def _message_terms(
+    tables: Sequence[Table], groups: Sequence[Key], index: Index, pricer: Pricer
+) -> list[Term]:
+    """(2) and (3)."""
+    terms = []
+    for i, key in enumerate(groups):
+        y = len(index.number) + i
+        terms.append(Term((y,), np.array([0.0, latency(key, pricer)]), f"latency of group {i}"))
+        seen: set[tuple[tuple[str, ...], frozenset[tuple[Choice, ...]]]] = set()
+        for t in tables:
+            sending = frozenset(a for a, e in t.entries.items() if key in e.small)
+            if not sending or (t.names, sending) in seen:
+                continue
+            seen.add((t.names, sending))
+            listed = [
+                (*index.row(t.names, a), sent)
+                for a in t.entries
+                for sent in ((1,) if a in sending else (0, 1))
+            ]
+            table = Sparse(np.array(listed, np.int64), np.zeros(len(listed)))
+            terms.append(Term((*index.scope(t.names), y), table, f"group {i} sent by {t.cluster.name}"))
+    return terms
+
+
+def count_layouts(options: Mapping[str, Sequence[Choice]]) -> int:
+    """How many combinations the options allow, legal or not."""
+    return math.prod(len(found) for found in options.values())

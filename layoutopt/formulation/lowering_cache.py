@@ -1,0 +1,95 @@
+"""Parts of a graph as they were lowered, remembered for other axes, other storage, other meshes.
+
+What a part becomes follows from which of its dimensions are split over the same axes, whatever these are
+called, and from what lowering asked besides (`mesh_tf_core.lower.oracle`). So axes are numbered in the order
+in which a part's dimensions name them (`Naming`). Where the answers are the same, the bill
+(`costmodels.pricing.items`) is: only its prices are looked up again, on the mesh at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from costmodels.pricing.items import Bill, Items
+from costmodels.pricing.pricer import Pricer
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Keep
+from mesh_tf_core.lower.combine import Waiting
+from mesh_tf_core.lower.oracle import Answers
+from mesh_tf_core.tracing.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A lowered part.
+
+    Attributes:
+      asked: what lowering asked, with the answers.
+      bill: None if it is not legal.
+      waiting: gradient sums that may travel with those of other parts.
+    """
+
+    asked: Answers
+    bill: Bill | None
+    waiting: tuple[Waiting, ...]
+
+
+@dataclass
+class Parts:
+    """The parts of one graph, on hardware that makes the same items."""
+
+    items: Items = field(default_factory=Items)
+    _known: dict[Keep, dict[Hashable, list[Part]]] = field(default_factory=dict)
+
+    def of(self, keep: Keep) -> dict[Hashable, list[Part]]:
+        """What was lowered of a part, by the axes of its dimensions and what is recomputed."""
+        return self._known.setdefault(keep, {})
+
+
+_PARTS: WeakKeyDictionary[Graph, tuple[int, dict[Hashable, Parts]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Naming:
+    """A mesh with its axes numbered.
+
+    Attributes:
+      mesh, pricer: with the numbers as names.
+      number: an axis -> its number; `real` the other way.
+    """
+
+    mesh: Mesh
+    pricer: Pricer
+    number: Mapping[str, str]
+    real: Mapping[str, str]
+
+
+class Namings:
+    """All ways to number the axes of one mesh."""
+
+    def __init__(self, pricer: Pricer) -> None:
+        self.pricer = pricer
+        self._known: dict[tuple[str, ...], Naming] = {}
+
+    def of(self, splits: Iterable[Axes]) -> Naming:
+        """Axes numbered in the order in which they are named here, then the others."""
+        mesh = self.pricer.placement.mesh
+        order = tuple(dict.fromkeys([*(a for axes in splits for a in axes), *mesh.names]))
+        if order not in self._known:
+            number = {a: str(i) for i, a in enumerate(order)}
+            pricer = self.pricer.renamed(number)
+            real = {i: a for a, i in number.items()}
+            self._known[order] = Naming(pricer.placement.mesh, pricer, number, real)
+        return self._known[order]
+
+
+def parts_of(graph: Graph, pricer: Pricer) -> Parts:
+    """What is remembered of a graph, until it grows."""
+    size = len(graph.tensors)
+    known = _PARTS.get(graph)
+    if known is None or known[0] != size:
+        known = _PARTS[graph] = size, {}
+    return known[1].setdefault(pricer.itemising, Parts())

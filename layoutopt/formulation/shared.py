@@ -1,0 +1,43 @@
+"""What all problems about one step have in common, whatever the mesh and the choices."""
+
+from __future__ import annotations
+
+from layoutopt.formulation.clusters import clusters
+from layoutopt.formulation.dependencies import Coupling
+from layoutopt.formulation.memory_points import Points
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
+
+ONE = Mesh([("device", 1)])
+
+
+class Ground:
+    """A step with some number of microbatches, nothing of it split.
+
+    Attributes:
+      coupling: which of its operations must be priced together; `clusters` of these.
+    """
+
+    def __init__(self, model: Model, microbatches: int = 1) -> None:
+        step = model.training_step(microbatches)
+        self.model, self.microbatches, self.graph = model, microbatches, step.graph
+        self._programs: dict[frozenset[str], Program] = {}
+        self._points: dict[tuple[frozenset[str], bool], Points] = {}
+        self.coupling = Coupling(self.graph, self.program(), [t.id for t in step.results.values()])
+        self.clusters = tuple(clusters(self.coupling))
+
+    def program(self, again: frozenset[str] = frozenset()) -> Program:
+        """The step on one device, where these loops run again; on others it differs in its mesh only."""
+        if again not in self._programs:
+            options = Options(recompute=again, microbatches=self.microbatches)
+            self._programs[again] = self.model.lower(ONE, Layout(), options)
+        return self._programs[again]
+
+    def points(self, again: frozenset[str], fuses: bool) -> Points:
+        """What its points hold; `fuses`: the compiler makes kernels of several operations."""
+        if (again, fuses) not in self._points:
+            self._points[again, fuses] = Points(self.coupling, self.program(again), again, fuses)
+        return self._points[again, fuses]

@@ -1,0 +1,170 @@
+"""Cost tables: every cluster, lowered by itself under every legal combination of the decisions about it, and
+priced.
+
+    T_c(a) = seconds of cluster c when the decisions are a       (computed by lowering, never by formula)
+    S_c(a) = the small gradient messages in it, which travel with those of other clusters:
+             (axes, dtype) -> bytes
+
+The time of a step is sum_c multiplicity_c T_c + sum over message groups of their shared latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from costmodels.pricing.items import Bill
+from costmodels.pricing.pricer import Pricer
+from layoutopt.formulation.clusters import Cluster
+from layoutopt.formulation.lowering_cache import Naming, Namings, Part, parts_of
+from layoutopt.space.decisions import Choice, Decisions
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Keep, Options, lower
+from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
+from mesh_tf_core.lower.oracle import Facts
+from mesh_tf_core.tracing.graph import Graph
+
+Assignment = tuple[Choice, ...]
+NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Price of one assignment: seconds, and the bytes of each small message by group."""
+
+    seconds: float
+    small: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All legal assignments of the decisions that matter to a cluster; `names` are those with a choice."""
+
+    cluster: Cluster
+    names: tuple[str, ...]
+    entries: Mapping[Assignment, Entry]
+
+    def within(self, decided: Decisions) -> Table:
+        """The table over fewer options."""
+        options = [set(decided.options[n]) for n in self.names]
+        free = [i for i, found in enumerate(options) if len(found) > 1]
+        entries = {
+            tuple(a[i] for i in free): e
+            for a, e in self.entries.items()
+            if all(choice in found for choice, found in zip(a, options, strict=True))
+        }
+        return Table(self.cluster, tuple(self.names[i] for i in free), entries)
+
+
+def assignments(
+    names: Sequence[str], shapes: Sequence[Sequence[str]], options: Mapping[str, Sequence[Choice]]
+) -> Iterator[Assignment]:
+    """Assignments of `names` under which no shape uses a mesh axis twice."""
+    position = {n: i for i, n in enumerate(names)}
+    within = [[position[n] for n in shape if n in position] for shape in shapes]
+    rivals = [
+        sorted({j for shape in within if i in shape for j in shape if j < i}) for i in range(len(names))
+    ]
+    chosen: list[Choice] = [()] * len(names)
+
+    def extend(i: int) -> Iterator[Assignment]:
+        if i == len(names):
+            yield tuple(chosen)
+            return
+        for choice in options[names[i]]:
+            if not choice or not any(set(choice) & set(chosen[j]) for j in rivals[i]):
+                chosen[i] = choice
+                yield from extend(i + 1)
+        chosen[i] = ()
+
+    yield from extend(0)
+
+
+def legal(cluster: Cluster, decided: Decisions) -> Table:
+    """All legal assignments, without their prices."""
+    free = set(decided.free)
+    names = tuple(n for n in cluster.decisions if n in free)
+    pinned = tuple(n for n in cluster.dims if n in decided.fixed)
+    found = assignments((*pinned, *names), cluster.shapes, decided.options)
+    return Table(cluster, names, dict.fromkeys((a[len(pinned) :] for a in found), Entry(0.0)))
+
+
+class Tabler:
+    """Builds the tables of one graph on one mesh."""
+
+    def __init__(self, graph: Graph, mesh: Mesh, pricer: Pricer) -> None:
+        self.graph, self.mesh, self.pricer = graph, mesh, pricer
+        self.parts, self.namings = parts_of(graph, pricer), Namings(pricer)
+        self.sizes = graph.dims()
+
+    def table(self, cluster: Cluster, decided: Decisions) -> Table:
+        """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out."""
+        bare, fixed = legal(cluster, decided), decided.fixed
+        dims = tuple(n for n in bare.names if n in cluster.dims)
+        switches = bare.names[len(dims) :]
+        entries: dict[Assignment, Entry] = {}
+        placed: tuple[Assignment, Naming, Layout] | None = None
+        switched: dict[Assignment, Options] = {}
+        for assignment in bare.entries:
+            split, rest = assignment[: len(dims)], assignment[len(dims) :]
+            if placed is None or placed[0] != split:
+                chosen = {**fixed, **dict(zip(dims, split, strict=True))}
+                placed = split, *self._placed({n: chosen.get(n, ()) for n in cluster.dims})
+            if rest not in switched:
+                switched[rest] = decided.read(dict(zip(switches, rest, strict=True)))[1]
+            entry = self._entry(cluster, *placed[1:], switched[rest])
+            if entry is not None:
+                entries[assignment] = entry
+        return Table(cluster, bare.names, entries)
+
+    def entry(self, cluster: Cluster, decided: Decisions, chosen: Mapping[str, Choice]) -> Entry | None:
+        """The price of a cluster under one choice of everything; None if that is not legal."""
+        options = decided.read({n: chosen[n] for n in cluster.switches if n in chosen})[1]
+        return self._entry(cluster, *self._placed({n: chosen.get(n, ()) for n in cluster.dims}), options)
+
+    def _placed(self, splits: Mapping[str, Axes]) -> tuple[Naming, Layout]:
+        """Splits with the axes numbered."""
+        naming = self.namings.of(splits.values())
+        number = naming.number
+        return naming, Layout({n: tuple(number[a] for a in axes) for n, axes in splits.items()})
+
+    def _entry(self, cluster: Cluster, naming: Naming, layout: Layout, options: Options) -> Entry | None:
+        """The price of a cluster; None if that is not legal."""
+        facts = Facts(naming.mesh, layout, self.graph.variables, options.storage, self.sizes, naming.real)
+        first = options if cluster.saves else replace(options, recompute=NOTHING)
+        part = self._part(cluster, cluster.keep, first, facts, naming)
+        if part.bill is None:
+            return None
+        seconds = naming.pricer.priced(part.bill)
+        small: dict[Key, tuple[int, ...]] = {}
+        # Messages that are summed one by one are priced so already.
+        for (axes, dtype), sums in (
+            {} if self.pricer.in_parts else together(part.waiting, naming.mesh)
+        ).items():
+            payloads = tuple(w.value.local_bytes(naming.mesh) for w in sums)
+            seconds -= sum(naming.pricer.message_seconds(axes, payload) for payload in payloads)
+            small[tuple(naming.real[a] for a in axes), dtype] = payloads
+        for dim in sorted(options.recompute):
+            if dim in cluster.again:
+                second = self._part(cluster, cluster.again[dim], options, facts, naming)
+                assert second.bill is not None
+                seconds += naming.pricer.priced(second.bill)
+        return Entry(max(seconds, 0.0), small)
+
+    def _part(self, cluster: Cluster, keep: Keep, options: Options, facts: Facts, naming: Naming) -> Part:
+        """A part of a cluster, lowered now unless it is known."""
+        known = self.parts.of(keep).setdefault((facts.layout, options.recompute), [])
+        for part in known:
+            if facts.agree(part.asked):
+                return part
+        facts.asked = {}
+        found: tuple[Bill | None, tuple[Waiting, ...]] = (None, ())
+        try:
+            program = lower(self.graph, naming.mesh, facts.layout, cluster.early, options, keep, facts)
+            found = naming.pricer.bill(program, self.parts.items, keep.again), waiting(program)
+        except LayoutError:
+            pass
+        known.append(Part(tuple(facts.asked.items()), *found))
+        return known[-1]

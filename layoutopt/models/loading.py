@@ -1,0 +1,304 @@
+"""Model files: from what a user types after `layoutopt search` to a built model and its batches.
+
+    path/to/file.py            the function `model` of a file
+    path/to/file.py:function   another one
+    package.module:function    of an installed module (or one below the working directory)
+
+The file may import its neighbours. Everything that goes wrong in it is told as one line, with the line's
+number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from layoutopt.models.hparams import Default, defaults_of, parse_settings
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.model import Model
+from mesh_tf_core.training.prefetch import position
+
+_FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^:/]*))?")
+_MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model as its file builds it.
+
+    Attributes:
+      source: what the user typed.
+      hparams: every hyperparameter that `model` was called with.
+    """
+
+    model: Model
+    source: str
+    hparams: Mapping[str, Any]
+    module: ModuleType
+
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """A function of the model file that need not be there (`data`, `reference_losses`)."""
+        found = getattr(self.module, name, None)
+        return found if callable(found) else None
+
+    def call(self, name: str, **extra: Any) -> Any:
+        """Calls a function of the file with those hyperparameters (and `extra`) that it takes.
+
+        Raises:
+          UserError: the file has no such function, or it raises.
+        """
+        function = self.function(name)
+        if function is None:
+            raise UserError(
+                f"{self.source}: has no function {name}(); write {name}(**hparams) beside model()"
+            )
+        parameters = inspect.signature(function).parameters.values()
+        given = {**self.hparams, **extra}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            given = {p.name: given[p.name] for p in parameters if p.name in given}
+        with _told(f"{self.source}: {name}()", self.module):
+            return function(**given)
+
+    def data(self, split: str = "train", rows: Any = None, endless: bool = True) -> Batches:
+        """The file's batches.
+
+        Args:
+          split: "train" or "held-out", for a `data` function that takes it.
+          endless: the data starts again when it is through; else it ends, and batches may be short.
+          rows: int64 [n], the rows of every batch that this process needs. A `data` function with a parameter
+            `rows` gives these alone, another one whole batches.
+        """
+        function = self.function("data")
+        takes = function is not None and "rows" in inspect.signature(function).parameters
+        return Batches(self, split, rows if takes else None, endless)
+
+    def checked(self, batch: Any, rows: Any, short: bool) -> dict[str, Any]:
+        """A batch with all inputs of the model in their shapes (if it may be short, with any number of rows);
+        UserError for anything else."""
+        if not isinstance(batch, Mapping):
+            raise UserError(
+                f"{self.source}: data() gave a {type(batch).__name__}, not a dict of arrays by input name"
+            )
+        for name, tensor in self.model.graph.inputs.items():
+            if name not in batch:
+                raise UserError(
+                    f"{self.source}: a batch lacks the input {name!r}; {known_names(name, batch)}"
+                )
+            found, wanted = tuple(getattr(batch[name], "shape", ())), tuple(tensor.shape.sizes)
+            if rows is not None:
+                wanted = (len(rows), *wanted[1:])
+            if found != wanted and not (short and found[1:] == wanted[1:] and 0 < found[0] < wanted[0]):
+                whose = "the model's" if rows is None else f"that of the {len(rows)} rows asked for"
+                raise UserError(
+                    f"{self.source}: batch input {name!r} has shape {found}, but {whose} is "
+                    f"{wanted} [{tensor.shape}]"
+                )
+        return dict(batch)
+
+
+class Batches(Iterator[dict[str, Any]]):
+    """What the function `data` of a model file gives, from a place that can be told.
+
+    The place is the number of batches taken since `data` was called, and what its iterator tells about itself
+    if it has `get_state()` and `set_state(state)`, as those of the library Grain have. Without these, batches
+    are skipped.
+    """
+
+    def __init__(self, loaded: Loaded, split: str, rows: Any, endless: bool) -> None:
+        self._loaded, self._split, self._rows, self._endless = loaded, split, rows, endless
+        self._made: Any = None
+        self._count = 0
+
+    def __next__(self) -> dict[str, Any]:
+        if self._made is None:
+            self._open()
+        with self._told():
+            batch = next(self._made, None)
+        if batch is None:
+            if not self._count:
+                raise UserError(f"{self._loaded.source}: data() gave no batch for split {self._split!r}")
+            if not self._endless:
+                raise StopIteration
+            self._made = None
+            return next(self)
+        self._count += 1
+        return self._loaded.checked(batch, self._rows, short=not self._endless)
+
+    def get_state(self) -> dict[str, Any]:
+        """The place, as plain data."""
+        with self._told():
+            return {"batches": self._count, "inner": position(self._made)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to a place that `get_state` told."""
+        self._open()
+        with self._told():
+            if state["inner"] is not None and position(self._made) is not None:
+                self._made.set_state(state["inner"])
+            else:
+                for _ in range(state["batches"]):
+                    next(self._made, None)
+        self._count = state["batches"]
+
+    def _open(self) -> None:
+        part = {} if self._rows is None else {"rows": self._rows}
+        batches = self._loaded.call("data", split=self._split, **part)
+        with self._told():
+            self._made = (
+                batches.as_numpy_iterator() if hasattr(batches, "as_numpy_iterator") else iter(batches)
+            )
+        self._count = 0
+
+    def _told(self) -> contextlib.AbstractContextManager[None]:
+        return _told(f"{self._loaded.source}: data()", self._loaded.module)
+
+
+def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:
+    """Builds the model that `source` names, with hyperparameters changed by `settings`.
+
+    Args:
+      settings: texts `name=value`, or a mapping of values.
+
+    Raises:
+      UserError: no such file or function, an unknown hyperparameter, a file that raises, a function that
+        returns anything but a Model.
+    """
+    module, name = _import(source)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [
+            n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__
+        ]
+        what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
+        raise UserError(f"{source}: has {what} {name!r} to build a model; {known_names(name, known)}")
+    defaults = _defaults(function, source, module)
+    changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
+    for unknown in changed.keys() - defaults.keys():
+        raise UserError(f"{source}: has no hyperparameter {unknown!r}; {known_names(unknown, defaults)}")
+    hparams = {**{n: d.value for n, d in defaults.items() if d.given}, **changed}
+    missing = [n for n in defaults if n not in hparams]
+    if missing:
+        raise UserError(
+            f"{source}: {name}() has no default for {missing[0]!r}; give one, or --set {missing[0]}=VALUE"
+        )
+    with _told(f"{source}: {name}()", module):
+        model = function(**hparams)
+    if not isinstance(model, Model):
+        raise UserError(
+            f"{source}: {name}() returned {_a(model)}; it must return a mesh_tf_core.Model(loss, optimizer)"
+        )
+    model.hparams = hparams
+    return Loaded(model, source, hparams, module)
+
+
+def _defaults(function: Callable[..., Any], source: str, module: ModuleType) -> dict[str, Default]:
+    """The hyperparameters of a function; one that takes any, as generate(beams=0, **hparams) does, has those
+    of the file's `model` too."""
+    found = defaults_of(function, source)
+    base = getattr(module, "model", None)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    if not takes_any or base is function or not callable(base):
+        return found
+    return {**defaults_of(base, source), **found}
+
+
+def _a(value: object) -> str:
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _import(source: str) -> tuple[ModuleType, str]:
+    """The module that `source` names, and the name of the function in it."""
+    if match := _FILE.fullmatch(source):
+        path = Path(match["file"]).expanduser()
+        if not path.is_file():
+            found = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+            known = known_names(path.name, found) if found else "give the path of a .py file"
+            raise UserError(f"model file {match['file']!r} does not exist; {known}")
+        return _import_file(path.resolve(), match["file"]), match["function"] or "model"
+    if match := _MODULE.fullmatch(source):
+        _search_path(Path.cwd())
+        name = match["module"]
+        with _told(f"module {name}", None):
+            try:
+                return importlib.import_module(name), match["function"] or "model"
+            except ModuleNotFoundError as error:
+                if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+                    raise UserError(
+                        f"model {source!r}: there is no module {error.name!r}; give a file "
+                        "(path/to/model.py) or an installed module (package.module:function)"
+                    ) from None
+                raise
+    raise UserError(f"model {source!r} is not FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+
+
+def _import_file(path: Path, shown: str) -> ModuleType:
+    """Runs a file as a module; one in a package by its full name, so that its relative imports work."""
+    name, top = path.stem, path.parent
+    while (top / "__init__.py").is_file():
+        name, top = f"{top.name}.{name}", top.parent
+    _search_path(path.parent)
+    _search_path(top)
+    with _told(f"model file {shown}", None, path):
+        if not _is_ours(name, path):
+            name = f"_model_{sha256(str(path).encode()).hexdigest()[:12]}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+def _is_ours(name: str, path: Path) -> bool:
+    """Whether the package part of `name` is the folder of `path`, not another package of that name."""
+    package, _, _ = name.rpartition(".")
+    return bool(package) and str(path.parent) in list(importlib.import_module(package).__path__)
+
+
+def _search_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@contextlib.contextmanager
+def _told(what: str, module: ModuleType | None, path: Path | None = None) -> Iterator[None]:
+    """Turns whatever the user's code raises into one line; what it prints goes to stderr."""
+    file = str(path or getattr(module, "__file__", None) or "")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except UserError as error:
+        line = _line(error, file)
+        raise type(error)(f"{what}{line}: {error}" if line else str(error)) from error
+    except SyntaxError as error:
+        where = f"line {error.lineno}" if error.filename == file else f"{error.filename} line {error.lineno}"
+        raise UserError(f"{what}, {where}: {type(error).__name__}: {error.msg}") from error
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        raise UserError(f"{what}{_line(error, file)} raised {said}") from error
+
+
+def _line(error: BaseException, file: str) -> str:
+    """', line N' of the deepest frame in the user's file; of another file, its name as well."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    own = [f.lineno for f in frames if f.filename == file]
+    if own:
+        return f", line {own[-1]}"
+    outside = [f for f in frames if "importlib" not in f.filename and f.filename != contextlib.__file__]
+    return (
+        f", {outside[-1].filename} line {outside[-1].lineno}"
+        if outside and not isinstance(error, UserError)
+        else ""
+    )

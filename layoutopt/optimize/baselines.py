@@ -1,0 +1,118 @@
+"""Layouts that experts would write by hand, priced beside every answer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from layoutopt.space.domains import domains
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
+
+EXPERT_DIMS = ("vocab", "d_ff", "heads", "experts")
+"""Dimensions that Mesh-TensorFlow's and Megatron-LM's layouts split over the model axis (Shazeer et al. 2018,
+section 5; Shoeybi et al. 2019, section 3)."""
+
+
+MOST_DEVICES = 1 << 20
+
+
+def named_layouts(
+    model: Model, mesh: Mesh, options: Mapping[str, tuple[Axes, ...]]
+) -> Iterator[tuple[str, Mesh, Layout, Options]]:
+    """(name, mesh, layout, options) of replicated, data-parallel, fully sharded and expert layouts on a
+    mesh."""
+    plain = Options()
+    yield "replicated", mesh, Layout(), plain
+    batch = model.batch_dim
+    if batch is not None:
+        widest = max(options.get(batch, ((),)), key=mesh.group_size)
+        if widest:
+            yield "data parallel", mesh, Layout({batch: widest}), plain
+            trained = (v.name for v in model.graph.variables.values() if v.trainable and len(v.shape))
+            yield "fully sharded (FSDP)", mesh, Layout({batch: widest}), Options(dict.fromkeys(trained, 3))
+    expert = [n for n in EXPERT_DIMS if len(options.get(n, ())) > 1]
+    if "experts" in expert and "d_ff" in expert:
+        expert.remove("d_ff")  # an expert's matrices have both; the axis goes to the experts
+    if expert:
+        rules = {n: max(options[n], key=mesh.group_size) for n in expert}
+        yield "model parallel (expert)", mesh, Layout(rules), plain
+    if batch is not None and expert and len(mesh.axes) > 1:
+        data = tuple(a for a in mesh.names if a.startswith(("data", "batch")))
+        first = data if 0 < len(data) < len(mesh.axes) else mesh.names[:-1]
+        rest = tuple(a for a in mesh.names if a not in first)
+        rules = {n: rest for n in expert if rest in options[n]}
+        if first in options.get(batch, ()):
+            yield "data + model parallel (expert)", mesh, Layout({batch: first, **rules}), plain
+    for name, own, layout in _declared(model, mesh):
+        yield name, own, layout, plain
+
+
+def named_in(
+    model: Model, mesh: Mesh, names: Mapping[str, str]
+) -> Iterator[tuple[str, Mesh, Layout, Options]]:
+    """As `named_layouts`, for a mesh whose axes a plan calls by other names; the layouts have its own."""
+    own = {new: old for old, new in names.items()}
+    called = Mesh([(names.get(a, a), n) for a, n in mesh.axes])
+    for name, its, layout, options in named_layouts(model, called, domains(model.graph, called)):
+        if its == called:
+            rules = {n: tuple(own.get(a, a) for a in axes) for n, axes in layout.items()}
+            yield name, mesh, Layout(rules), options
+        else:
+            yield name, its, layout, options
+
+
+def _declared(model: Model, mesh: Mesh) -> Iterator[tuple[str, Mesh, Layout]]:
+    """The model's own expert layouts that suit this number of devices."""
+    for name, (mesh_text, layout_text) in model.layouts.items():
+        layout = Layout(layout_text)
+        own = Mesh(mesh_text) if mesh_text else mesh
+        axes = {a for found in layout.values() for a in found}
+        if own.devices == mesh.devices and axes <= set(own.names):
+            yield name, own, layout
+
+
+def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, ...]]:
+    """Factorisations of a number of devices into at most `max_axes` axes of size >= 2.
+
+    Args:
+      ordered: keep different orders of the same sizes apart (they lie on the hardware differently).
+    """
+    if devices < 1:
+        raise UserError(f"--devices {devices}: needs at least one device")
+    if devices > MOST_DEVICES:
+        raise UserError(f"--devices {devices}: at most {MOST_DEVICES} are searched")
+    if max_axes < 1:
+        raise UserError(f"--max-axes {max_axes}: needs at least one axis")
+    divisors = [n for n in range(2, devices + 1) if devices % n == 0]
+    found: set[tuple[int, ...]] = set()
+
+    def split(left: int, sizes: tuple[int, ...]) -> None:
+        if left == 1:
+            found.add(sizes or (1,))
+            return
+        if len(sizes) == max_axes:
+            return
+        for size in divisors:
+            if left % size == 0:
+                split(left // size, (*sizes, size))
+
+    split(devices, ())
+    if ordered:
+        return sorted(found)
+    return sorted({tuple(sorted(sizes, reverse=True)) for sizes in found})
+
+
+def axis_names(layout: Layout, mesh: Mesh, batch: str | None) -> dict[str, str]:
+    """Speaking names for the axes of a searched mesh: `data` where the batch is split, `model` elsewhere."""
+    on_batch = set(layout.axes(batch)) if batch else set()
+    counts = {"data": itertools.count(1), "model": itertools.count(1)}
+    names = {}
+    for axis in mesh.names:
+        word = "data" if axis in on_batch else "model"
+        number = next(counts[word])
+        names[axis] = word if number == 1 else f"{word}{number}"
+    return names

@@ -1,0 +1,61 @@
+"""What a search asks about layouts of one model on one piece of hardware, and what the answers share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from costmodels.hardware import Hardware
+from costmodels.pricing.pricer import Pricer, pricer
+from layoutopt.evaluator import DEFAULT, Evaluation, evaluate
+from layoutopt.formulation.extract import Draft
+from layoutopt.formulation.shared import Ground
+from layoutopt.optimize.memoised import Quotes
+from layoutopt.space.decisions import Decisions
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
+
+
+class Judge:
+    """Evaluations of one model on one piece of hardware, and what they share: nothing is made twice."""
+
+    def __init__(self, model: Model, hardware: Hardware) -> None:
+        self.model, self.hardware = model, hardware
+        self._known: dict[Hashable, Evaluation | str] = {}
+        self._prices: dict[Mesh, Pricer] = {}
+        self._grounds: dict[int, Ground] = {}
+        self._quotes: Quotes | None = None
+
+    def prices(self, mesh: Mesh) -> Pricer:
+        if mesh not in self._prices:
+            self._prices[mesh] = pricer(self.hardware, mesh)
+        return self._prices[mesh]
+
+    def ground(self, microbatches: int) -> Ground:
+        if microbatches not in self._grounds:
+            self._grounds[microbatches] = Ground(self.model, microbatches)
+        return self._grounds[microbatches]
+
+    def quotes(self, mesh: Mesh, decided: Decisions) -> Quotes:
+        """Of the problem that was asked for last they know what they priced."""
+        found = self._quotes
+        if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
+            ground = self.ground(decided.microbatches)
+            self._quotes = found = Quotes(Draft(self.model, mesh, decided, self.prices(mesh), ground))
+        return found
+
+    def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:
+        """As `evaluate`."""
+        key = mesh, layout, frozenset(options.storage.items()), options.recompute, options.microbatches
+        found = self._known.get(key)
+        if found is None:
+            try:
+                found = evaluate(self.model, mesh, layout, self.hardware, options, self.prices(mesh))
+            except LayoutError as error:
+                found = str(error)
+            self._known[key] = found
+        if isinstance(found, str):
+            raise LayoutError(found)
+        return found

@@ -1,0 +1,121 @@
+"""Fewer options before all tables are made: what cannot be part of anything faster than a known one leaves.
+
+A problem with only some of its tables costs no more than the whole. Elimination says of every option what
+the best layout with it costs by these tables (`problem.marginals`); where that is more than a layout that is
+known to fit, the option leaves, and later tables are made over what is left. Where the bound of the whole
+problem is more, no further table is needed. Tables that say much in few entries come first: how much is
+estimated by the price of their cluster while nothing is split.
+
+The best choices by the tables so far are judged now and then: they are often a better known layout.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from layoutopt.formulation.clusters import Cluster
+from layoutopt.formulation.extract import Draft
+from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.request import EXACT
+from layoutopt.optimize.subproblem import MeshSearch
+from layoutopt.optimize.subproblems import Space
+from layoutopt.problem import eliminate
+from layoutopt.problem.form import Floats
+from layoutopt.problem.marginals import marginals
+from layoutopt.space.decisions import Decisions
+from mesh_tf_core import garbage
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.lower import Options
+
+FIRST, MORE = 300, 0.3
+"""Entries before options are looked at: at first, and as a part of those that there are."""
+PROPOSED = 0.5
+"""Part of the estimated seconds that tables must tell before their best choices are judged."""
+SLACK = 1e-9
+"""Relative difference up to which costs are equal."""
+
+Propose = Callable[[Layout, Options], float]
+"""Judges a layout; the seconds of the fastest known one that fits."""
+
+
+def narrow(draft: Draft, upper: float, propose: Propose, deadline: float | None = None) -> float:
+    """Makes tables until none is left, or the bound reaches `upper`, or the deadline is over.
+
+    Args:
+      upper: seconds of a known layout; only faster ones matter.
+
+    Returns:
+      seconds: no layout takes less, or none takes less than `upper` if that is less.
+    """
+    weight = {id(c): _share(draft, c) for c in draft.left}
+    total, told = sum(weight.values()), 0.0
+    known, bound, made, last = upper, 0.0, 0, 0
+    while draft.left and (deadline is None or time.monotonic() < deadline):
+        best = max(draft.left, key=lambda c: weight[id(c)] / _width(c, draft.decided))
+        told += weight[id(best)]
+        made += len(draft.make(best).entries)
+        if draft.left and made - last < max(FIRST, MORE * last):
+            continue
+        problem = draft.times()
+        found = eliminate(problem)
+        bound = max(bound, found.bound)
+        if bound >= upper * (1 - EXACT):
+            break
+        if found.exact:
+            if told >= PROPOSED * total and (choices := found.best()) is not None:
+                with suppress(LayoutError):  # a cluster without a table yet may forbid it
+                    known = min(known, propose(*draft.read(choices)))
+            # Where messages travel together the judge is below the tables: these keep what is best by them.
+            most = max(known, bound) * (1 + SLACK)
+            draft.keep(_below(most, marginals(found, problem.sizes), draft.decided))
+        made = last = sum(len(t.entries) for t in draft.tables)
+    return bound
+
+
+@garbage.kept()
+def faster(
+    judge: Judge,
+    space: Space,
+    upper: float,
+    propose: Propose,
+    deadline: float | None = None,
+) -> tuple[float, MeshSearch | None]:
+    """The problem of what may be faster than `upper` seconds.
+
+    Returns:
+      seconds as `narrow` does; None if nothing is faster, or there was no time for all tables.
+    """
+    prices, ground = judge.prices(space.mesh), judge.ground(space.parts)
+    draft = Draft(judge.model, space.mesh, space.decided, prices, ground)
+    bound = narrow(draft, upper, propose, deadline)
+    if draft.left or bound >= upper * (1 - EXACT):
+        return bound, None
+    extraction = draft.extraction()
+    search = MeshSearch(judge.model, space.mesh, extraction.decided, judge.hardware, extraction, judge)
+    bound = max(bound, search.eliminated.bound)  # with what messages share
+    return bound, search if bound < upper * (1 - EXACT) else None
+
+
+def _share(draft: Draft, cluster: Cluster) -> float:
+    """What a cluster costs while nothing is split, of all layers."""
+    plain = replace(draft.decided, options={n: found[:1] for n, found in draft.decided.options.items()})
+    entries = draft.tabler.table(cluster, plain).entries
+    return cluster.multiplicity * sum(entry.seconds for entry in entries.values())
+
+
+def _width(cluster: Cluster, decided: Decisions) -> int:
+    """How many entries the table of a cluster has at most."""
+    return math.prod(len(decided.options[n]) for n in cluster.decisions if n in decided.options)
+
+
+def _below(most: float, costs: Sequence[Floats], decided: Decisions) -> Decisions:
+    """The decisions without the options that cost more."""
+    options = dict(decided.options)
+    for name, found in zip(decided.free, costs, strict=True):
+        options[name] = tuple(o for o, cost in zip(options[name], found, strict=True) if cost <= most)
+    return replace(decided, options=options)

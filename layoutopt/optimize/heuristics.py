@@ -1,0 +1,87 @@
+"""What simpler searches find on the same mesh: beside the answer they show what proving it is worth.
+
+  model parallel  the fastest layout that leaves the batch whole
+  greedy          from nothing split: the one split more that saves most, as long as one saves anything
+  least memory    the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
+                  optimiser (`mesh_tensorflow/auto_mtf`) looks for
+The last two decide about splits alone: neither knows of storage, recomputation or microbatches. None needs
+all tables: the first makes those that can matter, greedy prices single layouts, and memory follows from what
+is legal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from layoutopt.formulation.extract import outline
+from layoutopt.optimize.fixing import faster
+from layoutopt.optimize.request import Request
+from layoutopt.optimize.subproblem import MeshSearch
+from layoutopt.optimize.subproblems import Space
+from layoutopt.space.decisions import RECOMPUTE, STORAGE, Choice, Decisions
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.lower import Options
+
+Rival = tuple[Layout, Options]
+
+
+def model_parallel(request: Request, space: Space) -> Rival | None:
+    """The fastest layout with an undivided batch, whatever memory it takes; None if there is none in time."""
+    batch = request.model.batch_dim
+    if batch not in space.decided.free or () not in space.decided.options[batch]:
+        return None
+    decided = replace(space.decided, options={**space.decided.options, batch: ((),)})
+    whole, quotes = Space(space.mesh, decided), request.judge.quotes(space.mesh, space.decided)
+    _, search = faster(request.judge, whole, math.inf, quotes.seconds, request.deadline)
+    found = None if search is None else search.fastest(math.inf, deadline=request.deadline).found
+    return None if found is None else (found.layout, found.options)
+
+
+def greedy(request: Request, space: Space) -> Rival:
+    """The layout at which no single split more, or wider, saves time by the tables."""
+    decided = space.decided
+    quotes = request.judge.quotes(space.mesh, decided)
+    plain = Options(microbatches=decided.microbatches)
+    layout = Layout({n: found[0] for n, found in decided.options.items() if _splits(n) and found[0]})
+    seconds = quotes.seconds(layout, plain)
+    while True:
+        wider = ((quotes.seconds(more, plain), str(more), more) for more in _one_more(decided, layout))
+        best = min(wider, default=(math.inf, "", layout))
+        if not best[0] < seconds:
+            return layout, Options()
+        seconds, layout = best[0], best[2]
+
+
+def _splits(name: str) -> bool:
+    return not name.startswith((STORAGE, RECOMPUTE))
+
+
+def _one_more(decided: Decisions, layout: Layout) -> Iterator[Layout]:
+    """Every layout with one dimension split over more axes."""
+    rules = dict(layout.items())
+    for name in filter(_splits, decided.free):
+        for choice in decided.options[name]:
+            if set(choice) > set(layout.axes(name)):
+                yield Layout({**rules, name: choice})
+
+
+def least_memory(request: Request, space: Space) -> Rival | None:
+    """The splits with a small peak; None if there are none in time."""
+    plain: dict[str, Choice] = {n: () for n in space.decided.free if not _splits(n)}
+    if any(() not in space.decided.options[n] for n in plain):
+        return None
+    prices, ground = request.judge.prices(space.mesh), request.judge.ground(space.parts)
+    known = outline(request.model, space.mesh, space.decided, prices, ground)
+    search = MeshSearch(request.model, space.mesh, space.decided, request.hardware, known, request.judge)
+    found = search.lean(plain, request.deadline) or search.leanest(request.deadline, plain)[0]
+    return None if found is None else (found.layout, found.options)
+
+
+RIVALS: dict[str, Callable[[Request, Space], Rival | None]] = {
+    "model parallel (best)": model_parallel,
+    "greedy": greedy,
+    "least memory (as auto_mtf)": least_memory,
+}
+"""What stands beside an answer, by its name in plans."""

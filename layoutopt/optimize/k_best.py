@@ -1,0 +1,68 @@
+"""The best layouts after the best, over all problems of a search, in order.
+
+Every problem waits with what its next layout takes at least: first its bound, then the seconds of its fastest
+layout that was not taken yet; the one that promises most is looked at next (Lawler 1972, "A procedure for
+computing the K best solutions to discrete optimization problems"). Layouts that differ by the names of axes
+alone are one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+from layoutopt.optimize.request import Request
+from layoutopt.optimize.search import Place, Places
+from layoutopt.optimize.subproblem import Found
+from mesh_tf_core.ir.layout import Layout
+
+SAME = 1e-9
+"""Relative difference of seconds up to which layouts of the same peak may be one."""
+
+
+def next_best(places: Places, best: Found) -> Iterator[Found]:
+    """The second best layout, the third, and so on, as long as there are any and there is time.
+
+    Where the least memory was asked for, they hold no more than the best one and take longer.
+    """
+    request, taken, number = places.request, [best], itertools.count()
+    limit = best.peak if request.objective == "memory" else request.limit
+    waiting: list[tuple[float, int, Place, Found | None]] = []
+
+    def wait(seconds: float, place: Place, found: Found | None = None) -> None:
+        heapq.heappush(waiting, (seconds, next(number), place, found))
+
+    for place in places.places:
+        # The bound of a place that was asked about less memory holds for that alone.
+        wait(place.bound if place.search is None else place.search.relaxed(request.deadline), place)
+    while waiting and not request.late:
+        seconds, _, place, found = heapq.heappop(waiting)
+        if found is not None:
+            taken.append(found)
+            yield found
+        elif place.search is None and places.opened(place).relaxed(request.deadline) > seconds:
+            wait(place.bound, place)
+            continue
+        search = places.opened(place)
+        here = [f for f in taken if (f.mesh, f.options.microbatches) == (place.space.mesh, place.space.parts)]
+        copies = (search.extraction.choices(x, f.options) for f in here for x in _copies(request, f))
+        excluded = tuple(dict.fromkeys(choices for choices in copies if choices is not None))
+        other = search.fastest(limit, deadline=request.deadline, excluded=excluded).found
+        if other is not None:
+            wait(other.seconds, place, other)
+
+
+def _copies(request: Request, found: Found) -> Iterator[Layout]:
+    """The layout, and what it is with axes of one size called otherwise, if that is no other price."""
+    mesh = found.mesh
+    for names in itertools.permutations(mesh.names):
+        called = dict(zip(mesh.names, names, strict=True))
+        if any(mesh.size(a) != mesh.size(b) for a, b in called.items()):
+            continue
+        rules = {n: {called[a] for a in axes} for n, axes in found.layout.items()}
+        layout = Layout({n: tuple(a for a in mesh.names if a in axes) for n, axes in rules.items()})
+        judged = request.judge(mesh, layout, found.options)
+        near = abs(judged.cost.step_seconds - found.seconds) <= SAME * found.seconds
+        if near and judged.memory.peak == found.peak:
+            yield layout

@@ -1,0 +1,211 @@
+"""From the best layout to a plan: prices, proof, the baselines beside it, names for the axes of a searched
+mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from layoutopt.evaluator import Evaluation
+from layoutopt.optimize.baselines import axis_names, named_in
+from layoutopt.optimize.heuristics import RIVALS
+from layoutopt.optimize.request import EXACT, Request
+from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.subproblems import Space
+from layoutopt.plan.schema import Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
+from mesh_tf_core import garbage
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import STAGES
+
+
+def make_plan(
+    request: Request,
+    best: Found,
+    space: Space,
+    others: Sequence[Found],
+    frontier: Sequence[Found],
+    bound: float,
+    proven: bool,
+    considered: int,
+    searched_mesh: bool,
+    seconds: float,
+) -> Plan:
+    """The plan of the best layout.
+
+    Args:
+      space: what was decided where `best` is.
+      others: the next best layouts.
+      bound: no layout takes fewer seconds (or bytes, if these are the objective); `proven` says whether all
+        meshes were searched to the end.
+      considered: number of combinations of decisions.
+      searched_mesh: give the mesh's axes speaking names.
+      seconds: wall time of the search.
+    """
+    names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
+    with garbage.kept():
+        alternatives, missing = _alternatives(request, space, best, names)
+    ranked = _ranked(request, others, searched_mesh)
+    if request.late:
+        missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
+    data = PlanFile(
+        format="layoutopt-plan/1",
+        model=ModelInfo(
+            name=request.model.name,
+            fingerprint=request.model.fingerprint,
+            hparams=dict(request.model.hparams),
+            parameters=request.model.parameters,
+        ),
+        mesh=_mesh(best.mesh, names).as_dict(),
+        layout=_form(_renamed(best.layout, names)),
+        storage=_storage(best.options),
+        recompute=sorted(best.options.recompute),
+        microbatches=best.options.microbatches,
+        hardware=request.hardware.name,
+        predicted=_predicted(best.judged, names),
+        solver=_solver(request, best, bound, proven, considered, seconds),
+        alternatives=[*alternatives, *ranked],
+        frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
+        notes=[*_notes(request, best, missing), *_fewer(request, len(others) + 1)],
+    )
+    return Plan(data)
+
+
+def _storage(options: Options) -> dict[str, str]:
+    return {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage}
+
+
+def _solver(
+    request: Request, best: Found, bound: float, proven: bool, considered: int, seconds: float
+) -> SolverInfo:
+    value = float(best.peak) if request.objective == "memory" else best.seconds
+    bound = min(bound, value)
+    gap = (value - bound) / value if value else 0.0
+    gap, bound = (0.0, value) if gap < EXACT else (gap, bound)
+    return SolverInfo(
+        status="OPTIMAL" if proven and gap <= 1e-6 else "FEASIBLE",
+        objective=value,
+        bound=bound,
+        gap=gap,
+        wall_seconds=seconds,
+        layouts_considered=f"{considered:,}",
+    )
+
+
+def _notes(request: Request, best: Found, missing: Sequence[str]) -> list[str]:
+    notes = [f"no time was left for these layouts beside the answer: {', '.join(missing)}"] if missing else []
+    table, value = best.solution.objective, best.seconds
+    if request.objective == "memory":
+        return notes  # the objective is no sum of seconds
+    if abs(table - value) <= EXACT * value:
+        return notes
+    return [
+        *notes,
+        f"the tables sum to {table:.9g} s and the lowered program costs {value:.9g} s "
+        f"({(table / value - 1) * 100:+.2g} %): what operations share is not all in the tables",
+    ]
+
+
+def _fewer(request: Request, count: int) -> list[str]:
+    """Why fewer of the best layouts are listed than were asked for, unless the time was over."""
+    if count >= request.top or request.late:
+        return []
+    if request.objective == "memory":
+        return [
+            f"--top {request.top}: layouts that hold more are in --objective pareto, {count} hold as little"
+        ]
+    return [f"--top {request.top}: {count} {'layout fits' if count == 1 else 'layouts fit'}"]
+
+
+def _mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
+    return Mesh([(names.get(a, a), n) for a, n in mesh.axes])
+
+
+def _renamed(layout: Layout, names: Mapping[str, str]) -> Layout:
+    return Layout({n: tuple(names.get(a, a) for a in axes) for n, axes in layout.items()})
+
+
+def _form(layout: Layout) -> dict[str, list[str]]:
+    return {n: list(a) for n, a in layout.items()}
+
+
+def _predicted(judged: Evaluation, names: Mapping[str, str]) -> Predicted:
+    found = judged.predicted
+    sent = {
+        "+".join(names.get(a, a) for a in key.split("+")): n
+        for key, n in found.communication_bytes_per_device.items()
+    }
+    return found.model_copy(update={"communication_bytes_per_device": sent})
+
+
+def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> Alternative:
+    names = axis_names(found.layout, found.mesh, request.model.batch_dim) if searched_mesh else {}
+    return Alternative(
+        name=f"frontier {number + 1}",
+        mesh=_mesh(found.mesh, names).as_dict(),
+        layout=_form(_renamed(found.layout, names)),
+        predicted=_predicted(found.judged, names),
+        feasible=True,
+        storage=_storage(found.options),
+        recompute=sorted(found.options.recompute),
+        microbatches=found.options.microbatches,
+    )
+
+
+def _alternatives(
+    request: Request, space: Space, best: Found, names: Mapping[str, str]
+) -> tuple[list[Alternative], list[str]]:
+    """Named baselines on the answer's mesh, the best one that leaves the batch whole, what simpler searches
+    find; and the names of those for which there was no time."""
+    out = [_beside(request, *named, names) for named in named_in(request.model, best.mesh, names)]
+    missing: list[str] = []
+    for name, rival in RIVALS.items():
+        found = None if request.late else rival(request, space)
+        if found is not None:
+            out.append(_beside(request, name, best.mesh, *found, names))
+        elif request.late:
+            missing.append(name)
+    return out, missing
+
+
+def _ranked(request: Request, others: Sequence[Found], searched_mesh: bool) -> list[Alternative]:
+    """The second best layout, the third, and so on, each with names for its own axes."""
+    out = []
+    for number, other in enumerate(others, start=2):
+        names = axis_names(other.layout, other.mesh, request.model.batch_dim) if searched_mesh else {}
+        out.append(_beside(request, f"number {number}", other.mesh, other.layout, other.options, names))
+    return out
+
+
+def _tried(
+    request: Request, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
+) -> tuple[Predicted | None, str | None]:
+    """What a layout comes to, and why it does not fit or is not legal."""
+    try:
+        judged = request.judge(mesh, layout, options)
+    except LayoutError as error:
+        return None, str(error)
+    return _predicted(judged, names), judged.reason(request.limit)
+
+
+def _beside(
+    request: Request, name: str, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
+) -> Alternative:
+    """A layout beside the answer, priced, or with the reason why it is not legal; `names`: of the axes."""
+    called, rules = _mesh(mesh, names), _renamed(layout, names)
+    predicted, reason = _tried(request, mesh, layout, options, names)
+    if reason is not None and called != mesh:
+        # Reasons speak of axes.
+        predicted, reason = _tried(request, called, rules, options, {})
+    return Alternative(
+        name=name,
+        mesh=called.as_dict(),
+        layout=_form(rules),
+        predicted=predicted,
+        feasible=reason is None,
+        reason=reason,
+        storage=_storage(options),
+        recompute=sorted(options.recompute),
+        microbatches=options.microbatches,
+    )

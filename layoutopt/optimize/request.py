@@ -1,0 +1,72 @@
+"""What is asked of a search."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from costmodels.hardware import Hardware
+from layoutopt.optimize.evaluation import Judge
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.lower.storage import STAGES, stage_number
+from mesh_tf_core.model import Model
+
+Progress = Callable[[str, float, float], None]
+"""on_progress(mesh, best seconds so far, proven bound on this mesh)."""
+Better = Callable[[str, float, int], None]
+"""on_better(layout in words, its seconds, its bytes): the best so far that fits is now another one."""
+OBJECTIVES = ("time", "memory", "pareto")
+EXACT = 1e-7
+"""Relative gap below which a bound equals its objective: solvers count costs in whole units of about this
+size."""
+Rules = str | Mapping[str, Axes] | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """The question, checked.
+
+    Attributes:
+      limit: bytes a device may hold.
+      deadline: of the monotonic clock.
+    """
+
+    model: Model
+    hardware: Hardware
+    limit: float
+    objective: str
+    pins: Mapping[str, Axes]
+    forbid: Mapping[str, Axes]
+    top: int
+    deadline: float | None
+    on_progress: Progress | None
+    on_better: Better | None
+    storage: tuple[str, ...]
+    recompute: tuple[bool, ...]
+    microbatches: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.storage:
+            raise UserError(f"storage names no stage; allow one or more of {', '.join(STAGES)}")
+        for stage in self.storage:
+            stage_number(stage)
+        if not self.recompute:
+            raise UserError("recompute is empty; allow False, True or both")
+        for parts in self.microbatches or (0,):
+            if not isinstance(parts, int) or parts < 1:
+                raise UserError(
+                    f"microbatches {self.microbatches}: needs whole numbers of at least 1, as 1, 2, 4"
+                )
+
+    @cached_property
+    def judge(self) -> Judge:
+        """What answers this question: nothing is evaluated twice."""
+        return Judge(self.model, self.hardware)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return self.deadline is not None and time.monotonic() > self.deadline

@@ -1,0 +1,377 @@
+"""All problems of a search, one for every mesh shape and number of microbatches, and the best over them.
+
+A question is always the same: what is fastest within some bytes? Every problem has a bound on its seconds;
+the one that promises most is asked first, and what promises no more than the best answer so far is not asked
+at all. Time against memory is this question with less and less memory: an answer holds for every limit from
+its own peak up to the one that was asked about, and a bound for every lower limit.
+
+Asked for the least time, a problem is narrowed while its tables are made (`narrowing`); time against memory
+needs whole problems, which answer for every limit.
+
+The best time of a problem without a memory limit bounds all its layouts. Where the hardware's prices say that
+a piece never costs less than its share of the whole (`Pricer.pieces_cost_more`), that holds for every larger
+number of microbatches too, and their tables are not even made; a calibrated machine may be faster in pieces,
+so there each is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from layoutopt.evaluator import gib
+from layoutopt.formulation.extract import count_layouts
+from layoutopt.optimize.baselines import axis_names, named_in
+from layoutopt.optimize.fixing import faster
+from layoutopt.optimize.heuristics import greedy
+from layoutopt.optimize.request import EXACT, Request
+from layoutopt.optimize.subproblem import Found, MeshSearch
+from layoutopt.optimize.subproblems import Space
+from layoutopt.problem import Solution, Status
+from layoutopt.space.decisions import RECOMPUTE, Decisions
+from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import STAGES
+
+NAMED_SHARE = 0.25
+"""Part of a time limit in which layouts by name are priced before anything is solved."""
+STOPPING = 5.0
+"""Seconds after Ctrl-C in which layouts by name are priced, if nothing that fits was found yet."""
+MOST_POINTS = 200
+
+
+@dataclass
+class Place:
+    """One problem of the search, and what is proven of it.
+
+    Attributes:
+      bound: seconds that no layout takes less of, within the last limit that was asked about or a lower one.
+      low: bytes that no layout goes below.
+      answer: the fastest within that limit.
+    """
+
+    space: Space
+    search: MeshSearch | None = None
+    bound: float = 0.0
+    low: float = 0.0
+    answer: Found | None = None
+
+    def promises(self, seconds: float, limit: float) -> bool:
+        """Whether something faster may be here that holds at most `limit` bytes."""
+        known = self.answer is not None and self.answer.peak <= limit
+        return not known and self.low <= limit and self.bound < seconds * (1 - EXACT)
+
+
+@dataclass
+class Places:
+    """Every layout found so far, and what is proven about all problems.
+
+    Attributes:
+      renames: a plan gives the axes of its mesh other names.
+      bound: of the objective, for all layouts that were asked for.
+      least: of a mesh and a number of microbatches, seconds that no layout of these is faster than, nor of
+        a multiple of the microbatches.
+      asked: the problem that is being looked at.
+    """
+
+    request: Request
+    renames: bool = False
+    places: list[Place] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    frontier: list[Found] = field(default_factory=list)
+    best: Found | None = None
+    bound: float = math.inf
+    proven: bool = True
+    least: dict[tuple[Mesh, int], float] = field(default_factory=dict)
+    asked: MeshSearch | None = None
+
+    @property
+    def considered(self) -> int:
+        """How many combinations of decisions there are."""
+        return sum(count_layouts(place.space.decided.options) for place in self.places)
+
+    def run(self, spaces: Iterable[Space]) -> Found:
+        """The best layout over all spaces, or the error that says why there is none."""
+        request = self.request
+        self.places = [Place(space) for space in spaces]
+        if request.deadline is not None:
+            started = time.monotonic()
+            self._try_named(started + NAMED_SHARE * (request.deadline - started))
+        if request.objective == "memory":
+            self._leanest(request.limit)
+            self.best = min(self._fitting(request.limit), key=lambda f: (f.peak, f.seconds), default=None)
+        else:
+            self.best = self._fastest(request.limit)
+        if self.best is not None and request.objective == "pareto":
+            self._trade(self.best)
+        if self.best is not None:
+            return self.best
+        if not self.proven:
+            raise LimitError("nothing was found in the time given; raise --time-limit")
+        raise InfeasibleError(self._infeasible())
+
+    def stopped(self) -> Found:
+        """The best layout so far, of a search that Ctrl-C ended; KeyboardInterrupt if there is none."""
+        now = time.monotonic()
+        self.request, self.proven = replace(self.request, deadline=now), False
+        limit, memory = self.request.limit, self.request.objective == "memory"
+        for found in self.asked.every_judged() if self.asked is not None else ():
+            self._add(found)
+        if not self._fitting(limit):
+            self._try_named(now + STOPPING)
+        if not self._fitting(limit):
+            raise KeyboardInterrupt
+        if memory:
+            self.best = min(self._fitting(limit), key=lambda f: (f.peak, f.seconds))
+            self.bound = min(place.low for place in self.places)
+        else:
+            self._beat_named(limit)
+            self.best = self._fastest_known(limit)
+            self.bound = min(self.bound, *(place.bound for place in self.places))
+        assert self.best is not None
+        return self.best
+
+    def _add(self, found: Found) -> None:
+        """Keeps a layout, and tells of it if it is the best so far that fits."""
+        request, memory = self.request, self.request.objective == "memory"
+        known = [f.peak if memory else f.seconds for f in self._fitting(request.limit)]
+        value = found.peak if memory else found.seconds
+        self.found.append(found)
+        if request.on_better and found.peak <= request.limit and value < min(known, default=math.inf):
+            request.on_better(_in_words(found), found.seconds, found.peak)
+
+    def _fitting(self, limit: float) -> list[Found]:
+        return [f for f in self.found if f.peak <= limit]
+
+    # -- the fastest -----------------------------------------------------------------------------------------
+
+    def _fastest(self, limit: float) -> Found | None:
+        """The fastest layout of all places that holds at most `limit` bytes; sets `bound` and `proven`."""
+        order = sorted(self.places, key=lambda p: p.bound)
+        if self.request.deadline is not None and not self._fitting(limit):
+            order = [*self.places[-1:], *order]  # what fits most likely, to have something early
+        narrows = self.request.objective == "time"
+        for place in order:
+            best = self._known(limit)
+            self._inherit(place)
+            if place.promises(best, limit) and not self.request.late:
+                search = self._narrowed(place, limit) if narrows else self.opened(place)
+                best = self._known(limit)
+                if search is not None and place.promises(best, limit):
+                    self._ask(place, search, limit, best)
+        if any(place.promises(self._known(limit), limit) for place in self.places):
+            self.proven = False
+            self._beat_named(limit)
+        bounds = [place.bound for place in self.places if place.low <= limit]
+        self.bound = min([self.bound, self._known(limit), *bounds])
+        return self._fastest_known(limit)
+
+    def _fastest_known(self, limit: float) -> Found | None:
+        return min(self._fitting(limit), key=lambda f: (f.seconds, f.peak), default=None)
+
+    def _known(self, limit: float) -> float:
+        found = self._fastest_known(limit)
+        return math.inf if found is None else found.seconds
+
+    def _inherit(self, place: Place) -> None:
+        """What is known of fewer microbatches holds for a multiple of them."""
+        own = place.space
+        known = (t for (m, whole), t in self.least.items() if m == own.mesh and own.parts % whole == 0)
+        place.bound = max([place.bound, *known])
+
+    def opened(self, place: Place) -> MeshSearch:
+        """The whole problem of a place."""
+        if place.search is None:
+            space, request = place.space, self.request
+            place.search = MeshSearch(
+                request.model, space.mesh, space.decided, request.hardware, judge=request.judge
+            )
+            self._bounded(place, place.search.relaxed(request.deadline))
+        return place.search
+
+    def _bounded(self, place: Place, seconds: float) -> None:
+        """No layout of a place takes less, whatever memory it takes."""
+        place.bound = max(place.bound, seconds)
+        if self.request.judge.prices(place.space.mesh).pieces_cost_more:
+            self.least[place.space.mesh, place.space.parts] = place.bound
+
+    def _narrowed(self, place: Place, limit: float) -> MeshSearch | None:
+        """The problem of a place without what cannot be part of anything faster than the best so far; None if
+        nothing is, or if there was no time."""
+        space, request, upper = place.space, self.request, self._known(limit)
+
+        def propose(layout: Layout, options: Options) -> float:
+            self._try(space.mesh, layout, options)
+            if not math.isfinite(self._known(limit)):
+                self._try(space.mesh, layout, _leanest(space))
+            return self._known(limit)
+
+        bound, search = faster(request.judge, space, upper, propose, request.deadline)
+        self._bounded(place, min(bound, upper))
+        return search
+
+    def _ask(self, place: Place, search: MeshSearch, limit: float, best: float) -> None:
+        """Looks in one place for something faster than the best so far."""
+        upper, self.asked = best if math.isfinite(best) else None, search
+        outcome = search.fastest(
+            limit, upper, self.request.deadline, lambda a, b: self._tell(place.space.mesh, a, b)
+        )
+        if outcome.found is not None:
+            self._add(outcome.found)
+            if outcome.found.solution.stopped:
+                raise KeyboardInterrupt
+            place.answer = outcome.found if outcome.proven else None
+        # Without an answer it is proven that nothing here is faster than the best.
+        place.bound = max(place.bound, min(outcome.bound, best))
+
+    def _tell(self, mesh: Mesh, best: float, bound: float) -> None:
+        if self.request.on_progress:
+            known = self._known(self.request.limit)
+            self.request.on_progress(str(mesh), min(best, known), min(bound, known))
+
+    def space_of(self, found: Found) -> Space:
+        """What is decided where a layout was found."""
+        return self._place_of(found).space
+
+    def _place_of(self, found: Found) -> Place:
+        own = found.mesh, found.options.microbatches
+        return next(p for p in self.places if (p.space.mesh, p.space.parts) == own)
+
+    # -- time against memory ---------------------------------------------------------------------------------
+
+    def _trade(self, found: Found) -> None:
+        """The frontier: the fastest within less than what the last one holds, and so on."""
+        bound, self.frontier = self.bound, [found]
+        while len(self.frontier) < MOST_POINTS and not self.request.late:
+            point = self._fastest(self.frontier[-1].peak - 1)
+            if point is None:
+                break
+            # A point may hold less in the same time.
+            while self.frontier and self.frontier[-1].seconds >= point.seconds:
+                self.frontier.pop()
+            self.frontier.append(point)
+        else:
+            self.proven = False
+        self.best, self.bound = self.frontier[0], bound
+
+    def _leanest(self, limit: float) -> None:
+        """The least peak within `limit`, over all places, and what is fastest there; `bound` is in bytes."""
+        for place in sorted(self.places, key=lambda p: -p.space.parts):
+            if self.request.late:
+                break
+            below = min((f.peak for f in self.found), default=math.inf)
+            self.asked = self.opened(place)
+            found, place.low = self.asked.least_memory(min(below, limit + 1), self.request.deadline)
+            for each in found:
+                self._add(each)
+        least = min((f.peak for f in self._fitting(limit)), default=math.inf)
+        low = min((place.low for place in self.places), default=math.inf)
+        if math.isfinite(least):
+            self._fastest(least)
+        self.proven = low >= min(least, limit + 1)
+        self.bound = min(low, least)
+
+    # -- layouts by name -------------------------------------------------------------------------------------
+
+    def _try_named(self, until: float) -> None:
+        """Prices what experts would write, to have something early: as lean as it can be until something
+        fits, then as it is."""
+        for lean in (True, False):
+            # More microbatches need less memory.
+            for place in self.places[::-1] if lean else self.places:
+                if lean and self._fitting(self.request.limit):
+                    break
+                for mesh, layout, options in self._named(place.space.mesh, {}):
+                    if time.monotonic() > until:
+                        return
+                    wanted = (
+                        _leanest(place.space) if lean else replace(options, microbatches=place.space.parts)
+                    )
+                    self._try(mesh, layout, wanted)
+
+    def _beat_named(self, limit: float) -> None:
+        """No plan is slower than the layouts by name, or the greedy one, that are listed beside it."""
+        seen: list[Found] = []
+        while (best := self._fastest_known(limit)) is not None and best not in seen:
+            seen.append(best)
+            names = axis_names(best.layout, best.mesh, self.request.model.batch_dim) if self.renames else {}
+            for found in self._named(best.mesh, names):
+                self._try(*found)
+            if not self.request.late:
+                self._try(best.mesh, *greedy(self.request, self.space_of(best)))
+
+    def _named(self, mesh: Mesh, names: Mapping[str, str]) -> Iterator[tuple[Mesh, Layout, Options]]:
+        """Layouts by name on a mesh whose axes are called otherwise in a plan."""
+        for _, its, layout, options in named_in(self.request.model, mesh, names):
+            if its == mesh:
+                yield mesh, layout, options
+
+    def _try(self, mesh: Mesh, layout: Layout, options: Options) -> None:
+        """Prices a layout, if it is one that may be chosen."""
+        request = self.request
+        if any((f.mesh, f.layout, f.options) == (mesh, layout, options) for f in self.found):
+            return
+        places = (
+            p.space for p in self.places if (p.space.mesh, p.space.parts) == (mesh, options.microbatches)
+        )
+        if not any(_allows(space.decided, layout, options) for space in places):
+            return
+        try:
+            judged = request.judge(mesh, layout, options)
+        except LayoutError:
+            return
+        seconds = judged.cost.step_seconds
+        solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
+        self._add(Found(mesh, layout, options, judged, solution))
+
+    # -- nothing fits ----------------------------------------------------------------------------------------
+
+    def _infeasible(self) -> str:
+        """Names the least memory that a layout needs, what of it is proven, and what fills it."""
+        request = self.request
+        lean: list[Found] = []
+        for place in self.places:
+            found, low = self.opened(place).leanest(request.deadline)
+            place.low = max(place.low, low)
+            lean += [found] if found is not None else []
+        asked = f"no layout of {request.model.name!r} fits into {gib(request.limit)} a device"
+        leanest = min([*lean, *self.found], key=lambda f: f.peak, default=None)
+        if leanest is None:
+            return f"{asked}: the pins and prohibitions allow no legal layout; drop one of them"
+        held = ", ".join(f"{h.what} ({gib(h.bytes)})" for h in leanest.judged.memory.holdings[:3])
+        low = max(request.limit, min(place.low for place in self.places))
+        sure = f"; it is proven that none needs less than {gib(low)}" if low < leanest.peak else ""
+        return (
+            f"{asked}: the leanest one found, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "
+            f"{gib(leanest.peak)}, {gib(leanest.peak - request.limit)} over; its largest tensors: "
+            f"{held}{sure}; use more devices or more memory, or a smaller batch"
+        )
+
+
+def _in_words(found: Found) -> str:
+    """A layout and what was decided besides, short."""
+    options = found.options
+    stages = sorted(Counter(STAGES[stage] for stage in options.storage.values() if stage).items())
+    besides = [f"{stage} x{count}" for stage, count in stages]
+    besides += [f"recompute {dim}" for dim in sorted(options.recompute)]
+    besides += [f"{options.microbatches} microbatches"] if options.microbatches > 1 else []
+    return "; ".join([f"{str(found.layout) or 'nothing split'} on {found.mesh}", *besides])
+
+
+def _leanest(space: Space) -> Options:
+    """The options with the least memory: all variables split, all loops run again."""
+    classes = space.decided.classes.values()
+    loops = (n.removeprefix(RECOMPUTE) for n in space.decided.options if n.startswith(RECOMPUTE))
+    return Options({v: 3 for names in classes for v in names}, frozenset(loops), space.parts)
+
+
+def _allows(decided: Decisions, layout: Layout, options: Options) -> bool:
+    """Whether a layout and its options are among what may be chosen."""
+    wanted = decided.write(layout, options)
+    legal = all(wanted[name] in found for name, found in decided.options.items())
+    return legal and decided.read(wanted) == (layout, options)

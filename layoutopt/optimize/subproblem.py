@@ -1,0 +1,389 @@
+"""The search on one mesh: solve the integer program, judge the answer, exclude what does not fit, again.
+
+The answer of a solver is never believed: `evaluate` lowers the whole graph under it and computes time and
+memory anew. The memory rows of the integer program never forbid a layout that fits (see `memory_rows`). A
+layout that they let pass and the judge finds too large teaches more rows: those of the loops that it runs
+again, then one that forbids all that is too large for the same reason (`lessons`). Rows hold for every limit,
+so later questions know them. What remains is proven best among the layouts that fit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from costmodels.hardware import Hardware
+from layoutopt.evaluator import Evaluation
+from layoutopt.formulation.extract import Extraction, extract
+from layoutopt.optimize.canonical import simplest
+from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.lazy_cuts import lesson
+from layoutopt.problem import (
+    Elimination,
+    Entry,
+    Problem,
+    Row,
+    Solution,
+    Sparse,
+    Status,
+    Term,
+    Variable,
+    eliminate,
+    solve,
+)
+from layoutopt.space.decisions import Choice, Decisions
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
+
+Listener = Callable[[float, float], None]
+ATTEMPTS = (3, 100)
+"""How many answers are judged, at least and at most, before the limit is lowered; then `ATTEMPTS[0]` more."""
+CELLS = 30_000
+"""Table cells that may be solved anew: what is small enough is solved as often as it takes."""
+LEVELS, ROUNDS = 33, 4
+"""Steps of memory that are told apart at once, and how often they get finer."""
+CLOSE = 1e-3
+"""Relative difference below which a bound on memory needs no finer steps."""
+ROUNDING = 0.5
+"""Bytes by which a row may be wrong: it never counts more than the judge (tests/layoutopt/test_tables.py) but
+for the rounding of a sum of whole numbers."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout with the judge's price and the solver's claim."""
+
+    mesh: Mesh
+    layout: Layout
+    options: Options
+    judged: Evaluation
+    solution: Solution
+
+    @property
+    def claimed(self) -> tuple[int, ...]:
+        """The solver's choices."""
+        return self.solution.choices or ()
+
+    @property
+    def seconds(self) -> float:
+        return self.judged.cost.step_seconds
+
+    @property
+    def peak(self) -> int:
+        return self.judged.memory.peak
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one question about a mesh came to.
+
+    Attributes:
+      found: the best layout (None: there is none, or none was found in time).
+      bound: no layout that was asked for takes fewer seconds.
+      proven: `found` is the best, or its absence is certain.
+    """
+
+    found: Found | None
+    bound: float
+    proven: bool
+
+
+class MeshSearch:
+    """One model on one mesh and one piece of hardware."""
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        decided: Decisions,
+        hardware: Hardware,
+        extraction: Extraction | None = None,
+        judge: Judge | None = None,
+    ) -> None:
+        self.model, self.mesh, self.hardware = model, mesh, hardware
+        self._judge = judge or Judge(model, hardware)
+        self.prices = self._judge.prices(mesh)
+        ground = self._judge.ground(decided.microbatches)
+        self.extraction = extraction or extract(model, mesh, decided, self.prices, ground)
+        self.judged: dict[tuple[int, ...], Evaluation] = {}
+        self.again: list[frozenset[str]] = [frozenset()]
+        self.lessons: dict[str, Row] = {}
+
+    def judge(self, choices: tuple[int, ...]) -> Evaluation:
+        if choices not in self.judged:
+            self.judged[choices] = self._judge(self.mesh, *self.extraction.read(choices))
+        return self.judged[choices]
+
+    def every_judged(self) -> Iterator[Found]:
+        """All layouts that were judged so far."""
+        for choices, judged in self.judged.items():
+            seconds = judged.cost.step_seconds
+            solution = Solution(Status.FEASIBLE, choices, seconds, -math.inf, 0.0, "stopped")
+            yield Found(self.mesh, *self.extraction.read(choices), judged, solution)
+
+    @cached_property
+    def eliminated(self) -> Elimination:
+        """What is known of the problem without its memory rows."""
+        return eliminate(self.extraction.problem)
+
+    def relaxed(self, deadline: float | None = None) -> float:
+        """A bound on the seconds of every layout, whatever memory it takes."""
+        if self.eliminated.exact:
+            return self.eliminated.bound
+        solution = solve(self.extraction.problem, time_limit=_left(deadline))
+        _go_on(solution)
+        return solution.bound
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The memory rows so far: those of the loops that were seen to run again, and of none, and what
+        layouts that did not fit have taught."""
+        plain = (row for again in self.again for row in self.extraction.memory.rows(again))
+        return (*plain, *self.lessons.values())
+
+    def limited(self, limit: float) -> Problem:
+        """The problem with its rows under a memory limit."""
+        rows = tuple(replace(row, limit=limit) for row in self.rows)
+        return replace(self.extraction.problem, rows=rows)
+
+    def _roomy(self, limit: float, listener: Listener | None, pinned: Mapping[str, Choice]) -> Outcome | None:
+        """The fastest layout whatever memory it takes, if it fits: then no solver is needed."""
+        problem = self._pinned(self.extraction.problem, pinned)
+        eliminated = eliminate(problem) if pinned else self.eliminated
+        choices = eliminated.best()
+        if choices is None:
+            return None
+        choices = simplest(problem, self.extraction, choices)
+        judged = self.judge(choices)
+        if judged.memory.peak > limit:
+            return None
+        bound = eliminated.bound
+        if listener is not None:
+            listener(judged.cost.step_seconds, bound)
+        solution = Solution(Status.OPTIMAL, choices, bound, bound, 0.0, "elimination")
+        layout, options = self.extraction.read(choices)
+        return Outcome(Found(self.mesh, layout, options, judged, solution), bound, True)
+
+    def fastest(
+        self,
+        limit: float,
+        upper: float | None = None,
+        deadline: float | None = None,
+        listener: Listener | None = None,
+        excluded: tuple[tuple[int, ...], ...] = (),
+        pinned: Mapping[str, Choice] | None = None,
+    ) -> Outcome:
+        """The fastest layout whose exact peak is at most `limit` bytes and that takes at most `upper`
+        seconds.
+
+        A layout that the rows let pass and the judge does not teaches more rows, and the problem is solved
+        again. If that happens too often, the limit of the rows is lowered by what they were seen to miss: the
+        answer is then not proven best, and the outcome's bound says by how much it may be missed.
+
+        Args:
+          excluded: solver's choices that may not be the answer.
+          pinned: decisions that are taken already.
+        """
+        if not excluded and (found := self._roomy(limit, listener, pinned or {})) is not None:
+            return found
+        bound, share = 0.0, 1.0
+        banned = [choices[: len(self.extraction.names)] for choices in excluded]
+        tries = self._tries()
+        for attempt in range(tries + ATTEMPTS[0]):
+            exact = attempt < tries
+            rows_limit = limit + ROUNDING if exact else limit * share
+            problem = self._pinned(self.limited(rows_limit), pinned or {})
+            problem = replace(problem, rows=(*problem.rows, *(unlike(b, problem.sizes) for b in banned)))
+            solution = solve(problem, time_limit=_left(deadline), upper_bound=upper, on_progress=listener)
+            if exact:
+                bound = max(bound, solution.bound)
+            if solution.choices is None:
+                _go_on(solution)
+                proven = exact and solution.status is Status.INFEASIBLE
+                return Outcome(None, math.inf if proven else bound, proven)
+            choices = simplest(problem, self.extraction, solution.choices)
+            judged = self.judge(choices)
+            if judged.memory.peak <= limit:
+                layout, options = self.extraction.read(choices)
+                best = Found(self.mesh, layout, options, judged, replace(solution, choices=choices))
+                return Outcome(best, bound, exact and solution.status is Status.OPTIMAL)
+            _go_on(solution)
+            counted = max(row.use(choices) for row in self.rows)
+            share = min(share, counted / judged.memory.peak)
+            self.learn(choices)
+        return Outcome(None, bound, False)
+
+    def _tries(self) -> int:
+        cells = sum(int(_values(term).size) for term in self.extraction.problem.terms)
+        return min(max(CELLS // max(cells, 1), ATTEMPTS[0]), ATTEMPTS[1])
+
+    def _pinned(self, problem: Problem, pinned: Mapping[str, Choice]) -> Problem:
+        terms = []
+        for name, choice in pinned.items():
+            options = self.extraction.decided.options[name]
+            table = np.array([0.0 if o == choice else math.inf for o in options])
+            terms.append(Term((self.extraction.names.index(name),), table, f"pin {name}"))
+        return replace(problem, terms=(*problem.terms, *terms))
+
+    def lean(self, pinned: Mapping[str, Choice], deadline: float | None = None) -> Found | None:
+        """A layout with little memory, found without a solver: the largest row is made as small as can be,
+        then the one that is largest now. None if elimination cannot do that.
+
+        Args:
+          pinned: decisions that are taken already.
+        """
+        problem, best, done = self._pinned(self.extraction.problem, pinned), None, False
+        legal = tuple(map(_legal, problem.terms))
+        row = _largest(self.rows, _most)
+        while row is not None:
+            entries = tuple(Term(e.scope, e.table, "bytes") for e in row.entries)
+            choices = eliminate(replace(problem, terms=(*legal, *entries))).best()
+            if choices is None:
+                return best
+            judged = self.judge(choices)
+            if best is None or judged.memory.peak < best.peak:
+                solution = Solution(Status.FEASIBLE, choices, judged.memory.peak, 0.0, 0.0, "elimination")
+                best = Found(self.mesh, *self.extraction.read(choices), judged, solution)
+            largest = _largest(self.rows, partial(Entry.use, choices=choices))
+            late = deadline is not None and time.monotonic() > deadline
+            row = None if done or late or largest is row else largest
+            done = True
+        return best
+
+    def leanest(
+        self,
+        deadline: float | None = None,
+        pinned: Mapping[str, Choice] | None = None,
+        best: Found | None = None,
+    ) -> tuple[Found | None, float]:
+        """A layout with little memory, and bytes that no layout goes below.
+
+        One variable more counts what the rows may hold, in steps from what they hold at least to what is
+        known to suffice. The lowest step under which a legal choice exists is solved for, the answer is
+        judged, and the steps get finer between the two.
+
+        Args:
+          pinned: decisions that are taken already.
+          best: a layout that is known.
+        """
+        low = max((sum(map(_least, row.entries)) for row in self.rows), default=0.0)
+        high = max((sum(map(_most, row.entries)) for row in self.rows), default=0.0)
+        if best is not None:
+            high = float(best.peak)
+        for _ in range(ROUNDS):
+            levels = np.geomspace(max(low, 1.0), max(low, high, 1.0), LEVELS)
+            problem = self._pinned(self._levelled(levels), pinned or {})
+            solution = solve(problem, time_limit=_left(deadline))
+            if solution.choices is None:
+                _go_on(solution)
+                break
+            *choices, level = solution.choices
+            if solution.status is Status.OPTIMAL and level:
+                low = float(levels[level - 1])
+            judged = self.judge(tuple(choices))
+            if best is None or judged.memory.peak < best.peak:
+                best = Found(self.mesh, *self.extraction.read(choices), judged, solution)
+            _go_on(solution)
+            high = float(best.peak)
+            if high <= low * (1 + CLOSE):
+                break
+            self.learn(tuple(choices))
+        return best, low
+
+    def _levelled(self, levels: np.ndarray) -> Problem:
+        """What is legal, with the number of a level that the rows stay below as the cost."""
+        problem = self.extraction.problem
+        count = len(problem.variables)
+        room = Entry((count,), -levels - ROUNDING)
+        rows = tuple(replace(row, limit=0.0, entries=(*row.entries, room)) for row in self.rows)
+        terms = (*map(_legal, problem.terms), Term((count,), np.arange(len(levels), dtype=float), "level"))
+        variables = (*problem.variables, Variable("memory", len(levels)))
+        return Problem(problem.name, variables, terms, rows)
+
+    def least_memory(
+        self, below: float = math.inf, deadline: float | None = None
+    ) -> tuple[list[Found], float]:
+        """Layouts that hold less than `below` bytes, the last one least, and bytes that none goes below."""
+        found: list[Found] = []
+        if math.isfinite(below):
+            outcome = self.fastest(below - 1, deadline=deadline)
+            if outcome.found is None and outcome.proven:
+                return [], below
+            found += [outcome.found] if outcome.found is not None else []
+        start, low = self.leanest(deadline, best=found[-1] if found else None)
+        if start is not None and start not in found:
+            found.append(start)
+        floor = low
+        while found:
+            # The fastest within one byte less may hold hardly less: far from the bound, half way is asked.
+            peak = found[-1].peak
+            near = peak - floor <= CLOSE * peak
+            limit = peak - 1.0 if near else (floor + peak) / 2
+            outcome = self.fastest(limit, deadline=deadline)
+            if outcome.found is not None:
+                found.append(outcome.found)
+                continue
+            low, floor = max(low, limit if outcome.proven else 0.0), limit
+            if near:
+                return found, float(peak) if outcome.proven else low
+        return found, low
+
+    def learn(self, choices: tuple[int, ...]) -> None:
+        """Adds the rows of the loops that run again under some choices, or a row of what they need more."""
+        again = self.extraction.read(choices)[1].recompute - self.extraction.memory.always
+        if again not in self.again:
+            self.again.append(again)
+        else:
+            row = lesson(self.extraction, choices, self.judge(choices))
+            self.lessons[row.name] = row
+
+
+def _largest(rows: Sequence[Row], of: Callable[[Entry], float]) -> Row | None:
+    """The row whose entries come to most, where rows have many entries in common."""
+    known = {entry: of(entry) for entry in {e for row in rows for e in row.entries}}
+    return max(rows, key=lambda row: math.fsum(known[e] for e in row.entries), default=None)
+
+
+def _least(entry: Entry) -> float:
+    values = _values(entry)
+    # What a sparse table does not list is forbidden elsewhere.
+    return float(values.min()) if values.size else 0.0
+
+
+def _most(entry: Entry) -> float:
+    return float(_values(entry).max(initial=0.0))
+
+
+def _values(entry: Entry | Term) -> np.ndarray:
+    return entry.table.values if isinstance(entry.table, Sparse) else entry.table
+
+
+def _legal(term: Term) -> Term:
+    """The term's prohibitions without its costs."""
+    if isinstance(term.table, Sparse):
+        return Term(term.scope, Sparse(term.table.assignments, np.zeros(len(term.table.values))), term.name)
+    return Term(term.scope, np.where(np.isinf(term.table), term.table, 0.0), term.name)
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.01)
+
+
+def _go_on(solution: Solution) -> None:
+    """Ctrl-C ends a solver, which then tells its best; it is to end the whole search."""
+    if solution.stopped:
+        raise KeyboardInterrupt
+
+
+def unlike(decided: tuple[int, ...], sizes: Sequence[int]) -> Row:
+    """A row that forbids one choice of all decisions, whatever the message groups."""
+    tables = (np.arange(size) == choice for choice, size in zip(decided, sizes, strict=False))
+    entries = tuple(Entry((i,), table.astype(float)) for i, table in enumerate(tables))
+    return Row(f"not {decided}", len(decided) - 1.0, entries)

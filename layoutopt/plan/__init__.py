@@ -1,0 +1,1 @@
+"""Plans: their schema, and other libraries' forms of them."""

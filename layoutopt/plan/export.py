@@ -1,0 +1,242 @@
+"""A plan in the form that other libraries take.
+
+    mesh-tensorflow  mesh and layout strings (`mtf.convert_to_shape`, `mtf.convert_to_layout_rules`)
+    dtensor          `tf.experimental.dtensor.Layout` per variable and input
+    jax              `jax.sharding.PartitionSpec` per variable and input
+    haliax           axis mapping (`haliax.axis_mapping`)
+    maxtext          `logical_axis_rules` and mesh sizes of MaxText's base.yml
+
+Python and YAML come as text that can be pasted or imported. What a library cannot say is
+refused with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+
+if TYPE_CHECKING:
+    from mesh_tf_core.ir.program import Program
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A variable or an input: its dimensions and the axes that each is split over."""
+
+    name: str
+    dims: tuple[str, ...]
+    splits: tuple[Axes, ...]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What is written: a layout and every tensor that lies between steps."""
+
+    title: str
+    mesh: Mesh
+    layout: Layout
+    variables: tuple[Placed, ...]
+    inputs: tuple[Placed, ...]
+
+
+def placed(program: Program) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
+    """The variables and the inputs of a program."""
+    variables = tuple(Placed(n, s.variable.shape.names, s.splits) for n, s in program.variables.items())
+    feeds = ((name, program.values[i]) for name, i in program.feeds.items())
+    return variables, tuple(Placed(name, v.shape.names, v.splits) for name, v in feeds)
+
+
+def export(what: Exported, to: str) -> str:
+    """`what` in the form of the library `to`, one of `FORMATS`.
+
+    Raises:
+      UserError: an unknown library, or a layout that it cannot express.
+    """
+    if to not in FORMATS:
+        raise UserError(f"--to {to!r}: no such form; {known_names(to, FORMATS)}")
+    return FORMATS[to](what)
+
+
+def _comment(text: str) -> str:
+    """One line, whatever the names in it are."""
+    return f"# {' '.join(text.split())}"
+
+
+def _dims(tensor: Placed) -> str:
+    return f"  {_comment(' '.join(tensor.dims))}" if tensor.dims else ""
+
+
+def _mesh_tensorflow(what: Exported) -> str:
+    _single(what.layout.items(), "mesh-tensorflow")
+    rules = ";".join(f"{name}:{axes[0]}" for name, axes in what.layout.items())
+    return f'mesh_shape = "{what.mesh}"\nlayout = "{rules}"\n'
+
+
+def _single(splits: Iterable[tuple[str, Axes]], to: str) -> None:
+    for name, axes in splits:
+        if len(axes) > 1:
+            raise UserError(
+                f"{to} splits a dimension over one mesh axis, but {name!r} is split over {'+'.join(axes)}; "
+                "search with --storage layout or --max-axes 1, or choose another form"
+            )
+
+
+def _dtensor(what: Exported) -> str:
+    for tensor in (*what.variables, *what.inputs):
+        _single(zip(tensor.dims, tensor.splits, strict=True), "dtensor")
+    axes = ", ".join(f"({name!r}, {size})" for name, size in what.mesh.axes)
+    lines = [
+        _comment(what.title),
+        "",
+        "from tensorflow.experimental import dtensor",
+        "",
+        f"MESH_AXES = [{axes}]",
+        "",
+        "",
+        "def layouts(mesh):",
+        '    """Of variables and inputs; make `mesh` with dtensor.create_mesh(MESH_AXES, devices=...)."""',
+        "    return {",
+    ]
+    for tensor in (*what.variables, *what.inputs):
+        specs = ", ".join(repr(axes[0]) if axes else "dtensor.UNSHARDED" for axes in tensor.splits)
+        lines.append(f"        {tensor.name!r}: dtensor.Layout([{specs}], mesh),{_dims(tensor)}")
+    return "\n".join([*lines, "    }", ""])
+
+
+def _jax(what: Exported) -> str:
+    lines = [
+        _comment(what.title),
+        "",
+        "from jax.sharding import PartitionSpec as P",
+        "",
+        *_jax_mesh(what.mesh),
+        "",
+    ]
+    for name, tensors in (("VARIABLES", what.variables), ("INPUTS", what.inputs)):
+        lines.append(f"{name} = {{")
+        for tensor in tensors:
+            specs = ", ".join(_spec(axes) for axes in tensor.splits)
+            lines.append(f"    {tensor.name!r}: P({specs}),{_dims(tensor)}")
+        lines.append("}")
+    return "\n".join([*lines, ""])
+
+
+def _jax_mesh(mesh: Mesh) -> list[str]:
+    return [
+        f"MESH_SHAPE = {mesh.shape!r}",
+        f"MESH_AXES = {mesh.names!r}  # jax.make_mesh(MESH_SHAPE, MESH_AXES)",
+    ]
+
+
+def _spec(axes: Axes) -> str:
+    return "None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(axes)
+
+
+def _haliax(what: Exported) -> str:
+    rules = [f"    {name!r}: {_spec(axes)}," for name, axes in what.layout.items()]
+    return "\n".join(
+        [
+            _comment(what.title),
+            "",
+            *_jax_mesh(what.mesh),
+            "",
+            "# with haliax.axis_mapping(AXIS_MAPPING): ...",
+            "AXIS_MAPPING = {",
+            *rules,
+            "}",
+            "",
+        ]
+    )
+
+
+# Dimension -> the logical axes of MaxText that mean it, of activations and of weights
+# (github.com/AI-Hypercomputer/maxtext, src/MaxText/configs/base.yml, `logical_axis_rules`).
+MAXTEXT_DIMS: Mapping[str, Sequence[str]] = {
+    "batch": (
+        "activation_batch",
+        "activation_batch_no_exp",
+        "activation_embed_and_logits_batch",
+        "activation_kv_batch",
+        "activation_kv_batch_no_exp",
+    ),
+    "length": (
+        "activation_length",
+        "activation_length_no_exp",
+        "activation_attn_length",
+        "activation_attn_length_no_exp",
+        "activation_norm_length",
+        "activation_q_length",
+        "activation_q_length_no_exp",
+    ),
+    "memory_length": ("activation_kv_length",),
+    "d_model": ("embed", "embed_no_exp", "norm", "activation_embed"),
+    "d_ff": ("mlp", "mlp_no_fsdp", "activation_mlp"),
+    "heads": ("heads", "q_heads", "kv_heads", "activation_heads", "activation_kv_heads"),
+    "d_kv": ("kv", "kv_head_dim", "activation_kv", "activation_kv_head_dim"),
+    "vocab": ("vocab", "activation_vocab"),
+    "experts": ("exp", "activation_exp"),
+}
+# MaxText's mesh axes are fixed names (`mesh_axes` of the same file); ours take the first one that is free.
+MAXTEXT_AXES = (
+    "data",
+    "tensor",
+    "fsdp",
+    "tensor_transpose",
+    "fsdp_transpose",
+    "sequence",
+    "context",
+    "expert",
+)
+MAXTEXT_ALIKE = {"batch": "data", "model": "tensor", "experts": "expert"}
+
+
+def _maxtext(what: Exported) -> str:
+    names = _maxtext_axes(what.mesh)
+    rules = []
+    for name, axes in what.layout.items():
+        if name not in MAXTEXT_DIMS:
+            raise UserError(
+                f"maxtext has no logical axis for dimension {name!r}; {known_names(name, MAXTEXT_DIMS)}"
+            )
+        rules += [json.dumps([logical, [names[a] for a in axes]]) for logical in MAXTEXT_DIMS[name]]
+    sizes = dict.fromkeys(MAXTEXT_AXES, 1) | {names[axis]: size for axis, size in what.mesh.axes}
+    return "\n".join(
+        [
+            _comment(what.title),
+            *(f"ici_{axis}_parallelism: {size}" for axis, size in sizes.items()),
+            "logical_axis_rules: [",
+            *(f"  {rule}," for rule in rules[:-1]),
+            *(f"  {rule}" for rule in rules[-1:]),
+            "]",
+            "",
+        ]
+    )
+
+
+def _maxtext_axes(mesh: Mesh) -> dict[str, str]:
+    """Mesh axis -> the axis of MaxText that stands for it: of the same name, of the same meaning, or free."""
+    names = {a: MAXTEXT_ALIKE.get(a, a) for a in mesh.names if MAXTEXT_ALIKE.get(a, a) in MAXTEXT_AXES}
+    if len(set(names.values())) < len(names):
+        names = {}
+    free = [axis for axis in MAXTEXT_AXES if axis not in names.values()]
+    for axis in mesh.names:
+        if axis not in names:
+            if not free:
+                raise UserError(f"maxtext has {len(MAXTEXT_AXES)} mesh axes, but the mesh {mesh} has more")
+            names[axis] = free.pop(0)
+    return names
+
+
+FORMATS: Mapping[str, Callable[[Exported], str]] = {
+    "mesh-tensorflow": _mesh_tensorflow,
+    "dtensor": _dtensor,
+    "jax": _jax,
+    "haliax": _haliax,
+    "maxtext": _maxtext,
+}

@@ -1,0 +1,96 @@
+"""A program through XLA's compilers, not run: its StableHLO, and its executable for a TPU elsewhere."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.ir.program import Program
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the compiler made no executable; `out_of_memory` if the program does not fit on the device.
+
+    Attributes:
+      reason: one line.
+      used, limit: bytes, where the compiler says them.
+    """
+
+    reason: str
+    out_of_memory: bool
+    used: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Executable:
+    """What the compiler made, for one device.
+
+    Attributes:
+      text: compiled HLO.
+      peak_bytes: most bytes of device memory that hold a value at any moment.
+      allocated_bytes: what the program reserves: arguments, new outputs, and its heap with the gaps in it.
+      seconds: of compilation.
+    """
+
+    text: str
+    peak_bytes: int
+    allocated_bytes: int
+    seconds: float
+
+
+def compile_for(program: Program, topology: str) -> Executable | Refusal:
+    """The program compiled by the real TPU compiler, ahead of time, no TPU needed.
+
+    Args:
+      topology: chips by the compiler's name, as v5e:2x4; as many devices as the program's mesh has.
+
+    Raises:
+      UserError: no JAX or libtpu, an unknown topology, another number of devices.
+    """
+    jax_home.require("libtpu")
+    jax_home.stay_on_cpu()
+    from mesh_tf_core.engines.jax.program import JaxProgram
+
+    start = time.perf_counter()
+    lowered = JaxProgram(program, jax_home.topology_mesh(topology, program.mesh)).lowered()
+    try:
+        made = lowered.compile()
+    except jax_home.compile_errors() as error:
+        return _refusal(str(error))
+    stats = made.memory_analysis()
+    fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    allocated = stats.argument_size_in_bytes + fresh + stats.temp_size_in_bytes
+    seconds = time.perf_counter() - start
+    return Executable(made.as_text(), int(stats.peak_memory_in_bytes), int(allocated), seconds)
+
+
+def stablehlo(program: Program) -> str:
+    """The program as StableHLO text for a TPU, over the program's mesh without devices."""
+    jax_home.require()
+    jax_home.stay_on_cpu()
+    from mesh_tf_core.engines.jax.program import JaxProgram
+
+    made = JaxProgram(program, jax_home.abstract_mesh(program.mesh))
+    return str(made.lowered(lowering_platforms=("tpu",)).as_text())
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_AMOUNTS = (
+    re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
+    re.compile(r"required for .*? \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
+)
+
+
+def _refusal(said: str) -> Refusal:
+    """The compiler's error: its first line says all that a user needs."""
+    found = next((m for m in (pattern.search(said) for pattern in _AMOUNTS) if m), None)
+    first = next((line.strip() for line in said.splitlines() if line.strip()), "no reason given")
+    memory = found is not None or "RESOURCE_EXHAUSTED" in said
+    if found is None:
+        return Refusal(first[:500], memory)
+    used, limit = (round(float(n) * _UNITS[u]) for n, u in (found.group(1, 2), found.group(3, 4)))
+    return Refusal(first[:500], memory, used, limit)

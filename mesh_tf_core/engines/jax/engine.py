@@ -1,0 +1,151 @@
+"""The JAX engine: a program on the devices that JAX has, as one compiled function (see `jax_program`).
+
+It runs where JAX is and TensorFlow is not. What it compiles here is what `jax_compile` gives to the TPU
+compiler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
+from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.program import Program, Stored, wire_bytes
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+
+
+class JaxEngine(Stepping):
+    """See `engines.protocol.Engine`. Variables are sharded arrays, replaced in place by every step.
+
+    Args:
+      devices: JAX's devices by rank; by default the first ones of the process.
+    """
+
+    is_chief = True
+
+    def __init__(self, program: Program, devices: Sequence[Any] | None = None) -> None:
+        self.program = program
+        self.devices = tuple(devices or jax_home.devices(program.mesh.devices))
+        self.mesh = jax_home.device_mesh(program.mesh, self.devices)
+        self.compile_seconds = 0.0
+        self.communication_bytes: dict[str, float] = {}
+        self._state: dict[str, Any] = {}
+        self._owner = True
+        self._compiled: Any = None
+        self._bytes: dict[str, float] = {}
+        self._wide = is_wide(program)
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        for name, stored in self.program.variables.items():
+            self._state[name] = self._initial(name, stored)
+
+    def _initial(self, name: str, stored: Stored) -> Any:
+        variable = stored.variable
+        sizes = variable.shape.sizes
+
+        def piece(where: tuple[slice, ...]) -> Any:
+            ranges = [s.indices(n)[:2] for s, n in zip(where, sizes, strict=True)]
+            begin, extent = [b for b, _ in ranges], [e - b for b, e in ranges]
+            return variable.initializer.piece(name, sizes, begin, extent).astype(np_dtype(variable.dtype))
+
+        with jax_home.wide_numbers(self._wide):
+            return jax.make_array_from_callback(tuple(sizes), self._sharding(stored), piece)
+
+    def _sharding(self, stored: Stored) -> Any:
+        return jax_home.sharding(self.mesh, stored.splits)
+
+    def _ready(self) -> None:
+        if not self._state:
+            self.initialize()
+
+    def read(self, name: str) -> Any:
+        self._stored(name)
+        self._ready()
+        return np.asarray(self._state[name])
+
+    def write(self, name: str, array: Any) -> None:
+        stored = self._stored(name)
+        self._ready()
+        value = np.asarray(array).astype(np_dtype(stored.variable.dtype))
+        if value.shape != tuple(stored.variable.shape.sizes):
+            raise UserError(
+                f"variable {name!r} has shape [{stored.variable.shape}], found {list(value.shape)}"
+            )
+        with jax_home.wide_numbers(self._wide):
+            self._state[name] = jax.device_put(value, self._sharding(stored))
+
+    def snapshot(self) -> Mapping[str, Any]:
+        self._ready()
+        # The next step gives the arrays' memory away.
+        kept = {name: self._state[name].copy() for name in self.program.variables}
+        return OneByOne(kept, np.asarray)
+
+    def beside(self, program: Program) -> JaxEngine:
+        check_beside(self.program, program)
+        self._ready()
+        other = JaxEngine(program, self.devices)
+        other._state, other._owner = self._state, False
+        return other
+
+    def _stored(self, name: str) -> Stored:
+        if name not in self.program.variables:
+            raise UserError(f"there is no variable {name!r}; {known_names(name, self.program.variables)}")
+        return self.program.variables[name]
+
+    @property
+    def variable_bytes(self) -> int:
+        self._ready()
+        return sum(int(x.addressable_shards[0].data.nbytes) for x in self._state.values())
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        stats = [d.memory_stats() for d in self.devices]
+        return max(int(s["peak_bytes_in_use"]) for s in stats) if all(stats) else None
+
+    def close(self) -> None:
+        for array in self._state.values() if self._owner else ():
+            array.delete()
+        self._state, self._compiled = {}, None
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def feed(self, batch: Mapping[str, Any]) -> Any:
+        arrays = check_batch(self.program, batch)
+        values = self.program.values
+        with jax_home.wide_numbers(self._wide):
+            return {
+                name: jax.device_put(arrays[name], jax_home.sharding(self.mesh, values[id].splits))
+                for name, id in self.program.feeds.items()
+            }
+
+    def run(self, fed: Any) -> dict[str, Any]:
+        self._ready()
+        with jax_home.wide_numbers(self._wide):
+            if self._compiled is None:
+                self._compile()
+            state = {name: self._state[name] for name in self.program.variables}
+            state, results = self._compiled(state, fed)
+            self._state.update(state)
+        self.communication_bytes = dict(self._bytes)
+        return {name: np.asarray(array) for name, array in results.items()}
+
+    def _compile(self) -> None:
+        start = time.perf_counter()
+        made = JaxProgram(self.program, self.mesh)
+        self._compiled = made.lowered().compile()
+        self._bytes = dict.fromkeys(self.program.mesh.names, 0.0)
+        for axes, kind, payload, times in made.sent.values():
+            key = "+".join(axes)
+            sent = times * wire_bytes(kind, payload, self.program.mesh.group_size(axes))
+            self._bytes[key] = self._bytes.get(key, 0.0) + sent
+        self.compile_seconds += time.perf_counter() - start

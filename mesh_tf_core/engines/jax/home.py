@@ -1,0 +1,159 @@
+"""Everything of JAX that no release promises to keep: devices, meshes, `shard_map`, 64-bit numbers, TPUs that
+are not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.mesh import Mesh
+
+SUPPORTED = "0.10"
+"""The series of JAX whose entry points these are."""
+
+
+def require(package: str = "jax") -> None:
+    """UserError unless JAX of the supported series (and `package`, jax or libtpu) is installed.
+
+    Loads nothing.
+    """
+    for name in dict.fromkeys(("jax", package)):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"this needs {name}, which is not installed; install the extra: layoutopt[tpu]")
+    found = metadata.version("jax")
+    if found.split(".")[:2] != SUPPORTED.split("."):
+        raise UserError(
+            f"this works with jax {SUPPORTED}.*, found {found}; install the extra's versions: layoutopt[tpu]"
+        )
+
+
+def stay_on_cpu() -> None:
+    """Keeps JAX, if it has not started, from looking for accelerators: it only compiles for them.
+
+    Without this a machine with libtpu and no TPU waits for a metadata server that does not answer.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Without a chip nothing is shared, so several processes may compile at once.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def devices(count: int) -> tuple[Any, ...]:
+    """The first `count` devices of this process, virtual ones where JAX only has the CPU and has not started.
+
+    Raises:
+      UserError: there are fewer.
+    """
+    require()
+    import jax
+
+    # RuntimeError: JAX already runs, with the devices that it has.
+    with contextlib.suppress(RuntimeError):
+        if jax.config.jax_num_cpu_devices < count:
+            jax.config.update("jax_num_cpu_devices", count)
+    found = jax.devices()
+    if len(found) < count:
+        raise UserError(
+            f"the mesh needs {count} devices, but JAX runs in this process with {len(found)} "
+            f"({found[0].platform}); start a new process, with JAX_PLATFORMS=cpu for virtual devices"
+        )
+    return tuple(found[:count])
+
+
+def device_mesh(mesh: Mesh, found: Sequence[Any]) -> Any:
+    """JAX's mesh over devices by rank."""
+    import jax
+
+    return jax.sharding.Mesh(np.array(found, dtype=object).reshape(mesh.shape), mesh.names)
+
+
+def abstract_mesh(mesh: Mesh) -> Any:
+    """JAX's mesh without devices: enough to lower, not to compile."""
+    import jax
+
+    return jax.sharding.AbstractMesh(mesh.shape, mesh.names)
+
+
+def topology_mesh(topology: str, mesh: Mesh) -> Any:
+    """A mesh over the chips of a TPU that need not be there, as JAX itself lays axes on the torus.
+
+    Args:
+      topology: the compiler's name, as v5e:2x4.
+
+    Raises:
+      UserError: no libtpu, a name that the compiler does not know, or not as many devices as the mesh has.
+    """
+    require("libtpu")
+    stay_on_cpu()
+    from jax.experimental import mesh_utils, topologies
+
+    try:
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, **_chip_config(topology)
+        ).devices
+    except Exception as error:  # the compiler's own kinds of error; all say that the name is not one
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"topology {topology!r} is not known to the TPU compiler ({said[:200]}); write GENERATION:AxB as "
+            "v5e:2x4 or v6e:4x4, or GENERATION:AxBxC as v4:2x2x1 or v5p:4x4x4"
+        ) from None
+    if len(found) != mesh.devices:
+        raise UserError(
+            f"topology {topology} has {len(found)} devices, the mesh [{mesh}] {mesh.devices}; make them equal"
+        )
+    try:
+        placed = list(mesh_utils.create_device_mesh(mesh.shape, list(found)).flat)
+    except (NotImplementedError, ValueError):
+        placed = list(found)  # an axis that fits no combination of torus axes: in the compiler's own order
+    return device_mesh(mesh, placed)
+
+
+def _chip_config(topology: str) -> dict[str, str]:
+    """A v4 chip is sold as one device of two cores, but compiled for as two unless the compiler is told."""
+    return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
+
+
+def sharding(mesh: Any, splits: Sequence[tuple[str, ...]]) -> Any:
+    """How an array lies on JAX's mesh: for every dimension the axes that split it, the major one first."""
+    import jax
+
+    return jax.sharding.NamedSharding(mesh, partition(splits))
+
+
+def partition(splits: Sequence[tuple[str, ...]]) -> Any:
+    """The same without the mesh."""
+    import jax
+
+    return jax.sharding.PartitionSpec(*(axes or None for axes in splits))
+
+
+def per_device(function: Callable[..., Any], mesh: Any, inputs: Any, outputs: Any) -> Callable[..., Any]:
+    """`function` of pieces as one of whole arrays; `inputs` and `outputs` are trees of `partition`s."""
+    import jax
+
+    return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+
+def wide_numbers(needed: bool) -> AbstractContextManager[Any]:
+    """64-bit numbers are 64-bit numbers inside; by default JAX halves them."""
+    if not needed:
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.enable_x64(True)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What a compiler that refuses a program raises."""
+    import jax
+
+    return (jax.errors.JaxRuntimeError, NotImplementedError)

@@ -1,0 +1,187 @@
+"""A program as one JAX function of whole arrays: `shard_map` around what one device does.
+
+    (variables, batch) -> (new variables, results)
+
+Collectives are JAX's own over the mesh's axes, loops are `lax.scan`. The function is traced once, whatever
+the number of devices and of iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.tf.replica import WholeReplica
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    Loop,
+    Permute,
+    Program,
+    ReduceScatter,
+    Value,
+)
+from mesh_tf_core.kernels.jax_kernel import JaxKernel
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+
+Env = dict[int, Any]
+_WIDE = ("float64", "int64")
+
+
+def is_wide(program: Program) -> bool:
+    """Whether the program has 64-bit numbers."""
+    stored = (s.variable.dtype for s in program.variables.values())
+    return any(dtype in _WIDE for dtype in (*(v.dtype for v in program.values), *stored))
+
+
+@dataclass
+class JaxProgram:
+    """A program on JAX's mesh.
+
+    Attributes:
+      mesh: JAX's mesh with the program's axes; it may be abstract.
+      sent: id of a collective -> (axes, kind, bytes of the pieces given to it, times per step), known once
+        the step is traced.
+    """
+
+    program: Program
+    mesh: Any
+    sent: dict[int, tuple[Axes, str, int, float]] = field(default_factory=dict)
+
+    def jitted(self) -> Any:
+        """The step, compiled when first called; the old variables' memory becomes the new ones'."""
+        p = self.program
+        specs = (
+            {name: jax_home.partition(s.splits) for name, s in p.variables.items()},
+            {name: jax_home.partition(p.values[id].splits) for name, id in p.feeds.items()},
+        )
+        results = {name: jax_home.partition(p.values[id].splits) for name, id in p.results.items()}
+        step = jax_home.per_device(self.replica, self.mesh, specs, (specs[0], results))
+        return jax.jit(step, donate_argnums=0)
+
+    def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Shapes, dtypes and shardings of the variables and of the batch."""
+        p = self.program
+        variables = {
+            name: self._abstract(s.variable.shape.sizes, s.variable.dtype, s.splits)
+            for name, s in p.variables.items()
+        }
+        batch = {
+            name: self._abstract(v.shape.sizes, v.dtype, v.splits)
+            for name, v in ((name, p.values[id]) for name, id in p.feeds.items())
+        }
+        return variables, batch
+
+    def lowered(self, **how: Any) -> Any:
+        """JAX's lowered step (`how`: see `jax.stages.Traced.lower`)."""
+        with jax_home.wide_numbers(is_wide(self.program)):
+            return self.jitted().trace(*self.arguments()).lower(**how)
+
+    def _abstract(self, sizes: Sequence[int], dtype: str, splits: tuple[Axes, ...]) -> Any:
+        return jax.ShapeDtypeStruct(
+            tuple(sizes), np_dtype(dtype), sharding=jax_home.sharding(self.mesh, splits)
+        )
+
+    def replica(
+        self, variables: Mapping[str, Any], batch: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What one device does with its pieces."""
+        device = _Device(self.program, variables.__getitem__, batch.__getitem__, self.sent)
+        env: Env = {}
+        device.block(self.program.code, env, 1)
+        new = {name: device.written.get(name, old) for name, old in variables.items()}
+        return new, {name: env[id] for name, id in self.program.results.items()}
+
+
+class _Device(WholeReplica):
+    """One device, its coordinates known only when it runs."""
+
+    def __init__(
+        self,
+        program: Program,
+        read: Callable[[str], Any],
+        feed: Callable[[str], Any],
+        sent: dict[int, tuple[Axes, str, int, float]],
+    ) -> None:
+        coordinate = {axis: lax.axis_index(axis) for axis, n in program.mesh.axes if n > 1}
+        super().__init__(program, JaxKernel(), coordinate, read, feed)
+        self.sent = sent
+
+    # -- loops -----------------------------------------------------------------------------------------------
+
+    def loop(self, loop: Loop, env: Env, times: float) -> None:
+        values, n = self.program.values, loop.dim.size
+
+        def body(state: Any, parts: Any) -> Any:
+            carried, sums = state
+            inner = dict(env)
+            inner[loop.index] = parts[0]
+            inner.update(zip((i for _, i, _, _ in loop.carried), carried, strict=True))
+            inner.update(zip((i for _, i in loop.sliced), parts[1], strict=True))
+
+            def run() -> Any:
+                self.block(loop.body, inner, times * loop.times)
+                carried = [jnp.asarray(inner[out]) for _, _, out, _ in loop.carried]
+                added = [jnp.add(s, inner[i]) for s, (i, _) in zip(sums, loop.summed, strict=True)]
+                return (carried, added), [jnp.asarray(inner[i]) for i, _ in loop.stacked]
+
+            if loop.runs is None:
+                return run()
+            nothing = [self._zeros(values[i]) for i, _ in loop.stacked]
+            return lax.cond(inner[loop.runs], run, lambda: ((carried, sums), nothing))
+
+        start = [jnp.asarray(env[init]) for init, _, _, _ in loop.carried]
+        zeros = [self._zeros(values[o]) for _, o in loop.summed]
+        given = (lax.iota(jnp.int32, n), [env[outer] for outer, _ in loop.sliced])
+        (final, sums), stacks = lax.scan(body, (start, zeros), given, length=n, reverse=loop.reverse)
+        env.update(zip((o for _, _, _, o in loop.carried), final, strict=True))
+        env.update(zip((o for _, o in loop.summed), sums, strict=True))
+        env.update(zip((o for _, o in loop.stacked), stacks, strict=True))
+
+    def _zeros(self, v: Value) -> Any:
+        return jnp.zeros(v.local(self.program.mesh).shape.sizes, np_dtype(v.dtype))
+
+    # -- collectives -----------------------------------------------------------------------------------------
+
+    def exchange(self, instr: Collective, env: Env, times: float) -> None:
+        pieces = [jnp.asarray(env[i]) for i in instr.inputs]
+        payload = sum(x.size * x.dtype.itemsize for x in pieces)
+        self.sent[id(instr)] = (instr.axes, instr.name, payload, times)
+        for o, i, x in zip(instr.outputs, instr.inputs, pieces, strict=True):
+            env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh)
+
+
+def _exchanged(instr: Collective, x: Any, v: Value, mesh: Mesh) -> Any:
+    """One piece after a collective."""
+    if x.dtype == jnp.bool_:
+        return _exchanged(instr, x.astype(jnp.int32), v, mesh) != 0
+    axes = instr.axes
+    if isinstance(instr, AllReduce):
+        return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[instr.combine](x, axes)
+    if isinstance(instr, ReduceScatter):
+        return lax.psum_scatter(x, axes, scatter_dimension=v.shape.index(instr.dim), tiled=True)
+    if isinstance(instr, AllGather):
+        return lax.all_gather(x, axes, axis=v.shape.index(instr.dim), tiled=True)
+    if isinstance(instr, AllToAll):
+        return lax.all_to_all(x, axes, v.shape.index(instr.split), v.shape.index(instr.concat), tiled=True)
+    if isinstance(instr, Permute):
+        links = _numbered(mesh, axes, instr.links(mesh.group_size(axes)))
+        return lax.ppermute(x, axes, links) if links else jnp.zeros_like(x)
+    raise TypeError(f"JAX engine: unknown instruction {instr.text()}")
+
+
+def _numbered(mesh: Mesh, axes: Axes, links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Positions in a group as JAX's permutation counts them: in the mesh's order of axes, not in theirs."""
+    group = mesh.groups(axes)[0]
+    place = [sorted(group).index(rank) for rank in group]
+    return [(place[i], place[to]) for i, to in links]

@@ -1,0 +1,174 @@
+"""The local engine: a program on all devices of this process, in one TensorFlow graph (see `tf_trace`).
+
+Written values are stored after every device has computed all of them: a step happens wholly or not at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from mesh_tf_core import garbage
+from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.meter import Meter
+from mesh_tf_core.engines.stepping import Stepping, check_beside
+from mesh_tf_core.engines.tf.group_trace import GroupTrace
+from mesh_tf_core.engines.tf.trace import Trace
+from mesh_tf_core.engines.tf.variables import Variables
+from mesh_tf_core.ir.program import Collective, Program, Value, wire_bytes
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+
+
+class TfLocalEngine(Stepping):
+    """See `engines.protocol.Engine`.
+
+    Args:
+      devices: device names by rank (`tf_devices.prepare` makes them).
+      exchange: how pieces travel: `direct` as operations of the graph around the devices, `group` by
+        TensorFlow's collectives; by default `direct` on CPU and `group` on GPU.
+      shared: another engine's variables, to be used here too.
+      first: rank of the first of the devices; the others follow it.
+    """
+
+    is_chief = True
+
+    def __init__(
+        self,
+        program: Program,
+        devices: Sequence[str],
+        exchange: str | None = None,
+        shared: Variables | None = None,
+        first: int = 0,
+    ) -> None:
+        self.exchange = exchange or ("direct" if len(devices) == 1 or "CPU" in devices[0] else "group")
+        self.program, self.devices, self.first = program, tuple(devices), first
+        self.variables = Variables(program, self.devices, first, shared)
+        self.compile_seconds = 0.0
+        self.communication_bytes: dict[str, float] = {}
+        self._bytes: dict[str, float] = dict.fromkeys(program.mesh.names, 0.0)
+        self._step: Callable[..., Sequence[Any]] | None = None
+        self._sizes: Mapping[int, int] = {}
+        self._ran = False
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        self.variables.initialize()
+
+    def read(self, name: str) -> Any:
+        self._ready()
+        return self.variables.read(name)
+
+    def write(self, name: str, array: Any) -> None:
+        self._ready()
+        self.variables.write(name, array)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        self._ready()
+        return self.variables.snapshot()
+
+    def beside(self, program: Program) -> TfLocalEngine:
+        check_beside(self.program, program)
+        self._ready()
+        return TfLocalEngine(program, self.devices, self.exchange, self.variables)
+
+    def _ready(self) -> None:
+        if not self.variables.initialized:
+            self.initialize()
+
+    @property
+    def variable_bytes(self) -> int:
+        self._ready()
+        return self.variables.bytes
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        if any("CPU" in d for d in self.devices):
+            return self._counted_peak()
+        return max(int(tf.config.experimental.get_memory_info(d)["peak"]) for d in self.devices)
+
+    def _counted_peak(self) -> int | None:
+        """By the sizes of the tensors that were traced, in the order of the trace."""
+        if self._step is None:
+            return None
+        meter = Meter(self.program, self.variable_bytes)
+        meter.follow(self.program.code, lambda id: self._sizes.get(id, 0))
+        return meter.peak
+
+    def close(self) -> None:
+        self.variables.delete()
+        self._step = None
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def feed(self, batch: Mapping[str, Any]) -> Any:
+        arrays, out = check_batch(self.program, batch), list[Any]()
+        if self.exchange == "direct":
+            return [tf.constant(arrays[name]) for name in self.program.feeds]
+        for name, id in self.program.feeds.items():
+            made: dict[tuple[int, ...], Any] = {}
+            for rank in range(self.first, self.first + len(self.devices)):
+                where = self._where(self.program.values[id], rank)
+                begin = tuple(s.start for s in where)
+                if begin not in made:
+                    made[begin] = tf.constant(arrays[name][where])
+                out.append(made[begin])
+        return out
+
+    def run(self, fed: Any) -> dict[str, Any]:
+        self._ready()
+        if self._step is None:
+            self._step = self._traced()
+        start = time.perf_counter()
+        found = [t.numpy() for t in self._step(*fed)]
+        if not self._ran:
+            self.compile_seconds += time.perf_counter() - start
+            self._ran = True
+        self.communication_bytes = dict(self._bytes)
+        return self._results(found)
+
+    def _where(self, v: Value, rank: int) -> tuple[slice, ...]:
+        """A device's part of a global array."""
+        mesh, sizes = self.program.mesh, v.local(self.program.mesh).shape.sizes
+        begins = [mesh.group_index(rank, axes) * n for axes, n in zip(v.splits, sizes, strict=True)]
+        return tuple(slice(b, b + n) for b, n in zip(begins, sizes, strict=True))
+
+    def _results(self, found: Sequence[Any]) -> dict[str, Any]:
+        pieces, out = iter(found), {}
+        for name, id in self.program.results.items():
+            v = self.program.values[id]
+            array = np.empty(v.shape.sizes, np_dtype(v.dtype))
+            for at in self._holders(v):
+                array[self._where(v, self.first + at)] = next(pieces)
+            out[name] = array
+        return out
+
+    def _holders(self, v: Value) -> Sequence[int]:
+        """Which of the devices' pieces make up the whole value."""
+        return range(len(self.devices)) if any(v.splits) else (0,)
+
+    # -- tracing ---------------------------------------------------------------------------------------------
+
+    def _traced(self) -> Callable[..., Sequence[Any]]:
+        start = time.perf_counter()
+        with garbage.kept():
+            trace = self._trace()
+            step, self._sizes = trace.step(), trace.sizes
+        self.compile_seconds += time.perf_counter() - start
+        return step
+
+    def _trace(self) -> Trace:
+        returned = [self._holders(self.program.values[id]) for id in self.program.results.values()]
+        kind = Trace if self.exchange == "direct" else GroupTrace
+        return kind(self.program, self.devices, self.variables, self._count, returned)
+
+    def _count(self, instr: Collective, payload: int, times: float) -> None:
+        """Adds what a collective sends, from the bytes of the pieces that it is given and how often it runs
+        (see `Loop.times`)."""
+        key = "+".join(instr.axes)
+        sent = wire_bytes(instr.name, payload, self.program.mesh.group_size(instr.axes))
+        self._bytes[key] = self._bytes.get(key, 0.0) + times * sent

@@ -1,0 +1,151 @@
+"""One device's share of a program: runs instructions on its pieces, with any kernel. How devices exchange
+pieces is their engine's matter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import (
+    Collective,
+    Input,
+    Instr,
+    Local,
+    Loop,
+    Program,
+    ReadVariable,
+    Slice,
+    WriteVariable,
+)
+from mesh_tf_core.kernels.protocol import At, Kernel
+
+
+def group_index(mesh: Mesh, rank: Any, axes: Axes) -> Any:
+    """`mesh.group_index` for a rank that may be an integer scalar of a library."""
+    strides, step = {}, 1
+    for name, size in reversed(mesh.axes):
+        strides[name] = step
+        step *= size
+    index: Any = 0
+    for axis in axes:
+        index = index * mesh.size(axis) + rank // strides[axis] % mesh.size(axis)
+    return index
+
+
+class Replica:
+    """Runs communication-free instructions of a program on one device's pieces.
+
+    Args:
+      rank: the device's number, an integer or a scalar of the kernel's library.
+      read: variable name -> this device's piece.
+      feed: input name -> this device's piece.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        kernel: Kernel,
+        rank: Any,
+        read: Callable[[str], Any],
+        feed: Callable[[str], Any],
+    ) -> None:
+        self.program, self.kernel, self.rank = program, kernel, rank
+        self.read, self.feed = read, feed
+        self._index: dict[Axes, Any] = {}
+
+    def run(self, code: Sequence[Instr], env: MutableMapping[int, Any]) -> None:
+        """Adds the outputs of `code` to `env` (value id -> piece)."""
+        for instr in code:
+            if isinstance(instr, Local):
+                self._local(instr, env)
+            elif isinstance(instr, Slice):
+                env[instr.outputs[0]] = self._own_part(instr, env)
+            elif isinstance(instr, ReadVariable):
+                env[instr.outputs[0]] = self.read(instr.variable)
+            elif isinstance(instr, Input):
+                env[instr.outputs[0]] = self.feed(instr.feed)
+            else:
+                raise TypeError(f"{instr.text()} is not an instruction of one device")
+
+    def index(self, axes: Axes) -> Any:
+        """This device's position in its group over `axes`."""
+        if axes not in self._index:
+            self._index[axes] = group_index(self.program.mesh, self.rank, axes)
+        return self._index[axes]
+
+    def _local(self, instr: Local, env: MutableMapping[int, Any]) -> None:
+        at = self._at(instr)
+        made = instr.op.kernel(self.kernel, at, *(env[i] for i in instr.inputs))
+        results = made if isinstance(made, tuple) else (made,)
+        env.update(zip(instr.outputs, results, strict=True))
+
+    def _at(self, instr: Local) -> At:
+        values = [self.program.values[i] for i in (*instr.inputs, *instr.outputs)]
+        types = tuple(v.local(self.program.mesh) for v in values)
+        split: Mapping[str, Axes] = {
+            name: axes for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes
+        }
+        size = {d.name: d.size for t in types for d in t.shape}
+        n = len(instr.inputs)
+        return At(types[:n], types[n:], frozenset(split), lambda name: self.index(split[name]) * size[name])
+
+    def _own_part(self, instr: Slice, env: MutableMapping[int, Any]) -> Any:
+        (source,), (result,) = instr.inputs, instr.outputs
+        sizes = self.program.local(result).shape.sizes
+        axis = self.program.values[source].shape.index(instr.dim)
+        begin: list[Any] = [0] * len(sizes)
+        begin[axis] = self.index(instr.axes) * sizes[axis]
+        return self.kernel.slice(env[source], begin, sizes)
+
+
+class WholeReplica(Replica, ABC):
+    """A device's whole program as one function of a library that compiles it, loops and collectives included.
+
+    Args:
+      coordinate: axis of several devices -> the device's position on it, taken outside of all loops, so that
+        their bodies may use it.
+
+    Attributes:
+      written: variable -> its new piece.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        kernel: Kernel,
+        coordinate: Mapping[str, Any],
+        read: Callable[[str], Any],
+        feed: Callable[[str], Any],
+    ) -> None:
+        super().__init__(program, kernel, None, read, feed)
+        self.coordinate = coordinate
+        self.written: dict[str, Any] = {}
+
+    def index(self, axes: Axes) -> Any:
+        index: Any = 0
+        for axis in axes:
+            index = index * self.program.mesh.size(axis) + self.coordinate.get(axis, 0)
+        return index
+
+    def block(self, code: Sequence[Instr], env: dict[int, Any], times: float) -> None:
+        """Runs instructions; `times` is how often the block runs in a step (see `Loop.times`)."""
+        for instr in code:
+            if isinstance(instr, Loop):
+                self.loop(instr, env, times)
+            elif isinstance(instr, Collective):
+                self.exchange(instr, env, times)
+            elif isinstance(instr, WriteVariable):
+                self.written[instr.variable] = env[instr.inputs[0]]
+            else:
+                self.run((instr,), env)
+
+    @abstractmethod
+    def loop(self, loop: Loop, env: dict[int, Any], times: float) -> None:
+        """Runs a loop, and adds what it leaves to `env`."""
+
+    @abstractmethod
+    def exchange(self, instr: Collective, env: dict[int, Any], times: float) -> None:
+        """Runs a collective."""

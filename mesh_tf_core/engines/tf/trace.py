@@ -1,0 +1,397 @@
+"""Turns a program into one TensorFlow graph for all devices of this process.
+
+Every part of the program between two collectives is traced once, as a function of a device's rank and pieces,
+and called for every device; collectives join the pieces of all devices in the graph around the calls. The
+body of a loop is traced once too and called per iteration; a while loop that only passes its state on, as
+decoding does, is a loop of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from mesh_tf_core.engines.meter import entries
+from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
+from mesh_tf_core.engines.stacks import Stack, whole
+from mesh_tf_core.engines.tf.exchange import LocalExchange
+from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
+from mesh_tf_core.engines.tf.replica import Replica
+from mesh_tf_core.engines.tf.variables import Variables
+from mesh_tf_core.ir.program import (
+    Collective,
+    Input,
+    Instr,
+    Local,
+    Loop,
+    Program,
+    ReadVariable,
+    Slice,
+    WriteVariable,
+)
+from mesh_tf_core.kernels.tf_kernel import TfKernel
+
+Env = dict[int, Any]
+"""Value id -> one wire per device, or a Stack of such lists."""
+
+
+class Trace:
+    """One step's graph.
+
+    Args:
+      devices: device names by rank.
+      count: called with every collective, the bytes of the piece that a device puts in, and how often it
+        runs.
+      returned: for every result in the program's order, which of the devices' pieces the step returns.
+      first: rank of the first of the devices; the others follow it.
+
+    Attributes:
+      sizes: value id -> bytes of a device's piece, of every value that was traced.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        devices: Sequence[str],
+        variables: Variables,
+        count: Callable[[Collective, int, float], None],
+        returned: Sequence[Sequence[int]],
+        first: int = 0,
+    ) -> None:
+        self.program, self.devices, self.variables = program, tuple(devices), variables
+        self.first = first
+        self.count, self.returned = count, returned
+        self.sizes: dict[int, int] = {}
+        self.writer = GraphWriter()
+        self.exchange = LocalExchange(program, self.devices, self.writer)
+        self.traced: dict[int, tuple[Segment, Any]] = {}
+        self.chosen: dict[int, tuple[Repeat, _Choice]] = {}
+
+    def step(self) -> Callable[..., Sequence[Any]]:
+        """The step as a function of the inputs (see `_inputs`)."""
+        program = self.program
+        self.feeds = {name: self._inputs(id) for name, id in program.feeds.items()}
+        self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices, self.first)]
+        self.update = self._own_update()
+        code = program.code[: len(program.code) - len(self.update)]
+        writes = {i.variable: i.inputs[0] for i in code if isinstance(i, WriteVariable)}
+        inside = {o for instr in self.update for o in instr.outputs}
+        reads = dict.fromkeys(i for instr in self.update for i in instr.inputs if i not in inside)
+        # What is only read from a variable is read again where it is updated, not handed through the graph.
+        again = [i for i in code if isinstance(i, ReadVariable) and reads.keys() & set(i.outputs)]
+        self.update = (*again, *self.update)
+        for o in (o for i in again for o in i.outputs):
+            del reads[o]
+        held = list(dict.fromkeys((*writes.values(), *reads)))
+        made = self._computed(code, [*program.results.values(), *held])
+        pairs = zip(made, self.returned, strict=False)
+        results = [pieces[rank] for pieces, ranks in pairs for rank in ranks]
+        kept = dict(zip(held, made[len(program.results) :], strict=True))
+        return self.writer.compiled(self._committed(results, kept, writes))
+
+    def _own_update(self) -> tuple[Instr, ...]:
+        """The end of the program in which every device updates its variables from what it has: arithmetic
+        that cannot fail, so it may be done while they are stored, in the memory of the old ones."""
+        results, begin = set(self.program.results.values()), len(self.program.code)
+        for instr in reversed(self.program.code):
+            local = isinstance(instr, Local | Slice | ReadVariable | WriteVariable)
+            if not local or instr.origin.phase != "update" or results & set(instr.outputs):
+                break
+            begin -= 1
+        return self.program.code[begin:]
+
+    def _computed(self, code: Sequence[Instr], wanted: Sequence[int]) -> list[list[Wire]]:
+        """For every wanted value of `code`, one wire per device."""
+        env: Env = {}
+        self._parts(cut(code, wanted), env)
+        return [whole(env[id]) for id in wanted]
+
+    def _inputs(self, id: int) -> list[Wire]:
+        """A piece per device, cut from one argument that holds the whole: handing a tensor over costs more
+        than cutting it."""
+        v, mesh, w = self.program.values[id], self.program.mesh, self.writer
+        parts: dict[tuple[int, ...], Wire] = {(): w.input(tf.as_dtype(v.dtype), v.shape.sizes)}
+        for axis, axes in enumerate(v.splits):
+            cuts = {k: w.split(x, mesh.group_size(axes), axis, self.devices[0]) for k, x in parts.items()}
+            parts = {(*k, i): x for k, xs in cuts.items() for i, x in enumerate(xs)}
+        ranks = range(self.first, self.first + len(self.devices))
+        pieces = [parts[tuple(mesh.group_index(rank, axes) for axes in v.splits)] for rank in ranks]
+        self.sizes[id] = _bytes(pieces)
+        return pieces
+
+    def _parts(self, parts: Sequence[Part], env: Env) -> None:
+        for part in parts:
+            if isinstance(part, Segment):
+                self._segment(part, env)
+            elif isinstance(part, Exchange):
+                self._exchanged(part.instr, env)
+            elif _passes_state_only(part.loop):
+                self._while(part, env)
+            else:
+                self._loop(part, env)
+
+    def measure(self, ids: Iterable[int], env: Env) -> None:
+        """Notes the sizes of values."""
+        self.sizes.update((id, _bytes(env[id])) for id in ids)
+
+    # -- local work ------------------------------------------------------------------------------------------
+
+    def _segment(self, part: Segment, env: Env) -> None:
+        if not part.outputs:
+            return
+        names = [i.feed for i in part.code if isinstance(i, Input)]
+        inputs = [self.ranks, *(whole(env[i]) for i in part.inputs), *(self.feeds[name] for name in names)]
+        if id(part) not in self.traced:
+            self.traced[id(part)] = part, self._function(part, names, [x[0] for x in inputs])
+        function = self.traced[id(part)][1]
+        made = [
+            self.writer.call(function, device, [x[rank] for x in inputs])
+            for rank, device in enumerate(self.devices)
+        ]
+        env.update((o, [m[k] for m in made]) for k, o in enumerate(part.outputs))
+
+    def _function(self, part: Segment, feeds: Sequence[str], examples: Sequence[Wire]) -> Any:
+        """The part as a function of rank and pieces."""
+        n = len(part.inputs)
+
+        def body(rank: Any, *args: Any) -> list[Any]:
+            env = dict(zip(part.inputs, args[:n], strict=True))
+            fed = dict(zip(feeds, args[n:], strict=True))
+            Replica(self.program, TfKernel(), rank, self.variables.value, fed.__getitem__).run(part.code, env)
+            self.measure((o for instr in part.code for o in instr.outputs), env)
+            return [tf.convert_to_tensor(env[o]) for o in part.outputs]
+
+        return self.writer.function(body, [(x.dtype, x.shape) for x in examples])
+
+    # -- communication ---------------------------------------------------------------------------------------
+
+    def _exchanged(self, instr: Collective, env: Env) -> None:
+        payload = 0
+        for i, o in zip(instr.inputs, instr.outputs, strict=True):
+            pieces = env[i]
+            payload += _bytes(pieces)
+            if isinstance(pieces, Stack) and instr.name == "all_reduce":
+                env[o] = Stack([self.exchange.run(instr, i, part) for part in pieces.parts], pieces.join)
+            else:
+                env[o] = self.exchange.run(instr, i, whole(pieces))
+        self.measure(instr.outputs, env)
+        self.count(instr, payload, 1.0)
+
+    # -- loops -----------------------------------------------------------------------------------------------
+
+    def _loop(self, part: Repeat, env: Env) -> None:
+        loop = part.loop
+        order = range(loop.dim.size)
+        state = [env[start] for start, _, _, _ in loop.carried]
+        sources = [(self._stack(env[outer]), inner) for outer, inner in loop.sliced]
+        stacks: dict[int, dict[int, Any]] = {o: {} for _, o in loop.stacked}
+        sums: Env = {}
+        for step in reversed(order) if loop.reverse else order:
+            inner = dict(env)
+            inner[loop.index] = [self.writer.constant(step, d) for d in self.devices]
+            inner.update(zip((i for _, i, _, _ in loop.carried), state, strict=True))
+            inner.update((i, source.parts[step]) for source, i in sources)
+            self.measure((i for i, _ in entries(loop)), inner)
+            leaving = self._iteration(part, inner)
+            state = leaving[: len(state)]
+            for (_, o), made in zip(loop.stacked, leaving[len(state) :], strict=False):
+                stacks[o][step] = whole(made)
+            for (_, o), made in zip(loop.summed, leaving[len(state) + len(stacks) :], strict=True):
+                sums[o] = self._added(sums[o], whole(made)) if o in sums else whole(made)
+        env.update(zip((final for _, _, _, final in loop.carried), state, strict=True))
+        env.update((o, Stack([parts[s] for s in order], self._join)) for o, parts in stacks.items())
+        env.update(sums)
+        self.measure(loop.outputs, env)
+
+    def _iteration(self, part: Repeat, env: Env) -> list[Any]:
+        """What leaves one run of the body: carried, stacked, summed."""
+        loop = part.loop
+        if loop.runs is None:
+            self._parts(part.body, env)
+            return [env[i] for i in _leaving(loop)]
+        if id(part) not in self.chosen:
+            self.chosen[id(part)] = part, self._choice(part, env)
+        choice = self.chosen[id(part)][1]
+        for instr, payload, times in choice.sent:
+            self.count(instr, payload, times)
+        inputs = [wire for i in choice.reads for wire in whole(env[i])]
+        found = self.writer.choice(whole(env[loop.runs])[0], choice.run, choice.skip, inputs, choice.like)
+        n = len(self.devices)
+        return [found[at : at + n] for at in range(0, len(found), n)]
+
+    def _choice(self, part: Repeat, env: Env) -> _Choice:
+        """Both cases of an iteration that may not run, as functions of all devices' pieces."""
+        loop, outer, count = part.loop, self.writer, self.count
+        share = loop.times / loop.dim.size
+        sent: list[tuple[Collective, int, float]] = []
+        self.count = lambda instr, payload, times: sent.append((instr, payload, times * share))
+        carried, leaving = [i for _, i, _, _ in loop.carried], _leaving(loop)
+        outside = loop.inputs[len(loop.carried) + len(loop.sliced) :]
+        reads = list(dict.fromkeys([loop.index, *carried, *(i for _, i in loop.sliced), *outside]))
+        examples = {i: whole(env[i]) for i in reads}
+
+        def begun() -> Env:
+            self._write_to(outer.inside())
+            return {i: [self.writer.input(x.dtype, x.shape) for x in xs] for i, xs in examples.items()}
+
+        values = begun()
+        self._parts(part.body, values)
+        like = [x for i in leaving for x in whole(values[i])]
+        run, rest = self.writer.closed(like), like[len(carried) * len(self.devices) :]
+        values = begun()
+        passed = [x for i in carried for x in values[i]]
+        passed += [self.writer.zeros(x.dtype, x.shape, self.devices[0]) for x in rest]
+        skip = self.writer.closed(passed)
+        self._write_to(outer)
+        self.count = count
+        return _Choice(reads, like, run, skip, sent)
+
+    def _while(self, part: Repeat, env: Env) -> None:
+        """A loop whose body is in the graph once, and runs while the state says so."""
+        loop, outer, count, n = part.loop, self.writer, self.count, len(self.devices)
+        self.count = lambda instr, payload, times: count(instr, payload, times * loop.times)
+        carried, outside = [i for _, i, _, _ in loop.carried], loop.inputs[len(loop.carried) :]
+        start = [
+            [outer.constant(0, d) for d in self.devices],
+            *(whole(env[i]) for i, _, _, _ in loop.carried),
+        ]
+        start += [whole(env[i]) for i in outside]
+        ids = [loop.index, *carried, *outside]
+
+        def begun() -> Env:
+            self._write_to(outer.inside())
+            return {
+                i: [self.writer.input(x.dtype, x.shape) for x in xs] for i, xs in zip(ids, start, strict=True)
+            }
+
+        assert loop.runs is not None
+        values, first = begun(), self.devices[0]
+        more = self.writer.less(values[loop.index][0], self.writer.constant(loop.dim.size, first), first)
+        condition = self.writer.closed([self.writer.both(values[loop.runs][0], more, first)])
+        values = begun()
+        index = [
+            self.writer.combined("sum", [x, self.writer.constant(1, d)], d)
+            for x, d in zip(values[loop.index], self.devices, strict=True)
+        ]
+        passed = [values[i] for i in outside]
+        self.measure((i for i, _ in entries(loop)), values)
+        self._parts(part.body, values)
+        made = [index, *(whole(values[out]) for _, _, out, _ in loop.carried), *passed]
+        body = self.writer.closed([x for xs in made for x in xs])
+        self._write_to(outer)
+        self.count = count
+        found = outer.repeated(condition, body, [x for xs in start for x in xs])
+        for at, (_, _, _, final) in enumerate(loop.carried, 1):
+            env[final] = found[at * n : (at + 1) * n]
+        self.measure(loop.outputs, env)
+
+    def _write_to(self, writer: GraphWriter) -> None:
+        self.writer, self.exchange = writer, LocalExchange(self.program, self.devices, writer)
+        self.ranks = [writer.constant(rank, d) for rank, d in enumerate(self.devices, self.first)]
+
+    def _added(self, xs: Sequence[Wire], ys: Sequence[Wire]) -> list[Wire]:
+        pairs = zip(xs, ys, self.devices, strict=True)
+        return [self.writer.combined("sum", [x, y], device) for x, y, device in pairs]
+
+    def _join(self, parts: Sequence[Wire], rank: int) -> Wire:
+        return self.writer.stack(parts, self.devices[rank])
+
+    def _stack(self, pieces: Any) -> Stack:
+        """A stacked value by its parts, which share its memory."""
+        if isinstance(pieces, Stack):
+            return pieces
+        cut = [self.writer.unstack(x, device) for x, device in zip(pieces, self.devices, strict=True)]
+        return Stack([list(parts) for parts in zip(*cut, strict=True)], self._join)
+
+    # -- the end of a step -----------------------------------------------------------------------------------
+
+    def _committed(
+        self, results: Sequence[Wire], kept: Mapping[int, Sequence[Wire]], writes: Mapping[str, int]
+    ) -> list[Wire]:
+        """Updates and stores variables once everything that may fail is done everywhere; returns the results
+        after that.
+
+        Args:
+          kept: value id -> pieces, of what is written and of what the update reads.
+          writes: variable -> value, of those that the update does not make.
+        """
+        if not kept and not self.update:
+            return list(results)
+        w, first = self.writer, self.devices[0]
+        pieces = [[x[rank] for x in kept.values()] for rank in range(len(self.devices))]
+        seen: set[Wire] = set()
+        ready = []
+        for held, device in zip(pieces, self.devices, strict=True):
+            # A sum that devices share is waited for once.
+            ready.append(w.barrier(device, [w.done(x, device) for x in held if x not in seen]))
+            seen.update(held)
+        everywhere = w.barrier(first, [*ready, *(w.done(r, first) for r in results)])
+        store = self._store(list(kept), writes, [self.ranks[0], *pieces[0]])
+        done = []
+        for held, number, device in zip(pieces, self.ranks, self.devices, strict=True):
+            (stored,) = w.call(store, device, [number, *held], after=[everywhere])
+            done.append(w.done(stored, device))
+        after = [w.barrier(first, done)]
+        return [w.identity(r, first, after) for r in results]
+
+    def _store(self, ids: Sequence[int], writes: Mapping[str, int], examples: Sequence[Wire]) -> Any:
+        """Of one device: the update and the stores, as a function of its rank and pieces."""
+        code = [i for i in self.update if not isinstance(i, WriteVariable)]
+        written = {i.variable: i.inputs[0] for i in self.update if isinstance(i, WriteVariable)}
+
+        def body(rank: Any, *values: Any) -> list[Any]:
+            env = dict(zip(ids, values, strict=True))
+            Replica(self.program, TfKernel(), rank, self.variables.value, self.feeds.__getitem__).run(
+                code, env
+            )
+            self.measure((o for instr in code for o in instr.outputs), env)
+            old = [env[o] for i in code if isinstance(i, ReadVariable) for o in i.outputs]
+            with tf.control_dependencies(old):
+                stores = [self.variables.assign(n, env[id]) for n, id in {**writes, **written}.items()]
+            with tf.control_dependencies(stores):
+                return [tf.constant(0)]
+
+        return self.writer.function(body, [(x.dtype, x.shape) for x in examples])
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """An iteration that may not run, as two functions of the same inputs and outputs.
+
+    Attributes:
+      reads: values, of which every device has a piece.
+      like: an output of `run` each.
+      run, skip: names of the functions.
+      sent: collectives of `run`: what `Trace.count` is told of them.
+    """
+
+    reads: list[int]
+    like: list[Wire]
+    run: str
+    skip: str
+    sent: list[tuple[Collective, int, float]]
+
+
+def _passes_state_only(loop: Loop) -> bool:
+    """Whether a loop that may end early has nothing that counts its iterations: it is not differentiated."""
+    parts = (*loop.sliced, *loop.stacked, *loop.summed)
+    return not parts and not loop.reverse and loop.runs in [i for _, i, _, _ in loop.carried]
+
+
+def _leaving(loop: Loop) -> list[int]:
+    """Body values that leave an iteration."""
+    carried = [out for _, _, out, _ in loop.carried]
+    return carried + [i for i, _ in (*loop.stacked, *loop.summed)]
+
+
+def _bytes(pieces: Any) -> int:
+    """Bytes of one device's piece: a tensor, the first of a list of wires, or a stack of such lists."""
+    if isinstance(pieces, Stack):
+        return sum(_bytes(part) for part in pieces.parts)
+    if isinstance(pieces, list):
+        return int(pieces[0].bytes)
+    tensor = tf.convert_to_tensor(pieces)
+    return int(tensor.dtype.size * tensor.shape.num_elements())

@@ -1,0 +1,140 @@
+"""Variables as one shard per device, found by name from inside traced functions.
+
+A shard is a resource of its device under a shared name, so a function traced once reads "its" shard on
+whatever device it runs: no handle is passed, and the graph does not grow with the number of devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from mesh_tf_core.engines.stepping import OneByOne
+from mesh_tf_core.ir.program import Program, Value
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+
+_engines = itertools.count()
+
+
+class Variables:
+    """The shards of a program's variables on `devices`, whose ranks count from `first`.
+
+    Args:
+      shared: another program's variables, whose shards these are too.
+    """
+
+    def __init__(
+        self, program: Program, devices: Sequence[str], first: int = 0, shared: Variables | None = None
+    ) -> None:
+        self.program, self.devices, self.first = program, tuple(devices), first
+        self.prefix: str = shared.prefix if shared else f"layoutopt_{next(_engines)}"
+        self._owner = shared is None
+        self.values = {
+            name: Value(-1, s.variable.shape, s.variable.dtype, s.splits)
+            for name, s in program.variables.items()
+        }
+        self.sizes = {name: v.local(program.mesh).shape.sizes for name, v in self.values.items()}
+        self.initialized = shared is not None
+
+    def handle(self, name: str) -> Any:
+        """The shard on the current device, in a traced function or eagerly."""
+        v = self.values[name]
+        return tf.raw_ops.VarHandleOp(
+            dtype=tf.as_dtype(v.dtype), shape=list(self.sizes[name]), shared_name=f"{self.prefix}/{name}"
+        )
+
+    def value(self, name: str) -> Any:
+        """The shard's value on the current device; shares its memory."""
+        return tf.raw_ops.ReadVariableOp(
+            resource=self.handle(name), dtype=tf.as_dtype(self.values[name].dtype)
+        )
+
+    def assign(self, name: str, value: Any) -> Any:
+        """Makes `value`'s memory the shard's."""
+        return tf.raw_ops.AssignVariableOp(resource=self.handle(name), value=value)
+
+    def begin(self, name: str, rank: int) -> tuple[int, ...]:
+        """Index of a device's first element, per dimension."""
+        mesh = self.program.mesh
+        places = zip(self.values[name].splits, self.sizes[name], strict=True)
+        return tuple(mesh.group_index(rank, axes) * size for axes, size in places)
+
+    def initialize(self) -> None:
+        for name, stored in self.program.variables.items():
+            v = self.values[name]
+
+            def piece(begin: tuple[int, ...], name: str = name, stored: Any = stored, v: Value = v) -> Any:
+                made = stored.variable.initializer.piece(name, v.shape.sizes, begin, self.sizes[name])
+                return np.asarray(made).astype(np_dtype(v.dtype))
+
+            self._fill(name, piece)
+        self.initialized = True
+
+    def write(self, name: str, array: Any) -> None:
+        """Cuts a global array into the shards."""
+        array, sizes = np.asarray(array), self.sizes[name]
+        dtype = np_dtype(self.values[name].dtype)
+        self._fill(
+            name,
+            lambda begin: np.ascontiguousarray(
+                array[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
+            ).astype(dtype),
+        )
+
+    def _fill(self, name: str, piece: Any) -> None:
+        made: dict[tuple[int, ...], Any] = {}
+        for rank, device in enumerate(self.devices, self.first):
+            begin = self.begin(name, rank)
+            if begin not in made:
+                made[begin] = piece(begin).reshape(self.sizes[name])
+            with tf.device(device):
+                self.assign(name, tf.constant(made[begin]))
+
+    def read(self, name: str) -> Any:
+        """The global array."""
+        return self._joined((name, self.pieces(name)))
+
+    def snapshot(self) -> OneByOne:
+        """All values as they are now. No copy: a step stores new tensors, and the old ones live while they
+        are kept here."""
+        return OneByOne({name: (name, self.pieces(name)) for name in self.values}, self._joined)
+
+    def pieces(self, name: str) -> dict[tuple[int, ...], Any]:
+        """Index of the first element -> tensor, of all different pieces."""
+        found: dict[tuple[int, ...], Any] = {}
+        for rank, device in enumerate(self.devices, self.first):
+            begin = self.begin(name, rank)
+            if begin not in found:
+                with tf.device(device):
+                    found[begin] = self.value(name)
+        return found
+
+    def _joined(self, named: tuple[str, dict[tuple[int, ...], Any]]) -> Any:
+        name, pieces = named
+        v, sizes = self.values[name], self.sizes[name]
+        out = np.empty(v.shape.sizes, np_dtype(v.dtype))
+        for begin, piece in pieces.items():
+            out[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))] = np.asarray(piece)
+        return out
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one device's shards, as they lie there."""
+        total = 0
+        with tf.device(self.devices[0]):
+            for name in self.values:
+                value = self.value(name)
+                total += value.dtype.size * value.shape.num_elements()
+        return total
+
+    def delete(self) -> None:
+        """Gives the shards' memory back."""
+        for device in self.devices if self.initialized and self._owner else ():
+            with tf.device(device):
+                for name in self.values:
+                    tf.raw_ops.DestroyResourceOp(resource=self.handle(name), ignore_lookup_error=True)
+        self.initialized = False

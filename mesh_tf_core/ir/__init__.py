@@ -1,0 +1,1 @@
+"""Frozen values that everything reads: dimensions, meshes, layouts, operations, instructions, programs."""

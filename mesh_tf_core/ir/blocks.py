@@ -1,0 +1,94 @@
+"""What a graph is made of: nodes, and blocks of nodes (the graph itself, and the bodies of loops)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.op import Op
+
+MICROBATCH = "microbatch"
+"""Name of the dimension that counts the parts of a batch (see `microbatch`)."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of a graph.
+
+    Attributes:
+      inputs, outputs: tensor ids.
+      scope: path of names given by the model, for reports.
+      phase: forward, backward or update.
+      body: the block of a scan.
+    """
+
+    index: int
+    op: Op
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    scope: str
+    phase: str
+    body: Block | None = None
+
+
+def reads(node: Node) -> set[int]:
+    """The tensors that a node reads, also from inside its loop's body."""
+    found = set(node.inputs)
+    body = node.body
+    if body is not None:
+        found.update(outer for outer, _ in body.sliced)
+        found.update((*body.carry_out, *(inner for inner, _ in (*body.stacked, *body.summed))))
+        found.update(() if body.runs is None else (body.runs,))
+        for inner in body.nodes:
+            found |= reads(inner)
+    return found
+
+
+@dataclass(frozen=True)
+class Half:
+    """One function of a reversible body: what it reads, what it gives, and the nodes in between."""
+
+    argument: int
+    result: int
+    nodes: tuple[Node, ...]
+
+
+@dataclass
+class Block:
+    """The nodes of a graph or of a loop body, and how a body's tensors connect to those outside.
+
+    Attributes:
+      dim: the stacked dimension; one iteration per element (None for block 0).
+      reverse: runs from the last element to the first.
+      forward: for the backward of a loop, the block that it differentiates.
+      carry_in, carry_out: body tensor ids of the state passed from iteration to iteration.
+      sliced: (outer stacked tensor, body tensor of one iteration).
+      stacked: (body tensor, outer tensor that stacks it along `dim`).
+      summed: (body tensor, outer tensor that sums it over the iterations).
+      saved: body tensor -> outer stacked tensor, for values that the backward loop reads.
+      captured: tensor of `forward` -> its value here, in the backward.
+      runs: bool scalar, carried, a part or from outside: whether an iteration runs. One that does not run
+        passes its carries on, stacks zeros and adds nothing.
+      single: a block of one iteration that is no loop to the model: what is made inside lacks its dimension.
+      branch: it is a branch of `cond`.
+      halves: f and g of a reversible body, whose backward finds its inputs from its outputs.
+    """
+
+    id: int
+    parent: int | None = None
+    dim: Dim | None = None
+    reverse: bool = False
+    forward: Block | None = None
+    index: int | None = None
+    runs: int | None = None
+    single: bool = False
+    branch: bool = False
+    nodes: list[Node] = field(default_factory=list)
+    carry_in: tuple[int, ...] = ()
+    carry_out: tuple[int, ...] = ()
+    sliced: list[tuple[int, int]] = field(default_factory=list)
+    stacked: list[tuple[int, int]] = field(default_factory=list)
+    summed: list[tuple[int, int]] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)
+    captured: dict[int, int] = field(default_factory=dict)
+    halves: tuple[Half, ...] = ()

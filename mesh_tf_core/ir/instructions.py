@@ -1,0 +1,335 @@
+"""The instructions of a program, and the values that they work on: frozen, plain data."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import Op, TensorType
+
+
+@lru_cache(maxsize=1 << 16)
+def local_type(shape: Shape, dtype: str, splits: tuple[Axes, ...], mesh: Mesh) -> TensorType:
+    """Type of the piece on one device of a value."""
+    dims = [
+        Dim(d.name, d.size // mesh.group_size(axes)) if axes else d
+        for d, axes in zip(shape, splits, strict=True)
+    ]
+    return TensorType(Shape(dims), dtype)
+
+
+@lru_cache(maxsize=1 << 16)
+def _ways(splits: tuple[Axes, ...], mesh: Mesh) -> int:
+    return math.prod(mesh.size(a) for axes in splits for a in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of a program, one piece of it on every device.
+
+    Attributes:
+      shape: the global shape.
+      splits: for every dimension, the mesh axes it is split over.
+      partial: axes over which pieces must still be added up.
+      tensor: the graph's tensor that this is, -1 for values that lowering made.
+    """
+
+    id: int
+    shape: Shape
+    dtype: str
+    splits: tuple[Axes, ...]
+    partial: Axes = ()
+    tensor: int = -1
+
+    def local(self, mesh: Mesh) -> TensorType:
+        """Type of the piece on one device."""
+        return local_type(self.shape, self.dtype, self.splits, mesh)
+
+    def local_bytes(self, mesh: Mesh) -> int:
+        return self.shape.size // _ways(self.splits, mesh) * itemsize(self.dtype)
+
+    def of(self, tensor: int) -> Value:
+        """The same as a tensor of the graph."""
+        if self.tensor == tensor:
+            return self
+        return Value(self.id, self.shape, self.dtype, self.splits, self.partial, tensor)
+
+    def pending(self, axes: Axes, id: int) -> Value:
+        """The same under an id, partial over some axes."""
+        return Value(id, self.shape, self.dtype, self.splits, axes, self.tensor)
+
+    def split_of(self, name: str) -> Axes:
+        return self.splits[self.shape.index(name)]
+
+    def __str__(self) -> str:
+        dims = " ".join(
+            f"{d.name}:{d.size}" + (f"/{'+'.join(axes)}" if axes else "")
+            for d, axes in zip(self.shape, self.splits, strict=True)
+        )
+        return f"{self.dtype}[{dims}]" + (f" partial({'+'.join(self.partial)})" if self.partial else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an instruction comes from: graph node, the model's scope, phase (forward, backward, update,
+    recompute)."""
+
+    node: int
+    scope: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Instr:
+    """One instruction: value ids in, value ids out."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    origin: Origin
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    def text(self) -> str:
+        """Name and parameters."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Local(Instr):
+    """Every device applies `op` to its pieces."""
+
+    op: Op
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    def text(self) -> str:
+        return self.op.describe()
+
+
+@dataclass(frozen=True, slots=True)
+class Collective(Instr):
+    """Devices that differ only along `axes` exchange pieces."""
+
+    axes: Axes
+
+    def text(self) -> str:
+        return f"{self.name}({'+'.join(self.axes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Collective):
+    """Joins partial values by `combine` (sum, max, min); several values of one dtype may travel together."""
+
+    combine: str = "sum"
+
+    @property
+    def name(self) -> str:
+        return "all_reduce"
+
+    def text(self) -> str:
+        return f"all_reduce({'+'.join(self.axes)}, {self.combine})"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Collective):
+    """Adds partial values up and leaves every device its piece of `dim`."""
+
+    dim: str = ""
+
+    @property
+    def name(self) -> str:
+        return "reduce_scatter"
+
+    def text(self) -> str:
+        return f"reduce_scatter({'+'.join(self.axes)}, {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Collective):
+    """Joins the pieces of `dim`; `axes` are the minor-most of those that split it."""
+
+    dim: str = ""
+
+    @property
+    def name(self) -> str:
+        return "all_gather"
+
+    def text(self) -> str:
+        return f"all_gather({'+'.join(self.axes)}, {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll(Collective):
+    """Splits `split` over the axes and joins `concat`, which was split over them."""
+
+    split: str = ""
+    concat: str = ""
+
+    @property
+    def name(self) -> str:
+        return "all_to_all"
+
+    def text(self) -> str:
+        return f"all_to_all({'+'.join(self.axes)}, split {self.split}, concat {self.concat})"
+
+
+@dataclass(frozen=True, slots=True)
+class Permute(Collective):
+    """Every device sends its piece `shift` places along its group; places that nobody sends to get zeros
+    unless `wrap`.
+
+    Attributes:
+      pairs: instead of a shift, who sends to whom, by position in the group; nobody sends or gets twice.
+    """
+
+    shift: int = 1
+    wrap: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def links(self, n: int) -> tuple[tuple[int, int], ...]:
+        """(source, target) of every piece that is sent in a group of n devices."""
+        if self.pairs:
+            return self.pairs
+        moves = ((i, i + self.shift) for i in range(n))
+        return tuple((i, to % n) for i, to in moves if self.wrap or 0 <= to < n)
+
+    def crossings(self, n: int) -> int:
+        """The most pieces that cross one link in one direction, were the group a ring of n devices on which
+        every piece goes the short way."""
+        return _crossings(self.links(n), n)
+
+    def text(self) -> str:
+        how = " ".join(f"{i}>{to}" for i, to in self.pairs)
+        how = how or f"{self.shift:+d}{', wrap' if self.wrap else ''}"
+        return f"permute({'+'.join(self.axes)}, {how})"
+
+
+@lru_cache(maxsize=1 << 12)
+def _crossings(links: tuple[tuple[int, int], ...], n: int) -> int:
+    crossed: Counter[tuple[int, int]] = Counter()
+    for i, to in links:
+        far = (to - i) % n
+        way, steps = (1, far) if 2 * far <= n else (-1, n - far)
+        crossed.update(((i + way * k) % n, way) for k in range(steps))
+    return max(crossed.values(), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Instr):
+    """Free of communication: a device keeps its own part of `dim`, split over `axes` from now on."""
+
+    dim: str
+    axes: Axes
+
+    def text(self) -> str:
+        return f"slice({'+'.join(self.axes)}, {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Input(Instr):
+    """A piece of the batch."""
+
+    feed: str
+
+    def text(self) -> str:
+        return f"input({self.feed})"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadVariable(Instr):
+    """This device's piece of a variable, as stored."""
+
+    variable: str
+
+    def text(self) -> str:
+        return f"read({self.variable})"
+
+
+@dataclass(frozen=True, slots=True)
+class WriteVariable(Instr):
+    """Stores this device's piece of a variable."""
+
+    variable: str
+
+    def text(self) -> str:
+        return f"write({self.variable})"
+
+
+@dataclass(frozen=True, slots=True)
+class Loop(Instr):
+    """Runs `body` once per element of `dim`, from the last if `reverse`. The body may read any earlier value.
+
+    Attributes:
+      index: body value, the number of the iteration's element (int32 scalar).
+      carried: (initial value, body input, body output, final value).
+      sliced: (stacked value, body value).
+      stacked: (body value, stacked value).
+      summed: (body value, value of the sum over iterations).
+      runs: bool scalar, one of the carried or sliced body values or from outside: whether an iteration runs.
+        One that does not run passes its carries on, stacks zeros and adds nothing; every device decides the
+        same.
+      branch: a branch of `cond`, of two of which one runs.
+      `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
+      values of outside that the body reads directly.
+    """
+
+    dim: Dim
+    reverse: bool
+    index: int
+    carried: tuple[tuple[int, int, int, int], ...]
+    sliced: tuple[tuple[int, int], ...]
+    stacked: tuple[tuple[int, int], ...]
+    summed: tuple[tuple[int, int], ...]
+    body: tuple[Instr, ...]
+    runs: int | None = None
+    branch: bool = False
+
+    def text(self) -> str:
+        condition = "" if self.runs is None else f", {'if' if self.branch else 'while'} %{self.runs}"
+        return f"loop({self.dim}{', reverse' if self.reverse else ''}{condition})"
+
+    @property
+    def times(self) -> float:
+        """How often a program's price counts the body: a branch half the time (the mean of the two), a loop
+        that may stop early as if it did not."""
+        return self.dim.size * 0.5 if self.branch else self.dim.size
+
+
+def make_loop(
+    origin: Origin,
+    dim: Dim,
+    reverse: bool,
+    index: int,
+    carried: tuple[tuple[int, int, int, int], ...],
+    sliced: tuple[tuple[int, int], ...],
+    stacked: tuple[tuple[int, int], ...],
+    summed: tuple[tuple[int, int], ...],
+    body: tuple[Instr, ...],
+    runs: int | None = None,
+    branch: bool = False,
+) -> Loop:
+    """A Loop whose `inputs` and `outputs` follow from its parts."""
+    inside = {index, *(c[1] for c in carried), *(inner for _, inner in sliced)}
+    read: dict[int, None] = dict.fromkeys(() if runs is None or runs in inside else (runs,))
+    for instr in body:
+        for i in instr.inputs:
+            if i not in inside:
+                read[i] = None
+        inside.update(instr.outputs)
+    results = [*(c[2] for c in carried), *(inner for inner, _ in stacked), *(inner for inner, _ in summed)]
+    read.update((i, None) for i in results if i not in inside)
+    inputs = (*(c[0] for c in carried), *(outer for outer, _ in sliced), *read)
+    outputs = (*(c[3] for c in carried), *(o for _, o in stacked), *(o for _, o in summed))
+    return Loop(
+        inputs, outputs, origin, dim, reverse, index, carried, sliced, stacked, summed, body, runs, branch
+    )

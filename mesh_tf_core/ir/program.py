@@ -1,0 +1,203 @@
+"""SPMD programs: plain data that every device runs on its own pieces. Engines, cost models, reports and tests
+read this.
+
+A program is a tuple of frozen instructions over numbered values (`instructions`). A value knows its global
+shape, the mesh axes that each dimension is split over, and the axes over which it is still partial (a sum
+that has not been taken yet).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mesh_tf_core.ir.instructions import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    Input,
+    Instr,
+    Local,
+    Loop,
+    Origin,
+    Permute,
+    ReadVariable,
+    ReduceScatter,
+    Slice,
+    Value,
+    WriteVariable,
+    make_loop,
+)
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.structure import Variable
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Collective",
+    "Fusion",
+    "Input",
+    "Instr",
+    "Local",
+    "Loop",
+    "Origin",
+    "Permute",
+    "Program",
+    "ReadVariable",
+    "ReduceScatter",
+    "Slice",
+    "Stored",
+    "Value",
+    "WriteVariable",
+    "make_loop",
+    "text",
+    "wire_bytes",
+]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a variable lies on the devices between steps."""
+
+    variable: Variable
+    splits: tuple[Axes, ...]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Which operations of a graph a compiler may run as one kernel (rules: `lower.fusion`).
+
+    Attributes:
+      group: node -> its group; nodes that fuse with nothing are alone in theirs or not listed.
+      leaving: tensors that are read outside of their group, or leave their block.
+      again: the same for a loop's body that runs again in backward.
+      stored: tensors that are variables' values, or parts or casts of them, before the update.
+      streamed: tensors between the two products of an attention -> the dimension that its softmax runs along.
+      narrow: gradients that are casts, made where they are read -> the dtype that they are read in.
+      narrows: the nodes of these casts.
+    """
+
+    group: Mapping[int, int] = field(default_factory=dict)
+    leaving: frozenset[int] = frozenset()
+    again: frozenset[int] = frozenset()
+    stored: frozenset[int] = frozenset()
+    streamed: Mapping[int, str] = field(default_factory=dict)
+    narrow: Mapping[int, str] = field(default_factory=dict)
+    narrows: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every device runs in one step.
+
+    Attributes:
+      values: by id.
+      code: instructions in order.
+      variables: name -> how it is stored.
+      feeds: name -> value of the batch's tensor.
+      results: name -> value that the step returns.
+      fusion: the groups of the graph that it was lowered from.
+    """
+
+    mesh: Mesh
+    layout: Layout
+    values: tuple[Value, ...]
+    code: tuple[Instr, ...]
+    variables: Mapping[str, Stored] = field(default_factory=dict)
+    feeds: Mapping[str, int] = field(default_factory=dict)
+    results: Mapping[str, int] = field(default_factory=dict)
+    fusion: Fusion = field(default_factory=Fusion)
+
+    def walk(self) -> Iterator[tuple[Instr, int]]:
+        """Every instruction once (loops before their bodies), with how often it runs at most."""
+        return _visited(self.code, 1, lambda loop: loop.dim.size)
+
+    def expected(self) -> Iterator[tuple[Instr, float]]:
+        """As `walk`, with how often a price counts it (see `Loop.times`)."""
+        return _visited(self.code, 1, lambda loop: loop.times)
+
+    def local(self, id: int) -> TensorType:
+        """Type of one device's piece of a value."""
+        return self.values[id].local(self.mesh)
+
+    def communication_bytes(self) -> dict[str, float]:
+        """Bytes that a device sends in one step, per mesh axis (axes that act together are joined by '+')."""
+        out: dict[str, float] = dict.fromkeys(self.mesh.names, 0.0)
+        for instr, times in self.expected():
+            if isinstance(instr, Collective):
+                key = "+".join(instr.axes)
+                out[key] = out.get(key, 0.0) + times * self.wire_bytes(instr)
+        return out
+
+    def wire_bytes(self, instr: Collective) -> float:
+        """Bytes that a device sends in one run of a collective (see `wire_bytes`)."""
+        payload = sum(self.values[i].local_bytes(self.mesh) for i in instr.inputs)
+        return wire_bytes(instr.name, payload, self.mesh.group_size(instr.axes))
+
+
+Times = TypeVar("Times", int, float)
+
+
+def _visited(
+    code: Iterable[Instr], times: Times, of: Callable[[Loop], Times]
+) -> Iterator[tuple[Instr, Times]]:
+    for instr in code:
+        yield instr, times
+        if isinstance(instr, Loop):
+            yield from _visited(instr.body, times * of(instr), of)
+
+
+def wire_bytes(kind: str, payload: int, n: int) -> float:
+    """Bytes that each of n devices sends, by the bandwidth-optimal algorithm of each collective.
+
+    Args:
+      payload: bytes of the piece that a device puts in.
+
+    Chan et al. 2007, "Collective communication: theory, practice, and experience", table 1: all-reduce 2
+    (n-1)/n, reduce-scatter and all-to-all (n-1)/n of what is put in, all-gather (n-1) times it; a permutation
+    sends it once.
+    """
+    factor = {
+        "all_reduce": 2 * (n - 1) / n,
+        "reduce_scatter": (n - 1) / n,
+        "all_to_all": (n - 1) / n,
+        "all_gather": float(n - 1),
+        "permute": 1.0,
+    }[kind]
+    return factor * payload
+
+
+def text(program: Program) -> str:
+    """The program in words, one instruction a line."""
+    lines = [f"program mesh [{program.mesh}] layout [{program.layout}]"]
+
+    def show(code: tuple[Instr, ...], indent: str) -> None:
+        for instr in code:
+            if isinstance(instr, Loop):
+                lines.append(f"{indent}{instr.text()} index %{instr.index} {{")
+                for init, inner, _, _ in instr.carried:
+                    lines.append(f"{indent}  %{inner} = carry(%{init})  {program.values[inner]}")
+                for outer, inner in instr.sliced:
+                    lines.append(f"{indent}  %{inner} = part(%{outer})  {program.values[inner]}")
+                show(instr.body, indent + "  ")
+                for _, _, out, final in instr.carried:
+                    lines.append(f"{indent}  yield %{out} -> %{final}  {program.values[final]}")
+                for how, pairs in (("stack", instr.stacked), ("sum", instr.summed)):
+                    for inner, outer in pairs:
+                        lines.append(f"{indent}  {how} %{inner} -> %{outer}  {program.values[outer]}")
+                lines.append(f"{indent}}}")
+                continue
+            ins = " ".join(f"%{i}" for i in instr.inputs)
+            outs = ", ".join(f"%{o}" for o in instr.outputs)
+            types = ", ".join(str(program.values[o]) for o in instr.outputs)
+            left = f"{outs} = " if outs else ""
+            lines.append(f"{indent}{left}{instr.text()} {ins}".rstrip() + (f"  {types}" if types else ""))
+
+    show(program.code, "  ")
+    lines += [f"  return {name} %{i}" for name, i in program.results.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,127 @@
+"""What a lowering asks besides the axes of dimensions: sizes and order of the mesh, storage of variables.
+
+Everything else in a program follows from the graph and from which axes split which dimension; their names do
+not matter. So where all that was asked has the same answers, on another mesh, for another storage, or with
+the axes named otherwise, the program is the same but for the mesh that it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.lower.redistribute import Move, Splits, plan_moves, straight
+from mesh_tf_core.lower.storage import Storage
+
+Question = tuple[Any, ...]
+"""A method of `Facts` and its arguments."""
+Answers = tuple[tuple[Question, Any], ...]
+
+
+class Facts:
+    """Answers the questions of one lowering, and notes them.
+
+    Args:
+      stages: variable name -> stage (see `storage`).
+      known: name -> sizes of dimensions that the layout is known to divide; nothing is asked about these.
+      real: the names that the mesh's axes have elsewhere, which decide between equally cheap moves.
+
+    Attributes:
+      asked: every question so far, with its answer.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: Layout,
+        variables: Mapping[str, Variable],
+        stages: Mapping[str, int],
+        known: Mapping[str, Set[int]] | None = None,
+        real: Mapping[str, str] | None = None,
+    ) -> None:
+        self.real = real
+        self.mesh, self.layout, self.variables, self.known = mesh, layout, variables, known or {}
+        self.storage = Storage(mesh, layout, variables, stages)
+        self.asked: dict[Question, Any] = {}
+
+    def _ask(self, *question: Any) -> Any:
+        if question not in self.asked:
+            self.asked[question] = self._answer(question)
+        return self.asked[question]
+
+    def _answer(self, question: Question) -> Any:
+        what, *about = question
+        if what == "stage":
+            return self.storage.stage(about[0]) >= about[1]
+        if what == "view":
+            view = self.storage.view(about[0])
+            return tuple(view.axes(n) for n in self.variables[about[0]].shape.names)
+        if what == "ways":
+            return self.mesh.group_size(about[0])
+        if what == "divides":
+            return about[0] % self.mesh.group_size(about[1]) == 0
+        if what == "ordered":
+            return tuple(a for a in self.mesh.names if a in about[0])
+        return self._moves(*about)
+
+    def _moves(self, have: Splits, want: Splits, sizes: tuple[int, ...]) -> tuple[Move, ...]:
+        if self.real is None:
+            return plan_moves(have, want, sizes, self.mesh.axes)
+        real = self.real
+        here = {name: own for own, name in real.items()}
+        axes = tuple((real[a], n) for a, n in self.mesh.axes)
+        there = [tuple(tuple(real[a] for a in split) for split in splits) for splits in (have, want)]
+        moves = plan_moves(there[0], there[1], sizes, axes)
+        return tuple(replace(m, axes=tuple(here[a] for a in m.axes)) for m in moves)
+
+    def agree(self, answers: Iterable[tuple[Question, Any]]) -> bool:
+        """Whether the answers to all these questions would be the same here."""
+        return all(self._answer(question) == answer for question, answer in answers)
+
+    def stage(self, variable: str, least: int) -> bool:
+        """Whether a variable is stored at a stage, or a later one."""
+        return bool(self._ask("stage", variable, least))
+
+    def view(self, variable: str) -> Layout:
+        """The layout in which the state of a variable is kept and updated."""
+        if not self.stage(variable, 1):
+            return self.layout
+        self._ask("view", variable)
+        return self.storage.view(variable)
+
+    def stored(self, variable: Variable) -> Layout:
+        """The layout in which a variable (or an optimizer's slot) lies between steps."""
+        if variable.slot_of is not None:
+            return self.view(variable.slot_of)
+        return self.view(variable.name) if self.stage(variable.name, 3) else self.layout
+
+    def ways(self, axes: Axes) -> int:
+        """Number of devices in a group over some axes."""
+        return int(self._ask("ways", axes)) if axes else 1
+
+    def ordered(self, axes: Iterable[str]) -> Axes:
+        """Axes in the order of the mesh."""
+        found = frozenset(axes)
+        if len(found) < 2:
+            return tuple(found)
+        ordered: Axes = self._ask("ordered", found)
+        return ordered
+
+    def divides(self, dim: Dim, axes: Axes) -> bool:
+        """Whether a dimension can be split over some axes."""
+        if not axes or ((sizes := self.known.get(dim.name)) and dim.size in sizes):
+            return True
+        return bool(self._ask("divides", dim.size, axes))
+
+    def moves(self, have: Splits, want: Splits, sizes: tuple[int, ...]) -> tuple[Move, ...]:
+        """The cheapest steps from some splits of a value to others."""
+        simple = straight(have, want)
+        if simple is not None:
+            return simple
+        found: tuple[Move, ...] = self._ask("moves", have, want, sizes)
+        return found

@@ -1,0 +1,97 @@
+"""Parts of a graph: which of its nodes are lowered by themselves, with everything around them given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.lower.nodes import Plan
+from mesh_tf_core.lower.rematerialization import needed_for
+from mesh_tf_core.tracing.graph import Graph
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Lowers only these nodes (by index); what others compute is taken as given, in natural placement.
+
+    Attributes:
+      nodes: what to lower.
+      blocks: ids of the loop bodies that hold some of it.
+      homes: (block, tensor): also bring a tensor into its natural placement at the end of a block, as readers
+        would.
+      again: it is what runs a second time when a loop is recomputed.
+      plans: what was worked out of the nodes: a search lowers the same ones under thousands of layouts.
+    """
+
+    nodes: frozenset[int]
+    blocks: frozenset[int]
+    homes: frozenset[tuple[int, int]] = frozenset()
+    again: bool = False
+    plans: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)
+    _homes: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
+    _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
+    _needed: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
+    _made: dict[int, tuple[Pairs, Pairs, Pairs]] = field(default_factory=dict, compare=False, repr=False)
+
+    def within(self, block: Block) -> list[Node]:
+        """The nodes of a block to lower, and the loops to enter."""
+        if block.id not in self._visits:
+            self._visits[block.id] = [
+                n
+                for n in block.nodes
+                if n.index in self.nodes or (n.body is not None and n.body.id in self.blocks)
+            ]
+        return self._visits[block.id]
+
+    def brought_home(self, block: Block) -> tuple[int, ...]:
+        """The `homes` of a block."""
+        if block.id not in self._homes:
+            self._homes[block.id] = tuple(sorted(t for b, t in self.homes if b == block.id))
+        return self._homes[block.id]
+
+    def reads(self, block: Block) -> frozenset[int]:
+        """The tensors that the kept nodes of a block read."""
+        if block.id not in self._reads:
+            kept = (n for n in block.nodes if n.index in self.nodes)
+            self._reads[block.id] = frozenset(
+                (*(i for n in kept for i in n.inputs), *self.brought_home(block))
+            )
+        return self._reads[block.id]
+
+    def needed(self, block: Block) -> frozenset[int]:
+        """The tensors that what a loop saves follows from."""
+        if block.id not in self._needed:
+            self._needed[block.id] = frozenset(needed_for(block.saved, block))
+        return self._needed[block.id]
+
+    def made(self, scan: Node, graph: Graph) -> tuple[Pairs, Pairs, Pairs]:
+        """What a loop stacks, sums and saves of what kept nodes compute."""
+        block = scan.body
+        assert block is not None
+        if block.id not in self._made:
+            stacked, summed, saved = (
+                tuple((i, o) for i, o in pairs if _source(i, scan, graph) in self.nodes)
+                for pairs in (block.stacked, block.summed, block.saved.items())
+            )
+            self._made[block.id] = stacked, summed, saved
+        return self._made[block.id]
+
+    def computes(self, tensor: int, scan: Node, graph: Graph) -> bool:
+        """Whether a kept node computes a tensor in the body of `scan`."""
+        return _source(tensor, scan, graph) in self.nodes
+
+
+def _source(tensor: int, scan: Node, graph: Graph) -> int:
+    """The node that computes a tensor in the body of `scan`: what loops inside hand out belongs to the node
+    that computes it in them, and a loop's own state to the loop."""
+    producer = graph.producer.get(tensor, scan)
+    assert scan.body is not None
+    inner = {o: n for n in scan.body.nodes if n.body is not None for o in n.body.saved.values()}
+    loop = inner.get(tensor, producer)
+    if loop.body is None or loop is scan:
+        return producer.index
+    made = {o: i for i, o in (*loop.body.stacked, *loop.body.summed, *loop.body.saved.items())}
+    return _source(made[tensor], loop, graph) if tensor in made else loop.index

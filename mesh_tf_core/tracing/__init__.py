@@ -1,0 +1,1 @@
+"""Graphs as model code writes them: tensors, variables, loops, branches, gradients, microbatches."""

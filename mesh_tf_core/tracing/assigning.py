@@ -1,0 +1,45 @@
+"""Storing a variable changed by something, or a part of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.index import Range
+from mesh_tf_core.ops.math import logical_and
+from mesh_tf_core.ops.shape import pad, transpose
+from mesh_tf_core.tracing.tensor import Tensor
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tracing.graph import Graph
+
+
+def assign_add(graph: Graph, variable: Variable, value: Tensor) -> None:
+    """Stores the variable's value plus `value` at the end of the step."""
+    graph.assign(variable, graph.read(variable) + value)
+
+
+def assign_sub(graph: Graph, variable: Variable, value: Tensor) -> None:
+    """Stores the variable's value less `value` at the end of the step."""
+    graph.assign(variable, graph.read(variable) - value)
+
+
+def assign_slice(graph: Graph, variable: Variable, value: Tensor, dim: Dim | str, begin: int) -> None:
+    """Stores `value` as the elements begin .. of the variable along `dim`, at the end of the step.
+
+    Args:
+      value: the variable's dimensions, fewer elements along `dim`.
+    """
+    name = dim.name if isinstance(dim, Dim) else dim
+    whole, size = variable.shape.dim(name), value.shape.dim(name).size
+    if begin < 0 or begin + size > whole.size:
+        raise UserError(
+            f"assign to {size} elements of variable {variable.name!r} from {begin}: {name!r} has {whole.size}"
+        )
+    moved = pad(value, name, begin, whole.size - begin - size)
+    place = graph.apply(Range(whole, "int32"))
+    inside = logical_and(place >= begin, place < begin + size)
+    graph.assign(variable, transpose(where(inside, moved, graph.read(variable)), variable.shape))

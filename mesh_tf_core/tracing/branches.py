@@ -1,0 +1,120 @@
+"""Choices and loops whose course depends on values, and blocks that may run again in backward.
+
+Every device has the predicate, so all take the same branch and meet in the same collectives: what is not
+chosen is not run, forward and backward. In a program both are loops that may not run (`program.Loop.runs`). A
+price counts the mean of two branches, and all steps of a while loop; memory is that of the larger branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.math import logical_not
+from mesh_tf_core.ops.shape import reshape
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.scan import scan
+from mesh_tf_core.tracing.tensor import Tensor
+
+
+def cond(
+    predicate: Tensor, if_true: Callable[[], Any], if_false: Callable[[], Any]
+) -> Tensor | tuple[Tensor, ...]:
+    """if_true() where the bool scalar `predicate` holds, else if_false(); the other one is not run.
+
+    Both must give a tensor, or tuples of tensors of the same types.
+    """
+    if not isinstance(predicate, Tensor) or predicate.dtype != "bool" or len(predicate.shape):
+        raise UserError(f"cond: the predicate must be a bool scalar, found {predicate!r}")
+    graph = predicate.graph
+    predicate = graph.visible(predicate, "cond")
+    yes, no = _branch(graph, predicate, if_true), _branch(graph, logical_not(predicate), if_false)
+    if isinstance(yes, Tensor) and isinstance(no, Tensor):
+        return _chosen(predicate, yes, no)
+    if not isinstance(yes, tuple) or not isinstance(no, tuple) or len(yes) != len(no):
+        raise UserError("cond: both branches must give a tensor, or tuples of equally many tensors")
+    return tuple(_chosen(predicate, a, b) for a, b in zip(yes, no, strict=True))
+
+
+def _branch(graph: Graph, runs: Tensor, fn: Callable[[], Any]) -> Any:
+    """What fn() gives if `runs` holds, else zeros: a loop of one iteration that may not run."""
+    return _once(graph, Dim(f"branch_{len(graph.blocks)}", 1), fn, runs)
+
+
+def _once(graph: Graph, dim: Dim, fn: Callable[[], Any], runs: Tensor | None) -> Any:
+    """fn() as a loop of one iteration; `runs`: it is a branch, and this decides."""
+    with graph.loop(dim) as block:
+        block.single = True
+        if runs is not None:
+            block.runs, block.branch = runs.id, True
+        made = fn()
+        listed = list(made) if isinstance(made, tuple) else [made]
+        for t in listed:
+            if not isinstance(t, Tensor):
+                raise UserError(f"a branch or block must give a tensor or a tuple of tensors, found {t!r}")
+        stacks = [graph.stack_output(block, graph.visible(t, "block")) for t in listed]
+    graph.close_loop(block, [])
+    found = [reshape(t, t.shape.without(dim.name)) for t in stacks]
+    return tuple(found) if isinstance(made, tuple) else found[0]
+
+
+def recomputable(fn: Callable[..., Any], *xs: Tensor, name: str = "block") -> Any:
+    """fn(*xs), a tensor or a tuple of them, as a block that may run again in backward.
+
+    `mtf.Options(recompute={name})` makes it so: what it computes on the way is then not kept. A search
+    decides it for the blocks of one name together.
+    """
+    if not xs:
+        raise UserError("recomputable: needs at least one tensor, found none")
+    return _once(xs[0].graph, Dim(name, 1), lambda: fn(*xs), None)
+
+
+def _chosen(predicate: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    if yes.type != no.type:
+        raise UserError(f"cond: the branches must give the same types, found {yes!r} and {no!r}")
+    return where(predicate, yes, no)
+
+
+def while_loop(
+    condition: Callable[..., Tensor],
+    body: Callable[..., Any],
+    state: Sequence[Tensor],
+    max_steps: int,
+) -> tuple[Tensor, ...]:
+    """Runs `body` on the state while `condition` holds, at most `max_steps` times; differentiable.
+
+    Once the condition has failed, no further step is run, and backward begins with the last one that was.
+
+    Args:
+      condition: condition(*state) -> bool scalar.
+      body: body(*state) -> the new state, of the same types.
+    """
+    if not state:
+        raise UserError("while_loop: needs a tensor to carry, found none")
+    if max_steps < 1:
+        raise UserError(f"while_loop: max_steps must be positive, found {max_steps}")
+    graph = state[0].graph
+
+    def going(*now: Tensor) -> Tensor:
+        found = condition(*now)
+        if not isinstance(found, Tensor) or found.dtype != "bool" or len(found.shape):
+            raise UserError(f"while_loop: the condition must give a bool scalar, found {found!r}")
+        return found
+
+    def step(carried: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        runs, *now = carried
+        graph.runs_if(runs)
+        made = body(*now)
+        new = (made,) if isinstance(made, Tensor) else tuple(made)
+        if [t.type for t in new] != [t.type for t in now]:
+            raise UserError(
+                f"while_loop: the body must return what it is given, {', '.join(map(repr, now))}; "
+                f"found {', '.join(map(repr, new))}"
+            )
+        return (going(*new), *new)
+
+    dim = Dim(f"step_{len(graph.blocks)}", max_steps)
+    return tuple(scan(step, (going(*state), *state), dim)[1:])

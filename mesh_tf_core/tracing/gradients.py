@@ -1,0 +1,206 @@
+"""Reverse-mode gradients, built from operations of the same graph, so that they are lowered like the
+forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Block, Half, Node
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ops.basic import Constant, add_n
+from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.shape import transpose
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.replay import Replay
+from mesh_tf_core.tracing.tensor import Tensor
+
+
+def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
+    """d loss / d x for every x of `wrt` (None where the loss does not depend on it).
+
+    Args:
+      loss: a scalar at the top level of its graph.
+    """
+    graph = loss.graph
+    if len(loss.shape) or loss.block:
+        raise UserError(f"gradients: the loss must be a scalar outside of loops, found {loss!r}")
+    needed = _depends_on(graph, [x.id for x in wrt])
+    with graph.phase("backward"):
+        one: Tensor = graph.apply(Constant(1.0, loss.dtype))
+        found = _Backward(graph, needed).run({loss.id: [one]}, list(graph.nodes))
+    return [found.get(x.id) for x in wrt]
+
+
+def _depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
+    """Float tensors that depend on `sources`, through loops too."""
+    reached = set(sources)
+
+    def visit(block: Block) -> bool:
+        before = len(reached)
+        for node in block.nodes:
+            body = node.body
+            if body is None:
+                if any(i in reached for i in node.inputs):
+                    reached.update(o for o in node.outputs if is_float(graph.tensor(o).dtype))
+                continue
+            _into_body(node, body)
+            while visit(body):
+                reached.update(a for a, b in zip(body.carry_in, body.carry_out, strict=True) if b in reached)
+            finals = zip(body.carry_out, node.outputs, strict=False)
+            pairs = [*finals, *body.stacked, *body.summed]
+            reached.update(outer for inner, outer in pairs if inner in reached)
+        return len(reached) > before
+
+    def _into_body(node: Node, body: Block) -> None:
+        reached.update(a for a, i in zip(body.carry_in, node.inputs, strict=True) if i in reached)
+        reached.update(inner for outer, inner in body.sliced if outer in reached)
+
+    visit(graph.blocks[0])
+    return reached
+
+
+class _Backward:
+    """Walks blocks backwards, adding gradient operations to the graph's current block."""
+
+    def __init__(self, graph: Graph, needed: set[int]) -> None:
+        self.graph, self.needed = graph, needed
+
+    def run(self, seeds: dict[int, list[Tensor]], nodes: Sequence[Node]) -> dict[int, Tensor]:
+        """Gradients of every tensor that `nodes` read or compute, given those of their results."""
+        pending = {i: list(terms) for i, terms in seeds.items()}
+        done: dict[int, Tensor] = {}
+
+        def settle(i: int) -> Tensor | None:
+            if i not in done and i in pending:
+                # Broadcasting leaves dimensions in the largest operand's order, not in the tensor's.
+                done[i] = transpose(add_n(pending.pop(i)), self.graph.tensor(i).shape)
+            return done.get(i)
+
+        for node in reversed(nodes):
+            if not any(o in pending for o in node.outputs):
+                continue
+            with self.graph.phase("backward", node.scope):
+                dys = [settle(o) for o in node.outputs]
+                for i, dx in self._node(node, dys):
+                    if dx is not None and i in self.needed:
+                        pending.setdefault(i, []).append(dx)
+        with self.graph.phase("backward", ""):
+            for i in list(pending):
+                settle(i)
+        return done
+
+    def _node(self, node: Node, dys: list[Tensor | None]) -> list[tuple[int, Tensor | None]]:
+        if node.body is not None:
+            backward = self._reversible if node.body.halves else self._scan
+            return backward(node, node.body, dys)
+        if not any(i in self.needed for i in node.inputs):
+            return []
+        inputs = [self.graph.tensor(i) for i in node.inputs]
+        outputs = [self.graph.tensor(o) for o in node.outputs]
+        if len(outputs) == 1:
+            assert dys[0] is not None
+            grads = node.op.gradient(dys[0], inputs, outputs[0])
+        else:
+            grads = node.op.gradient(tuple(dys), inputs, tuple(outputs))  # type: ignore[arg-type]
+        return list(zip(node.inputs, grads, strict=True))
+
+    def _known(self, gradient: Tensor | None, like: Tensor) -> Tensor:
+        """The gradient as the current block sees it; zeros where there is none."""
+        if gradient is not None:
+            return self.graph.visible(gradient)
+        return broadcast(self.graph.apply(Constant(0.0, like.dtype)), like.shape)
+
+    def _scan(self, node: Node, body: Block, dys: list[Tensor | None]) -> list[tuple[int, Tensor | None]]:
+        """The backward of a loop is a loop in the other direction that carries the gradient of the state."""
+        graph = self.graph
+        finals, rest = dys[: len(body.carry_in)], dys[len(body.carry_in) :]
+        carried = [j for j, i in enumerate(body.carry_in) if i in self.needed]
+        init = [self._known(finals[j], graph.tensor(body.carry_out[j])) for j in carried]
+        assert body.dim is not None
+        with graph.loop(body.dim, not body.reverse, body) as block:
+            # What did not run passes its gradient on.
+            block.runs = None if body.runs is None else graph.visible(graph.tensor(body.runs)).id
+            block.branch = body.branch
+            states = [graph.body_input(block, x) for x in init]
+            seeds: dict[int, list[Tensor]] = {}
+            for j, state in zip(carried, states, strict=True):
+                seeds.setdefault(body.carry_out[j], []).append(state)
+            for (inner, _), dy in zip([*body.stacked, *body.summed], rest, strict=True):
+                if dy is not None:
+                    stacked = len(dy.shape) > len(graph.tensor(inner).shape)
+                    part = graph.slice_into(block, graph.visible(dy)) if stacked else dy
+                    seeds.setdefault(inner, []).append(part)
+            found = self.run(seeds, list(body.nodes))
+            block.carry_in = tuple(s.id for s in states)
+            outs = [self._known(found.get(body.carry_in[j]), s) for j, s in zip(carried, states, strict=True)]
+            block.carry_out = tuple(x.id for x in outs)
+            result = self._outward(body, block, found)
+        closed = graph.close_loop(block, init)
+        return [(node.inputs[j], dx) for j, dx in zip(carried, closed, strict=True)] + result
+
+    def _reversible(
+        self, node: Node, body: Block, dys: list[Tensor | None]
+    ) -> list[tuple[int, Tensor | None]]:
+        """The backward of a reversible loop carries the state too, and undoes it half by half."""
+        graph = self.graph
+        finals = [graph.visible(graph.tensor(o)) for o in node.outputs[:2]]
+        init = [*finals, *(self._known(dy, y) for dy, y in zip(dys, finals, strict=False))]
+        f, g = body.halves
+        assert body.dim is not None
+        with graph.loop(body.dim, not body.reverse, body) as block:
+            states = [graph.body_input(block, x) for x in init]
+            y1, y2, dy1, dy2 = states
+            x2, dx1, of_g = self._undone(g, y1, y2, dy1, dy2)
+            x1, dx2, of_f = self._undone(f, x2, y1, dy2, dx1)
+            found = {
+                i: transpose(add_n([of[i] for of in (of_g, of_f) if i in of]), graph.tensor(i).shape)
+                for i in dict.fromkeys([*of_g, *of_f])
+            }
+            block.carry_in = tuple(s.id for s in states)
+            block.carry_out = tuple(x.id for x in (x1, x2, dx1, dx2))
+            result = self._outward(body, block, found)
+        closed = graph.close_loop(block, init)
+        return [*zip(node.inputs, closed[2:], strict=True), *result]
+
+    def _undone(
+        self, half: Half, kept: Tensor, changed: Tensor, dkept: Tensor, dchanged: Tensor
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """One half, changed = x + half(kept), backwards.
+
+        Returns:
+          x; the gradient of kept; the gradients of what half reads besides, by tensor of the forward.
+        """
+        graph = self.graph
+        again = Replay(graph, {half.argument: kept})
+        again.run(half.nodes)
+        result = again.tensor(half.result)
+        with graph.phase("recompute"):
+            x = changed - result
+        sources = {new.id: old for old, new in again.made.items()}
+        self.needed.add(kept.id)
+        self.needed.update(new for new, old in sources.items() if old in self.needed)
+        seeds = {kept.id: [dkept]}
+        seeds.setdefault(result.id, []).append(dchanged)
+        found = self.run(seeds, again.nodes)
+        return x, found.pop(kept.id), {sources.get(i, i): dx for i, dx in found.items()}
+
+    def _outward(
+        self, body: Block, block: Block, found: dict[int, Tensor]
+    ) -> list[tuple[int, Tensor | None]]:
+        """Gradients that leave the loop: stacked for sliced inputs, summed for tensors read from outside."""
+        graph = self.graph
+        out: list[tuple[int, Tensor | None]] = []
+        sliced = {inner: outer for outer, inner in body.sliced}
+        for i, dx in found.items():
+            if i in sliced and i in self.needed:
+                out.append((sliced[i], graph.stack_output(block, graph.visible(dx))))
+            elif i in self.needed and not self._inside(body, graph.tensor(i).block):
+                out.append((i, graph.sum_output(block, graph.visible(dx))))
+        return out
+
+    def _inside(self, body: Block, block: int) -> bool:
+        found: int | None = block
+        while found is not None and found != body.id:
+            found = self.graph.blocks[found].parent
+        return found == body.id

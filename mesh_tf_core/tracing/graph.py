@@ -1,0 +1,388 @@
+"""Graphs: append-only lists of operations on named-dimension tensors, with loop bodies as blocks.
+
+A block is a list of nodes. Block 0 is the graph itself; `scan` opens a block for its body, which is written
+once and runs once per element of the stacked dimension. Nothing here knows of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import check_dtype
+from mesh_tf_core.ir.initializers import Initializer
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan, Variable
+from mesh_tf_core.ops.random import FoldIn
+from mesh_tf_core.ops.shape import Reshape
+from mesh_tf_core.tracing.scopes import Scopes
+from mesh_tf_core.tracing.tensor import Tensor
+
+
+class Graph(Scopes):
+    """A model under construction, and afterwards its operations."""
+
+    def __init__(self, name: str = "model") -> None:
+        super().__init__()
+        self.name = name
+        self.tensors: list[Tensor] = []
+        self.producer: dict[int, Node] = {}
+        self.blocks: list[Block] = [Block(0)]
+        self.variables: dict[str, Variable] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.gradient_of: dict[int, str] = {}
+        self._stack: list[Block] = [self.blocks[0]]
+        self._reads: dict[str, Tensor] = {}
+        # Tensors of equal shapes share one: shapes are looked up all the time, which is quickest by identity.
+        self._shapes: dict[Shape, Shape] = {}
+        self._assigned: list[tuple[Variable, Tensor, str]] = []
+        self._keys = 0
+        self._count = 0
+
+    # -- structure -------------------------------------------------------------------------------------------
+
+    @property
+    def unroll(self) -> bool:
+        """Whether `scan` calls its body once per iteration, through `unrolled`, instead of building it."""
+        return False
+
+    @property
+    def block(self) -> Block:
+        """The block that new operations go to."""
+        return self._stack[-1]
+
+    @property
+    def _loops(self) -> list[Block]:
+        """The loops around new operations, whose dimensions new variables have."""
+        return [b for b in self._stack if b.dim is not None and not b.single]
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.blocks[0].nodes
+
+    def tensor(self, id: int) -> Tensor:
+        return self.tensors[id]
+
+    def walk(self) -> Iterator[tuple[Node, int]]:
+        """Every node once, with how often it runs in a step."""
+
+        def visit(block: Block, times: int) -> Iterator[tuple[Node, int]]:
+            for node in block.nodes:
+                yield node, times
+                if node.body is not None and node.body.dim is not None:
+                    yield from visit(node.body, times * node.body.dim.size)
+
+        return visit(self.blocks[0], 1)
+
+    def dims(self) -> dict[str, set[int]]:
+        """Name -> sizes of every dimension that occurs."""
+        out: dict[str, set[int]] = {}
+        for t in self.tensors:
+            for d in t.shape:
+                out.setdefault(d.name, set()).add(d.size)
+        return out
+
+    def new_tensor(self, type: TensorType, block: Block) -> Tensor:
+        shape = self._shapes.setdefault(type.shape, type.shape)
+        if shape is not type.shape:
+            type = TensorType(shape, type.dtype)
+        tensor = Tensor(self, len(self.tensors), type, block.id)
+        self.tensors.append(tensor)
+        return tensor
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def apply(self, op: Op, *inputs: Tensor) -> Any:
+        """Appends an operation to the current block; returns its output, or a tuple of them."""
+        taken = [self.visible(x, op) for x in inputs]
+        types = op.infer(*(x.type for x in taken))
+        many = isinstance(types, tuple)
+        listed = types if isinstance(types, tuple) else (types,)
+        outs = [self.new_tensor(t, self.block) for t in listed]
+        self._append(op, taken, outs, None)
+        return tuple(outs) if many else outs[0]
+
+    def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
+        node = Node(
+            self._count,
+            op,
+            tuple(x.id for x in inputs),
+            tuple(x.id for x in outs),
+            "/".join(self._scope),
+            self._phase,
+            body,
+        )
+        self._count += 1
+        self.block.nodes.append(node)
+        for x in outs:
+            self.producer[x.id] = node
+        return node
+
+    def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
+        """`x` as the current block sees it: values of a forward loop reach its backward through saved
+        stacks."""
+        if not isinstance(x, Tensor):
+            raise UserError(
+                f"{getattr(user, 'name', user)}: expected a tensor, found {type(x).__name__} {x!r}"
+            )
+        if x.graph is not self:
+            raise UserError(
+                f"{getattr(user, 'name', user)}: {x!r} belongs to graph {x.graph.name!r}, not {self.name!r}; "
+                "build all of a model in one graph"
+            )
+        depth = len(self._stack) if level < 0 else level
+        if any(b.id == x.block for b in self._stack[:depth]):
+            return x
+        for i in range(depth - 1, -1, -1):
+            block = self._stack[i]
+            if block.forward is not None and block.forward.id == x.block:
+                return self._residual(block, i, x)
+        raise UserError(
+            f"{getattr(user, 'name', user)}: {x!r} was computed inside a loop body and is not visible "
+            "outside; return it from the body"
+        )
+
+    def _residual(self, block: Block, level: int, x: Tensor) -> Tensor:
+        """A forward-body value inside the backward body: sliced from a variable, computed anew if that is
+        free, or saved."""
+        forward = block.forward
+        assert forward is not None
+        if x.id in block.captured:
+            return self.tensors[block.captured[x.id]]
+        outer = {inner: out for out, inner in forward.sliced}.get(x.id)
+        if x.id == forward.index:
+            assert block.index is not None
+            found = self.tensors[block.index]
+        elif outer is None and self.is_free(x, forward):
+            found = self._rebuild(block, level, x)
+        else:
+            if outer is None:
+                outer = self._saved(forward, x)
+            found = self._slice(block, self.visible(self.tensors[outer], level=level))
+        block.captured[x.id] = found.id
+        return found
+
+    def _saved(self, forward: Block, x: Tensor) -> int:
+        if x.id not in forward.saved:
+            assert forward.dim is not None and forward.parent is not None
+            stacked = TensorType(Shape([forward.dim, *x.shape]), x.dtype)
+            forward.saved[x.id] = self.new_tensor(stacked, self.blocks[forward.parent]).id
+        return forward.saved[x.id]
+
+    def _slice(self, block: Block, outer: Tensor) -> Tensor:
+        assert block.dim is not None
+        inner = self.new_tensor(TensorType(outer.shape.without(block.dim.name), outer.dtype), block)
+        block.sliced.append((outer.id, inner.id))
+        return inner
+
+    def is_free(self, x: Tensor, forward: Block) -> bool:
+        """Whether x follows, by element-wise work alone, from variables, the index and values from
+        outside."""
+        if x.block != forward.id or x.id == forward.index:
+            return True
+        if x.id in {inner for _, inner in forward.sliced}:
+            return True
+        node = self.producer.get(x.id)
+        if node is None or node.body is not None or node.op.kind not in ("data", "elementwise"):
+            return False
+        return all(self.is_free(self.tensors[i], forward) for i in node.inputs)
+
+    def _rebuild(self, block: Block, level: int, x: Tensor) -> Tensor:
+        node = self.producer[x.id]
+        inputs = []
+        for i in node.inputs:
+            t = self.tensors[i]
+            inputs.append(self._residual(block, level, t) if t.block == block.forward.id else t)  # type: ignore[union-attr]
+        popped = self._stack[level + 1 :]
+        del self._stack[level + 1 :]
+        try:
+            return self.apply(node.op, *inputs)
+        finally:
+            self._stack.extend(popped)
+
+    # -- inputs, variables, keys -----------------------------------------------------------------------------
+
+    def input(self, name: str, dims: Sequence[Dim], dtype: str = "int32") -> Tensor:
+        """A tensor fed with every batch under `name`."""
+        if name in self.inputs:
+            raise UserError(f"input {name!r} is declared twice; use the tensor of the first declaration")
+        with self._at_root():
+            self.inputs[name] = self.apply(Feed(name, TensorType(Shape(dims), check_dtype(dtype))))
+        return self.inputs[name]
+
+    def variable(
+        self,
+        name: str,
+        dims: Sequence[Dim],
+        initializer: Initializer,
+        dtype: str = "float32",
+        activation_dtype: str | None = None,
+        trainable: bool = True,
+    ) -> Tensor:
+        """A trained (or only stored) tensor. Inside a scan it has one value per iteration, unless `sharing`
+        was opened outside of it.
+
+        Args:
+          name: unique below the current scope.
+          dtype: in which it is stored and updated (the master copy).
+          activation_dtype: in which the returned tensor is (None: dtype).
+        """
+        full = self.path(name)
+        loops = self._loops[self._around : self._shared]
+        shape = Shape([*(b.dim for b in loops if b.dim), *dims])
+        trained = trainable and not self._frozen
+        initial = self._changed(full, initializer)
+        variable = Variable(full, shape, check_dtype(dtype), initial, trained, len(loops))
+        found = self.variables.get(full)
+        if found is not None and self._shared is None and self._around is None:
+            raise UserError(
+                f"variable {full!r} exists already; give it another name, use the first one's tensor, or "
+                "make both inside graph.sharing()"
+            )
+        if found is not None and found.type != variable.type:
+            raise UserError(
+                f"variable {full!r} is shared, but was made as {found.type} and is now asked for as "
+                f"{variable.type}; give it another name"
+            )
+        self.variables.setdefault(full, variable)
+        variable = self.variables[full]
+        value = self.read(variable)
+        for block in loops:
+            value = self._slice(block, value)
+        return value.cast(check_dtype(activation_dtype)) if activation_dtype else value
+
+    def read(self, variable: Variable) -> Tensor:
+        """The variable's value at the start of the step."""
+        if variable.name not in self._reads:
+            with self._at_root():
+                self._reads[variable.name] = self.apply(Read(variable))
+        return self._reads[variable.name]
+
+    def assign(self, variable: Variable, value: Tensor) -> None:
+        """Stores `value` into the variable at the end of the step; inside a loop, every iteration's value of
+        a variable that has one per iteration."""
+        loops = [b for b in self._stack if b.dim is not None]
+        if any(b.runs is not None for b in loops):
+            raise UserError(
+                f"assign to variable {variable.name!r}: not inside a branch or a while loop, which may not "
+                "run; return the value from it"
+            )
+        shape = Shape([*(b.dim for b in self._loops if b.dim), *value.shape])
+        if TensorType(shape, value.dtype) != variable.type:
+            raise UserError(
+                f"assign to variable {variable.name!r} of {variable.dtype}[{variable.shape}]: "
+                f"found {value.type}"
+                + (f" inside a loop over {', '.join(str(b.dim) for b in loops)}" if loops else "")
+            )
+        value = self.visible(value)
+        for block in reversed(loops):
+            value = self.stack_output(block, value)
+        if not loops:
+            self._append(Assign(variable), [value], [], None)
+        else:
+            self._assigned.append((variable, value, "/".join(self._scope)))
+
+    def lookup(self, name: str) -> Variable:
+        """The variable of this name below the current scope, or of this whole name."""
+        below = self.path(name)
+        if below in self.variables:
+            return self.variables[below]
+        if name not in self.variables:
+            raise UserError(
+                f"graph {self.name!r} has no variable {name!r}; {known_names(name, self.variables)}"
+            )
+        return self.variables[name]
+
+    def random_key(self, *extra: Tensor) -> Tensor:
+        """A new int32 key: differs per call, per step and per iteration of the loops around it."""
+        self._keys += 1
+        indices = [self.tensors[b.index] for b in self._stack if b.index is not None]
+        return self.apply(FoldIn(self._keys), self.step(), *indices, *extra)
+
+    def step(self) -> Tensor:
+        """The number of steps done so far (int32 scalar)."""
+        from mesh_tf_core.ir.initializers import ZEROS
+
+        if "step" not in self.variables:
+            self.variables["step"] = Variable("step", Shape(), "int32", ZEROS, False, 0)
+        return self.read(self.variables["step"])
+
+    @contextmanager
+    def _at_root(self) -> Iterator[None]:
+        saved = self._stack
+        self._stack = saved[:1]
+        try:
+            yield
+        finally:
+            self._stack = saved
+
+    # -- loops -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def loop(self, dim: Dim, reverse: bool = False, forward: Block | None = None) -> Iterator[Block]:
+        """Opens the body of a loop over `dim`. The caller fills its carries and calls `close_loop`."""
+        block = Block(len(self.blocks), self.block.id, dim, reverse, forward)
+        self.blocks.append(block)
+        block.index = self.new_tensor(TensorType(Shape(), "int32"), block).id
+        self._stack.append(block)
+        try:
+            yield block
+        finally:
+            self._stack.pop()
+
+    def runs_if(self, predicate: Tensor) -> None:
+        """The iteration whose body is being built is only run where `predicate`, part of its state, holds."""
+        self.block.runs = predicate.id
+
+    def unrolled(
+        self, body: Callable[..., Any], init: Sequence[Tensor], dim: Dim, stacks: Sequence[Tensor]
+    ) -> Any:
+        """`scan` iteration by iteration, of a graph whose operations run at once (see `eager`); None if the
+        first iteration is not to run."""
+        raise NotImplementedError
+
+    def body_input(self, block: Block, like: Tensor) -> Tensor:
+        return self.new_tensor(like.type, block)
+
+    def slice_into(self, block: Block, outer: Tensor) -> Tensor:
+        """The body's view of one iteration's part of a stacked tensor."""
+        return self._slice(block, outer)
+
+    def stack_output(self, block: Block, inner: Tensor) -> Tensor:
+        """An outer tensor that stacks a body tensor over the iterations."""
+        assert block.dim is not None and block.parent is not None
+        type = TensorType(Shape([block.dim, *inner.shape]), inner.dtype)
+        outer = self.new_tensor(type, self.blocks[block.parent])
+        block.stacked.append((inner.id, outer.id))
+        return outer
+
+    def sum_output(self, block: Block, inner: Tensor) -> Tensor:
+        """An outer tensor that sums a body tensor over the iterations."""
+        assert block.parent is not None
+        outer = self.new_tensor(inner.type, self.blocks[block.parent])
+        block.summed.append((inner.id, outer.id))
+        return outer
+
+    def close_loop(self, block: Block, init: Sequence[Tensor]) -> list[Tensor]:
+        """Appends the loop to the block around it; returns the final carries."""
+        finals = [self.new_tensor(x.type, self.block) for x in init]
+        outs = [*finals, *(self.tensors[o] for _, o in [*block.stacked, *block.summed])]
+        assert block.dim is not None
+        self._append(Scan(block.dim), init, outs, block)
+        if not self.block.id:
+            self._assign_stacked()
+        return finals
+
+    def _assign_stacked(self) -> None:
+        """Assignments that were made inside the loop that has just been closed."""
+        for variable, value, scope in self._assigned:
+            with self.phase(self._phase, scope):
+                # Blocks of one iteration have a dimension that the variable lacks.
+                same = value.shape == variable.shape
+                whole = value if same else self.apply(Reshape(variable.shape), value)
+                self._append(Assign(variable), [whole], [], None)
+        self._assigned.clear()

@@ -1,0 +1,85 @@
+"""Loops over a stacked dimension: a stack of equal layers is written and lowered once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ops.shape import transpose
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.tensor import Tensor
+
+
+@overload
+def scan(fn: Any, carry: Tensor, dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
+@overload
+def scan(fn: Any, carry: Sequence[Tensor], dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
+def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
+    """Runs `fn` once per element of `dim`: a stack of equal layers, written and lowered once.
+
+    Args:
+      fn: fn(carry, *x) -> carry, or (carry, ys) where every y is stacked along `dim`. `carry` is a tensor, or
+        a tuple of tensors if a sequence was given. Variables made inside have one value per iteration.
+      carry: initial state; fn must return the same shapes and dtypes. () if only ys are wanted.
+      xs: tensors with dimension `dim`; fn gets one iteration's part of each.
+
+    Returns:
+      The final carry; with ys: (carry, tuple of stacked ys).
+    """
+    single = isinstance(carry, Tensor)
+    init = [carry] if single else list(carry)
+    if not init and not xs:
+        raise UserError("scan: needs a tensor to carry, or xs; found none")
+    graph: Graph = (*init, *xs)[0].graph
+    init = [graph.visible(x, "scan") for x in init]
+    stacks = along(xs, dim)
+
+    def body(state: Sequence[Tensor], parts: Sequence[Tensor]) -> Body:
+        return _called(fn, state, parts, single, dim)
+
+    made = graph.unrolled(body, init, dim, stacks) if graph.unroll else None
+    finals, stacked = made or _looped(graph, body, init, dim, stacks)
+    done = finals[0] if single else tuple(finals)
+    return done if stacked is None else (done, tuple(stacked))
+
+
+Body = tuple[list[Tensor], list[Tensor] | None]
+"""The state after an iteration, and its values to stack (None: the body gives none)."""
+
+
+def _called(fn: Any, state: Sequence[Tensor], parts: Sequence[Tensor], single: bool, dim: Dim) -> Body:
+    """One call of a scan's body."""
+    result = fn(state[0] if single else tuple(state), *parts)
+    ys: Sequence[Tensor] | None = None
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple | list):
+        result, ys = result
+    out = [result] if isinstance(result, Tensor) else list(result)
+    if [x.type for x in out] != [x.type for x in state]:
+        raise UserError(
+            f"scan over {dim}: the body must return what it is given, "
+            f"{', '.join(str(x.type) for x in state)}; found {', '.join(str(x.type) for x in out)}"
+        )
+    return out, None if ys is None else list(ys)
+
+
+def _looped(
+    graph: Graph, body: Callable[..., Body], init: Sequence[Tensor], dim: Dim, stacks: Sequence[Tensor]
+) -> Body:
+    """The body built once, in a loop."""
+    with graph.loop(dim) as block:
+        state = [graph.body_input(block, x) for x in init]
+        out, ys = body(state, [graph.slice_into(block, x) for x in stacks])
+        block.carry_in = tuple(x.id for x in state)
+        block.carry_out = tuple(graph.visible(x).id for x in out)
+        stacked = None if ys is None else [graph.stack_output(block, graph.visible(y)) for y in ys]
+    return graph.close_loop(block, init), stacked
+
+
+def along(xs: Sequence[Tensor], dim: Dim) -> list[Tensor]:
+    """`xs` with `dim` as their first dimension, so that an iteration's part is a slice of memory."""
+    for x in xs:
+        if x.shape.dim(dim.name) != dim:
+            raise UserError(f"scan over {dim}: {x!r} has another number of iterations")
+    return [transpose(x, [dim, *x.shape.without(dim.name)]) for x in xs]

@@ -1,0 +1,105 @@
+"""What holds for everything that a graph is given next: names, phases, how variables are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from mesh_tf_core.ir.blocks import Block
+from mesh_tf_core.ir.initializers import Initializer
+
+Initial = Callable[[str, Initializer], Initializer]
+
+
+class Scopes:
+    """The part of a graph that its context managers set."""
+
+    def __init__(self) -> None:
+        self._scope: list[str] = []
+        self._phase = "forward"
+        self._shared: int | None = None
+        self._around: int | None = None
+        self._frozen = False
+        self._initial: tuple[Initial, ...] = ()
+
+    @property
+    def _loops(self) -> Sequence[Block]:
+        """The loops around new operations, whose dimensions new variables have."""
+        raise NotImplementedError
+
+    def path(self, name: str) -> str:
+        """The whole name of something below the current scope."""
+        return "/".join([*self._scope, name])
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Operations built inside are reported under this name; variables' names begin with it."""
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    @contextmanager
+    def phase(self, name: str, scope: str | None = None) -> Iterator[None]:
+        """Marks operations as backward or update; `scope` replaces the path of names."""
+        saved = self._phase, self._scope
+        self._phase = name
+        self._scope = [scope] if scope else ([] if scope == "" else self._scope)
+        try:
+            yield
+        finally:
+            self._phase, self._scope = saved
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Variables made inside are shared: a loop opened inside has one value for all its iterations, and a
+        name that is made again is the same variable. So one block is applied again and again:
+
+            with graph.sharing():
+                x = mtf.scan(block, x, Dim("steps", 6))
+        """
+        saved = self._shared
+        if saved is None:
+            self._shared = len(self._loops)
+        try:
+            yield
+        finally:
+            self._shared = saved
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Model code that has run before, once more: a variable that exists is the same one, whatever loops
+        were opened around this since. So one layer stack is used for whole texts and, in a loop, for one
+        position at a time (see `decoding`)."""
+        saved = self._around
+        self._around = len(self._loops)
+        try:
+            yield
+        finally:
+            self._around = saved
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Variables made inside are stored, but not trained: those of a teacher, say."""
+        saved, self._frozen = self._frozen, True
+        try:
+            yield
+        finally:
+            self._frozen = saved
+
+    @contextmanager
+    def initialized(self, change: Initial) -> Iterator[None]:
+        """Variables made inside begin as change(whole name, the initializer that they would have) says."""
+        saved = self._initial
+        self._initial = (change, *saved)
+        try:
+            yield
+        finally:
+            self._initial = saved
+
+    def _changed(self, name: str, initializer: Initializer) -> Initializer:
+        """A new variable's initializer, changed from the innermost `initialized` to the outermost."""
+        for change in self._initial:
+            initializer = change(name, initializer)
+        return initializer
