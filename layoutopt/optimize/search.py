@@ -148,6 +148,9 @@ class Places:
     def _fitting(self, limit: float) -> list[Found]:
         return [f for f in self.found if f.peak <= limit]
 
+    def _late(self) -> bool:
+        return self.request.deadline is not None and time.monotonic() > self.request.deadline
+
     # -- the fastest -----------------------------------------------------------------------------------------
 
     def _fastest(self, limit: float) -> Found | None:
@@ -159,7 +162,7 @@ class Places:
         for place in order:
             best = self._known(limit)
             self._inherit(place)
-            if place.promises(best, limit) and not self.request.late:
+            if place.promises(best, limit) and not self._late():
                 search = self._narrowed(place, limit) if narrows else self.opened(place)
                 best = self._known(limit)
                 if search is not None and place.promises(best, limit):
@@ -247,7 +250,7 @@ class Places:
     def _trade(self, found: Found) -> None:
         """The frontier: the fastest within less than what the last one holds, and so on."""
         bound, self.frontier = self.bound, [found]
-        while len(self.frontier) < MOST_POINTS and not self.request.late:
+        while len(self.frontier) < MOST_POINTS and not self._late():
             point = self._fastest(self.frontier[-1].peak - 1)
             if point is None:
                 break
@@ -262,7 +265,7 @@ class Places:
     def _leanest(self, limit: float) -> None:
         """The least peak within `limit`, over all places, and what is fastest there; `bound` is in bytes."""
         for place in sorted(self.places, key=lambda p: -p.space.parts):
-            if self.request.late:
+            if self._late():
                 break
             below = min((f.peak for f in self.found), default=math.inf)
             self.asked = self.opened(place)
@@ -302,7 +305,7 @@ class Places:
             names = axis_names(best.layout, best.mesh, self.request.model.batch_dim) if self.renames else {}
             for found in self._named(best.mesh, names):
                 self._try(*found)
-            if not self.request.late:
+            if not self._late():
                 self._try(best.mesh, *greedy(self.request, self.space_of(best)))
 
     def _named(self, mesh: Mesh, names: Mapping[str, str]) -> Iterator[tuple[Mesh, Layout, Options]]:
