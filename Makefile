@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
 
-.PHONY: install test test-fast lint format demo clean
+.PHONY: install test test-fast test-nightly lint format demo clean
 
 install: $(STAMP)
 
@@ -29,7 +29,11 @@ test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not nightly"
+
+# The long hunts for surprises: larger fuzzing than `make test` has time for.
+test-nightly: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m nightly
 
 format: install
 	$(BIN)/ruff check --fix-only

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -15,6 +18,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+# What the user calibrated, and how the user's terminal looks, are no part of the checkout.
+_CACHE = tempfile.mkdtemp(prefix="layoutopt-tests-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = _CACHE
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TF_CONFIG"):
+    os.environ.pop(_name, None)
 
 # Two busy cores make any deadline a coin toss; derandomised, a failure is the same failure everywhere.
 hypothesis.settings.register_profile("layoutopt", deadline=None, derandomize=True, print_blob=True)
