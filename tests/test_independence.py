@@ -1,4 +1,4 @@
-"""The suite depends on nothing outside the checkout: not on what this user calibrated, nor on their terminal."""
+"""The suite depends on nothing outside the checkout: no profile of the user, no terminal."""
 
 from __future__ import annotations
 
