@@ -4,9 +4,10 @@ PYTEST_ARGS ?= -q -n auto --dist loadfile
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PUBLIC := mesh_tf_core costmodels layoutopt reports
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
 
-.PHONY: install test test-fast test-nightly lint format demo clean
+.PHONY: install test test-fast test-nightly lint format docs demo clean
 
 install: $(STAMP)
 
@@ -38,6 +39,10 @@ test-nightly: lint
 format: install
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
+
+# The API reference, made from docstrings: open build/api/index.html.
+docs: install
+	$(BIN)/pdoc --docformat google --output-directory build/api $(PUBLIC)
 
 demo: install
 	examples/demo.sh

@@ -1,0 +1,35 @@
+"""The API reference: made from docstrings, with every public name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_makefile_names_all_packages() -> None:
+    (packages,) = re.findall(
+        r"^PUBLIC := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert set(packages.split()) == {p.parent.name for p in ROOT.glob("*/py.typed")}
+
+
+@pytest.mark.parametrize("package", ["layoutopt", "costmodels"])
+def test_every_public_name_has_its_place(package: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pdoc", "--docformat", "google", "-o", str(tmp_path), package]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    page = (tmp_path / f"{package}.html").read_text(encoding="utf-8")
+    assert [n for n in importlib.import_module(package).__all__ if f'id="{n}"' not in page] == []
+
+
+@pytest.mark.parametrize("package", ["layoutopt", "costmodels", "mesh_tf_core", "reports"])
+def test_every_public_name_says_what_it_is(package: str) -> None:
+    module = importlib.import_module(package)
+    found = {name: getattr(module, name) for name in module.__all__}
+    assert [n for n, each in found.items() if callable(each) and not (each.__doc__ or "").strip()] == []
