@@ -124,7 +124,7 @@ class _Walk:
         self.casts: Mapping[int, int] = {}
         if fuses:
             kernels = kernels or fused(program)
-            parts = (i for instr, _ in program.walk() if isinstance(instr, Loop) for _, i in instr.sliced)
+            parts = (s.inner for instr, _ in program.walk() if isinstance(instr, Loop) for s in instr.sliced)
             self.casts = kernels.casts
             self.inner = kernels.inner.union(kernels.casts, parts, kernels.passed if record else ())
         self.trace: list[tuple[Point, tuple[int, ...], tuple[int, ...], frozenset[int]]] = []
@@ -188,7 +188,7 @@ class _Walk:
         for position, top in enumerate(self.program.code if self.fuses else ()):
             for instr in _within(top):
                 if isinstance(instr, Loop):
-                    part.update({i: (outer, instr.dim.size) for outer, i in instr.sliced})
+                    part.update({s.inner: (s.outer, instr.dim.size) for s in instr.sliced})
                 elif self._is_copied(instr):
                     (cast,), (source,), times = instr.outputs, instr.inputs, 1
                     while source in part:
@@ -260,15 +260,14 @@ class _Walk:
                 own -= live.pop(i, 0)
 
     def _loop(self, loop: Loop, around: dict[int, int], depth: int) -> None:
-        inner = {i: self.size[i] for _, i, _, _ in loop.carried}
-        inner.update({i: 0 if i in self.inner else self.size[i] for _, i in loop.sliced})
+        inner = {c.enter: self.size[c.enter] for c in loop.carried}
+        inner.update({s.inner: 0 if s.inner in self.inner else self.size[s.inner] for s in loop.sliced})
         for i in inner:
             self.born[i] = loop.origin
-        leaving = {out for _, _, out, _ in loop.carried} | {i for i, _ in (*loop.stacked, *loop.summed)}
         # A loop's start values are dead once the first iteration has copied them into the carry.
-        starts = {init for init, _, _, _ in loop.carried}
+        starts = {c.init for c in loop.carried}
         kept = {i: b for i, b in around.items() if i not in starts or i in loop.inputs[len(loop.carried) :]}
-        self._block(loop.body, leaving | set(inner), {**kept, **inner}, depth)
+        self._block(loop.body, {*loop.leaving, *inner}, {**kept, **inner}, depth)
 
     def _reused(self, instr: Instr, dying: set[int]) -> list[int]:
         """Outputs that take a dying input's place."""

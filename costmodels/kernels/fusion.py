@@ -135,8 +135,8 @@ class _Fuser:
             elif id(instr) in whole:
                 self.items.append((whole[id(instr)], times))
             if isinstance(instr, Loop):
-                leaving = (*(c[2] for c in instr.carried), *(i for i, _ in instr.summed))
-                stack = (i for i, _ in instr.stacked)
+                leaving = (*(c.leave for c in instr.carried), *(r.inner for r in instr.summed))
+                stack = (r.inner for r in instr.stacked)
                 self.block(instr.body, leaving, stack, times * instr.times, looped=True)
 
     def _is_narrow(self, instr: Instr) -> bool:

@@ -158,7 +158,7 @@ def described(found: Unit, program: Program, streams: bool) -> tuple[Hashable, S
     if isinstance(found, Collective):
         return found.name, found.inputs
     if isinstance(found, Loop):
-        written = tuple(o for _, o in found.stacked if not (streams and streamed(program, o)))
+        written = tuple(r.outer for r in found.stacked if not (streams and streamed(program, r.outer)))
         return (("stack", found.reverse), written) if written else None
     return None
 

@@ -73,8 +73,8 @@ def _needed(program: Program) -> set[int]:
         for instr in reversed(code):
             if isinstance(instr, Loop):
                 needed.update(instr.inputs[: len(instr.carried) + len(instr.sliced)])
-                needed.update(c[2] for c in instr.carried)
-                needed.update(i for i, o in (*instr.stacked, *instr.summed) if o in needed)
+                needed.update(c.leave for c in instr.carried)
+                needed.update(r.inner for r in instr.results if r.outer in needed)
                 visit(instr.body)
             elif _moves(instr):
                 if needed.intersection(instr.outputs):

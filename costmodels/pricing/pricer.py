@@ -275,10 +275,10 @@ class Pricer:
         """
         if self.in_parts and loop.origin.phase == "forward":
             return
-        for _, o in loop.stacked:
-            if self.hardware.streams_attention and streamed(program, o):
+        for stack in loop.stacked:
+            if self.hardware.streams_attention and streamed(program, stack.outer):
                 continue
-            written = self._stacked(loop, program.local(o))
+            written = self._stacked(loop, program.local(stack.outer))
             seconds, size = self._priced(written), written.bytes
             text = loop.text()
             yield Line("stack", text, loop.origin, "data", times, seconds, seconds, 0.0, size, opened=written)
@@ -361,9 +361,8 @@ class Pricer:
 
 def _stacks(program: Program) -> dict[int, int]:
     """Values that loops stack -> the number of their parts."""
-    return {
-        o: instr.dim.size for instr, _ in program.walk() if isinstance(instr, Loop) for _, o in instr.stacked
-    }
+    loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
+    return {stack.outer: loop.dim.size for loop in loops for stack in loop.stacked}
 
 
 def pricer(hardware: Hardware, program_or_mesh: object, placement: Placement | None = None) -> Pricer:

@@ -49,9 +49,7 @@ def aliases(program: Program) -> Aliases:
             if isinstance(instr, Loop):
                 position = visit(instr.body, position + 1)
                 # What a body reads from outside, and what it hands on, lives until its end.
-                ends = (*instr.inputs, *(out for _, _, out, _ in instr.carried))
-                ends += tuple(inner for inner, _ in (*instr.stacked, *instr.summed))
-                last.update((i, position - 1) for i in ends)
+                last.update((i, position - 1) for i in (*instr.inputs, *instr.leaving))
                 continue
             if isinstance(instr, Local) and instr.op.free and instr.inputs:
                 source = root.setdefault(instr.inputs[0], instr.inputs[0])

@@ -84,7 +84,7 @@ class Points:
                 self.of_owner[self.gradients[value.tensor].variable].append(value.id)
         self.trace = alive(program, fuses)
         self.aliases = aliases(program)
-        self.given = {i for loop in self.instrs if isinstance(loop, Loop) for _, i in loop.sliced}
+        self.given = {s.inner for loop in self.instrs if isinstance(loop, Loop) for s in loop.sliced}
         self.whole = self._gathered()
         self.held: list[Held] = []
         self._numbers: dict[Held, int] = {}

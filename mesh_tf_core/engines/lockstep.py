@@ -201,7 +201,7 @@ class LockstepEngine(Stepping):
     def loop(
         self, loop: Loop, env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]
     ) -> None:
-        state = [env[init] for init, _, _, _ in loop.carried]
+        state = [env[c.init] for c in loop.carried]
         stacks: dict[int, dict[int, Pieces]] = {o: {} for _, o in loop.stacked}
         sums: dict[int, Pieces] = {}
         if self._meter:
@@ -210,8 +210,7 @@ class LockstepEngine(Stepping):
         for step in reversed(order) if loop.reverse else order:
             inner = dict(env)
             inner[loop.index] = [self.k.scalar(step, "int32") for _ in self.devices]
-            for (_, i, _, _), x in zip(loop.carried, state, strict=True):
-                inner[i] = x
+            inner.update(zip((c.enter for c in loop.carried), state, strict=True))
             for outer, i in loop.sliced:
                 inner[i] = [x[step] for x in env[outer]]
             if loop.runs is not None and not bool(np.asarray(inner[loop.runs][0])):
@@ -221,7 +220,7 @@ class LockstepEngine(Stepping):
             self.run_code(loop.body, inner, batch, new)
             if self._meter:
                 self._meter.iterated(loop)
-            state = [inner[out] for _, _, out, _ in loop.carried]
+            state = [inner[c.leave] for c in loop.carried]
             for i, o in loop.stacked:
                 stacks[o][step] = inner[i]
             for i, o in loop.summed:
@@ -231,8 +230,7 @@ class LockstepEngine(Stepping):
                     if old
                     else inner[i]
                 )
-        for (_, _, _, final), x in zip(loop.carried, state, strict=True):
-            env[final] = x
+        env.update(zip((c.final for c in loop.carried), state, strict=True))
         for o, parts in stacks.items():
             env[o] = [self.k_stack([parts[s][rank] for s in order]) for rank in self.devices]
         env.update({o: sums[o] if o in sums else self.zeros(o) for _, o in loop.summed})

@@ -57,7 +57,7 @@ class Meter:
             self._dying[id(instr)] = (touched - needed) & made
             needed |= touched
             if isinstance(instr, Loop):
-                self._plan(instr.body, exits(instr))
+                self._plan(instr.body, instr.leaving)
 
     # -- what happens ----------------------------------------------------------------------------------------
 
@@ -80,21 +80,21 @@ class Meter:
             self._hold(o, size)
         self.peak = max(self.peak, self.total)
         read = {self.memory(i) for i in loop.inputs[len(loop.carried) :]}
-        copied = {self.memory(start) for start, _, _, _ in loop.carried}
+        copied = {self.memory(c.init) for c in loop.carried}
         self._let_go((copied & self._dying[id(loop)]) - read)
-        for i, _ in entries(loop):
+        for i in loop.entering:
             self._hold(i, size)
 
     def iterated(self, loop: Loop) -> None:
         """After an iteration: what leaves it has been copied."""
-        self._let_go({self.memory(i) for i in exits(loop)} & {o for b in loop.body for o in b.outputs})
+        self._let_go({self.memory(i) for i in loop.leaving} & {o for b in loop.body for o in b.outputs})
 
     def left(self, loop: Loop, size: Size) -> list[int]:
         """After the last iteration; returns the values that nobody reads any more."""
         for o in loop.outputs:
             if o in self.held and self.held[o] != size(o):
                 raise ValueError(f"a loop's result has {size(o)} bytes, room was taken for {self.held[o]}")
-        self._let_go(i for i, _ in entries(loop))
+        self._let_go(loop.entering)
         return self._let_go(self._dying[id(loop)])
 
     def follow(self, code: Sequence[Instr], size: Size) -> None:
@@ -122,16 +122,6 @@ class Meter:
             self.total -= self.held.pop(memory, 0)
             gone += self._names.get(memory, [memory])
         return gone
-
-
-def entries(loop: Loop) -> list[tuple[int, int]]:
-    """(body value, what it is a copy or part of) of a loop."""
-    return [(i, start) for start, i, _, _ in loop.carried] + [(i, outer) for outer, i in loop.sliced]
-
-
-def exits(loop: Loop) -> list[int]:
-    """Body values that an iteration hands out."""
-    return [out for _, _, out, _ in loop.carried] + [i for i, _ in (*loop.stacked, *loop.summed)]
 
 
 def _in_place(instr: Instr) -> bool:

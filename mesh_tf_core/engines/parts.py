@@ -73,8 +73,7 @@ def _part(piece: list[Instr] | Instr, needed: set[int]) -> Part:
     if isinstance(piece, Collective):
         return Exchange(piece)
     if isinstance(piece, Loop):
-        carried = [out for _, _, out, _ in piece.carried]
-        return Repeat(piece, cut(piece.body, [*carried, *(i for i, _ in (*piece.stacked, *piece.summed))]))
+        return Repeat(piece, cut(piece.body, piece.leaving))
     assert isinstance(piece, list)
     made = [o for instr in piece for o in instr.outputs]
     read = dict.fromkeys(i for instr in piece for i in instr.inputs if i not in set(made))

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import itemsize
@@ -265,16 +266,46 @@ class WriteVariable(Instr):
         return f"write({self.variable})"
 
 
+class Carry(NamedTuple):
+    """State that iterations hand on, as ids of values.
+
+    Attributes:
+      init: the value before the loop.
+      enter: the body's value as an iteration begins.
+      leave: the body's value as it ends.
+      final: the value after the loop.
+    """
+
+    init: int
+    enter: int
+    leave: int
+    final: int
+
+
+class Sliced(NamedTuple):
+    """A value outside of a loop, and the body's value that is one iteration's part of it."""
+
+    outer: int
+    inner: int
+
+
+class Result(NamedTuple):
+    """A body's value, and what the loop makes of it outside: its stack, or its sum."""
+
+    inner: int
+    outer: int
+
+
 @dataclass(frozen=True, slots=True)
 class Loop(Instr):
     """Runs `body` once per element of `dim`, from the last if `reverse`. The body may read any earlier value.
 
     Attributes:
       index: body value, the number of the iteration's element (int32 scalar).
-      carried: (initial value, body input, body output, final value).
-      sliced: (stacked value, body value).
-      stacked: (body value, stacked value).
-      summed: (body value, value of the sum over iterations).
+      carried: the state.
+      sliced: what every iteration reads its part of.
+      stacked: what every iteration gives a part of.
+      summed: what is added up over the iterations.
       runs: bool scalar, one of the carried or sliced body values or from outside: whether an iteration runs.
         One that does not run passes its carries on, stacks zeros and adds nothing; every device decides the
         same.
@@ -286,10 +317,10 @@ class Loop(Instr):
     dim: Dim
     reverse: bool
     index: int
-    carried: tuple[tuple[int, int, int, int], ...]
-    sliced: tuple[tuple[int, int], ...]
-    stacked: tuple[tuple[int, int], ...]
-    summed: tuple[tuple[int, int], ...]
+    carried: tuple[Carry, ...]
+    sliced: tuple[Sliced, ...]
+    stacked: tuple[Result, ...]
+    summed: tuple[Result, ...]
     body: tuple[Instr, ...]
     runs: int | None = None
     branch: bool = False
@@ -304,32 +335,59 @@ class Loop(Instr):
         that may stop early as if it did not."""
         return self.dim.size * 0.5 if self.branch else self.dim.size
 
+    @property
+    def entering(self) -> tuple[int, ...]:
+        """Body values that an iteration is handed: the state, its parts."""
+        return *(c.enter for c in self.carried), *(s.inner for s in self.sliced)
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """What is stacked and what is summed."""
+        return *self.stacked, *self.summed
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Body values that an iteration hands out: the state, what is stacked, what is summed."""
+        return *(c.leave for c in self.carried), *(r.inner for r in self.results)
+
+    @property
+    def outside(self) -> tuple[int, ...]:
+        """Values of outside that the body reads directly, and not by parts."""
+        return self.inputs[len(self.carried) + len(self.sliced) :]
+
+    def remade(self, **parts: Any) -> Loop:
+        """The loop with some arguments of `make_loop` replaced."""
+        names = "origin", "dim", "reverse", "index", "carried", "sliced", "stacked", "summed", "body"
+        old = {name: getattr(self, name) for name in (*names, "runs", "branch")}
+        return make_loop(**{**old, **parts})
+
 
 def make_loop(
     origin: Origin,
     dim: Dim,
     reverse: bool,
     index: int,
-    carried: tuple[tuple[int, int, int, int], ...],
-    sliced: tuple[tuple[int, int], ...],
-    stacked: tuple[tuple[int, int], ...],
-    summed: tuple[tuple[int, int], ...],
+    carried: tuple[Carry, ...],
+    sliced: tuple[Sliced, ...],
+    stacked: tuple[Result, ...],
+    summed: tuple[Result, ...],
     body: tuple[Instr, ...],
     runs: int | None = None,
     branch: bool = False,
 ) -> Loop:
     """A Loop whose `inputs` and `outputs` follow from its parts."""
-    inside = {index, *(c[1] for c in carried), *(inner for _, inner in sliced)}
+    inside = {index, *(c.enter for c in carried), *(s.inner for s in sliced)}
     read: dict[int, None] = dict.fromkeys(() if runs is None or runs in inside else (runs,))
     for instr in body:
         for i in instr.inputs:
             if i not in inside:
                 read[i] = None
         inside.update(instr.outputs)
-    results = [*(c[2] for c in carried), *(inner for inner, _ in stacked), *(inner for inner, _ in summed)]
-    read.update((i, None) for i in results if i not in inside)
-    inputs = (*(c[0] for c in carried), *(outer for outer, _ in sliced), *read)
-    outputs = (*(c[3] for c in carried), *(o for _, o in stacked), *(o for _, o in summed))
+    results = (*stacked, *summed)
+    leaving = (*(c.leave for c in carried), *(r.inner for r in results))
+    read.update((i, None) for i in leaving if i not in inside)
+    inputs = (*(c.init for c in carried), *(s.outer for s in sliced), *read)
+    outputs = (*(c.final for c in carried), *(r.outer for r in results))
     return Loop(
         inputs, outputs, origin, dim, reverse, index, carried, sliced, stacked, summed, body, runs, branch
     )

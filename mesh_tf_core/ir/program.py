@@ -16,6 +16,7 @@ from mesh_tf_core.ir.instructions import (
     AllGather,
     AllReduce,
     AllToAll,
+    Carry,
     Collective,
     Input,
     Instr,
@@ -25,7 +26,9 @@ from mesh_tf_core.ir.instructions import (
     Permute,
     ReadVariable,
     ReduceScatter,
+    Result,
     Slice,
+    Sliced,
     Value,
     WriteVariable,
     make_loop,
@@ -39,6 +42,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Carry",
     "Collective",
     "Fusion",
     "Input",
@@ -50,7 +54,9 @@ __all__ = [
     "Program",
     "ReadVariable",
     "ReduceScatter",
+    "Result",
     "Slice",
+    "Sliced",
     "Stored",
     "Value",
     "WriteVariable",
@@ -180,13 +186,13 @@ def text(program: Program) -> str:
         for instr in code:
             if isinstance(instr, Loop):
                 lines.append(f"{indent}{instr.text()} index %{instr.index} {{")
-                for init, inner, _, _ in instr.carried:
-                    lines.append(f"{indent}  %{inner} = carry(%{init})  {program.values[inner]}")
+                for c in instr.carried:
+                    lines.append(f"{indent}  %{c.enter} = carry(%{c.init})  {program.values[c.enter]}")
                 for outer, inner in instr.sliced:
                     lines.append(f"{indent}  %{inner} = part(%{outer})  {program.values[inner]}")
                 show(instr.body, indent + "  ")
-                for _, _, out, final in instr.carried:
-                    lines.append(f"{indent}  yield %{out} -> %{final}  {program.values[final]}")
+                for c in instr.carried:
+                    lines.append(f"{indent}  yield %{c.leave} -> %{c.final}  {program.values[c.final]}")
                 for how, pairs in (("stack", instr.stacked), ("sum", instr.summed)):
                     for inner, outer in pairs:
                         lines.append(f"{indent}  {how} %{inner} -> %{outer}  {program.values[outer]}")

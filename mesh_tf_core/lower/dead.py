@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mesh_tf_core.ir.program import Input, Instr, Loop, Program, WriteVariable, make_loop
+from mesh_tf_core.ir.program import Input, Instr, Loop, Program, WriteVariable
 
 
 def drop_dead(program: Program) -> Program:
@@ -31,31 +31,19 @@ def _sweep(code: Sequence[Instr], live: set[int]) -> list[Instr]:
 
 
 def _loop(loop: Loop, live: set[int]) -> Loop | None:
-    stacked = tuple((i, o) for i, o in loop.stacked if o in live)
-    summed = tuple((i, o) for i, o in loop.summed if o in live)
-    carried = tuple(c for c in loop.carried if c[3] in live)
+    stacked = tuple(r for r in loop.stacked if r.outer in live)
+    summed = tuple(r for r in loop.summed if r.outer in live)
+    carried = tuple(c for c in loop.carried if c.final in live)
     while True:
-        inside = {i for i, _ in (*stacked, *summed)} | {c[2] for c in carried}
+        inside = {r.inner for r in (*stacked, *summed)} | {c.leave for c in carried}
         inside |= set() if loop.runs is None else {loop.runs}
         body = _sweep(loop.body, inside)
         # A carry is needed if the body reads it, whether or not its final value is.
-        more = tuple(c for c in loop.carried if c in carried or c[1] in inside)
+        more = tuple(c for c in loop.carried if c in carried or c.enter in inside)
         if len(more) == len(carried):
             break
         carried = more
     if not (stacked or summed or carried):
         return None
-    sliced = tuple((o, i) for o, i in loop.sliced if i in inside)
-    return make_loop(
-        loop.origin,
-        loop.dim,
-        loop.reverse,
-        loop.index,
-        carried,
-        sliced,
-        stacked,
-        summed,
-        tuple(body),
-        loop.runs,
-        loop.branch,
-    )
+    sliced = tuple(s for s in loop.sliced if s.inner in inside)
+    return loop.remade(carried=carried, sliced=sliced, stacked=stacked, summed=summed, body=tuple(body))

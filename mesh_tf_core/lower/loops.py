@@ -10,7 +10,7 @@ from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.program import make_loop
+from mesh_tf_core.ir.program import Carry, Result, Sliced, make_loop
 from mesh_tf_core.lower.rematerialization import Reruns, leading_to, needed_for
 
 if TYPE_CHECKING:
@@ -61,17 +61,13 @@ class Loops:
         finals = [self._outer(v, None) for v in carry_in]
         stacks, sums, saves = self._made(node, block)
         pairs = self._read_again([*stacks, *self._saves(block, saves)], block)
-        stacked = [self._stack(block, inner, outer) for inner, outer in pairs]
+        stacked = [self._result(inner, outer, block) for inner, outer in pairs]
         stacked += self._keeps(block, node, starts)
-        summed = []
-        for inner, outer in sums:
-            value = self._scattered(self.low.value_of(inner), self.low.graph.gradient_of.get(outer))
-            self.low.env[outer] = self._outer(value, None)
-            summed.append((value, self.low.env[outer]))
+        summed = [self._result(inner, outer, None) for inner, outer in sums]
         body, self.low.code = tuple(self.low.code), outer_code
         self.low.moved, self.low.cast = outer_memory
         self.low.env.update(zip(node.outputs, finals, strict=False))
-        carried = tuple(zip(init, carry_in, carry_out, finals, strict=True))
+        carried = tuple(Carry(*c) for c in zip(init, carry_in, carry_out, finals, strict=True))
         self.low.emit(
             make_loop(
                 origin,
@@ -101,7 +97,7 @@ class Loops:
         keep = self.low.keep
         return keep is None or keep.computes(tensor, scan, self.low.graph)
 
-    def _sliced(self, block: Block) -> list[tuple[int, int]]:
+    def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
         if self.low.keep is not None:
             env, reads = self.low.env, self.low.keep.reads(block)
@@ -129,14 +125,14 @@ class Loops:
             pairs += self._unpacked(block, forward)
         return pairs
 
-    def _part(self, outer: int, inner: Key) -> tuple[int, int]:
+    def _part(self, outer: int, inner: Key) -> Sliced:
         v = self.low.values[outer]
         part = self.low.new(TensorType(_part_of(v.shape), v.dtype), v.splits[1:], v.partial)
         if isinstance(inner, int):
             self.low.bind(inner, part)
-        return outer, part
+        return Sliced(outer, part)
 
-    def _recomputed(self, block: Block, again: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _recomputed(self, block: Block, again: Sequence[tuple[int, int]]) -> list[Sliced]:
         """Runs the needed part of the forward body inside the backward body."""
         forward = block.forward
         assert forward is not None
@@ -182,13 +178,13 @@ class Loops:
             if missing:
                 self.low.node(node, again=True)
 
-    def _unpacked(self, block: Block, forward: Block) -> list[tuple[int, int]]:
+    def _unpacked(self, block: Block, forward: Block) -> list[Sliced]:
         """One iteration's part of what the forward loop keeps for loops inside that run again."""
-        pairs: list[tuple[int, int]] = []
+        pairs: list[Sliced] = []
         for key, stack in self._kept.get(forward.id, {}).items():
             pairs.append(self._part(stack, key))
             if not isinstance(key, int):
-                self._kept.setdefault(key[0], {})[key[1]] = pairs[-1][1]
+                self._kept.setdefault(key[0], {})[key[1]] = pairs[-1].inner
         stacks = {inner: outer for outer, inner in forward.sliced}
         stacks.update((i, o) for i, o in forward.saved.items() if not self.reruns.unsaved(i))
         for t in self.reruns.of_body(forward):
@@ -200,7 +196,7 @@ class Loops:
                 pairs.append(self._part(self.low.value_of(stacks[t]), t))
         return pairs
 
-    def _keeps(self, block: Block, node: Node, starts: Sequence[int]) -> list[tuple[int, int]]:
+    def _keeps(self, block: Block, node: Node, starts: Sequence[int]) -> list[Result]:
         """What recomputation saves instead: the state at the beginning of every iteration, as far as it is
         read again; for loops inside that run again, what they keep and read."""
         if not self.reruns.names or self._saves_later(block):
@@ -218,7 +214,7 @@ class Loops:
                 if self.reruns.stacked(t, block) and self._here(t, node):
                     found[t] = self.low.value_of(t)
         self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
-        return [(value, self._kept[block.id][key]) for key, value in found.items()]
+        return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
 
     def _saves(self, block: Block, saved: Pairs) -> list[tuple[int, int]]:
         if not saved or self.reruns.again(block) or self._saves_later(block):
@@ -244,10 +240,11 @@ class Loops:
                 return [(i, outer) for i, outer in pairs if outer in needed]
         return pairs
 
-    def _stack(self, block: Block, inner: int, outer: int) -> tuple[int, int]:
+    def _result(self, inner: int, outer: int, stack: Block | None) -> Result:
+        """What a loop makes of a body's tensor: a stack along the block's dimension, or a sum."""
         value = self._scattered(self.low.value_of(inner), self.low.graph.gradient_of.get(outer))
-        self.low.env[outer] = self._outer(value, block)
-        return value, self.low.env[outer]
+        self.low.env[outer] = self._outer(value, stack)
+        return Result(value, self.low.env[outer])
 
     def _scattered(self, value: int, variable: str | None) -> int:
         """A layer's part of a gradient, as its variable's state is split (from storage stage 2 on)."""

@@ -23,9 +23,19 @@ from functools import cached_property
 
 from mesh_tf_core.ir.blocks import MICROBATCH
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Slice, Value
+from mesh_tf_core.ir.program import (
+    AllReduce,
+    Instr,
+    Local,
+    Loop,
+    Program,
+    ReduceScatter,
+    Result,
+    Slice,
+    Value,
+)
 from mesh_tf_core.lower.oracle import Facts
-from mesh_tf_core.lower.uses import count_uses, rebuilt
+from mesh_tf_core.lower.uses import count_uses
 from mesh_tf_core.ops.basic import Cast
 
 
@@ -182,21 +192,20 @@ class _Sums:
         body, sums = self.block(loop.body)
         self.parts = outside
         hoisted: list[AllReduce] = []
-        stacked: list[tuple[int, int]] = []
-        summed: list[tuple[int, int]] = []
-        for pairs, target in ((loop.stacked, stacked), (loop.summed, summed)):
-            for inner, outer in pairs:
-                reduce = sums.get(inner)
-                if reduce is None or self.uses[inner] != 1 or loop.branch:
-                    target.append((inner, outer))
-                    continue
-                _drop(reduce, body)
-                pending = self._partial(outer, self._ordered(reduce.axes))
-                target.append((reduce.inputs[0], pending))
-                hoisted.append(AllReduce((pending,), (outer,), reduce.origin, reduce.axes))
+
+        def waiting(result: Result) -> Result:
+            reduce = sums.get(result.inner)
+            if reduce is None or self.uses[result.inner] != 1 or loop.branch:
+                return result
+            _drop(reduce, body)
+            pending = self._partial(result.outer, self._ordered(reduce.axes))
+            hoisted.append(AllReduce((pending,), (result.outer,), reduce.origin, reduce.axes))
+            return Result(reduce.inputs[0], pending)
+
+        stacked, summed = (tuple(map(waiting, results)) for results in (loop.stacked, loop.summed))
         if not hoisted and tuple(body) == loop.body:
             return loop, []
-        return rebuilt(loop, body, stacked, summed), hoisted
+        return loop.remade(body=tuple(body), stacked=stacked, summed=summed), hoisted
 
     def _add(self, reduce: AllReduce, out: list[Instr], sums: dict[int, AllReduce]) -> None:
         out.append(reduce)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
-from mesh_tf_core.ir.program import Instr, Loop, Program, Value, make_loop
+from mesh_tf_core.ir.program import Carry, Instr, Loop, Program, Result, Sliced, Value
 
 
 def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdict[int, int]:
@@ -19,37 +19,13 @@ def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdic
                 uses[i] += 1
             if isinstance(instr, Loop):
                 visit(instr.body)
-                for _, _, out, _ in instr.carried:
-                    uses[out] += 1
-                for inner, _ in (*instr.stacked, *instr.summed):
-                    uses[inner] += 1
+                for i in instr.leaving:
+                    uses[i] += 1
 
     visit(code)
     for i in results:
         uses[i] += 1
     return uses
-
-
-def rebuilt(
-    loop: Loop,
-    body: Sequence[Instr],
-    stacked: Sequence[tuple[int, int]],
-    summed: Sequence[tuple[int, int]],
-) -> Loop:
-    """The loop with another body and other results."""
-    return make_loop(
-        loop.origin,
-        loop.dim,
-        loop.reverse,
-        loop.index,
-        loop.carried,
-        loop.sliced,
-        tuple(stacked),
-        tuple(summed),
-        tuple(body),
-        loop.runs,
-        loop.branch,
-    )
 
 
 def compact(program: Program) -> Program:
@@ -64,7 +40,7 @@ def compact(program: Program) -> Program:
         for instr in code:
             name(instr.inputs)
             if isinstance(instr, Loop):
-                name([instr.index, *(c[1] for c in instr.carried), *(i for _, i in instr.sliced)])
+                name((instr.index, *instr.entering))
                 visit(instr.body)
             name(instr.outputs)
 
@@ -73,18 +49,14 @@ def compact(program: Program) -> Program:
         outs = tuple(order[i] for i in instr.outputs)
         if not isinstance(instr, Loop):
             return replace(instr, inputs=ins, outputs=outs)
-        return make_loop(
-            instr.origin,
-            instr.dim,
-            instr.reverse,
-            order[instr.index],
-            tuple((order[a], order[b], order[c], order[d]) for a, b, c, d in instr.carried),
-            tuple((order[a], order[b]) for a, b in instr.sliced),
-            tuple((order[a], order[b]) for a, b in instr.stacked),
-            tuple((order[a], order[b]) for a, b in instr.summed),
-            tuple(moved(i) for i in instr.body),
-            None if instr.runs is None else order[instr.runs],
-            instr.branch,
+        return instr.remade(
+            index=order[instr.index],
+            carried=tuple(Carry(*(order[i] for i in c)) for c in instr.carried),
+            sliced=tuple(Sliced(order[s.outer], order[s.inner]) for s in instr.sliced),
+            stacked=tuple(Result(order[r.inner], order[r.outer]) for r in instr.stacked),
+            summed=tuple(Result(order[r.inner], order[r.outer]) for r in instr.summed),
+            body=tuple(moved(i) for i in instr.body),
+            runs=None if instr.runs is None else order[instr.runs],
         )
 
     visit(program.code)

@@ -74,7 +74,7 @@ class _Verifier:
     def loop(self, loop: Loop) -> None:
         values = self.program.values
         outside = set(self.defined)
-        self.defined |= {loop.index, *(c[1] for c in loop.carried), *(i for _, i in loop.sliced)}
+        self.defined.update((loop.index, *loop.entering))
         if loop.runs is not None:
             known = loop.runs in self.defined and loop.runs != loop.index
             self.need(known, f"{loop.text()}: %{loop.runs} is not known before an iteration")
@@ -82,11 +82,13 @@ class _Verifier:
             scalar = decides.dtype == "bool" and not len(decides.shape) and not decides.partial
             self.need(scalar, f"{loop.text()}: %{loop.runs} is not a bool scalar that all devices have")
         self.block(loop.body)
-        for init, inner, out, final in loop.carried:
-            kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in (init, inner, out, final)}
-            self.need(len(kinds) == 1, f"{loop.text()}: the carry %{init} changes its type or placement")
-            self.need(not values[out].partial, f"{loop.text()}: the carry %{out} is passed on unreduced")
-            self.need(out in self.defined, f"{loop.text()}: the carry %{out} is not computed")
+        for c in loop.carried:
+            kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in c}
+            self.need(len(kinds) == 1, f"{loop.text()}: the carry %{c.init} changes its type or placement")
+            self.need(
+                not values[c.leave].partial, f"{loop.text()}: the carry %{c.leave} is passed on unreduced"
+            )
+            self.need(c.leave in self.defined, f"{loop.text()}: the carry %{c.leave} is not computed")
         for inner, outer in loop.stacked:
             self.need(inner in self.defined, f"{loop.text()}: stacked %{inner} is not computed")
             same = values[outer].splits == ((), *values[inner].splits)

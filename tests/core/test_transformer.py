@@ -121,7 +121,7 @@ def test_recompute_saves_only_the_carry() -> None:
     def saved(recompute: frozenset[str]) -> int:
         program = built.lower(mesh, layout, mtf.Options(recompute=recompute))
         loops = [i for i, _ in program.walk() if hasattr(i, "stacked") and not i.reverse]
-        return sum(program.values[o].local_bytes(mesh) for loop in loops for _, o in loop.stacked)
+        return sum(program.values[r.outer].local_bytes(mesh) for loop in loops for r in loop.stacked)
 
     kept = saved(frozenset({"layers"}))
     assert kept == 2 * 4 * 8 * 16 * 4

@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[Callable[[Program], Program], str]] = {
         "leaves a sum over|is split in two ways|splits two dimensions",
     ),
     "a carry that changes": (
-        lambda p: in_loop(p, carried=tuple((p.feeds["x"], *c[1:]) for c in first_loop(p).carried)),
+        lambda p: in_loop(p, carried=tuple(c._replace(init=p.feeds["x"]) for c in first_loop(p).carried)),
         "is not computed|changes its type or placement",
     ),
     "a carry from nowhere": (lambda p: in_loop(p, body=()), "is not computed"),
@@ -175,6 +175,6 @@ def test_a_carry_that_is_passed_on_unreduced() -> None:
     loop = first_loop(verify(program))
     body = [i for i in loop.body if not isinstance(i, AllReduce)]
     partial = next(i for i in loop.body if isinstance(i, AllReduce)).inputs[0]
-    carried = tuple((c[0], c[1], partial, c[3]) for c in loop.carried)
+    carried = tuple(c._replace(leave=partial) for c in loop.carried)
     with pytest.raises(ProgramError, match="is passed on unreduced"):
         verify(in_loop(program, body=tuple(body), carried=carried))

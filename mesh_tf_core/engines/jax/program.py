@@ -126,12 +126,12 @@ class _Device(WholeReplica):
             carried, sums = state
             inner = dict(env)
             inner[loop.index] = parts[0]
-            inner.update(zip((i for _, i, _, _ in loop.carried), carried, strict=True))
+            inner.update(zip((c.enter for c in loop.carried), carried, strict=True))
             inner.update(zip((i for _, i in loop.sliced), parts[1], strict=True))
 
             def run() -> Any:
                 self.block(loop.body, inner, times * loop.times)
-                carried = [jnp.asarray(inner[out]) for _, _, out, _ in loop.carried]
+                carried = [jnp.asarray(inner[c.leave]) for c in loop.carried]
                 added = [jnp.add(s, inner[i]) for s, (i, _) in zip(sums, loop.summed, strict=True)]
                 return (carried, added), [jnp.asarray(inner[i]) for i, _ in loop.stacked]
 
@@ -140,11 +140,11 @@ class _Device(WholeReplica):
             nothing = [self._zeros(values[i]) for i, _ in loop.stacked]
             return lax.cond(inner[loop.runs], run, lambda: ((carried, sums), nothing))
 
-        start = [jnp.asarray(env[init]) for init, _, _, _ in loop.carried]
+        start = [jnp.asarray(env[c.init]) for c in loop.carried]
         zeros = [self._zeros(values[o]) for _, o in loop.summed]
         given = (lax.iota(jnp.int32, n), [env[outer] for outer, _ in loop.sliced])
         (final, sums), stacks = lax.scan(body, (start, zeros), given, length=n, reverse=loop.reverse)
-        env.update(zip((o for _, _, _, o in loop.carried), final, strict=True))
+        env.update(zip((c.final for c in loop.carried), final, strict=True))
         env.update(zip((o for _, o in loop.summed), sums, strict=True))
         env.update(zip((o for _, o in loop.stacked), stacks, strict=True))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from mesh_tf_core.engines.meter import entries
 from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
 from mesh_tf_core.engines.tf.graph import Wire
 from mesh_tf_core.engines.tf.group import STRIDE, TIMEOUT, GroupExchange, Groups, keys_for
@@ -115,18 +114,17 @@ class _Block:
         """The body as a nested function, called once per iteration with instance keys of its own."""
         loop = part.loop
         order = range(loop.dim.size)
-        outside = list(dict.fromkeys(loop.inputs[len(loop.carried) + len(loop.sliced) :]))
-        inner = [loop.index, *(i for _, i, _, _ in loop.carried), *(i for _, i in loop.sliced), *outside]
-        leaving = [out for _, _, out, _ in loop.carried] + [i for i, _ in (*loop.stacked, *loop.summed)]
+        outside = list(dict.fromkeys(loop.outside))
+        inner = [loop.index, *loop.entering, *outside]
 
         def body(rank: Any, turn: Any, *args: Any) -> list[Any]:
             values: Env = dict(zip(inner, args, strict=True))
-            self.trace.measure((i for i, _ in entries(loop)), values)
+            self.trace.measure(loop.entering, values)
             times, weight = self.times * loop.dim.size, self.weight * loop.times
             _Block(self.trace, self.groups, rank, turn, times, weight, self.feeds).run(part.body, values)
-            return [tf.convert_to_tensor(values[i]) for i in leaving]
+            return [tf.convert_to_tensor(values[i]) for i in loop.leaving]
 
-        state = [env[start] for start, _, _, _ in loop.carried]
+        state = [env[c.init] for c in loop.carried]
         sources = [tf.unstack(env[outer]) for outer, _ in loop.sliced]
         made: dict[int, list[Any]] = {}
         function: Any = None
@@ -138,7 +136,7 @@ class _Block:
                 function = tf.function(body, autograph=False, input_signature=specs).get_concrete_function()
             made[step] = self._iteration(loop, function, turn, dict(zip(inner, args, strict=True)))
             state = made[step][: len(loop.carried)]
-        env.update(zip((final for _, _, _, final in loop.carried), state, strict=True))
+        env.update(zip((c.final for c in loop.carried), state, strict=True))
         at = len(loop.carried)
         for k, (_, o) in enumerate(loop.stacked, at):
             env[o] = tf.stack([made[s][k] for s in order])
@@ -153,9 +151,9 @@ class _Block:
             return list(function(self.rank, turn, *args.values()))
 
         def skip() -> list[Any]:
-            rest = [i for i, _ in (*loop.stacked, *loop.summed)]
+            rest = [i for i, _ in loop.results]
             zeros = [tf.zeros(t.shape.sizes, t.dtype) for t in map(self.trace.program.local, rest)]
-            return [*(tf.identity(args[i]) for _, i, _, _ in loop.carried), *zeros]
+            return [*(tf.identity(args[c.enter]) for c in loop.carried), *zeros]
 
         if loop.runs is None:
             return run()

@@ -84,7 +84,7 @@ class _Device(WholeReplica):
             at = n - 1 - i if loop.reverse else i
             inner = dict(env)
             inner[loop.index] = at
-            inner.update(zip((v for _, v, _, _ in loop.carried), carried, strict=True))
+            inner.update(zip((c.enter for c in loop.carried), carried, strict=True))
             inner.update((v, tf.gather(env[outer], at)) for outer, v in loop.sliced)
             new, added, parts = self._iteration(loop, inner, carried, times)
             sums = [s + x for s, x in zip(sums, added, strict=True)]
@@ -93,12 +93,12 @@ class _Device(WholeReplica):
 
         start = (
             tf.constant(0),
-            [tf.convert_to_tensor(env[init]) for init, _, _, _ in loop.carried],
+            [tf.convert_to_tensor(env[c.init]) for c in loop.carried],
             self._zeros([o for _, o in loop.summed]),
             self._zeros([o for _, o in loop.stacked]),
         )
         _, final, sums, stacks = tf.while_loop(lambda i, *_: i < n, body, start, parallel_iterations=1)
-        env.update(zip((o for _, _, _, o in loop.carried), final, strict=True))
+        env.update(zip((c.final for c in loop.carried), final, strict=True))
         env.update(zip((o for _, o in loop.summed), sums, strict=True))
         env.update(zip((o for _, o in loop.stacked), stacks, strict=True))
 
@@ -109,7 +109,7 @@ class _Device(WholeReplica):
 
         def run() -> list[list[Any]]:
             self.block(loop.body, env, times * loop.times)
-            ids = ([out for _, _, out, _ in loop.carried], *parts)
+            ids = ([c.leave for c in loop.carried], *parts)
             return [[tf.convert_to_tensor(env[i]) for i in group] for group in ids]
 
         if loop.runs is None:

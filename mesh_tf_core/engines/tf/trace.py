@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from mesh_tf_core.engines.meter import entries
 from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
 from mesh_tf_core.engines.stacks import Stack, whole
 from mesh_tf_core.engines.tf.exchange import LocalExchange
@@ -185,23 +184,23 @@ class Trace:
     def _loop(self, part: Repeat, env: Env) -> None:
         loop = part.loop
         order = range(loop.dim.size)
-        state = [env[start] for start, _, _, _ in loop.carried]
+        state = [env[c.init] for c in loop.carried]
         sources = [(self._stack(env[outer]), inner) for outer, inner in loop.sliced]
         stacks: dict[int, dict[int, Any]] = {o: {} for _, o in loop.stacked}
         sums: Env = {}
         for step in reversed(order) if loop.reverse else order:
             inner = dict(env)
             inner[loop.index] = [self.writer.constant(step, d) for d in self.devices]
-            inner.update(zip((i for _, i, _, _ in loop.carried), state, strict=True))
+            inner.update(zip((c.enter for c in loop.carried), state, strict=True))
             inner.update((i, source.parts[step]) for source, i in sources)
-            self.measure((i for i, _ in entries(loop)), inner)
+            self.measure(loop.entering, inner)
             leaving = self._iteration(part, inner)
             state = leaving[: len(state)]
             for (_, o), made in zip(loop.stacked, leaving[len(state) :], strict=False):
                 stacks[o][step] = whole(made)
             for (_, o), made in zip(loop.summed, leaving[len(state) + len(stacks) :], strict=True):
                 sums[o] = self._added(sums[o], whole(made)) if o in sums else whole(made)
-        env.update(zip((final for _, _, _, final in loop.carried), state, strict=True))
+        env.update(zip((c.final for c in loop.carried), state, strict=True))
         env.update((o, Stack([parts[s] for s in order], self._join)) for o, parts in stacks.items())
         env.update(sums)
         self.measure(loop.outputs, env)
@@ -211,7 +210,7 @@ class Trace:
         loop = part.loop
         if loop.runs is None:
             self._parts(part.body, env)
-            return [env[i] for i in _leaving(loop)]
+            return [env[i] for i in loop.leaving]
         if id(part) not in self.chosen:
             self.chosen[id(part)] = part, self._choice(part, env)
         choice = self.chosen[id(part)][1]
@@ -228,9 +227,8 @@ class Trace:
         share = loop.times / loop.dim.size
         sent: list[tuple[Collective, int, float]] = []
         self.count = lambda instr, payload, times: sent.append((instr, payload, times * share))
-        carried, leaving = [i for _, i, _, _ in loop.carried], _leaving(loop)
-        outside = loop.inputs[len(loop.carried) + len(loop.sliced) :]
-        reads = list(dict.fromkeys([loop.index, *carried, *(i for _, i in loop.sliced), *outside]))
+        carried = [c.enter for c in loop.carried]
+        reads = list(dict.fromkeys((loop.index, *loop.entering, *loop.outside)))
         examples = {i: whole(env[i]) for i in reads}
 
         def begun() -> Env:
@@ -239,7 +237,7 @@ class Trace:
 
         values = begun()
         self._parts(part.body, values)
-        like = [x for i in leaving for x in whole(values[i])]
+        like = [x for i in loop.leaving for x in whole(values[i])]
         run, rest = self.writer.closed(like), like[len(carried) * len(self.devices) :]
         values = begun()
         passed = [x for i in carried for x in values[i]]
@@ -253,13 +251,11 @@ class Trace:
         """A loop whose body is in the graph once, and runs while the state says so."""
         loop, outer, count, n = part.loop, self.writer, self.count, len(self.devices)
         self.count = lambda instr, payload, times: count(instr, payload, times * loop.times)
-        carried, outside = [i for _, i, _, _ in loop.carried], loop.inputs[len(loop.carried) :]
         start = [
             [outer.constant(0, d) for d in self.devices],
-            *(whole(env[i]) for i, _, _, _ in loop.carried),
+            *(whole(env[i]) for i in loop.inputs),
         ]
-        start += [whole(env[i]) for i in outside]
-        ids = [loop.index, *carried, *outside]
+        ids = [loop.index, *loop.entering, *loop.outside]
 
         def begun() -> Env:
             self._write_to(outer.inside())
@@ -276,16 +272,16 @@ class Trace:
             self.writer.combined("sum", [x, self.writer.constant(1, d)], d)
             for x, d in zip(values[loop.index], self.devices, strict=True)
         ]
-        passed = [values[i] for i in outside]
-        self.measure((i for i, _ in entries(loop)), values)
+        passed = [values[i] for i in loop.outside]
+        self.measure(loop.entering, values)
         self._parts(part.body, values)
-        made = [index, *(whole(values[out]) for _, _, out, _ in loop.carried), *passed]
+        made = [index, *(whole(values[i]) for i in loop.leaving), *passed]
         body = self.writer.closed([x for xs in made for x in xs])
         self._write_to(outer)
         self.count = count
         found = outer.repeated(condition, body, [x for xs in start for x in xs])
-        for at, (_, _, _, final) in enumerate(loop.carried, 1):
-            env[final] = found[at * n : (at + 1) * n]
+        for at, c in enumerate(loop.carried, 1):
+            env[c.final] = found[at * n : (at + 1) * n]
         self.measure(loop.outputs, env)
 
     def _write_to(self, writer: GraphWriter) -> None:
@@ -377,14 +373,8 @@ class _Choice:
 
 def _passes_state_only(loop: Loop) -> bool:
     """Whether a loop that may end early has nothing that counts its iterations: it is not differentiated."""
-    parts = (*loop.sliced, *loop.stacked, *loop.summed)
-    return not parts and not loop.reverse and loop.runs in [i for _, i, _, _ in loop.carried]
-
-
-def _leaving(loop: Loop) -> list[int]:
-    """Body values that leave an iteration."""
-    carried = [out for _, _, out, _ in loop.carried]
-    return carried + [i for i, _ in (*loop.stacked, *loop.summed)]
+    parts = (*loop.sliced, *loop.results)
+    return not parts and not loop.reverse and loop.runs in [c.enter for c in loop.carried]
 
 
 def _bytes(pieces: Any) -> int:
