@@ -15,7 +15,7 @@ from mesh_tf_core.ir import program as program_module
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import AllReduce, Local, Loop, Program
 from mesh_tf_core.kernels.protocol import At
-from mesh_tf_core.lower import base, facts, pipeline
+from mesh_tf_core.lower import base, oracle, pipeline
 from mesh_tf_core.lower.redistribute import plan_moves
 from mesh_tf_core.ops import (
     along,
@@ -222,7 +222,7 @@ def test_reshape_that_keeps_every_split(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_moves_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "plan_moves", lambda *args: plan_moves(*args)[::-1])
+    monkeypatch.setattr(oracle, "plan_moves", lambda *args: plan_moves(*args)[::-1])
     caught("rename swaps")
 
 

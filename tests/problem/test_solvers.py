@@ -23,7 +23,7 @@ from layoutopt.problem import (
     Usage,
     Variable,
     evaluate,
-    priced_rows,
+    lagrangian,
     solve,
 )
 from layoutopt.problem.linear import linearise
@@ -305,7 +305,7 @@ def test_cp_sat_answers_where_the_limit_stops_highs(monkeypatch: pytest.MonkeyPa
         return Raw(Status.LIMIT, None, 7.0)
 
     monkeypatch.setitem(SOLVERS, "highs", gives_up)
-    monkeypatch.setattr(priced_rows, "VARIABLES", 0)
+    monkeypatch.setattr(lagrangian, "VARIABLES", 0)
     pairs = chain(30, 16)
     entries = tuple(Entry((i,), np.arange(16.0)) for i in range(30))
     problem = Problem("long", pairs.variables, pairs.terms, (Row("memory", 200.0, entries),))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layoutopt.problem import Entry, Problem, Row, Status, Term, Variable, evaluate, priced_rows, solve
+from layoutopt.problem import Entry, Problem, Row, Status, Term, Variable, evaluate, lagrangian, solve
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price
 from layoutopt.problem.solvers.base import Clock
@@ -47,7 +47,7 @@ def test_the_optimum_is_found_without_a_solver(problem: Problem) -> None:
 @given(problem=problems)
 def test_what_is_left_holds_everything_better(problem: Problem) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(priced_rows, "PORTIONS", (0,))
+        patch.setattr(lagrangian, "PORTIONS", (0,))
         incumbent = Incumbent(problem, None, math.inf, [])
         left = price(incumbent, Clock(None))
     known = objectives(problem)
@@ -110,7 +110,7 @@ def test_many_rows_and_a_solver_agree(seed: int) -> None:
 def test_what_is_not_listed_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = storages(12, 20, 1)
     whole = solve(problem)
-    monkeypatch.setattr(priced_rows, "PORTIONS", (0,))
+    monkeypatch.setattr(lagrangian, "PORTIONS", (0,))
     heard: list[tuple[float, float]] = []
     answer = solve(problem, on_progress=lambda best, bound: heard.append((best, bound)))
     assert (answer.solver, answer.status) == ("cp-sat", Status.OPTIMAL)
