@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from mesh_tf_core.errors import UserError
@@ -46,7 +45,8 @@ class Model:
     hparams: Mapping[str, Any] = field(default_factory=dict)
     layouts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     network: Callable[[Graph], Callable[..., Tensor]] | None = field(default=None, repr=False)
-    _steps: dict[int, TrainingStep] = field(default_factory=dict, repr=False)
+    _whole: TrainingStep | None = field(default=None, repr=False, compare=False)
+    _parts: dict[int, tuple[int, TrainingStep]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Tensor) or len(self.loss.shape):
@@ -61,15 +61,11 @@ class Model:
         """Number of trained scalars."""
         return sum(v.shape.size for v in self.graph.variables.values() if v.trainable)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Changes when an operation, a shape, a dtype or a variable of the training step changes."""
         graph = self.step_graph
-        digest = hashlib.sha256()
-        for node, times in graph.walk():
-            types = " ".join(str(graph.tensor(o).type) for o in node.outputs)
-            digest.update(f"{node.op.describe()} {node.inputs} {types} {times}\n".encode())
-        return digest.hexdigest()[:16]
+        return graph.remembered("fingerprint", lambda: _fingerprint(graph))
 
     @property
     def batch_dim(self) -> str | None:
@@ -85,11 +81,14 @@ class Model:
     def training_step(self, microbatches: int = 1) -> TrainingStep:
         """Forward, backward and update as one graph; with several microbatches, gradients are accumulated
         over them."""
-        if microbatches not in self._steps:
-            self._steps[microbatches] = (
-                self._whole_step() if microbatches == 1 else self._in_parts(microbatches)
-            )
-        return self._steps[microbatches]
+        whole = self._whole = self._whole or self._whole_step()
+        if microbatches == 1:
+            return whole
+        version, step = self._parts.get(microbatches, (-1, whole))
+        if version != whole.graph.version:
+            step = self._in_parts(microbatches)
+            self._parts[microbatches] = whole.graph.version, step
+        return step
 
     def _whole_step(self) -> TrainingStep:
         graph = self.graph
@@ -140,3 +139,11 @@ class TrainingStep:
     graph: Graph
     results: Mapping[str, Tensor]
     gradients: tuple[tuple[Variable, Tensor], ...]
+
+
+def _fingerprint(graph: Graph) -> str:
+    digest = hashlib.sha256()
+    for node, times in graph.walk():
+        types = " ".join(str(graph.tensor(o).type) for o in node.outputs)
+        digest.update(f"{node.op.describe()} {node.inputs} {types} {times}\n".encode())
+    return digest.hexdigest()[:16]

@@ -30,7 +30,6 @@ from layoutopt.formulation.shared import Ground
 from layoutopt.formulation.tables import Entry, Table, Tabler, legal
 from layoutopt.problem import Problem, Sparse, Term, Variable
 from layoutopt.space.decisions import Choice, Decisions
-from mesh_tf_core import garbage
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -93,9 +92,8 @@ def extract(
 ) -> Extraction:
     """The problem of a model on a mesh; `decided` is what may be chosen."""
     draft = Draft(model, mesh, decided, pricer, ground)
-    with garbage.kept():
-        for cluster in draft.left:
-            draft.make(cluster)
+    for cluster in draft.left:
+        draft.make(cluster)
     return draft.extraction()
 
 

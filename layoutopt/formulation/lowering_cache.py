@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from costmodels.pricing.items import Bill, Items
 from costmodels.pricing.pricer import Pricer
@@ -49,9 +48,6 @@ class Parts:
         return self._known.setdefault(keep, {})
 
 
-_PARTS: WeakKeyDictionary[Graph, tuple[int, dict[Hashable, Parts]]] = WeakKeyDictionary()
-
-
 @dataclass(frozen=True)
 class Naming:
     """A mesh with its axes numbered.
@@ -87,9 +83,5 @@ class Namings:
 
 
 def parts_of(graph: Graph, pricer: Pricer) -> Parts:
-    """What is remembered of a graph, until it grows."""
-    size = len(graph.tensors)
-    known = _PARTS.get(graph)
-    if known is None or known[0] != size:
-        known = _PARTS[graph] = size, {}
-    return known[1].setdefault(pricer.itemising, Parts())
+    """What is remembered of a graph, until it changes."""
+    return graph.remembered((Parts, pricer.itemising), Parts)

@@ -27,7 +27,6 @@ from layoutopt.problem import eliminate
 from layoutopt.problem.form import Floats
 from layoutopt.problem.marginals import marginals
 from layoutopt.space.decisions import Decisions
-from mesh_tf_core import garbage
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
@@ -77,7 +76,6 @@ def narrow(draft: Draft, upper: float, propose: Propose, deadline: float | None 
     return bound
 
 
-@garbage.kept()
 def faster(
     judge: Judge,
     space: Space,

@@ -12,7 +12,6 @@ from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Space
 from layoutopt.plan.schema import Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
-from mesh_tf_core import garbage
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -44,8 +43,7 @@ def make_plan(
       seconds: wall time of the search.
     """
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
-    with garbage.kept():
-        alternatives, missing = _alternatives(request, space, best, names)
+    alternatives, missing = _alternatives(request, space, best, names)
     ranked = _ranked(request, others, searched_mesh)
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
-from weakref import WeakKeyDictionary
 
 from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.dtypes import itemsize
@@ -53,16 +52,9 @@ def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     return REDUCE if roles.reduced else MAP
 
 
-_KNOWN: WeakKeyDictionary[Graph, tuple[int, Fusion]] = WeakKeyDictionary()
-
-
 def fusion(graph: Graph) -> Fusion:
-    """The groups of a graph, remembered until the graph grows."""
-    size = len(graph.tensors)
-    known = _KNOWN.get(graph)
-    if known is None or known[0] != size:
-        known = _KNOWN[graph] = size, _Groups(graph).found()
-    return known[1]
+    """The groups of a graph, remembered until it changes."""
+    return graph.remembered(fusion, lambda: _Groups(graph).found())
 
 
 class _Groups:

@@ -22,10 +22,14 @@ GradientOf = Callable[[list["Tensor | None"], list["Tensor"], list["Tensor"]], "
 
 @dataclass(frozen=True)
 class CustomGradient(Op):
-    """The first `count` inputs as they are; the gradient goes to the others, by a function of the model."""
+    """The first `count` inputs as they are; the gradient goes to the others, by a function of the model.
+
+    The graph keeps the function, under this number: an operation that kept it would keep the graph whose
+    tensors it reads, wherever operations are remembered.
+    """
 
     count: int
-    function: GradientOf = field(compare=False)
+    function: int = field(compare=False)
     kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
     regroups: ClassVar[bool] = True
@@ -50,7 +54,7 @@ class CustomGradient(Op):
         dys = [dy] if self.count == 1 else list(dy)
         ys = [output] if self.count == 1 else list(output)
         xs = list(inputs[self.count :])
-        found = list(self.function(dys, xs, ys))
+        found = list(inputs[0].graph.gradient_functions[self.function](dys, xs, ys))
         for x, dx in zip(xs, found, strict=False):
             if (dx is not None and dx.type.dtype != x.type.dtype) or (
                 dx is not None and set(dx.shape) != set(x.shape)
@@ -78,7 +82,9 @@ def custom_gradient(
         raise UserError("custom_gradient: needs at least one input")
     made = forward(*(stop_gradient(x) for x in inputs))
     ys = list(made) if isinstance(made, tuple) else [made]
-    out: Any = inputs[0].graph.apply(CustomGradient(len(ys), backward), *ys, *inputs)
+    functions = inputs[0].graph.gradient_functions
+    functions.append(backward)
+    out: Any = inputs[0].graph.apply(CustomGradient(len(ys), len(functions) - 1), *ys, *inputs)
     return out if isinstance(made, tuple) and len(ys) > 1 else (out,) if isinstance(made, tuple) else out
 
 

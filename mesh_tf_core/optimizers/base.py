@@ -84,8 +84,7 @@ def slot(
     full = f"{variable.name}/{name}"
     stacked = sum(d in variable.shape.dims[: variable.stacked] for d in dims)
     found = Variable(full, Shape(dims), "float32", Constant(value), False, stacked, variable.name)
-    graph.variables[full] = found
-    return found, graph.read(found)
+    return graph.declare(found), graph.read(found)
 
 
 def apply_updates(graph: Graph, optimizer: Optimizer, pairs: Sequence[tuple[Variable, Tensor]]) -> None:
@@ -94,7 +93,7 @@ def apply_updates(graph: Graph, optimizer: Optimizer, pairs: Sequence[tuple[Vari
     Args:
       pairs: (variable, gradient of the optimizer's scaled loss).
     """
-    graph.gradient_of.update((gradient.id, variable.name) for variable, gradient in pairs)
+    graph.deliver((gradient, variable.name) for variable, gradient in pairs)
     rates = _rates(graph, optimizer, [variable.name for variable, _ in pairs])
     pairs, finite = _prepared(graph, optimizer, pairs)
     for variable, gradient in pairs:

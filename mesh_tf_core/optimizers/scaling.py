@@ -64,5 +64,5 @@ class LossScale:
 
 def _state(graph: Graph, name: str, initial: float) -> Variable:
     if name not in graph.variables:
-        graph.variables[name] = Variable(name, Shape(), "float32", Constant(initial), False, 0)
+        graph.declare(Variable(name, Shape(), "float32", Constant(initial), False, 0))
     return graph.variables[name]

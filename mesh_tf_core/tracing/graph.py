@@ -6,9 +6,9 @@ once and runs once per element of the stacked dimension. Nothing here knows of d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import Block, Node
@@ -22,9 +22,16 @@ from mesh_tf_core.ops.shape import Reshape
 from mesh_tf_core.tracing.scopes import Scopes
 from mesh_tf_core.tracing.tensor import Tensor
 
+T = TypeVar("T")
+
 
 class Graph(Scopes):
-    """A model under construction, and afterwards its operations."""
+    """A model under construction, and afterwards its operations.
+
+    Attributes:
+      version: another number after every change.
+      gradient_functions: those that the model wrote itself (see `custom_gradient`), by number.
+    """
 
     def __init__(self, name: str = "model") -> None:
         super().__init__()
@@ -35,6 +42,9 @@ class Graph(Scopes):
         self.variables: dict[str, Variable] = {}
         self.inputs: dict[str, Tensor] = {}
         self.gradient_of: dict[int, str] = {}
+        self.gradient_functions: list[Callable[..., Any]] = []
+        self.version = 0
+        self._remembered: dict[Hashable, Any] = {}
         self._stack: list[Block] = [self.blocks[0]]
         self._reads: dict[str, Tensor] = {}
         # Tensors of equal shapes share one: shapes are looked up all the time, which is quickest by identity.
@@ -42,6 +52,25 @@ class Graph(Scopes):
         self._assigned: list[tuple[Variable, Tensor, str]] = []
         self._keys = 0
         self._count = 0
+
+    # -- what follows from all of it -------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Notes a change: what was worked out of the graph holds no longer. Whoever changes nodes, blocks or
+        dictionaries of a graph directly calls this."""
+        self.version += 1
+        self._remembered.clear()
+
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()`, which follows from the graph and `key` alone, worked out once until it changes."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        found: T = self._remembered[key]
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, which may be changed, works everything out by itself."""
+        return {**self.__dict__, "_remembered": {}}
 
     # -- structure -------------------------------------------------------------------------------------------
 
@@ -92,6 +121,7 @@ class Graph(Scopes):
             type = TensorType(shape, type.dtype)
         tensor = Tensor(self, len(self.tensors), type, block.id)
         self.tensors.append(tensor)
+        self.changed()
         return tensor
 
     # -- operations ------------------------------------------------------------------------------------------
@@ -120,6 +150,7 @@ class Graph(Scopes):
         self.block.nodes.append(node)
         for x in outs:
             self.producer[x.id] = node
+        self.changed()
         return node
 
     def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
@@ -248,12 +279,24 @@ class Graph(Scopes):
                 f"variable {full!r} is shared, but was made as {found.type} and is now asked for as "
                 f"{variable.type}; give it another name"
             )
-        self.variables.setdefault(full, variable)
+        if found is None:
+            self.declare(variable)
         variable = self.variables[full]
         value = self.read(variable)
         for block in loops:
             value = self._slice(block, value)
         return value.cast(check_dtype(activation_dtype)) if activation_dtype else value
+
+    def declare(self, variable: Variable) -> Variable:
+        """Adds a variable under its whole name."""
+        self.variables[variable.name] = variable
+        self.changed()
+        return variable
+
+    def deliver(self, gradients: Iterable[tuple[Tensor, str]]) -> None:
+        """Notes that tensors are the gradients of the variables of these names."""
+        self.gradient_of.update((tensor.id, name) for tensor, name in gradients)
+        self.changed()
 
     def read(self, variable: Variable) -> Tensor:
         """The variable's value at the start of the step."""
@@ -308,7 +351,7 @@ class Graph(Scopes):
         from mesh_tf_core.ir.initializers import ZEROS
 
         if "step" not in self.variables:
-            self.variables["step"] = Variable("step", Shape(), "int32", ZEROS, False, 0)
+            self.declare(Variable("step", Shape(), "int32", ZEROS, False, 0))
         return self.read(self.variables["step"])
 
     @contextmanager

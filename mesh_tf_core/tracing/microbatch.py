@@ -110,7 +110,7 @@ class _Copy:
                 inner = self.tensors[tensor.id]
                 sums[name] = self.new.sum_output(body, inner)
                 if tensor.id in self.old.gradient_of:
-                    self.new.gradient_of[inner.id] = self.old.gradient_of[tensor.id]
+                    self.new.deliver([(inner, self.old.gradient_of[tensor.id])])
         self.new.close_loop(body, [])
         return self.new, sums
 
@@ -175,7 +175,7 @@ class _Copy:
             type = TensorType(self._shape(t.shape), t.dtype)
             self.tensors[tensor] = self.new.new_tensor(type, self.new.blocks[block.parent])
             if tensor in self.old.gradient_of:
-                self.new.gradient_of[self.tensors[tensor].id] = self.old.gradient_of[tensor]
+                self.new.deliver([(self.tensors[tensor], self.old.gradient_of[tensor])])
         return self.tensors[tensor].id
 
     def _scan(self, node: Node, body: Block) -> None:

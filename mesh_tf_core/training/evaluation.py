@@ -136,6 +136,7 @@ def forward(graph: Graph) -> Graph:
             if isinstance(node.op, Dropout):
                 block.nodes[at] = dataclasses.replace(node, op=StopGradient(), inputs=node.inputs[:1])
                 found.producer[node.outputs[0]] = block.nodes[at]
+    found.changed()
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.unary import Unary
 from mesh_tf_core.optimizers import by_name
@@ -31,6 +34,52 @@ def test_an_operation_without_its_facets_fails_at_import() -> None:
             def infer(self, *inputs: Any) -> Any: ...
 
             def kernel(self, k: Any, at: Any, *slices: Any) -> Any: ...
+
+
+def test_every_change_ends_what_is_remembered(g: mtf.Graph) -> None:
+    made: list[int] = []
+
+    def remembered() -> bool:
+        """Whether it was worked out before."""
+        count = len(made)
+        assert g.remembered("count", lambda: made.append(0) or g.version) == g.version
+        return len(made) == count
+
+    x = g.input("x", [A], "float32")
+    changes: list[Callable[[], Any]] = [
+        lambda: x * 2.0,
+        lambda: g.variable("w", [A], mtf.ONES),
+        lambda: g.declare(Variable("v", x.shape, "float32", mtf.ZEROS)),
+        lambda: g.assign(g.lookup("w"), x),
+        lambda: g.deliver([(x, "w")]),
+        lambda: mtf.scan(lambda c: c + 1.0, x, L),
+        g.changed,
+    ]
+    for change in changes:
+        remembered()
+        assert remembered()
+        change()
+        assert not remembered()
+
+
+def test_a_copy_of_a_graph_remembers_for_itself(g: mtf.Graph) -> None:
+    g.input("x", [A], "float32")
+    found = g.remembered("list", list)
+    twin = copy.deepcopy(g)
+    assert twin.remembered("list", list) is not found and g.remembered("list", list) is found
+
+
+def test_a_model_follows_its_graph(g: mtf.Graph) -> None:
+    """Its fingerprint, and its steps in parts, are those of the graph as it is now."""
+    w, x = g.variable("w", [A], mtf.ONES), g.input("x", [B, A], "float32")
+    model = mtf.Model(mtf.reduce_mean(x * w))
+    first, parts = model.fingerprint, model.training_step(2)
+    assert (model.fingerprint, model.training_step(2)) == (first, parts)
+    seen = g.variable("seen", [A], mtf.ZEROS, trainable=False)
+    g.assign(g.lookup("seen"), seen + 1.0)
+    assert model.fingerprint != first
+    with pytest.raises(mtf.UserError, match="variable 'seen' is assigned once per step"):
+        model.training_step(2)
 
 
 def test_inputs_and_variables(g: mtf.Graph) -> None:

@@ -14,6 +14,7 @@ from costmodels.kernels.groups import Kernel
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import price
 from mesh_tf_core import Dim, Layout, Mesh
+from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.lower import lower
 from mesh_tf_core.lower.fusion import fusion
 from mesh_tf_core.optimizers import by_name
@@ -121,6 +122,20 @@ def test_no_kernel_waits_for_itself() -> None:
     first, late, early, last = (groups[g.producer[t.id].index] for t in (y, back, direct, total))
     assert first == early and late != first
     assert last in (first, late)
+
+
+def test_groups_are_those_of_the_graph_as_it_is_now() -> None:
+    """An assignment is a change, though it adds no tensor."""
+    g = mtf.Graph("m")
+    y = x(g) * 2.0
+    mtf.tanh(y)
+    before = fusion(g)
+    assert before is fusion(g)
+    with g.phase("update"):
+        g.assign(Variable("v", y.shape, "float32", mtf.ZEROS), y)
+    (assigned,) = [n for n in g.nodes if not n.outputs]
+    assert y.id not in before.leaving and y.id in fusion(g).leaving
+    assert assigned.index not in fusion(g).group
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

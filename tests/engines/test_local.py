@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -291,6 +293,18 @@ def test_errors_say_what_to_do():
         open_engine(program, "loca")
     with pytest.raises(UserError, match="needs 2 devices, found 1 names"):
         open_engine(program, devices=("/CPU:0",))
+
+
+LATER = """
+from mesh_tf_core.engines import prepare
+prepare.__globals__["make_virtual"](2)
+print(len(prepare(16)))
+"""
+
+
+def test_more_devices_can_be_asked_for_until_tensorflow_runs():
+    done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["16"]
 
 
 def test_too_few_devices_once_tensorflow_runs():

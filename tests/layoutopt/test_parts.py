@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +14,7 @@ from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.formulation.clusters import Cluster, clusters
 from layoutopt.formulation.dependencies import Coupling
+from layoutopt.formulation.lowering_cache import parts_of
 from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.space.decisions import Choice, Decisions, decisions
 from layoutopt.space.domains import domains
@@ -102,10 +104,32 @@ def test_all_examples(name: str, hardware: str, parts: int, shapes: list[str]) -
     compare(EXAMPLES[name](), shapes, parts, load_hardware(hardware), seed=5, count=6)
 
 
-def test_nothing_is_remembered_of_a_graph_that_is_gone() -> None:
-    model = random_model(0)
-    compare(model, ["x:2"], 1, load_hardware("tpu-v4"), seed=0, count=1)
+def with_its_own_gradient() -> mtf.Model:
+    """A model whose gradient function reads a tensor of its graph."""
+    g, d = mtf.Graph("own"), mtf.Dim("d", 8)
+    x, w = g.input("x", [mtf.Dim("batch", 4), d], "float32"), g.variable("w", [d], mtf.ONES)
+    y = mtf.custom_gradient(lambda a: a * 2.0, lambda dys, xs, ys: [mtf.reduce_sum(x, "batch") * 2.0], [w])
+    assert isinstance(y, mtf.Tensor)
+    return mtf.Model(mtf.reduce_mean(x * y), name="own")
+
+
+@pytest.mark.parametrize("make", [lambda: random_model(0), with_its_own_gradient])
+@pytest.mark.parametrize("hardware", ["tpu-v4", "a100-eager"])
+def test_nothing_is_remembered_of_a_graph_that_is_gone(make: Callable[[], mtf.Model], hardware: str) -> None:
+    model = make()
+    compare(model, ["x:2"], 1, load_hardware(hardware), seed=0, count=1)
     graph = weakref.ref(model.graph)
     del model
     gc.collect()
     assert graph() is None
+
+
+def test_what_is_remembered_ends_with_an_assignment() -> None:
+    g = mtf.Graph("m")
+    w = g.variable("w", [mtf.Dim("d", 8)], mtf.ONES)
+    y = w * 2.0
+    prices = pricer(load_hardware("tpu-v4"), mtf.Mesh("x:2"))
+    before = parts_of(g, prices)
+    assert parts_of(g, prices) is before
+    g.assign(g.lookup("w"), y)
+    assert parts_of(g, prices) is not before

@@ -13,7 +13,6 @@ With fewer devices than cores, TensorFlow's default (all cores) stays.
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 
 from mesh_tf_core.errors import UserError
 
@@ -42,11 +41,6 @@ def prepare(devices: int) -> tuple[str, ...]:
     return tuple(d.name for d in found[:devices])
 
 
-@lru_cache(maxsize=1)
-def _configured() -> list[int]:
-    return []
-
-
 def make_virtual(devices: int, processes: int = 1) -> None:
     """Makes virtual CPU devices and sets threads, unless TensorFlow already runs.
 
@@ -55,8 +49,6 @@ def make_virtual(devices: int, processes: int = 1) -> None:
     """
     import tensorflow as tf
 
-    if _configured():
-        return
     cpu = tf.config.list_physical_devices("CPU")[0]
     existing = tf.config.get_logical_device_configuration(cpu)
     if existing is None or len(existing) < devices:
@@ -67,7 +59,6 @@ def make_virtual(devices: int, processes: int = 1) -> None:
                 tf.config.threading.set_intra_op_parallelism_threads(1)
         except RuntimeError:  # TensorFlow has started; the caller compares counts
             return
-    _configured().append(devices)
 
 
 def cores() -> int:

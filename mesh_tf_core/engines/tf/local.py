@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mesh_tf_core import garbage
 from mesh_tf_core.engines.feeds import check_batch
 from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.stepping import Stepping, check_beside
@@ -155,9 +154,8 @@ class TfLocalEngine(Stepping):
 
     def _traced(self) -> Callable[..., Sequence[Any]]:
         start = time.perf_counter()
-        with garbage.kept():
-            trace = self._trace()
-            step, self._sizes = trace.step(), trace.sizes
+        trace = self._trace()
+        step, self._sizes = trace.step(), trace.sizes
         self.compile_seconds += time.perf_counter() - start
         return step
 
