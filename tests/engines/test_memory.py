@@ -8,11 +8,12 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.liveness import memory
-from examples import mlp, transformer_lm
+from examples import mlp, resnet, transformer_lm
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.tf.local import TfLocalEngine
 from tests.engines.programs import network, numbers, tokens
+from tests.layoutopt.models import branching, nested
 
 SIZES = {"layers": 2, "d_model": 16, "d_kv": 4, "heads": 4, "d_ff": 32, "vocab": 24, "batch": 8, "length": 4}
 MESH = "a:2;b:2"
@@ -29,6 +30,14 @@ MODELS = {
     "adafactor": (
         lambda: transformer_lm.model(**SIZES, optimizer="adafactor", gated=True, tied=True),
         ["batch:a;vocab:b", "heads:b;d_ff:b", "d_model:a+b"],
+    ),
+    # A loop begins from what the loop around it carries, or that this reads later.
+    "loops in loops": (lambda: nested(False), ["", "batch:a", "hidden:b", "batch:a;d:b"]),
+    "branching": (branching, ["", "batch:a", "f:a+b", "batch:a;d:b"]),
+    # Its loops begin from what lies in memory under another name.
+    "renamed": (
+        lambda: resnet.model(batch=8, size=16, channels=8, stages=2, groups=4),
+        ["", "batch:a", "batch:a;height:b"],
     ),
 }
 

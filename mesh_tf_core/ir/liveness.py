@@ -1,0 +1,172 @@
+"""Which values of a program share memory, and when memory is taken and free again: the one answer for whoever
+counts bytes.
+
+As on a device that knows ahead of time what runs:
+  (1) a rename or reshape lies in its operand's memory
+  (2) what is read from a variable, and what is written to it, lies in the variable's memory
+  (3) memory is free after the last instruction of its block that touches any value in it; a block frees only
+      what it makes, for its loop may run it again
+  (4) an element-wise operation or an all-reduce writes over an operand of the result's size that is free
+      after it
+  (5) a loop takes the memory of its results before it begins, and that of one iteration's carries and parts
+  (6) what a carry starts from is free once the first iteration has copied it, unless it is read otherwise
+  (7) what an iteration hands out has been copied at its end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReadVariable, WriteVariable
+
+Size = Callable[[int], int]
+"""Value id -> bytes of the piece on one device."""
+Memories = tuple[int, ...]
+"""Ids of values that have memory of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one instruction does to memory.
+
+    Attributes:
+      takes: held from here on.
+      frees: free once it has run; after the last iteration of a loop.
+      copied: of a loop, free once the first iteration has begun.
+      enters: of a loop, held through all iterations.
+      leaves: of a loop, free at the end of every iteration.
+    """
+
+    takes: Memories
+    frees: Memories
+    copied: Memories = ()
+    enters: Memories = ()
+    leaves: Memories = ()
+
+
+class Liveness:
+    """The memory of one program; see the module's text.
+
+    Args:
+      shared: value -> another one in whose memory it lies, besides (1).
+      nowhere: values that have no memory.
+    """
+
+    def __init__(
+        self, program: Program, shared: Mapping[int, int] | None = None, nowhere: Set[int] = frozenset()
+    ) -> None:
+        self.program, self._shared, self._nowhere = program, shared or {}, set(nowhere)
+        self._memory: dict[int, int] = {}
+        self._spans: dict[int, Span] = {}
+        for instr, _ in program.walk():
+            self._place(instr)
+        self._plan(program.code, program.results.values())
+
+    def memory(self, id: int) -> int:
+        """The value whose memory a value lies in."""
+        return self._memory.get(id, id)
+
+    def has(self, id: int) -> bool:
+        """Whether a value has memory of its own."""
+        return self.memory(id) == id and id not in self._nowhere
+
+    def span(self, instr: Instr) -> Span:
+        return self._spans[id(instr)]
+
+    def names(self) -> dict[int, list[int]]:
+        """Memory -> all values that lie in it, where these are several or another one."""
+        found: dict[int, list[int]] = {}
+        for value, memory in self._memory.items():
+            found.setdefault(memory, [memory]).append(value)
+        return found
+
+    def _place(self, instr: Instr) -> None:
+        """Rules (1) and (2)."""
+        free = isinstance(instr, Local) and instr.op.free and instr.inputs
+        for o in instr.outputs:
+            source = instr.inputs[0] if free else self._shared.get(o)
+            if source is not None:
+                self._memory[o] = self.memory(source)
+        if isinstance(instr, ReadVariable):
+            self._nowhere.update(instr.outputs)
+        elif isinstance(instr, WriteVariable):
+            self._nowhere.add(self.memory(instr.inputs[0]))
+
+    def _plan(self, code: Sequence[Instr], leaving: Iterable[int]) -> None:
+        """Rules (3) and (5) to (7) for a block; `leaving` are the values that are needed after it."""
+        needed = {self.memory(i) for i in leaving}
+        made = {o for instr in code for o in instr.outputs}
+        for instr in reversed(code):
+            touched = {self.memory(i) for i in (*instr.inputs, *instr.outputs)}
+            frees = (touched - needed) & made
+            needed |= touched
+            takes = self._own(instr.outputs)
+            if isinstance(instr, Loop):
+                read = {self.memory(i) for i in instr.inputs[len(instr.carried) :]}
+                copied = {self.memory(c.init) for c in instr.carried} & frees - read
+                inside = {o for each in instr.body for o in each.outputs}
+                leaves = {self.memory(i) for i in instr.leaving} & inside
+                enters = self._own(instr.entering)
+                self._spans[id(instr)] = Span(takes, tuple(frees), tuple(copied), enters, tuple(leaves))
+                self._plan(instr.body, instr.leaving)
+            else:
+                self._spans[id(instr)] = Span(takes, tuple(frees))
+
+    def _own(self, values: Iterable[int]) -> Memories:
+        return tuple(dict.fromkeys(filter(self.has, values)))
+
+
+class Held:
+    """What a device holds while a program runs; who counts says what runs, and how many bytes values have.
+
+    Attributes:
+      bytes: memory -> its bytes, in the order in which they were taken; `total` of all.
+    """
+
+    def __init__(self, liveness: Liveness) -> None:
+        self.liveness = liveness
+        self.bytes: dict[int, int] = {}
+        self.total = 0
+
+    def begins(self, instr: Instr, size: Size) -> list[int]:
+        """An instruction begins to run, or a loop is about to; returns the results that take the place of an
+        operand, rule (4)."""
+        span, held = self.liveness.span(instr), self.bytes
+        self._take(span.takes, size)
+        elementwise = isinstance(instr, Local) and instr.op.kind == "elementwise"
+        if not span.frees or not (elementwise or isinstance(instr, AllReduce)):
+            return []
+        free = [held[i] for i in span.frees if i in held and i not in instr.outputs]
+        over = []
+        for o in span.takes:
+            if held[o] in free:
+                free.remove(held[o])
+                over.append(o)
+        return over
+
+    def enters(self, loop: Loop, size: Size) -> None:
+        """The first iteration of a loop begins."""
+        span = self.liveness.span(loop)
+        self._free(span.copied)
+        self._take(span.enters, size)
+
+    def iterated(self, loop: Loop) -> None:
+        """An iteration has ended."""
+        self._free(self.liveness.span(loop).leaves)
+
+    def ends(self, instr: Instr) -> None:
+        """An instruction, or the last iteration of a loop, has run."""
+        span = self.liveness.span(instr)
+        self._free(span.enters)
+        self._free(span.frees)
+
+    def _take(self, memories: Memories, size: Size) -> None:
+        for i in memories:
+            if i not in self.bytes:
+                self.bytes[i] = size(i)
+                self.total += self.bytes[i]
+
+    def _free(self, memories: Memories) -> None:
+        for i in memories:
+            self.total -= self.bytes.pop(i, 0)
