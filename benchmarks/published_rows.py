@@ -16,7 +16,8 @@ import mesh_tf_core as mtf
 from benchmarks.published_models import language_model as published_model
 from costmodels import Hardware, load_hardware
 from costmodels.hardware import Cluster
-from costmodels.kernels.compute import MATMUL_CLASSES, Quantity
+from costmodels.kernels.compute import MATMUL_CLASSES
+from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer, pricer
 from examples.transformer_lm import model as language_model
 from examples.transformer_seq2seq import model as translation_model
@@ -77,7 +78,7 @@ class Run:
 
 def _kept(line: Line) -> bool:
     """Whether a line is a product with weights that runs again, or a collective for one."""
-    dims = line.opened.matmul_dims if isinstance(line.opened, Quantity) else None
+    dims = line.item.quantity.matmul_dims if isinstance(line.item, Computed) else None
     product = line.kind in MATMUL_CLASSES and dims is not None and dims[3] == 1
     return line.origin.phase == "recompute" and (product or line.is_communication)
 

@@ -29,7 +29,7 @@ class Evaluation:
 
     @cached_property
     def _kernels(self) -> Fused | None:
-        return self.prices.kernels(self.program)
+        return self.prices.itemiser.kernels(self.program)
 
     @cached_property
     def cost(self) -> Cost:
@@ -39,7 +39,7 @@ class Evaluation:
     def memory(self) -> Memory:
         # Memory knows of no kernels that stream.
         known = None if self.prices.hardware.streams_attention else self._kernels
-        return memory(self.program, self.prices.fuses, known)
+        return memory(self.program, self.prices.itemiser.fuses, known)
 
     @property
     def predicted(self) -> Predicted:

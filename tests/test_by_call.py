@@ -98,10 +98,10 @@ def test_between_processes_values_travel_together_and_stacks_are_joined(processe
     program = transformer(layers=3, d_model=64, batch=8, length=32).lower(MESH, Layout("batch:data"))
     lines = list(prices.lines(program))
     assert {line.origin.phase for line in lines if line.name == "stack"} >= {"forward", "backward"}
-    message = max((x for x in lines if x.name == "all_reduce"), key=lambda x: len(x.opened.payloads))
-    assert message.opened.together
-    latency, many = prices.message_seconds(("data",), 1), len(message.opened.payloads)
-    alone = [prices.message_seconds(("data",), b) for b in message.opened.payloads]
+    message = max((x for x in lines if x.name == "all_reduce"), key=lambda x: len(x.item.payloads))
+    assert message.item.together
+    latency, many = prices.message_seconds(("data",), 1), len(message.item.payloads)
+    alone = [prices.message_seconds(("data",), b) for b in message.item.payloads]
     assert many > 1
     assert message.seconds == pytest.approx(sum(alone) - (many - 1) * latency)
 

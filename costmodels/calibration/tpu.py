@@ -21,6 +21,7 @@ from costmodels.calibration.tpu_fit import Sample, TpuFit, error, fit_tpu
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT, TpuProbe, tpu_probes
 from costmodels.hardware import Hardware, load_hardware, preset_content
 from costmodels.kernels.compute import Quantity
+from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core.errors import UserError
 
@@ -92,8 +93,8 @@ def tpu_samples(hardware: Hardware, probes: Sequence[TpuProbe], compiled: Compil
         program = probe.program(1)
         kernels: dict[Quantity, float] = {}
         for line in pricer(hardware, program).lines(program):
-            if isinstance(line.opened, Quantity):
-                kernels[line.opened] = kernels.get(line.opened, 0.0) + line.times
+            if isinstance(line.item, Computed):
+                kernels[line.item.quantity] = kernels.get(line.item.quantity, 0.0) + line.times
         samples.append(Sample(probe.name, probe.kind, compiled.seconds[probe.name], tuple(kernels.items())))
     return samples
 

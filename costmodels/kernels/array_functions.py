@@ -73,20 +73,24 @@ class Piece:
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
+class NoArrayFunctionError(AttributeError):
+    """An array function that `Tally` does not have, so that nothing is known of its time."""
+
+
 def calls(
     op: Op, inputs: Sequence[TensorType], outputs: Sequence[TensorType], split: frozenset[str]
 ) -> list[Call]:
     """The array functions of `op` on pieces of these types; `split`: names of the dimensions that are split.
 
     Raises:
-      NotImplementedError: the operation uses an array function that `Tally` does not have.
+      NoArrayFunctionError: the operation uses an array function that `Tally` does not have.
     """
     tally = Tally()
     at = At(tuple(inputs), tuple(outputs), split, lambda name: 0)
     try:
         op.kernel(tally, at, *(Piece(t.shape.sizes, t.dtype) for t in inputs))
-    except AttributeError as error:
-        raise NotImplementedError(f"{op.name}: {error}") from None
+    except NoArrayFunctionError as error:
+        raise NoArrayFunctionError(f"{op.name}: array function {str(error)!r} has no price") from None
     return tally.calls
 
 
@@ -98,6 +102,9 @@ class Tally:
 
     def __init__(self) -> None:
         self.noted: list[Call] = []
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoArrayFunctionError(name)
 
     @property
     def calls(self) -> list[Call]:

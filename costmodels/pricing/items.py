@@ -1,175 +1,136 @@
-"""Bills: what the price of a program follows from, without the sizes of the mesh.
+"""Itemised cost: what the kernels and collectives of a program do on one device, one item each.
 
-A program is a list of items: instructions, and groups of them that fuse. An item is its operations and how
-they are connected (its form), and the global shapes, splits and dtypes of its values. On a mesh the values
-have pieces, and items of one form whose pieces have the same types do the same: a search meets few of them,
-in many programs. Which items a program has follows from its outline (`costmodels.pricing.structure`).
+Items are frozen and add up. They have no seconds. Everything else is made from them: the seconds of a step
+(`costmodels.pricing.pricer`), the lines of `layoutopt cost` (`lines`), their formulas (`explanation`), the
+tables of the search (`templates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from costmodels.kernels.compute import Quantity
-from costmodels.kernels.fusion import Unit
-from costmodels.kernels.groups import Group, Lone, streamed
-from costmodels.pricing.structure import outline
-from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.program import Collective, Local, Loop, Permute, Program, Value
-
-Priced = tuple[Unit, float, str]
-"""A unit of a program, how often it runs, and the purpose of a collective (see `Form`)."""
+from mesh_tf_core.ir.op import Op, TensorType
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """A value's global shape, splits and dtype; equal ones of one `Items` are one object."""
+class _Local:
+    """An item that sends nothing."""
 
-    shape: Shape
-    splits: tuple[Axes, ...]
-    dtype: str
+    __slots__ = ()
 
+    @property
+    def axes(self) -> Axes:
+        return ()
 
-Places = dict[tuple[Axes, ...], Placed]
-"""All values of one shape and dtype, by their splits."""
+    @property
+    def sent(self) -> float:
+        return 0.0
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Form:
-    """All of an item but the sizes and splits of its values; equal ones of one `Items` are one object.
-
-    Attributes:
-      unit: where it was met first; `values` are the ids of its values there.
-      purpose: of a collective, its class of `costmodels.pricing.overlap`.
-      quantities: sizes of the values' pieces -> what is done.
-    """
-
-    unit: Unit
-    values: Sequence[int]
-    purpose: str
-    quantities: dict[tuple[tuple[int, ...], ...], tuple[Quantity, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Item:
-    """Something that is priced by itself; equal ones of one `Items` are one object.
-
-    Attributes:
-      sent: a collective with its axes.
-    """
-
-    form: Form
-    values: tuple[Placed, ...]
-    sent: Collective | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Whole:
-    """A program that is priced as a whole."""
-
-    program: Program
-    again: bool
-
-
-Bill = tuple[tuple[Item | Whole, float], ...]
-"""Items, each with how often it runs."""
+    @property
+    def purpose(self) -> str:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """An item of all programs of one outline.
+class Computed(_Local):
+    """A kernel, or what a loop writes to a stack.
 
     Attributes:
-      values: ids of its values, and what they are by their splits.
-      times: how often it runs.
-      sent: the number of a collective in its program.
+      flops: of its operations, each counted once. `quantity` counts what is computed again, too.
+      lacks: why the local engine's array functions do not price it; empty where nobody asked.
     """
 
-    form: Form
-    values: Sequence[tuple[int, Places]]
-    times: float
-    sent: int | None
+    quantity: Quantity
+    flops: float
+    lacks: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.quantity.op_class
+
+    @property
+    def bytes(self) -> float:
+        return self.quantity.bytes
 
 
-class Items:
-    """All items that were met in the programs of one graph."""
+@dataclass(frozen=True, slots=True)
+class Called(_Local):
+    """An instruction as the array functions that the local engine calls for it.
 
-    def __init__(self) -> None:
-        self._rows: dict[Hashable, tuple[Row, ...]] = {}
-        self._forms: dict[Hashable, Form] = {}
-        self._places: dict[tuple[Shape, str], Places] = {}
-        self._known: dict[Hashable, Item] = {}
-
-    def bill(
-        self, program: Program, again: bool, streams: bool, units: Callable[[], Iterable[Priced]]
-    ) -> Bill:
-        """A program as items.
-
-        Args:
-          again, streams: see `costmodels.kernels.fusion.fused`.
-          units: what the program consists of; asked for one program of every outline.
-        """
-        key, sent = outline(program, streams)
-        rows = self._rows.get((key, again))
-        if rows is None:
-            rows = self._rows[key, again] = tuple(self._read(program, sent, streams, units()))
-        return tuple((self._item(row, program.values, sent), row.times) for row in rows)
-
-    def _item(self, row: Row, values: Sequence[Value], sent: Sequence[Collective]) -> Item:
-        placed = tuple([_placed(values[i], places) for i, places in row.values])
-        instr = None if row.sent is None else sent[row.sent]
-        key = row.form, placed, () if instr is None else (instr.axes, _how(instr))
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = Item(row.form, placed, instr)
-        return found
-
-    def _read(
-        self, program: Program, sent: Sequence[Collective], streams: bool, units: Iterable[Priced]
-    ) -> Iterator[Row]:
-        """The rows of a program's outline."""
-        number = {id(instr): i for i, instr in enumerate(sent)}
-        for unit, times, purpose in units:
-            told = described(unit, program, streams)
-            if told is not None:
-                structure, ids = told
-                kinds = [(program.values[i].shape, program.values[i].dtype) for i in ids]
-                key = structure, purpose, tuple((shape.names, dtype) for shape, dtype in kinds)
-                form = self._forms.get(key)
-                if form is None:
-                    form = self._forms[key] = Form(unit, ids, purpose)
-                places = [self._places.setdefault(kind, {}) for kind in kinds]
-                yield Row(form, tuple(zip(ids, places, strict=True)), times, number.get(id(unit)))
-
-
-def described(found: Unit, program: Program, streams: bool) -> tuple[Hashable, Sequence[int]] | None:
-    """Operations and connections, and the values of which only the types of the pieces matter; None if it
-    takes no time.
-
-    Args:
-      streams: attention is one kernel (`costmodels.kernels.fusion`).
+    Attributes:
+      inputs, outputs: types of one device's pieces.
+      split: names of the dimensions that are split.
+      stays: its result is kept for backward.
     """
-    if isinstance(found, Group | Lone):
-        return found.signature()
-    if isinstance(found, Local):
-        return None if found.op.free else ((found.op, len(found.inputs)), (*found.inputs, *found.outputs))
-    if isinstance(found, Collective):
-        return found.name, found.inputs
-    if isinstance(found, Loop):
-        written = tuple(r.outer for r in found.stacked if not (streams and streamed(program, r.outer)))
-        return (("stack", found.reverse), written) if written else None
-    return None
+
+    op: Op
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    split: frozenset[str]
+    stays: bool
+    quantity: Quantity = field(compare=False)
+
+    @property
+    def kind(self) -> str:
+        return self.quantity.op_class
+
+    @property
+    def flops(self) -> float:
+        return self.quantity.flops
+
+    @property
+    def bytes(self) -> float:
+        return self.quantity.bytes
 
 
-def _placed(value: Value, places: Places) -> Placed:
-    found = places.get(value.splits)
-    if found is None:
-        found = places[value.splits] = Placed(value.shape, value.splits, value.dtype)
-    return found
+@dataclass(frozen=True, slots=True)
+class Started(_Local):
+    """The start of a step that stores `writes` variables: the same under every layout."""
+
+    writes: int
+
+    @property
+    def kind(self) -> str:
+        return "step"
+
+    @property
+    def flops(self) -> float:
+        return 0.0
+
+    @property
+    def bytes(self) -> float:
+        return 0.0
 
 
-def _how(sent: Collective) -> Hashable:
-    """What decides the price of a collective besides its axes and bytes."""
-    return (sent.shift, sent.wrap, sent.pairs) if isinstance(sent, Permute) else None
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective.
+
+    Attributes:
+      kind: its name.
+      payloads: bytes of the pieces that a device puts in.
+      sent: bytes that a device sends.
+      purpose: its class of `costmodels.pricing.overlap`.
+      together: its values share one latency, else each is sent by itself.
+      crossings: of a permutation, how many pieces share a link of a ring.
+    """
+
+    kind: str
+    axes: Axes
+    payloads: tuple[int, ...]
+    sent: float
+    purpose: str = ""
+    together: bool = True
+    crossings: int = 1
+
+    @property
+    def flops(self) -> float:
+        return 0.0
+
+    @property
+    def bytes(self) -> float:
+        return 0.0
+
+
+Item = Computed | Called | Started | Sent

@@ -6,63 +6,62 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from costmodels.kernels.compute import Quantity
+from costmodels.pricing.items import Computed, Item
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Origin
-
-KernelKey = tuple[Op, tuple[TensorType, ...], tuple[TensorType, ...], frozenset[str], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Called:
-    """An instruction that the local engine runs call by call, with its operands."""
-
-    key: KernelKey
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """The bytes of every message of a collective; messages that travel `together` share one latency."""
-
-    payloads: tuple[int, ...]
-    together: bool = True
-
-
-Opened = Quantity | Called | Sent | None
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One instruction's share of the price.
+    """One item with its price.
 
     Attributes:
       times: how often it runs in a step (`Loop.times`); every other number is of one run on one device.
+      item: what its seconds follow from (`costmodels.pricing.explanation`).
       seconds: all of it, hidden or not.
       exposed: seconds that the step waits for.
-      flops, bytes: of computation.
-      axes, sent, purpose: of a collective: its mesh axes, the bytes a device sends, its class of
-        `costmodels.pricing.overlap`.
-      opened: what the seconds follow from (`costmodels.pricing.explanation`).
     """
 
     name: str
     text: str
     origin: Origin
-    kind: str
     times: float
+    item: Item
     seconds: float
     exposed: float
-    flops: float = 0.0
-    bytes: float = 0.0
-    axes: Axes = ()
-    sent: float = 0.0
-    purpose: str = ""
-    opened: Opened = None
+
+    @property
+    def kind(self) -> str:
+        """The class of the work; of a collective, its name."""
+        return self.item.kind
+
+    @property
+    def flops(self) -> float:
+        return self.item.flops
+
+    @property
+    def bytes(self) -> float:
+        """Read and written by computation."""
+        return self.item.bytes
+
+    @property
+    def axes(self) -> Axes:
+        """Of a collective."""
+        return self.item.axes
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends."""
+        return self.item.sent
+
+    @property
+    def purpose(self) -> str:
+        """Of a collective, its class of `costmodels.pricing.overlap`."""
+        return self.item.purpose
 
     @property
     def is_communication(self) -> bool:
-        return bool(self.axes)
+        return bool(self.item.axes)
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,15 @@ class Cost:
     @cached_property
     def flops(self) -> float:
         return self._total(lambda x: x.flops, False)
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What was priced in another way than this hardware's programs are."""
+        lacking = (x.item.lacks for x in self.lines if isinstance(x.item, Computed) and x.item.lacks)
+        return tuple(
+            f"{lacks}: priced by its FLOPs and bytes, not by measured array functions"
+            for lacks in dict.fromkeys(lacking)
+        )
 
     def communication_bytes(self) -> dict[str, float]:
         """Bytes sent, by mesh axes joined with '+'."""

@@ -1,58 +1,51 @@
-"""Prices of the array functions that the local engine calls, on hardware whose file has measured them
-(`costmodels.kernels.array_functions`)."""
+"""The op-by-op model: seconds of the array functions that the local engine calls, on hardware whose file has
+measured them (`costmodels.kernels.array_functions`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from costmodels.hardware import ComputeCurve, Hardware
-from costmodels.kernels.array_functions import call_seconds, calls
-from costmodels.pricing.lines import Called, KernelKey
-from mesh_tf_core.ir.program import Local, Program, WriteVariable
+from costmodels.kernels.array_functions import Call, call_seconds, calls
+from costmodels.pricing.items import Called, Started
+
+
+def is_measured(hardware: Hardware) -> bool:
+    """Whether the hardware's file has curves of array functions."""
+    return any(c.op_class == "kernel" for c in hardware.compute_curves)
+
+
+@lru_cache(maxsize=1 << 14)
+def array_functions(item: Called) -> tuple[Call, ...]:
+    """What the local engine calls; NoArrayFunctionError as of `calls`."""
+    return tuple(calls(item.op, item.inputs, item.outputs, item.split))
 
 
 @dataclass
-class Calls:
-    """Prices instructions of one mesh call by call, remembering what it has priced."""
+class OpByOp:
+    """Prices array functions on one mesh, remembering what it has priced."""
 
     hardware: Hardware
     devices: int
-    _seconds: dict[KernelKey, float | None] = field(default_factory=dict)
-
-    @property
-    def measured(self) -> bool:
-        """Whether the hardware's file has curves of array functions."""
-        return "kernel" in self._curves
+    _seconds: dict[Called, float] = field(default_factory=dict)
 
     @cached_property
     def _curves(self) -> dict[str, ComputeCurve]:
         return {c.op_class: c for c in self.hardware.compute_curves if c.op_class.split(".")[0] == "kernel"}
 
-    def of_step(self, program: Program) -> float:
+    def started(self, item: Started) -> float:
         """What a step takes under every layout: its start, and storing its variables."""
-        written = sum(isinstance(instr, WriteVariable) for instr in program.code)
-        return sum(self._constant(name) * n for name, n in (("kernel.step", 1), ("kernel.store", written)))
+        return self._constant("kernel.step") + item.writes * self._constant("kernel.store")
 
-    def of(self, program: Program, instr: Local) -> tuple[float | None, Called | None]:
-        """Seconds of an instruction's array functions, and what they are; None if one is not known."""
-        values = [program.values[i] for i in (*instr.inputs, *instr.outputs)]
-        split = frozenset(
-            name for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes
-        )
-        types = (tuple(map(program.local, instr.inputs)), tuple(map(program.local, instr.outputs)))
-        stays = instr.origin.phase == "forward"
-        key = (instr.op, *types, split, stays)
-        if key not in self._seconds:
-            try:
-                found = calls(instr.op, *types, split)
-            except NotImplementedError:
-                self._seconds[key] = None
-            else:
-                self._seconds[key] = sum(call_seconds(c, self._curve, stays) for c in found)
-        seconds = self._seconds[key]
-        return seconds, None if seconds is None else Called(key)
+    def called(self, item: Called) -> float:
+        """Seconds of an instruction's array functions."""
+        seconds = self._seconds.get(item)
+        if seconds is None:
+            found = array_functions(item)
+            seconds = self._seconds[item] = sum(call_seconds(c, self._curve, item.stays) for c in found)
+        return seconds
 
     def _curve(self, op_class: str) -> Callable[[float], float] | None:
         """Seconds of a class of array functions against its bytes or FLOPs; None if it was not measured."""
@@ -63,8 +56,8 @@ class Calls:
         return lambda amount: found.seconds(amount) * share
 
     def _constant(self, name: str) -> float:
-        found = self._curves.get(name)
-        return found.seconds(0.0) * self._contended(found) if found else 0.0
+        curve = self._curve(name)
+        return 0.0 if curve is None else curve(0.0)
 
     def _contended(self, curve: ComputeCurve) -> float:
         return self.hardware.contention(self.devices) / self.hardware.contention(curve.devices)

@@ -83,6 +83,7 @@ def cost(
             "feasible": reason is None,
             "reason": reason,
             "findings": [asdict(doubt) for doubt in doubts],
+            **({"notes": list(found.cost.notes)} if found.cost.notes else {}),
             **({"lines": opened} if lines else {}),
         }
     )
@@ -93,6 +94,8 @@ def cost(
 
             terminal.show("", line_table(opened))
         _show_doubts(terminal, doubts)
+        for note in found.cost.notes:
+            terminal.show("", f"note: {note}")
 
 
 def opened_lines(cost: Cost, prices: Pricer) -> list[dict[str, Any]]:

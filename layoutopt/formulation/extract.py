@@ -156,7 +156,7 @@ class Draft:
         groups, index = _groups(self.tables), Index(names, decided)
         terms = _time_terms(self.tables, groups, index, self.pricer)
         terms += _message_terms(self.tables, groups, index, self.pricer)
-        memory = MemoryRows(self.ground, self.mesh, decided, names, self.pricer.fuses)
+        memory = MemoryRows(self.ground, self.mesh, decided, names, self.pricer.itemiser.fuses)
         problem = self._problem(terms, groups)
         return Extraction(self.mesh, decided, names, tuple(self.tables), groups, problem, memory)
 

@@ -2,8 +2,8 @@
 
 What a part becomes follows from which of its dimensions are split over the same axes, whatever these are
 called, and from what lowering asked besides (`mesh_tf_core.lower.oracle`). So axes are numbered in the order
-in which a part's dimensions name them (`Naming`). Where the answers are the same, the bill
-(`costmodels.pricing.items`) is: only its prices are looked up again, on the mesh at hand.
+in which a part's dimensions name them (`Naming`). Where the answers are the same, the itemised
+cost (`costmodels.pricing.templates`) is: only its prices are looked up again, on the mesh at hand.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from costmodels.pricing.items import Bill, Items
 from costmodels.pricing.pricer import Pricer
+from costmodels.pricing.templates import ItemisedCost, Templates
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Keep
@@ -27,12 +27,12 @@ class Part:
 
     Attributes:
       asked: what lowering asked, with the answers.
-      bill: None if it is not legal.
+      cost: None if it is not legal.
       waiting: gradient sums that may travel with those of other parts.
     """
 
     asked: Answers
-    bill: Bill | None
+    cost: ItemisedCost | None
     waiting: tuple[Waiting, ...]
 
 
@@ -40,7 +40,7 @@ class Part:
 class Parts:
     """The parts of one graph, on hardware that makes the same items."""
 
-    items: Items = field(default_factory=Items)
+    templates: Templates
     _known: dict[Keep, dict[Hashable, list[Part]]] = field(default_factory=dict)
 
     def of(self, keep: Keep) -> dict[Hashable, list[Part]]:
@@ -84,4 +84,5 @@ class Namings:
 
 def parts_of(graph: Graph, pricer: Pricer) -> Parts:
     """What is remembered of a graph, until it changes."""
-    return graph.remembered((Parts, pricer.itemising), Parts)
+    itemiser = pricer.itemiser
+    return graph.remembered((Parts, itemiser), lambda: Parts(Templates(itemiser)))

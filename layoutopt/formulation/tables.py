@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from costmodels.pricing.items import Bill
 from costmodels.pricing.pricer import Pricer
+from costmodels.pricing.templates import ItemisedCost
 from layoutopt.formulation.clusters import Cluster
 from layoutopt.formulation.lowering_cache import Naming, Namings, Part, parts_of
 from layoutopt.space.decisions import Choice, Decisions
@@ -135,13 +135,13 @@ class Tabler:
         facts = Facts(naming.mesh, layout, self.graph.variables, options.storage, self.sizes, naming.real)
         first = options if cluster.saves else replace(options, recompute=NOTHING)
         part = self._part(cluster, cluster.keep, first, facts, naming)
-        if part.bill is None:
+        if part.cost is None:
             return None
-        seconds = naming.pricer.priced(part.bill)
+        seconds = naming.pricer.total(part.cost)
         small: dict[Key, tuple[int, ...]] = {}
         # Messages that are summed one by one are priced so already.
         for (axes, dtype), sums in (
-            {} if self.pricer.in_parts else together(part.waiting, naming.mesh)
+            {} if self.pricer.itemiser.in_parts else together(part.waiting, naming.mesh)
         ).items():
             payloads = tuple(w.value.local_bytes(naming.mesh) for w in sums)
             seconds -= sum(naming.pricer.message_seconds(axes, payload) for payload in payloads)
@@ -149,8 +149,8 @@ class Tabler:
         for dim in sorted(options.recompute):
             if dim in cluster.again:
                 second = self._part(cluster, cluster.again[dim], options, facts, naming)
-                assert second.bill is not None
-                seconds += naming.pricer.priced(second.bill)
+                assert second.cost is not None
+                seconds += naming.pricer.total(second.cost)
         return Entry(max(seconds, 0.0), small)
 
     def _part(self, cluster: Cluster, keep: Keep, options: Options, facts: Facts, naming: Naming) -> Part:
@@ -160,10 +160,10 @@ class Tabler:
             if facts.agree(part.asked):
                 return part
         facts.asked = {}
-        found: tuple[Bill | None, tuple[Waiting, ...]] = (None, ())
+        found: tuple[ItemisedCost | None, tuple[Waiting, ...]] = (None, ())
         try:
             program = lower(self.graph, naming.mesh, facts.layout, cluster.early, options, keep, facts)
-            found = naming.pricer.bill(program, self.parts.items, keep.again), waiting(program)
+            found = self.parts.templates.itemised(program, keep.again), waiting(program)
         except LayoutError:
             pass
         known.append(Part(tuple(facts.asked.items()), *found))

@@ -65,7 +65,7 @@ def make_plan(
         solver=_solver(request, best, bound, proven, considered, seconds),
         alternatives=[*alternatives, *ranked],
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
-        notes=[*_notes(request, best, missing), *_fewer(request, len(others) + 1)],
+        notes=[*best.judged.cost.notes, *_notes(request, best, missing), *_fewer(request, len(others) + 1)],
     )
     return Plan(data)
 

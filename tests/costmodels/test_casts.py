@@ -117,5 +117,5 @@ def test_a_stack_written_from_its_end_is_set_to_zero_first() -> None:
     gradients = [line for line in stacked if line.origin.phase == "backward"]
     assert [line.bytes for line in gradients] == [2 * 4.0 * SIZE * LAYERS.size] * 2
     forward = [line for line in stacked if line.origin.phase == "forward"]
-    assert forward and all(line.opened.elements == 0 for line in forward)
-    assert all(line.opened.elements == SIZE * LAYERS.size for line in gradients)
+    assert forward and all(line.item.quantity.elements == 0 for line in forward)
+    assert all(line.item.quantity.elements == SIZE * LAYERS.size for line in gradients)

@@ -41,7 +41,7 @@ def anew(
     except mtf.LayoutError:
         return None
     seconds, small = prices.seconds(program), {}
-    for key, sums in ({} if prices.in_parts else together(waiting(program), mesh)).items():
+    for key, sums in ({} if prices.itemiser.in_parts else together(waiting(program), mesh)).items():
         small[key] = tuple(w.value.local_bytes(mesh) for w in sums)
         seconds -= sum(prices.message_seconds(key[0], payload) for payload in small[key])
     for dim in sorted(options.recompute & cluster.again.keys()):

@@ -72,7 +72,7 @@ def test_the_profile_says_how_it_came_about(content):
 
 def test_programs_are_priced_call_by_call(content, tmp_path):
     prices = pricer(write_profile(content, tmp_path / "p.json"), MESH)
-    assert prices.by_call
+    assert prices.itemiser.op_by_op
     x = TensorType(Shape([Dim("a", 256), Dim("b", 256)]), "float32")
     one, two = (local_program(MESH, Unary("tanh"), (x,), n) for n in (1, 2))
     # A chain stores its last result only, so both store as much.

@@ -1,0 +1,240 @@
+"""From a program to its itemised cost (`costmodels.pricing.items`).
+
+(1) Hardware whose compiler fuses: one item for each kernel (`costmodels.kernels.fusion`). Other hardware:
+    one for each instruction.
+(2) A collective is an item, and so is every stack that a loop writes; reading a part back is a view. XLA
+    first sets a stack to zero that it cannot prove to be written as a whole: from the last part to the first.
+(3) Op by op (`costmodels.pricing.op_by_op`): an instruction is its array functions. In one process the parts
+    of a stack stay apart, and are joined only for readers other than loops: the update, of gradients. Values
+    that travel together, and the parts of stacked ones, are summed one by one. Between processes both are
+    joined, as on other hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from costmodels.hardware import Hardware
+from costmodels.kernels.array_functions import NoArrayFunctionError
+from costmodels.kernels.fusion import Fused, fused, grouped
+from costmodels.kernels.groups import Group, Lone, streamed
+from costmodels.kernels.partition import Kernel, Types
+from costmodels.kernels.quantities import of_kernel, of_local, of_stack
+from costmodels.pricing.items import Called, Computed, Item, Sent, Started
+from costmodels.pricing.op_by_op import array_functions, is_measured
+from costmodels.pricing.overlap import ACTIVATION, classes
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.instructions import Value
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import (
+    AllReduce,
+    Collective,
+    Instr,
+    Local,
+    Loop,
+    Origin,
+    Permute,
+    Program,
+    WriteVariable,
+    wire_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a loop writes of one value that it stacks."""
+
+    loop: Loop
+    value: int
+
+
+Unit: TypeAlias = "Local | Collective | Kernel | Group | Lone | Stack"
+"""What is priced on its own; a group is one unit with an item for each of its kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What the price of a collective follows from besides its axes and bytes.
+
+    Attributes:
+      purpose: its class of `costmodels.pricing.overlap`.
+      parts: in how many parts each of its values is sent, one by one; none if they travel together.
+    """
+
+    purpose: str
+    parts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A value's global shape, splits and dtype; equal ones of one `Templates` are one object."""
+
+    shape: Shape
+    splits: tuple[Axes, ...]
+    dtype: str
+
+
+Find = Callable[[int], Value | Placed]
+"""A value of a program by its id."""
+
+
+@dataclass(frozen=True)
+class Itemiser:
+    """How programs fall into items. Itemisers that are equal make the same items.
+
+    Attributes:
+      op_by_op: instructions are priced as the local engine runs them, rule (3).
+      in_parts: that engine is one process.
+      fuses: operations are priced as the kernels that a compiler makes of them.
+      streams: attention is one kernel (`costmodels.kernels.fusion`).
+      overlaps: the class of a collective matters.
+    """
+
+    op_by_op: bool
+    in_parts: bool
+    fuses: bool
+    streams: bool
+    overlaps: bool
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Itemiser:
+        """As programs of some hardware are priced."""
+        op_by_op = is_measured(hardware)
+        return cls(
+            op_by_op,
+            op_by_op and hardware.devices_per_process is None,
+            hardware.fuses and not op_by_op,
+            hardware.streams_attention,
+            bool(hardware.overlap),
+        )
+
+    def kernels(self, program: Program, again: bool = False) -> Fused | None:
+        """The kernels of a program; None where none are made.
+
+        Args:
+          again: it is part of a loop's body that runs again for backward.
+        """
+        return fused(program, again, self.streams) if self.fuses else None
+
+    def units(
+        self, program: Program, again: bool = False, kernels: Fused | None = None
+    ) -> Iterator[tuple[Unit, float, Sending | None]]:
+        """What is priced on its own, how often it runs, and what is to know of a collective.
+
+        Args:
+          again: see `kernels`.
+          kernels: of the program, where they are known; else groups of kernels are one unit.
+        """
+        timed = self._timed(program, again) if kernels is None else kernels.items
+        purposes = classes(program) if self.overlaps else {}
+        stacks = _stacks(program) if self.in_parts else {}
+        for what, times in timed:
+            if isinstance(what, Collective):
+                if self.in_parts and isinstance(what, AllReduce):
+                    sending = Sending("", tuple(stacks.get(i, 1) for i in what.inputs))
+                else:
+                    sending = Sending(purposes.get(what.outputs[0], ACTIVATION))
+                yield what, times, sending
+            elif isinstance(what, Loop):
+                for value in self._stacked(program, what):
+                    yield Stack(what, value), times, None
+            elif isinstance(what, Kernel | Group | Lone) or (isinstance(what, Local) and not what.op.free):
+                yield what, times, None
+
+    def _timed(self, program: Program, again: bool) -> Iterable[tuple[Instr | Group | Lone, float]]:
+        return grouped(program, again, self.streams) if self.fuses else program.expected()
+
+    def _stacked(self, program: Program, loop: Loop) -> Iterator[int]:
+        """The stacks that a loop writes."""
+        if not (self.in_parts and loop.origin.phase == "forward"):
+            for stack in loop.stacked:
+                if not (self.streams and streamed(program, stack.outer)):
+                    yield stack.outer
+
+    def items(
+        self, unit: Unit, sending: Sending | None, find: Find, local: Types, mesh: Mesh
+    ) -> tuple[Item, ...]:
+        """The items of a unit, where its values have pieces of some types.
+
+        Args:
+          find: values by their ids; only an instruction that is priced op by op asks.
+          local: types of their pieces.
+        """
+        if isinstance(unit, Kernel):
+            return (_of_kernel(unit, local),)
+        if isinstance(unit, Group | Lone):
+            return tuple(_of_kernel(kernel, local) for kernel in unit.kernels(local))
+        if isinstance(unit, Local):
+            return (self._of_local(unit, find, local),)
+        if isinstance(unit, Stack):
+            zeroed = self.fuses and unit.loop.reverse
+            passes = 2 if self.op_by_op or zeroed else 1
+            return (Computed(of_stack(local(unit.value), passes, zeroed), 0.0),)
+        assert sending is not None
+        return (of_collective(unit, sending, [local(i).bytes for i in unit.inputs], mesh),)
+
+    def _of_local(self, instr: Local, find: Find, local: Types) -> Item:
+        quantity = of_local(instr, local)
+        if not self.op_by_op:
+            return Computed(quantity, quantity.flops)
+        inputs, outputs = tuple(map(local, instr.inputs)), tuple(map(local, instr.outputs))
+        split = split_names(map(find, (*instr.inputs, *instr.outputs)))
+        found = Called(instr.op, inputs, outputs, split, instr.origin.phase == "forward", quantity)
+        try:
+            array_functions(found)
+        except NoArrayFunctionError as error:
+            return Computed(quantity, quantity.flops, str(error))
+        return found
+
+    def start(self, program: Program) -> Started | None:
+        """What a step takes under every layout, rule (3); None where nothing is known of it."""
+        if not self.op_by_op:
+            return None
+        return Started(sum(isinstance(instr, WriteVariable) for instr in program.code))
+
+
+def _of_kernel(kernel: Kernel, local: Types) -> Computed:
+    return Computed(of_kernel(kernel, local), sum(of_local(instr, local).flops for instr in kernel.ends))
+
+
+def of_collective(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh) -> Sent:
+    """The item of a collective; `pieces` are the bytes of what a device puts in."""
+    n, payloads = mesh.group_size(instr.axes), tuple(pieces)
+    if sending.parts:
+        parted = zip(pieces, sending.parts, strict=True)
+        payloads = tuple(part for size, count in parted for part in [max(1, size // count)] * count)
+    return Sent(
+        instr.name,
+        instr.axes,
+        payloads,
+        wire_bytes(instr.name, sum(pieces), n),
+        sending.purpose,
+        not sending.parts,
+        max(1, instr.crossings(n)) if isinstance(instr, Permute) else 1,
+    )
+
+
+def split_names(values: Iterable[Value | Placed]) -> frozenset[str]:
+    """Names of the dimensions that are split in any of some values."""
+    return frozenset(name for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes)
+
+
+def label(unit: Unit) -> tuple[str, str, Origin]:
+    """Name, text and origin of a unit with one item, for its line."""
+    if isinstance(unit, Kernel):
+        first = unit.product or unit.instrs[0]
+        text = " + ".join(instr.name for instr in unit.instrs) if len(unit.instrs) > 1 else ""
+        return first.name, text, first.origin
+    if isinstance(unit, Stack):
+        return "stack", unit.loop.text(), unit.loop.origin
+    assert isinstance(unit, Local | Collective)
+    return unit.name, unit.text() if isinstance(unit, Collective) else "", unit.origin
+
+
+def _stacks(program: Program) -> dict[int, int]:
+    """Values that loops stack -> the number of their parts."""
+    loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
+    return {stack.outer: loop.dim.size for loop in loops for stack in loop.stacked}

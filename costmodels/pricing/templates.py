@@ -1,0 +1,187 @@
+"""Itemised costs of many programs of one graph, each made once.
+
+Most layouts lead to the same instructions on the same values; only the splits of values and the axes of
+collectives differ. Programs that agree in all but these have the same structural key: the same operations
+share kernels, and collectives are for the same (`costmodels.kernels.fusion`, `costmodels.pricing.overlap`).
+So what is priced on its own is read off one program of every structural key.
+
+A kernel template is all of a unit but the sizes and splits of its values: its operations and how they are
+connected. An instance is a template with its values. On a mesh its values have pieces, and instances of one
+template whose pieces have the same types have the same items: a search meets few of them, in many programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from costmodels.kernels.groups import Group, Lone, streamed
+from costmodels.pricing.itemise import Itemiser, Placed, Sending, Stack, Unit, of_collective, split_names
+from costmodels.pricing.items import Item
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Permute, Program, Value
+
+BySplits = dict[tuple[Axes, ...], Placed]
+"""All values of one shape and dtype, by their splits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelTemplate:
+    """All of a unit but the sizes and splits of its values; equal ones of one `Templates` are one object.
+
+    Attributes:
+      unit: where it was met first; `values` are the ids of its values there.
+      known: sizes of the values' pieces (op by op, and the names that are split) -> items.
+    """
+
+    unit: Unit
+    values: Sequence[int]
+    sending: Sending | None
+    known: dict[Hashable, tuple[Item, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """A template with its values, and the collective with its axes; equal ones of one `Templates` are one
+    object."""
+
+    template: KernelTemplate
+    values: tuple[Placed, ...]
+    collective: Collective | None
+
+    def items(
+        self, itemiser: Itemiser, piece: Callable[[Placed], TensorType], mesh: Mesh
+    ) -> tuple[Item, ...]:
+        """Its items on a mesh; `piece` gives the type of a device's piece of a value."""
+        template, types = self.template, [piece(placed) for placed in self.values]
+        if self.collective is not None:
+            assert template.sending is not None
+            return (of_collective(self.collective, template.sending, [t.bytes for t in types], mesh),)
+        key: Hashable = tuple(t.shape.sizes for t in types)
+        if itemiser.op_by_op:
+            key = key, split_names(self.values)
+        items = template.known.get(key)
+        if items is None:
+            local = dict(zip(template.values, types, strict=True)).__getitem__
+            find = dict(zip(template.values, self.values, strict=True)).__getitem__
+            items = template.known[key] = itemiser.items(template.unit, None, find, local, mesh)
+        return items
+
+
+ItemisedCost = tuple[tuple[Instance, float], ...]
+"""What a program's price follows from, before its mesh has sizes: instances, each with how often it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """An instance in all programs of one structural key.
+
+    Attributes:
+      values: ids of its values, and what they are by their splits.
+      sent: the number of a collective in its program.
+    """
+
+    template: KernelTemplate
+    values: Sequence[tuple[int, BySplits]]
+    times: float
+    sent: int | None
+
+
+class Templates:
+    """All templates and instances that were met in the programs of one graph."""
+
+    def __init__(self, itemiser: Itemiser) -> None:
+        self._itemiser = itemiser
+        self._rows: dict[Hashable, tuple[_Row, ...]] = {}
+        self._templates: dict[Hashable, KernelTemplate] = {}
+        self._values: dict[tuple[Shape, str], BySplits] = {}
+        self._instances: dict[Hashable, Instance] = {}
+
+    def itemised(self, program: Program, again: bool = False) -> ItemisedCost:
+        """A program's itemised cost.
+
+        Args:
+          again: it is part of a loop's body that runs again for backward.
+        """
+        key, sent = structural_key(program, self._itemiser.streams)
+        rows = self._rows.get((key, again))
+        if rows is None:
+            rows = self._rows[key, again] = tuple(self._read(program, sent, again))
+        return tuple((self._instance(row, program.values, sent), row.times) for row in rows)
+
+    def _instance(self, row: _Row, values: Sequence[Value], sent: Sequence[Collective]) -> Instance:
+        placed = tuple([_placed(values[i], known) for i, known in row.values])
+        instr = None if row.sent is None else sent[row.sent]
+        key = row.template, placed, () if instr is None else (instr.axes, _how(instr))
+        found = self._instances.get(key)
+        if found is None:
+            found = self._instances[key] = Instance(row.template, placed, instr)
+        return found
+
+    def _read(self, program: Program, sent: Sequence[Collective], again: bool) -> Iterator[_Row]:
+        """The rows of a program's structural key."""
+        number = {id(instr): i for i, instr in enumerate(sent)}
+        for unit, times, sending in self._itemiser.units(program, again):
+            structure, ids = _described(unit)
+            kinds = [(program.values[i].shape, program.values[i].dtype) for i in ids]
+            key = structure, sending, tuple((shape.names, dtype) for shape, dtype in kinds)
+            template = self._templates.get(key)
+            if template is None:
+                template = self._templates[key] = KernelTemplate(unit, ids, sending)
+            known = [self._values.setdefault(kind, {}) for kind in kinds]
+            yield _Row(template, tuple(zip(ids, known, strict=True)), times, number.get(id(unit)))
+
+
+def structural_key(program: Program, streams: bool) -> tuple[Hashable, list[Collective]]:
+    """The structural key of a program among those of one graph, and its collectives in order.
+
+    Args:
+      streams: attention is one kernel (`costmodels.kernels.fusion`).
+    """
+    sent: list[Collective] = []
+
+    def block(code: Sequence[Instr]) -> Hashable:
+        return tuple([of(instr) for instr in code])
+
+    def of(instr: Instr) -> Hashable:
+        origin = instr.origin
+        if isinstance(instr, Local):
+            return instr.op, instr.inputs, instr.outputs, origin.node, origin.phase
+        if isinstance(instr, Loop):
+            ways = instr.carried, instr.sliced, instr.stacked, instr.summed
+            return instr.dim, instr.reverse, instr.branch, ways, instr.inputs, block(instr.body)
+        if isinstance(instr, Collective):
+            sent.append(instr)
+        return type(instr), instr.inputs, instr.outputs, origin.phase, getattr(instr, "combine", "")
+
+    values = tuple([(v.tensor, v.shape.names, v.shape.sizes, v.dtype) for v in program.values])
+    held = streams and program.fusion.streamed and tuple(streamed(program, v.id) for v in program.values)
+    return (block(program.code), values, held or (), tuple(program.results.values())), sent
+
+
+def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
+    """Operations and connections, and the values of which only the types of the pieces matter."""
+    if isinstance(unit, Group | Lone):
+        return unit.signature()
+    if isinstance(unit, Local):
+        what = unit.op, len(unit.inputs), unit.origin.phase == "forward"
+        return what, (*unit.inputs, *unit.outputs)
+    if isinstance(unit, Stack):
+        return ("stack", unit.loop.reverse), (unit.value,)
+    assert isinstance(unit, Collective)
+    return unit.name, unit.inputs
+
+
+def _placed(value: Value, known: BySplits) -> Placed:
+    found = known.get(value.splits)
+    if found is None:
+        found = known[value.splits] = Placed(value.shape, value.splits, value.dtype)
+    return found
+
+
+def _how(sent: Collective) -> Hashable:
+    """What decides the price of a collective besides its axes and bytes."""
+    return (sent.shift, sent.wrap, sent.pairs) if isinstance(sent, Permute) else None

@@ -1,0 +1,129 @@
+"""Itemised cost: what the search sums is what lines show, item by item; and what has no measured price is
+said."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import ComputeCurve, Curve, Hardware, Number, load_hardware
+from costmodels.pricing.explanation import formula
+from costmodels.pricing.pricer import Pricer, price, pricer
+from costmodels.pricing.templates import ItemisedCost, Templates
+from layoutopt.api import search
+from layoutopt.space.decisions import decisions
+from layoutopt.space.domains import domains
+from mesh_tf_core.ops.basic import Scale
+from tests.layoutopt.models import EXAMPLES, some_choices
+
+MESH = mtf.Mesh("data:2;model:2")
+
+
+def op_by_op() -> Hardware:
+    """A made-up machine whose array functions are measured."""
+
+    def curve(name: str, start: float, rate: float) -> ComputeCurve:
+        points = ((0.0, start), (1e4, start + 2e4 * rate), (1e6, start + 1.1e6 * rate))
+        return ComputeCurve(name, "float32", "bytes", 4, Curve(points), "made up", "2026")
+
+    curves = (
+        curve("kernel", 2e-6, 1e-10),
+        curve("kernel.fresh", 0.0, 3e-11),
+        curve("kernel.step", 1e-4, 0.0),
+    )
+    return replace(load_hardware("cpu-local"), compute_curves=curves)
+
+
+def hiding() -> Hardware:
+    numbers = tuple(
+        (n, Number(f, str(f), "a test", "2026")) for n, f in (("gradient", 0.5), ("parameter", 0.7))
+    )
+    return replace(load_hardware("tpu-v4"), overlap=numbers, streams_attention=True)
+
+
+HARDWARE: dict[str, Callable[[], Hardware]] = {
+    "fused and hidden": hiding,
+    "alone": lambda: load_hardware("a100-eager"),
+    "op by op": op_by_op,
+}
+
+
+def items_of(prices: Pricer, cost: ItemisedCost) -> Counter[Any]:
+    """Every item with how often it runs."""
+    found: Counter[Any] = Counter()
+    for instance, times in cost:
+        for item in instance.items(prices.itemiser, prices._piece, MESH):
+            found[item] += times  # type: ignore[assignment]
+    return found
+
+
+@pytest.mark.parametrize("hardware", HARDWARE)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_itemised_cost_adds_up_to_the_lines(name: str, hardware: str) -> None:
+    """One store of templates for several layouts, so that what one layout taught the next is tried too."""
+    model, machine = EXAMPLES[name](), HARDWARE[hardware]()
+    graph = model.training_step(1).graph
+    decided = decisions(graph, domains(graph, MESH))
+    prices, rng = pricer(machine, MESH), random.Random(f"{name} {hardware}")
+    templates, tried = Templates(prices.itemiser), 0
+    while tried < 3:
+        layout, options = decided.read(some_choices(decided, rng))
+        try:
+            program = model.lower(MESH, layout, options)
+        except mtf.LayoutError:
+            continue
+        itemised, cost = templates.itemised(program), price(program, machine)
+        where = f"{name} on {machine.name} under {layout}"
+        total = prices.total(itemised) + prices.fixed_seconds(program)
+        assert total == pytest.approx(cost.step_seconds, rel=1e-12), where
+        shown: Counter[Any] = Counter()
+        for line in cost.lines:
+            if line.kind != "step":
+                shown[line.item] += line.times  # type: ignore[assignment]
+        assert items_of(prices, itemised) == shown, where
+        assert all(formula(prices, line) for line in cost.lines)
+        tried += 1
+
+
+class Odd(Scale):
+    """Uses an array function of its own."""
+
+    def kernel(self, k: Any, at: Any, *slices: Any) -> Any:
+        return k.nothing_like_it(slices[0])
+
+
+class Wrong(Scale):
+    """Has a mistake in it."""
+
+    def kernel(self, k: Any, at: Any, *slices: Any) -> Any:
+        return k.unary("exp", slices[0].no_such_field)
+
+
+def with_op(op: Scale) -> mtf.Model:
+    g = mtf.Graph("odd")
+    a, b = mtf.Dim("a", 8), mtf.Dim("b", 4)
+    x = g.input("x", [a, b], "float32") * g.variable("w", [a, b], mtf.ZEROS)
+    return mtf.Model(mtf.reduce_mean(g.apply(op, x)), mtf.SGD(0.1))
+
+
+def test_an_array_function_without_a_price_is_said() -> None:
+    machine, model = op_by_op(), with_op(Odd(2.0))
+    prices = pricer(machine, MESH)
+    cost = prices.cost(model.lower(MESH, mtf.Layout()))
+    (note,) = cost.notes
+    assert "'nothing_like_it' has no price" in note and "FLOPs and bytes" in note
+    words = [formula(prices, x) for x in cost.lines if x.name == Odd(2.0).name]
+    assert any("'nothing_like_it' has no price, so by FLOPs and bytes: " in w for w in words)
+    assert note in search(model, mesh=MESH, hardware=machine).data.notes
+    assert not prices.cost(EXAMPLES["mlp"]().lower(MESH, mtf.Layout())).notes
+
+
+def test_a_mistake_in_an_operation_is_not_taken_for_a_lack() -> None:
+    with pytest.raises(AttributeError, match="no_such_field"):
+        price(with_op(Wrong(2.0)).lower(MESH, mtf.Layout()), op_by_op())
