@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.layout import Axes
@@ -198,52 +199,43 @@ class LockstepEngine(Stepping):
         for j, o in enumerate(instr.outputs):
             env[o] = [r[j] for r in results]
 
+    # -- loops (see `engines.loops`) -------------------------------------------------------------------------
+
     def loop(
         self, loop: Loop, env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]
     ) -> None:
-        state = [env[c.init] for c in loop.carried]
-        stacks: dict[int, dict[int, Pieces]] = {o: {} for _, o in loop.stacked}
-        sums: dict[int, Pieces] = {}
-        if self._meter:
-            self._meter.entered(loop, lambda i: self.program.local(i).bytes)
-        order = range(loop.dim.size)
-        for step in reversed(order) if loop.reverse else order:
-            inner = dict(env)
-            inner[loop.index] = [self.k.scalar(step, "int32") for _ in self.devices]
-            inner.update(zip((c.enter for c in loop.carried), state, strict=True))
-            for outer, i in loop.sliced:
-                inner[i] = [x[step] for x in env[outer]]
-            if loop.runs is not None and not bool(np.asarray(inner[loop.runs][0])):
-                for i, o in loop.stacked:
-                    stacks[o][step] = self.zeros(i)
-                continue
-            self.run_code(loop.body, inner, batch, new)
+        def body(values: dict[int, Pieces]) -> None:
+            self.run_code(loop.body, values, batch, new)
             if self._meter:
                 self._meter.iterated(loop)
-            state = [inner[c.leave] for c in loop.carried]
-            for i, o in loop.stacked:
-                stacks[o][step] = inner[i]
-            for i, o in loop.summed:
-                old = sums.get(o)
-                sums[o] = (
-                    [self.k.binary("add", a, b) for a, b in zip(old, inner[i], strict=True)]
-                    if old
-                    else inner[i]
-                )
-        env.update(zip((c.final for c in loop.carried), state, strict=True))
-        for o, parts in stacks.items():
-            env[o] = [self.k_stack([parts[s][rank] for s in order]) for rank in self.devices]
-        env.update({o: sums[o] if o in sums else self.zeros(o) for _, o in loop.summed})
+
+        if self._meter:
+            self._meter.entered(loop, lambda i: self.program.local(i).bytes)
+        in_turn(Iterations(loop, env, body, self), self)
         for unread in self._meter.left(loop, lambda i: _bytes(env[i])) if self._meter else ():
             env.pop(unread, None)
 
+    def number(self, at: int) -> Pieces:
+        return [self.k.scalar(at, "int32") for _ in self.devices]
+
     def zeros(self, id: int) -> Pieces:
-        """What a value is that no iteration computed."""
         type = self.program.local(id)
         return [self.k.full(type.shape.sizes, 0, type.dtype) for _ in self.devices]
 
-    def k_stack(self, parts: Sequence[Any]) -> Any:
-        return self.k.concat([self.k.reshape(p, (1, *p.shape)) for p in parts], 0)
+    def add(self, total: Pieces, term: Pieces) -> Pieces:
+        return [self.k.binary("add", a, b) for a, b in zip(total, term, strict=True)]
+
+    def parts(self, stack: Pieces) -> list[Pieces]:
+        return [[x[at] for x in stack] for at in range(stack[0].shape[0])]
+
+    def stack(self, parts: Sequence[Pieces]) -> Pieces:
+        by_device = zip(*parts, strict=True)
+        return [self.k.concat([self.k.reshape(x, (1, *x.shape)) for x in xs], 0) for xs in by_device]
+
+    def chosen(self, iterations: Iterations[Pieces], values: dict[int, Pieces]) -> Left[Pieces]:
+        assert iterations.loop.runs is not None
+        runs = bool(np.asarray(values[iterations.loop.runs][0]))
+        return iterations.run(values) if runs else iterations.skip(values)
 
     # -- collectives -----------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.home import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
+from tests.engines import loop_cases
 from tests.engines.control import PROGRAMS, batches
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 
@@ -153,6 +154,10 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"training {m} {layout}": lambda m=m, n=layout, h=h: training(m, n, h) for m, layout, h in MODELS},
     "loops": loops,
+    **{
+        f"loop {name}": lambda case=case: case.check(lambda p, batch: open_engine(p, "jax").step(batch))
+        for name, case in loop_cases.CASES.items()
+    },
     **{f"control {name}": lambda n=name: control(n) for name in PROGRAMS},
     "state": state,
     "beside": beside,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.loops import Iterations
 from mesh_tf_core.engines.tf.replica import WholeReplica
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -120,36 +121,30 @@ class _Device(WholeReplica):
     # -- loops -----------------------------------------------------------------------------------------------
 
     def loop(self, loop: Loop, env: Env, times: float) -> None:
-        values, n = self.program.values, loop.dim.size
+        def body(values: Env) -> None:
+            self.block(loop.body, values, times * loop.times)
 
-        def body(state: Any, parts: Any) -> Any:
-            carried, sums = state
-            inner = dict(env)
-            inner[loop.index] = parts[0]
-            inner.update(zip((c.enter for c in loop.carried), carried, strict=True))
-            inner.update(zip((i for _, i in loop.sliced), parts[1], strict=True))
+        iterations = Iterations(loop, env, body, self)
 
-            def run() -> Any:
-                self.block(loop.body, inner, times * loop.times)
-                carried = [jnp.asarray(inner[c.leave]) for c in loop.carried]
-                added = [jnp.add(s, inner[i]) for s, (i, _) in zip(sums, loop.summed, strict=True)]
-                return (carried, added), [jnp.asarray(inner[i]) for i, _ in loop.stacked]
-
+        def step(state: Any, given: Any) -> Any:
+            values = iterations.begun(given[0], state, given[1])
             if loop.runs is None:
-                return run()
-            nothing = [self._zeros(values[i]) for i, _ in loop.stacked]
-            return lax.cond(inner[loop.runs], run, lambda: ((carried, sums), nothing))
+                return iterations.run(values)
+            return lax.cond(
+                values[loop.runs], lambda: iterations.run(values), lambda: iterations.skip(values)
+            )
 
-        start = [jnp.asarray(env[c.init]) for c in loop.carried]
-        zeros = [self._zeros(values[o]) for _, o in loop.summed]
-        given = (lax.iota(jnp.int32, n), [env[outer] for outer, _ in loop.sliced])
-        (final, sums), stacks = lax.scan(body, (start, zeros), given, length=n, reverse=loop.reverse)
-        env.update(zip((c.final for c in loop.carried), final, strict=True))
-        env.update(zip((o for _, o in loop.summed), sums, strict=True))
-        env.update(zip((o for _, o in loop.stacked), stacks, strict=True))
+        n = loop.dim.size
+        start = [*iterations.carries, *(self.zeros(s.outer) for s in loop.summed)]
+        given = lax.iota(jnp.int32, n), [env[s.outer] for s in loop.sliced]
+        iterations.end(*lax.scan(step, start, given, length=n, reverse=loop.reverse))
 
-    def _zeros(self, v: Value) -> Any:
-        return jnp.zeros(v.local(self.program.mesh).shape.sizes, np_dtype(v.dtype))
+    def zeros(self, id: int) -> Any:
+        type = self.program.local(id)
+        return jnp.zeros(type.shape.sizes, np_dtype(type.dtype))
+
+    def add(self, total: Any, term: Any) -> Any:
+        return jnp.add(total, term)
 
     # -- collectives -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
 from mesh_tf_core.engines.stacks import Stack, whole
 from mesh_tf_core.engines.tf.exchange import LocalExchange
@@ -67,7 +68,7 @@ class Trace:
         self.writer = GraphWriter()
         self.exchange = LocalExchange(program, self.devices, self.writer)
         self.traced: dict[int, tuple[Segment, Any]] = {}
-        self.chosen: dict[int, tuple[Repeat, _Choice]] = {}
+        self.choices: dict[int, _Choice] = {}
 
     def step(self) -> Callable[..., Sequence[Any]]:
         """The step as a function of the inputs (see `_inputs`)."""
@@ -127,8 +128,6 @@ class Trace:
                 self._segment(part, env)
             elif isinstance(part, Exchange):
                 self._exchanged(part.instr, env)
-            elif _passes_state_only(part.loop):
-                self._while(part, env)
             else:
                 self._loop(part, env)
 
@@ -179,118 +178,113 @@ class Trace:
         self.measure(instr.outputs, env)
         self.count(instr, payload, 1.0)
 
-    # -- loops -----------------------------------------------------------------------------------------------
+    # -- loops (see `engines.loops`) -------------------------------------------------------------------------
 
     def _loop(self, part: Repeat, env: Env) -> None:
         loop = part.loop
-        order = range(loop.dim.size)
-        state = [env[c.init] for c in loop.carried]
-        sources = [(self._stack(env[outer]), inner) for outer, inner in loop.sliced]
-        stacks: dict[int, dict[int, Any]] = {o: {} for _, o in loop.stacked}
-        sums: Env = {}
-        for step in reversed(order) if loop.reverse else order:
-            inner = dict(env)
-            inner[loop.index] = [self.writer.constant(step, d) for d in self.devices]
-            inner.update(zip((c.enter for c in loop.carried), state, strict=True))
-            inner.update((i, source.parts[step]) for source, i in sources)
-            self.measure(loop.entering, inner)
-            leaving = self._iteration(part, inner)
-            state = leaving[: len(state)]
-            for (_, o), made in zip(loop.stacked, leaving[len(state) :], strict=False):
-                stacks[o][step] = whole(made)
-            for (_, o), made in zip(loop.summed, leaving[len(state) + len(stacks) :], strict=True):
-                sums[o] = self._added(sums[o], whole(made)) if o in sums else whole(made)
-        env.update(zip((c.final for c in loop.carried), state, strict=True))
-        env.update((o, Stack([parts[s] for s in order], self._join)) for o, parts in stacks.items())
-        env.update(sums)
+
+        def body(values: Env) -> None:
+            self.measure(loop.entering, values)
+            self._parts(part.body, values)
+
+        iterations = Iterations(loop, env, body, self)
+        if _passes_state_only(loop):
+            self._while(iterations)
+        else:
+            in_turn(iterations, self)
         self.measure(loop.outputs, env)
 
-    def _iteration(self, part: Repeat, env: Env) -> list[Any]:
-        """What leaves one run of the body: carried, stacked, summed."""
-        loop = part.loop
-        if loop.runs is None:
-            self._parts(part.body, env)
-            return [env[i] for i in loop.leaving]
-        if id(part) not in self.chosen:
-            self.chosen[id(part)] = part, self._choice(part, env)
-        choice = self.chosen[id(part)][1]
+    def number(self, at: int) -> list[Wire]:
+        return [self.writer.constant(at, d) for d in self.devices]
+
+    def zeros(self, id: int) -> list[Wire]:
+        type = self.program.local(id)
+        zero = self.writer.zeros(tf.as_dtype(type.dtype), type.shape.sizes, self.devices[0])
+        return [zero] * len(self.devices)
+
+    def add(self, total: Any, term: Any) -> list[Wire]:
+        pairs = zip(whole(total), whole(term), self.devices, strict=True)
+        return [self.writer.combined("sum", [x, y], device) for x, y, device in pairs]
+
+    def parts(self, stack: Any) -> list[Any]:
+        return self._stack(stack).parts
+
+    def stack(self, parts: Sequence[Any]) -> Stack:
+        return Stack([whole(part) for part in parts], self._join)
+
+    def chosen(self, iterations: Iterations[Any], values: Env) -> Left[Any]:
+        loop = iterations.loop
+        assert loop.runs is not None
+        if id(loop) not in self.choices:
+            self.choices[id(loop)] = self._choice(iterations, values)
+        choice, n = self.choices[id(loop)], len(self.devices)
         for instr, payload, times in choice.sent:
             self.count(instr, payload, times)
-        inputs = [wire for i in choice.reads for wire in whole(env[i])]
-        found = self.writer.choice(whole(env[loop.runs])[0], choice.run, choice.skip, inputs, choice.like)
-        n = len(self.devices)
-        return [found[at : at + n] for at in range(0, len(found), n)]
+        inputs = [wire for i in choice.reads for wire in self._pieces(i, values)]
+        found = self.writer.choice(whole(values[loop.runs])[0], choice.run, choice.skip, inputs, choice.like)
+        left = [found[at : at + n] for at in range(0, len(found), n)]
+        state = len(iterations.state)
+        return [*left[:state]], left[state:]
 
-    def _choice(self, part: Repeat, env: Env) -> _Choice:
+    def _choice(self, iterations: Iterations[Any], values: Env) -> _Choice:
         """Both cases of an iteration that may not run, as functions of all devices' pieces."""
-        loop, outer, count = part.loop, self.writer, self.count
+        loop, outer, count = iterations.loop, self.writer, self.count
         share = loop.times / loop.dim.size
         sent: list[tuple[Collective, int, float]] = []
         self.count = lambda instr, payload, times: sent.append((instr, payload, times * share))
-        carried = [c.enter for c in loop.carried]
-        reads = list(dict.fromkeys((loop.index, *loop.entering, *loop.outside)))
-        examples = {i: whole(env[i]) for i in reads}
+        reads = list(dict.fromkeys((loop.index, *iterations.state, *loop.entering, *loop.outside)))
+        examples = {i: self._pieces(i, values) for i in reads}
 
-        def begun() -> Env:
+        def function(case: Callable[[Env], Left[Any]]) -> tuple[str, list[Wire]]:
             self._write_to(outer.inside())
-            return {i: [self.writer.input(x.dtype, x.shape) for x in xs] for i, xs in examples.items()}
+            state, stacked = case(self._arguments(examples))
+            made = [x for pieces in (*state, *stacked) for x in whole(pieces)]
+            return self.writer.closed(made), made
 
-        values = begun()
-        self._parts(part.body, values)
-        like = [x for i in loop.leaving for x in whole(values[i])]
-        run, rest = self.writer.closed(like), like[len(carried) * len(self.devices) :]
-        values = begun()
-        passed = [x for i in carried for x in values[i]]
-        passed += [self.writer.zeros(x.dtype, x.shape, self.devices[0]) for x in rest]
-        skip = self.writer.closed(passed)
+        run, like = function(iterations.run)
+        skip, _ = function(iterations.skip)
         self._write_to(outer)
         self.count = count
         return _Choice(reads, like, run, skip, sent)
 
-    def _while(self, part: Repeat, env: Env) -> None:
+    def _while(self, iterations: Iterations[Any]) -> None:
         """A loop whose body is in the graph once, and runs while the state says so."""
-        loop, outer, count, n = part.loop, self.writer, self.count, len(self.devices)
+        loop, outer, count, n = iterations.loop, self.writer, self.count, len(self.devices)
         self.count = lambda instr, payload, times: count(instr, payload, times * loop.times)
-        start = [
-            [outer.constant(0, d) for d in self.devices],
-            *(whole(env[i]) for i in loop.inputs),
-        ]
-        ids = [loop.index, *loop.entering, *loop.outside]
+        start = {loop.index: self.number(0)}
+        known = zip((*loop.entering, *loop.outside), loop.inputs, strict=True)
+        start.update((i, whole(iterations.env[o])) for i, o in known)
 
-        def begun() -> Env:
-            self._write_to(outer.inside())
-            return {
-                i: [self.writer.input(x.dtype, x.shape) for x in xs] for i, xs in zip(ids, start, strict=True)
-            }
-
+        self._write_to(outer.inside())
+        values, first = self._arguments(start), self.devices[0]
         assert loop.runs is not None
-        values, first = begun(), self.devices[0]
         more = self.writer.less(values[loop.index][0], self.writer.constant(loop.dim.size, first), first)
         condition = self.writer.closed([self.writer.both(values[loop.runs][0], more, first)])
-        values = begun()
-        index = [
-            self.writer.combined("sum", [x, self.writer.constant(1, d)], d)
-            for x, d in zip(values[loop.index], self.devices, strict=True)
-        ]
+
+        self._write_to(outer.inside())
+        values = self._arguments(start)
         passed = [values[i] for i in loop.outside]
-        self.measure(loop.entering, values)
-        self._parts(part.body, values)
+        index = self.add(values[loop.index], self.number(1))
+        iterations.body(values)
         made = [index, *(whole(values[i]) for i in loop.leaving), *passed]
         body = self.writer.closed([x for xs in made for x in xs])
+
         self._write_to(outer)
         self.count = count
-        found = outer.repeated(condition, body, [x for xs in start for x in xs])
-        for at, c in enumerate(loop.carried, 1):
-            env[c.final] = found[at * n : (at + 1) * n]
-        self.measure(loop.outputs, env)
+        found = outer.repeated(condition, body, [x for xs in start.values() for x in xs])
+        iterations.end([found[at * n : (at + 1) * n] for at, _ in enumerate(loop.carried, 1)], [])
+
+    def _arguments(self, like: Mapping[int, Sequence[Wire]]) -> Env:
+        """Values as arguments of the function that is being written."""
+        return {i: [self.writer.input(x.dtype, x.shape) for x in xs] for i, xs in like.items()}
+
+    def _pieces(self, id: int, values: Env) -> list[Wire]:
+        """A value's pieces; zeros, if nothing has been added to a sum."""
+        return whole(values[id]) if id in values else self.zeros(id)
 
     def _write_to(self, writer: GraphWriter) -> None:
         self.writer, self.exchange = writer, LocalExchange(self.program, self.devices, writer)
         self.ranks = [writer.constant(rank, d) for rank, d in enumerate(self.devices, self.first)]
-
-    def _added(self, xs: Sequence[Wire], ys: Sequence[Wire]) -> list[Wire]:
-        pairs = zip(xs, ys, self.devices, strict=True)
-        return [self.writer.combined("sum", [x, y], device) for x, y, device in pairs]
 
     def _join(self, parts: Sequence[Wire], rank: int) -> Wire:
         return self.writer.stack(parts, self.devices[rank])

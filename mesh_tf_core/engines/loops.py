@@ -1,0 +1,115 @@
+"""What a loop of a program does, whatever runs it: an engine fills in how values are added and stacked, and
+how iterations follow each other.
+
+An iteration begins with its number, the state and its parts. The state is what is carried, and the sums so
+far; a sum so far goes by the name of the sum. One that does not run hands the state on and stacks zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from mesh_tf_core.ir.program import Loop
+
+V = TypeVar("V")
+"""What an engine holds of a value."""
+State = list[V | None]
+"""What is carried, and the sums so far; None: nothing has been added yet."""
+Left = tuple[State[V], list[V]]
+"""What an iteration leaves: the state, and what is stacked."""
+
+
+class Arithmetic(Protocol[V]):
+    """What every engine fills in."""
+
+    def zeros(self, id: int) -> V:
+        """A value of zeros, of the type of a value of the program."""
+        ...
+
+    def add(self, total: V, term: V) -> V:
+        """Their sum."""
+        ...
+
+
+class InTurn(Arithmetic[V], Protocol[V]):
+    """What an engine fills in whose iterations are run, or written, one after the other (`in_turn`)."""
+
+    def number(self, at: int) -> V:
+        """An int32 scalar."""
+        ...
+
+    def parts(self, stack: V) -> Sequence[V]:
+        """The elements of the first dimension."""
+        ...
+
+    def stack(self, parts: Sequence[V]) -> V:
+        """The inverse of `parts`."""
+        ...
+
+    def chosen(self, iterations: Iterations[V], values: dict[int, V]) -> Left[V]:
+        """`iterations.run(values)` if the loop's condition holds among the values, else `skip`."""
+        ...
+
+
+class Iterations(Generic[V]):
+    """The iterations of one loop.
+
+    Args:
+      env: value id -> value, of what is known before the loop; `end` adds what it leaves.
+      body: adds what the loop's body computes to the values that it is given.
+
+    Attributes:
+      state: ids that the state goes by in an iteration.
+      carries: what is carried into the first one.
+    """
+
+    def __init__(
+        self, loop: Loop, env: dict[int, V], body: Callable[[dict[int, V]], None], engine: Arithmetic[V]
+    ) -> None:
+        self.loop, self.env, self.body, self.engine = loop, env, body, engine
+        self.state = (*(c.enter for c in loop.carried), *(s.outer for s in loop.summed))
+        self.carries = [env[c.init] for c in loop.carried]
+
+    def begun(self, number: V, state: Sequence[V | None], parts: Sequence[V]) -> dict[int, V]:
+        """All values that are known when an iteration begins."""
+        values = {**self.env, self.loop.index: number}
+        values.update((i, x) for i, x in zip(self.state, state, strict=True) if x is not None)
+        values.update((s.inner, x) for s, x in zip(self.loop.sliced, parts, strict=True))
+        return values
+
+    def run(self, values: dict[int, V]) -> Left[V]:
+        """An iteration that runs."""
+        self.body(values)
+        state: State[V] = [values[c.leave] for c in self.loop.carried]
+        for s in self.loop.summed:
+            term = values[s.inner]
+            state.append(self.engine.add(values[s.outer], term) if s.outer in values else term)
+        return state, [values[s.inner] for s in self.loop.stacked]
+
+    def skip(self, values: dict[int, V]) -> Left[V]:
+        """An iteration that does not run."""
+        return [values.get(i) for i in self.state], [self.engine.zeros(s.inner) for s in self.loop.stacked]
+
+    def end(self, state: Sequence[V | None], stacks: Sequence[V]) -> None:
+        """After the last iteration."""
+        for i, x in zip(self.loop.outputs, (*state[: len(self.carries)], *stacks), strict=False):
+            assert x is not None
+            self.env[i] = x
+        for s, total in zip(self.loop.summed, state[len(self.carries) :], strict=True):
+            self.env[s.outer] = self.engine.zeros(s.outer) if total is None else total
+
+
+def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
+    """Runs a loop, one iteration after the other."""
+    loop, env = iterations.loop, iterations.env
+    parts = [engine.parts(env[s.outer]) for s in loop.sliced]
+    state: State[V] = [*iterations.carries, *(None for _ in loop.summed)]
+    made: dict[int, list[V]] = {}
+    order = range(loop.dim.size)
+    for at in reversed(order) if loop.reverse else order:
+        values = iterations.begun(engine.number(at), state, [own[at] for own in parts])
+        state, made[at] = iterations.run(values) if loop.runs is None else engine.chosen(iterations, values)
+    iterations.end(
+        state, [engine.stack(list(column)) for column in zip(*(made[at] for at in order), strict=True)]
+    )
