@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layoutopt.api import search
-    from layoutopt.plan.schema import Plan, load_plan
+    from layoutopt.plan.build import Plan, load_plan
 
 __all__ = ["Plan", "load_plan", "search"]
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
     """Loads the search and its plans when they are first used, so that the import stays light."""
     import importlib
 
-    homes = {"search": "layoutopt.api", "Plan": "layoutopt.plan.schema", "load_plan": "layoutopt.plan.schema"}
+    homes = {"search": "layoutopt.api", "Plan": "layoutopt.plan.build", "load_plan": "layoutopt.plan.build"}
     if name not in homes:
         raise AttributeError(f"module 'layoutopt' has no attribute {name!r}")
     found = getattr(importlib.import_module(homes[name]), name)

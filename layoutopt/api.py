@@ -15,7 +15,7 @@ from layoutopt.optimize.request import OBJECTIVES, Better, Progress, Request, Ru
 from layoutopt.optimize.search import Places
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import meshes, spaces
-from layoutopt.plan.schema import Plan
+from layoutopt.plan.build import Plan
 from layoutopt.space.domains import parse_forbid, parse_rules
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh

@@ -23,7 +23,7 @@ from layoutopt.optimize.evaluation import Judge
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Space, meshes, spaces
-from layoutopt.plan.schema import Plan
+from layoutopt.plan.build import Plan
 from layoutopt.problem import Choices, Row
 from layoutopt.space.domains import parse_forbid, parse_rules
 from mesh_tf_core.ir.mesh import Mesh

@@ -15,7 +15,7 @@ from typing import Any
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import Cost
 from layoutopt.evaluator import Evaluation
-from layoutopt.plan.schema import Plan
+from layoutopt.plan.build import Plan
 from layoutopt.space.domains import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.lower.storage import STAGES
@@ -69,9 +69,10 @@ def disagreements(plan: Plan, judged: Evaluation) -> list[str]:
         if any(abs(a - b) > AGREE * max(abs(a), abs(b)) for a, b in pairs):
             wrong.append(f"{name} is {new}, the plan says {old}")
     claim, least = plan.solver, (found["step_seconds"], found["peak_memory_bytes"])
-    if all(abs(claim.objective - value) > AGREE * value for value in least):
+    objective, bound = claim.objective or 0.0, claim.bound or 0.0
+    if all(abs(objective - value) > AGREE * value for value in least):
         wrong.append(f"the objective is neither its seconds nor its bytes: the plan says {claim.objective}")
-    if claim.status == "OPTIMAL" and abs(claim.objective - claim.bound) > GAP * abs(claim.objective):
+    if claim.status == "OPTIMAL" and abs(objective - bound) > GAP * abs(objective):
         wrong.append(f"the bound of a proven plan is its objective, the plan says {claim.bound}")
     return wrong
 

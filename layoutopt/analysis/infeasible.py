@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layoutopt.evaluator import gib
-from layoutopt.plan.schema import Plan
+from layoutopt.plan.build import Plan
 from layoutopt.space.domains import parse_forbid, parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Axes

@@ -16,13 +16,13 @@ from typing import Any
 from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
 from layoutopt.analysis.explain import Asked
-from layoutopt.plan.schema import Plan
+from layoutopt.plan import details
+from layoutopt.plan.build import Plan, options_of
+from layoutopt.plan.details import Robustness
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import stage_number
 from mesh_tf_core.model import Model
 
 FACTORS = (0.5, 1.0, 2.0)
@@ -108,28 +108,10 @@ def _trial(value: float, plan: Plan) -> Trial:
     besides += [f"{data.microbatches} microbatches"] if data.microbatches > 1 else []
     sizes = ";".join(f"{axis}:{size}" for axis, size in data.mesh.items())
     decided = f"{sizes} | {plan.layout} | {sorted(data.storage.items())} | {besides}"
-    proven = data.solver.status == "OPTIMAL"
+    proven = plan.solver.status == "OPTIMAL"
     return Trial(
         value, data.predicted.step_seconds, proven, sizes, str(plan.layout), "; ".join(besides), decided
     )
-
-
-@dataclass(frozen=True)
-class Robustness:
-    """What remains of the answer's lead if the hardware's numbers are uncertain.
-
-    Attributes:
-      draws: machines drawn; wins: how many of them the answer is the fastest on.
-      worst: most seconds that the answer takes, over the fastest, less one.
-      rival: the layout that wins most of the others, if any.
-      uncertain: how many numbers have an uncertainty; none: nothing was drawn.
-    """
-
-    draws: int
-    wins: int
-    worst: float
-    rival: str
-    uncertain: int
 
 
 def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS) -> Robustness:
@@ -137,7 +119,7 @@ def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS)
     known = [n.uncertainty for _, n in hardware.numbers()] + [c.uncertainty for _, c in hardware.curves()]
     uncertain = sum(1 for u in known if u)
     if not uncertain:
-        return Robustness(0, 0, 0.0, "", 0)
+        return Robustness()
     programs = dict(_rivals(model, plan))
     wins: Counter[str] = Counter()
     worst = 0.0
@@ -148,7 +130,13 @@ def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS)
         wins[best] += 1
         worst = max(worst, seconds[""] / seconds[best] - 1)
     others = [(count, name) for name, count in wins.items() if name]
-    return Robustness(draws, wins[""], worst, max(others)[1] if others else "", uncertain)
+    return Robustness(
+        draws=draws,
+        wins=wins[""],
+        worst=worst,
+        rival=max(others)[1] if others else "",
+        uncertain=uncertain,
+    )
 
 
 def _rivals(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
@@ -158,8 +146,7 @@ def _rivals(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
         p = other.predicted
         if not other.feasible or p is None or p.step_seconds > RIVAL * plan.predicted.step_seconds:
             continue
-        stages = {name: stage_number(stage) for name, stage in other.storage.items()}
-        options = Options(stages, frozenset(other.recompute), other.microbatches)
+        options = options_of(other.storage, other.recompute, other.microbatches)
         if (Layout(other.layout), options) == (plan.layout, plan.options):
             continue
         try:
@@ -168,21 +155,21 @@ def _rivals(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
             continue
 
 
-def as_details(curves: list[Curve]) -> list[dict[str, Any]]:
+def as_details(curves: list[Curve]) -> tuple[details.Curve, ...]:
     """As a plan's details hold them."""
-    return [
-        {
-            "factor": c.factor,
-            "points": [
-                {
-                    "value": t.value,
-                    "step_seconds": t.step_seconds,
-                    "layout": " | ".join(filter(None, (t.layout or "nothing is split", t.besides))),
-                    "mesh": t.mesh,
-                    "proven": t.proven,
-                }
+    return tuple(
+        details.Curve(
+            factor=c.factor,
+            points=tuple(
+                details.Trial(
+                    value=t.value,
+                    step_seconds=t.step_seconds,
+                    layout=" | ".join(filter(None, (t.layout or "nothing is split", t.besides))),
+                    mesh=t.mesh,
+                    proven=t.proven,
+                )
                 for t in c.trials
-            ],
-        }
+            ),
+        )
         for c in curves
-    ]
+    )

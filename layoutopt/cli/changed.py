@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from layoutopt.cli.plans import Planned, asked_of, details_of
+from layoutopt.cli.plans import Planned, asked_of
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.terminal import Terminal, table
 from layoutopt.cli.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
     from layoutopt.analysis.certificate import Certificate
-    from layoutopt.analysis.sensitivity import Curve, Robustness
-    from layoutopt.plan.schema import Plan
+    from layoutopt.analysis.sensitivity import Curve
+    from layoutopt.plan.build import Plan
+    from layoutopt.plan.details import Proof, Robustness
 
 SEARCHES = 6
 """Half and twice of three factors."""
@@ -27,10 +28,11 @@ class Changed:
     curves: list[Curve]
     robust: Robustness
 
-    def as_json(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
+        """As a plan's details hold them."""
         from layoutopt.analysis.sensitivity import as_details
 
-        return {"sensitivity": as_details(self.curves), "robustness": asdict(self.robust)}
+        return {"sensitivity": as_details(self.curves), "robustness": self.robust}
 
     def show(self, terminal: Terminal) -> None:
         rows = []
@@ -94,18 +96,14 @@ def changed_conditions(terminal: Terminal, found: Planned) -> Changed:
 
 def with_found(plan: Plan, changed: Changed | None, proof: Certificate | None) -> Plan:
     """The same plan, with what was found out about it among its details."""
-    from layoutopt.plan.schema import Plan
-
-    details = {**details_of(plan), **(changed.as_json() if changed else {})}
-    if proof is not None:
-        details["proof"] = proof_json(proof)
-    return Plan(plan.data.model_copy(update={"details": details}))
+    return plan.with_details(
+        **(changed.details() if changed else {}), **({"proof": proven(proof)} if proof else {})
+    )
 
 
-def proof_json(proof: Certificate) -> dict[str, Any]:
+def proven(found: Certificate) -> Proof:
     """Every problem of the search and how it was ruled out."""
-    return {
-        "verified": proof.verified,
-        "words": str(proof),
-        "problems": [asdict(p) for p in proof.problems],
-    }
+    from layoutopt.plan.details import Proof, RuledOut
+
+    problems = tuple(RuledOut(**asdict(p)) for p in found.problems)
+    return Proof(verified=found.verified, words=str(found), problems=problems)

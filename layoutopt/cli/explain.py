@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.changed import Changed, changed_conditions, proof_json, with_found
+from layoutopt.cli.changed import Changed, changed_conditions, proven, with_found
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
 from layoutopt.cli.plan_tables import besides_text, rules_text, summary
 from layoutopt.cli.plans import (
@@ -17,7 +17,6 @@ from layoutopt.cli.plans import (
     PlanArgument,
     Planned,
     asked_of,
-    details_of,
     open_plan,
     where_of,
 )
@@ -119,7 +118,7 @@ def checked_proof(terminal: Terminal, found: Planned, judged: Evaluation, said: 
     from mesh_tf_core.errors import UserError
 
     plan, asked = found.plan, where_of(found.plan)
-    if "search" not in details_of(plan):
+    if plan.data.details.search is None:
         raise UserError("--check: the plan does not say what was asked; make it again with search --out")
     if for_memory(found):
         raise UserError("--check shows that nothing is faster: it needs a plan of another --objective")
@@ -191,9 +190,9 @@ def _tell(
 
     own = found.plan.data
     rows = differences(judged.cost, other.cost) if other else []
-    more = changed.as_json() if changed else {}
+    more = changed.details() if changed else {}
     if proof is not None:
-        more["proof"] = proof_json(proof)
+        more["proof"] = proven(proof)
     terminal.result({**_json(found, said, judged, other, rows, answers), **more})
     if terminal.as_json:
         return

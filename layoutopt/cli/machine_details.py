@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from costmodels.network.topology import Placement
+    from layoutopt.plan.details import Calibration, HardwareInfo
     from mesh_tf_core import Mesh
 
 LEVELS = {
@@ -20,24 +21,24 @@ LEVELS = {
 """Levels of hardware in words; a torus axis says whether it is a ring."""
 
 
-def hardware_details(machine: Hardware, mesh: Mesh) -> dict[str, Any]:
+def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
     """The part `hardware` of a plan's details."""
     from costmodels.network.topology import place
+    from layoutopt.plan.details import HardwareInfo, Number
 
     placed = place(machine, mesh)
-    return {
-        "name": machine.name,
-        "summary": machine.summary,
-        "device": machine.device,
-        "memory_bytes": machine.usable_memory_bytes,
-        "assumptions": [*machine.notes, *placed.assumptions],
-        "placement": _shape(placed),
-        "lies": {axis: " × ".join(_lies(placed, axis)) for axis in mesh.names if mesh.size(axis) > 1},
-        "numbers": [
-            {"path": path, "value": n.given, "source": n.source, "date": n.date}
-            for path, n in machine.numbers()
-        ],
-    }
+    return HardwareInfo(
+        name=machine.name,
+        summary=machine.summary,
+        device=machine.device,
+        memory_bytes=machine.usable_memory_bytes,
+        assumptions=(*machine.notes, *placed.assumptions),
+        placement=_shape(placed),
+        lies={axis: " × ".join(_lies(placed, axis)) for axis in mesh.names if mesh.size(axis) > 1},
+        numbers=tuple(
+            Number(path=path, value=n.given, source=n.source, date=n.date) for path, n in machine.numbers()
+        ),
+    )
 
 
 def _shape(placed: Placement) -> str:
@@ -59,11 +60,12 @@ def _lies(placed: Placement, axis: str) -> Iterator[str]:
             yield LEVELS[level.name].format(level.size)
 
 
-def calibration_details(machine: Hardware) -> dict[str, Any] | None:
+def calibration_details(machine: Hardware) -> Calibration | None:
     """The part `calibration`: every measurement of a calibrated profile beside its fit; None for others."""
     if machine.calibration is None:
         return None
     from costmodels.calibration.residuals import residuals
+    from layoutopt.plan.details import Calibration, Fitted, Sample
 
     made = machine.calibration
     on = json.loads(made.machine)
@@ -73,38 +75,38 @@ def calibration_details(machine: Hardware) -> dict[str, Any] | None:
         if measured
         else f"Estimated on {made.date} by the compiler for {on['compiled_for']}, not measured."
     )
-    return {
-        "of": "measurement" if measured else "compiler estimate",
-        "measurements": [
-            {
-                "what": r.what,
-                "size": r.size,
-                "measured_seconds": r.measured,
-                "predicted_seconds": r.fitted,
-                "held_out": r.held_out,
-            }
+    return Calibration(
+        of="measurement" if measured else "compiler estimate",
+        measurements=tuple(
+            Sample(
+                what=r.what,
+                size=r.size,
+                measured_seconds=r.measured,
+                predicted_seconds=r.fitted,
+                held_out=r.held_out,
+            )
             for r in residuals(machine)
-        ],
-        "fit": [
-            {"name": name, "value": value, "unit": unit}
+        ),
+        fit=tuple(
+            Fitted(name=name, value=value, unit=unit)
             for name, value, unit in (_measured(machine) if measured else _estimated(machine))
-        ],
-        "notes": [where],
-    }
+        ),
+        notes=(where,),
+    )
 
 
-Fitted = tuple[str, float, str]
+NumberInUnit = tuple[str, float, str]
 """A number's name, value and unit."""
 
 
-def _measured(machine: Hardware) -> Iterator[Fitted]:
+def _measured(machine: Hardware) -> Iterator[NumberInUnit]:
     yield "products, float32, one core", machine.peak_flops("float32"), "FLOP/s"
     yield "memory, one core", machine.memory_bandwidth, "B/s"
     for name, c in _constants(machine):
         yield name, c.seconds(0.0), "s"
 
 
-def _estimated(machine: Hardware) -> Iterator[Fitted]:
+def _estimated(machine: Hardware) -> Iterator[NumberInUnit]:
     chip = machine.chip
     best = machine.peak_flops("bfloat16") * chip.matmul_efficiency.curve.points[-1][1]
     yield "products, bfloat16, large ones", best, "FLOP/s"

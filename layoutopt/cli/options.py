@@ -15,7 +15,7 @@ from layoutopt.cli.units import parse_bytes
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
-    from layoutopt.plan.schema import Plan
+    from layoutopt.plan.build import Plan
     from mesh_tf_core import Layout, Mesh, Options
 
 THIS_MACHINE = "cpu-local"
@@ -232,7 +232,7 @@ def read_options(
 
 def read_plan(loaded: Loaded, path: str) -> Plan:
     """A plan file that was made for this model."""
-    from layoutopt.plan.schema import check_plan_model, load_plan
+    from layoutopt.plan.build import check_plan_model, load_plan
     from mesh_tf_core import UserError
 
     plan = load_plan(path)

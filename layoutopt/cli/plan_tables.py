@@ -15,7 +15,8 @@ from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, duration_text, rate_text, seconds_text, times_text
 
 if TYPE_CHECKING:
-    from layoutopt.plan.schema import Alternative, Plan, PlanFile, Predicted
+    from layoutopt.plan.build import Plan
+    from layoutopt.plan.schema import Alternative, PlanFile, Predicted
 
 ANSWER = "the answer"
 WIDE = 120
@@ -79,7 +80,9 @@ def _storage_rows(storage: Mapping[str, str]) -> list[tuple[str, str]]:
 def proof(plan: Plan) -> str:
     """What is proven about the answer."""
     s = plan.solver
-    spent = f"{s.layouts_considered} layouts, {duration_text(s.wall_seconds)}"
+    if s.gap is None:
+        return f"nothing is known of it ({s.status})"
+    spent = f"{s.layouts_considered} layouts, {duration_text(s.wall_seconds or 0)}"
     if s.status == "OPTIMAL":
         return f"optimal: no layout is better (gap {100 * s.gap:.2g}%; {spent})"
     if plan.data.frontier and s.gap == 0:

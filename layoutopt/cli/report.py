@@ -11,18 +11,18 @@ import typer
 
 from layoutopt.cli.details import with_details
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
-from layoutopt.cli.plans import ModelOption, details_of, open_plan, source_of
+from layoutopt.cli.plans import ModelOption, open_plan
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.units import bytes_text
 
 if TYPE_CHECKING:
-    from layoutopt.plan.schema import Plan
+    from layoutopt.plan.build import Plan
 
 EXAMPLES = examples(
     "layoutopt report plan.json --out report.html",
     "layoutopt report first.json second.json --out both.html --figures build/figures --tables build/tables",
 )
-FULL = ("lines", "variables", "memory")
+FULL = {"lines", "variables", "memory"}
 """Details without which a report has gaps."""
 
 
@@ -84,13 +84,13 @@ def _written(terminal: Terminal, plans: Sequence[Plan], folder: Path, what: str)
 
 def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
     """A plan with its details; those that it lacks are worked out from its model."""
-    from layoutopt.plan.schema import load_plan
+    from layoutopt.plan.build import load_plan
 
     plan = load_plan(path)
-    details = details_of(plan)
-    if all(part in details for part in FULL):
+    details = plan.data.details
+    if details.model_fields_set >= FULL:
         return plan
-    if model is None and source_of(plan) is None:
+    if model is None and not details.source:
         terminal.say(f"{path} has no details; --model MODEL fills in variables, operations and memory")
         return plan
     found = open_plan(path, model)

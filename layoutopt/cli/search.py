@@ -27,7 +27,6 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.plan_tables import show_plan
-from layoutopt.cli.plans import with_source
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.units import bytes_text, seconds_text
@@ -151,14 +150,16 @@ def search(
         with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):
             why = str(diagnose(find, loaded.model, {**where, **asked}))
         raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
-    question = {
+    question: dict[str, Any] = {
         "hardware": hardware,
         "memory_bytes": limit,
         "devices": devices,
         "max_axes": max_axes,
         "objective": objective.value,
     }
-    plan = with_source(plan, model, {**question, **asked})
+    from layoutopt.plan.details import Searched
+
+    plan = plan.with_details(source=model, search=Searched(**question, **asked))
     full = plan
     if out is not None or report is not None:
         from layoutopt.cli.details import with_details

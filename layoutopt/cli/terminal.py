@@ -13,11 +13,14 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from layoutopt.plan.fields import Data
 
 PIPE_WIDTH = 240
 
@@ -66,7 +69,7 @@ class Terminal:
             for part in parts:
                 self.out.print(Text(part) if isinstance(part, str) else part, highlight=False)
 
-    def result(self, data: Mapping[str, Any]) -> None:
+    def result(self, data: Mapping[str, Any] | Data) -> None:
         """The result for programs; nothing without `--json`."""
         if self.as_json:
             sys.stdout.write(json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
@@ -81,6 +84,8 @@ def plain(value: Any) -> Any:
     """`value` as JSON can hold it: numbers that are not finite are null."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
+    if hasattr(value, "to_json"):
+        return plain(value.to_json())
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -41,7 +41,7 @@ from layoutopt.cli.units import duration_text, seconds_text
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
-    from layoutopt.plan.schema import Plan
+    from layoutopt.plan.build import Plan
     from mesh_tf_core.cluster import Cluster
     from mesh_tf_core.training import Trainer
 
@@ -123,7 +123,7 @@ def _searched(
 ) -> Given:
     """The best layout; of a cluster's processes one searches it for all."""
     from layoutopt import search
-    from layoutopt.plan.schema import parse_plan
+    from layoutopt.plan.build import parse_plan
 
     devices = read_mesh(mesh)
 

@@ -11,7 +11,8 @@ from layoutopt.optimize.heuristics import RIVALS
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Space
-from layoutopt.plan.schema import Alternative, ModelInfo, Plan, PlanFile, Predicted, SolverInfo
+from layoutopt.plan.build import Plan
+from layoutopt.plan.schema import Alternative, ModelInfo, PlanFile, Predicted, SolverInfo
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh

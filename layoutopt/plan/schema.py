@@ -1,189 +1,256 @@
-"""Plans: the result of a search as plain data, in the file format `layoutopt-plan/1`."""
+"""The plan file, `layoutopt-plan/1`: what a search found, as plain data.
+
+The only description of the format: the search fills it in, the command line writes and reads it, reports show
+it. It knows nothing of meshes, layouts or programs; `layoutopt.plan.build.Plan` makes these of it.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from layoutopt.plan.details import Details
+from layoutopt.plan.fields import Amount, Data, Flag, Names, Size, Whole, clean, refusal, wrong
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import stage_number
 
 FORMAT = "layoutopt-plan/1"
+DEEPEST = 64
+"""Levels of a file that are read; a plan has no more than ten."""
+AGAIN = "make it again with `layoutopt search MODEL --out PLAN.json`"
 
 
-class _Data(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
-
-class ModelInfo(_Data):
-    """Which model a plan is for."""
+class ModelInfo(Data):
+    """Which model a plan is for; no `parameters`: not known."""
 
     name: str
-    fingerprint: str
+    fingerprint: str = ""
     hparams: dict[str, Any] = Field(default_factory=dict)
-    parameters: int
+    parameters: Whole = 0
 
 
-class Predicted(_Data):
-    """The price of one step, per device."""
+class Predicted(Data):
+    """The price of one step, per device; bytes sent are by mesh axis, several axes joined with '+'."""
 
-    step_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    exposed_communication_seconds: float
-    peak_memory_bytes: int
-    flops_per_device: float
-    communication_bytes_per_device: dict[str, float]
+    step_seconds: Amount
+    compute_seconds: Amount
+    communication_seconds: Amount
+    exposed_communication_seconds: Amount
+    peak_memory_bytes: Whole
+    flops_per_device: Amount = 0.0
+    communication_bytes_per_device: dict[str, Amount] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sum(cls, found: Any) -> Any:
+        """Where only some of the parts are said, the others follow: compute + exposed = step."""
+        if not isinstance(found, Mapping):
+            return found
+        exposed = found.get("exposed_communication_seconds") or 0.0
+        step = found.get("step_seconds")
+        follow = {"communication_seconds": exposed, "exposed_communication_seconds": exposed}
+        if isinstance(step, int | float) and isinstance(exposed, int | float):
+            follow["compute_seconds"] = max(step - exposed, 0.0)
+        return {**found, **{name: v for name, v in follow.items() if found.get(name) is None}}
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Seconds of communication that run behind computation: at most all of the computation."""
+        hidden = self.communication_seconds - self.exposed_communication_seconds
+        return min(max(hidden, 0.0), self.compute_seconds)
 
 
-class SolverInfo(_Data):
-    """What the solver proved."""
+class SolverInfo(Data):
+    """What the solver proved. `objective` and `bound` are in the objective's own unit."""
 
     status: str
-    objective: float
-    bound: float
-    gap: float
-    wall_seconds: float
-    layouts_considered: str
+    objective: Amount | None = None
+    bound: Amount | None = None
+    gap: Amount | None = None
+    wall_seconds: Amount | None = None
+    layouts_considered: str = ""
+
+    @property
+    def proven(self) -> bool:
+        """The solver said OPTIMAL and its own gap agrees."""
+        return self.status.upper() == "OPTIMAL" and (self.gap is None or self.gap <= 1e-6)
 
 
-class Alternative(_Data):
-    """Another layout, priced in the same way."""
+def _priced(found: Any) -> Any:
+    return None if isinstance(found, Mapping) and found.get("step_seconds") is None else found
 
-    name: str
-    mesh: dict[str, int]
-    layout: dict[str, list[str]]
-    predicted: Predicted | None
-    feasible: bool
+
+class Alternative(Data):
+    """Another layout, priced in the same way; without a mesh of its own it is on the answer's."""
+
+    name: str = "unnamed"
+    mesh: dict[str, Size] = Field(default_factory=dict)
+    layout: dict[str, Names] = Field(default_factory=dict)
+    predicted: Annotated[Predicted | None, BeforeValidator(_priced)] = None
+    feasible: Flag = True
     reason: str | None = None
     storage: dict[str, str] = Field(default_factory=dict)
-    recompute: list[str] = Field(default_factory=list)
-    microbatches: int = 1
+    recompute: Names = Field(default_factory=list)
+    microbatches: Size = 1
 
 
-class PlanFile(_Data):
-    """The plan file; its fields are the contract's."""
+class PlanFile(Data):
+    """The plan file; its fields are the contract's.
+
+    Attributes:
+      layout: dimension to the mesh axes it is split over, the outermost first.
+      storage: variable to its way of storing, where that is not the plain one.
+      recompute: names of what runs again in backward.
+    """
 
     format: Literal["layoutopt-plan/1"]
     model: ModelInfo
-    mesh: dict[str, int]
-    layout: dict[str, list[str]]
+    mesh: dict[str, Size]
+    layout: dict[str, Names]
     storage: dict[str, str] = Field(default_factory=dict)
-    recompute: list[str] = Field(default_factory=list)
-    microbatches: int = 1
-    hardware: str
+    recompute: Names = Field(default_factory=list)
+    microbatches: Size = 1
+    hardware: str = ""
     predicted: Predicted
-    solver: SolverInfo
+    solver: SolverInfo | None = None
     alternatives: list[Alternative] = Field(default_factory=list)
     frontier: list[Alternative] | None = None
-    notes: list[str] = Field(default_factory=list)
+    notes: Names = Field(default_factory=list)
+    details: Details = Details()
 
-
-class Plan:
-    """A layout with its proof, price and alternatives.
-
-    Attributes:
-      data: the contents of the plan file.
-      mesh, layout, options: what `mtf.Trainer` and `Model.lower` take.
-    """
-
-    def __init__(self, data: PlanFile) -> None:
-        self.data = data
-        self.mesh = Mesh(data.mesh)
-        self.layout = Layout(data.layout)
-        stages = {name: stage_number(stage) for name, stage in data.storage.items()}
-        self.options = Options(stages, frozenset(data.recompute), data.microbatches)
-
-    @property
-    def predicted(self) -> Predicted:
-        return self.data.predicted
-
-    @property
-    def solver(self) -> SolverInfo:
-        return self.data.solver
-
-    @property
-    def alternatives(self) -> list[Alternative]:
-        return self.data.alternatives
+    @model_validator(mode="after")
+    def _axes_of_the_mesh(self) -> PlanFile:
+        _known_axes(self, self.mesh)
+        for name, choices in (("alternatives", self.alternatives), ("frontier", self.frontier or ())):
+            for i, choice in enumerate(choices):
+                _known_axes(choice, choice.mesh or self.mesh, name, i)
+        return self
 
     def to_json(self) -> dict[str, Any]:
-        """The plan file's object."""
-        found = self.data.model_dump(mode="json")
+        """The plan file's object; `details` are what was said of them."""
+        found = self.model_dump(mode="json", exclude={"details"})
         for absent in ("frontier", "notes"):
             if not found.get(absent):
                 found.pop(absent, None)
+        if self.details.model_fields_set:
+            found["details"] = self.details.to_json()
         return found
 
-    def save(self, path: str | Path) -> None:
-        """Writes the plan file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+    def with_details(self, **found: Any) -> PlanFile:
+        """The same plan with some parts of its `details` set anew."""
+        return self.model_copy(update={"details": self.details.model_copy(update=found)})
 
-    def __repr__(self) -> str:
-        p = self.predicted
-        return (
-            f"Plan({self.layout} on {self.mesh}: {p.step_seconds:.4g} s a step, "
-            f"{p.peak_memory_bytes / 2**30:.3g} GiB, {self.solver.status})"
-        )
+    @property
+    def devices(self) -> int:
+        """Of the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes that a device may hold, from the details."""
+        if self.details.memory and self.details.memory.limit:
+            return self.details.memory.limit
+        return self.details.hardware.memory_bytes if self.details.hardware else None
+
+    @property
+    def fits(self) -> bool | None:
+        """None when the plan does not say what the limit is."""
+        limit = self.memory_limit
+        return None if limit is None else self.predicted.peak_memory_bytes <= limit
 
 
-def load_plan(path: str | Path) -> Plan:
-    """Reads a plan file; UserError in one line if it is not one."""
+def _known_axes(choice: Alternative | PlanFile, mesh: Mapping[str, int], *at: str | int) -> None:
+    for dim, axes in choice.layout.items():
+        for axis in axes:
+            if axis not in mesh:
+                known = ", ".join(mesh) or "none"
+                said = f"splits over axis {axis!r}, which the mesh lacks (axes: {known})"
+                raise wrong(said, *at, "layout", dim)
+
+
+def check_depth(found: Any, what: str, again: str) -> None:
+    """UserError where a JSON value has more than `DEEPEST` levels: what reads it may be recursive then."""
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [inner for value in level for inner in _inside(value)]
+    if level:
+        raise UserError(f"{clean(what)} is nested too deeply; {again}")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+
+
+def load_json(path: str | Path, what: str, again: str) -> Any:
+    """The value in a JSON file.
+
+    Args:
+      what: names the file in errors; again: what to do.
+    Raises:
+      UserError: it cannot be read, is cut off, or nested too deeply.
+    """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"plan {str(path)!r} cannot be read: {error.strerror}; give a file made by search --out"
-        ) from None
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise UserError(f"{what} cannot be read: {why}; {again}") from None
+    try:
+        found = json.loads(text)
     except RecursionError:
-        raise UserError(f"plan {str(path)!r} is nested too deeply; make it again with search --out") from None
+        raise UserError(f"{what} is nested too deeply; {again}") from None
     except ValueError as error:
-        raise UserError(
-            f"plan {str(path)!r} is not whole JSON ({error}); make it again with search --out"
-        ) from None
-    return parse_plan(content, str(path))
+        raise UserError(f"{what} is not whole JSON ({error}, of {len(text):,}); {again}") from None
+    return found
 
 
-def parse_plan(content: Any, where: str = "plan") -> Plan:
-    """A plan from its JSON object."""
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
+def read_plan_file(path: str | Path) -> PlanFile:
+    """The plan in a file; UserError in one line if it is none."""
+    what = f"plan {str(path)!r}"
+    return plan_file(load_json(path, what, AGAIN), what)
+
+
+def plan_file(found: Any, what: str = "the plan") -> PlanFile:
+    """The plan in a JSON object; a PlanFile is returned as it is.
+
+    Args:
+      what: names the plan in errors.
+    Raises:
+      UserError: naming the plan and the first wrong field.
+    """
+    if isinstance(found, PlanFile):
+        return found
+    if not isinstance(found, Mapping):
         raise UserError(
-            f"plan {where!r} has format {found!r}; this version reads {FORMAT!r}: make it again with search"
+            f"{clean(what)} is not a plan: expected a JSON object, found {type(found).__name__}; {AGAIN}"
         )
+    check_depth(found, what, AGAIN)
+    version = found.get("format")
+    if version != FORMAT:
+        said = f"format {clean(str(version))[:60]!r}" if version is not None else "no 'format'"
+        raise UserError(f"{clean(what)} has {said}; this version reads {FORMAT!r}: {AGAIN}")
     try:
-        return Plan(PlanFile.model_validate(content))
+        return PlanFile.model_validate(found)
     except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(map(str, first["loc"]))
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise UserError(
-            f"plan {where!r}: {path}: {first['msg']}{more}; make it again with search --out"
-        ) from None
+        raise refusal(error, what, AGAIN) from None
 
 
-def check_plan_model(plan: Plan, model: Any) -> None:
-    """Raises UserError, naming the difference, unless the plan was made for this model."""
-    info = plan.data.model
-    if info.fingerprint == model.fingerprint:
-        return
-    ours = dict(model.hparams)
-    different = [
-        f"{k}={info.hparams[k]!r} there, {ours[k]!r} here"
-        for k in ours
-        if k in info.hparams and info.hparams[k] != ours[k]
-    ]
-    if info.name != model.name:
-        different.insert(0, f"its model is {info.name!r}, this one {model.name!r}")
-    if info.parameters != model.parameters:
-        different.append(f"{info.parameters:,} parameters there, {model.parameters:,} here")
-    why = "; ".join(different) or "its operations differ"
-    raise UserError(
-        f"the plan was made for another model: {why}; search again, or set the same hyperparameters"
-    )
+def layout_text(layout: Mapping[str, Sequence[str]]) -> str:
+    """A layout as the command line takes it: 'batch:data+pod;heads:model'."""
+    return ";".join(f"{dim}:{'+'.join(axes)}" for dim, axes in layout.items() if axes)
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """A mesh as the command line takes it: 'data:2;model:4'."""
+    return ";".join(f"{axis}:{size}" for axis, size in mesh.items())
+
+
+def stored_as(storage: Mapping[str, str]) -> dict[str, list[str]]:
+    """Ways of storing with the variables that are stored so, in the order of the plan."""
+    found: dict[str, list[str]] = {}
+    for name, way in storage.items():
+        found.setdefault(way, []).append(name)
+    return found

@@ -111,7 +111,7 @@ class Trainer:
         else:
             start_cluster(self.cluster, self.mesh.devices)
             found = self.cluster.share("the search", lambda: search(self.model, mesh=self.mesh).to_json())
-            self.plan = import_module("layoutopt.plan.schema").parse_plan(found, "worker 0")
+            self.plan = import_module("layoutopt.plan.build").parse_plan(found, "worker 0")
         return self.plan.layout, self.plan.options
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:

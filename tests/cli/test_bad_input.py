@@ -117,8 +117,8 @@ def test_a_malformed_profile(refused: Callable[..., str], tmp_path: Path, conten
             '{"format": "layoutopt-plan/9"}',
             "has format 'layoutopt-plan/9'; this version reads 'layoutopt-plan/1'",
         ),
-        ("[]", "has format None"),
-        ('{"format": "layoutopt-plan/1"}', "model: Field required"),
+        ("[]", "is not a plan: expected a JSON object, found list"),
+        ('{"format": "layoutopt-plan/1"}', "'model' is missing, so the file is truncated"),
         ("[" * 100_000, "is nested too deeply"),
     ],
 )

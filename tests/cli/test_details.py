@@ -35,15 +35,15 @@ from tests.costmodels.calibration import test_fit
     ],
 )
 def test_where_mesh_axes_lie(hardware: str, mesh: str, lies: dict[str, str]) -> None:
-    assert hardware_details(load_hardware(hardware), Mesh(mesh))["lies"] == lies
+    assert hardware_details(load_hardware(hardware), Mesh(mesh)).lies == lies
 
 
 def test_the_shape_and_what_it_assumes() -> None:
     found = hardware_details(load_hardware("tpu-v2"), Mesh("data:32;model:16"))
-    assert found["placement"] == "The mesh lies on 16 × 16 chips of a torus."
+    assert found.placement == "The mesh lies on 16 × 16 chips of a torus."
     open_ends = hardware_details(load_hardware("tpu-v2"), Mesh("data:16"))
-    assert any("no wraparound on torus axis" in a for a in open_ends["assumptions"])
-    assert hardware_details(load_hardware("a100"), Mesh("data:8"))["placement"] == ""
+    assert any("no wraparound on torus axis" in a for a in open_ends.assumptions)
+    assert hardware_details(load_hardware("a100"), Mesh("data:8")).placement == ""
 
 
 def test_a_calibrated_profile_brings_its_measurements(tmp_path: Path) -> None:
@@ -53,10 +53,10 @@ def test_a_calibrated_profile_brings_its_measurements(tmp_path: Path) -> None:
     content = profile(team, test_fit.fitted(found), records, Noise(0.0, 0.0), quick=True)
     details = calibration_details(write_profile(content, tmp_path / "p.json"))
     assert details is not None
-    assert details["of"] == "measurement"
-    assert {m["held_out"] for m in details["measurements"]} == {True, False}
-    assert details["fit"][-2]["name"] == "start of a step"
-    assert "mesh data:2;model:2; quiet machine" in details["notes"][0]
+    assert details.of == "measurement"
+    assert {m.held_out for m in details.measurements} == {True, False}
+    assert details.fit[-2].name == "start of a step"
+    assert "mesh data:2;model:2; quiet machine" in details.notes[0]
     assert calibration_details(load_hardware("cpu-local")) is None
 
 

@@ -161,7 +161,7 @@ def changed(path: Path, plan_file: Path, *where: str, value: object) -> str:
         (
             ("predicted", "step_seconds"),
             float("nan"),
-            "predicted.step_seconds: Input should be a finite number",
+            "'predicted.step_seconds' must be a finite number, found nan",
         ),
         (("predicted", "step_seconds"), 1e-9, "not what its layout comes to: step_seconds is"),
         (("solver", "objective"), 1e-9, "the objective is neither its seconds nor its bytes"),
@@ -171,9 +171,9 @@ def changed(path: Path, plan_file: Path, *where: str, value: object) -> str:
         (
             ("details", "search", "microbatches"),
             "one",
-            "details.search.microbatches: Input should be a valid tuple",
+            "'details.search.microbatches' must be a list, found str",
         ),
-        (("details", "search", "pins"), 5, "details.search.pins: Input should be a valid string"),
+        (("details", "search", "pins"), 5, "'details.search.pins' must be text, found int"),
         (("details",), {}, "does not say what was asked"),
     ],
 )

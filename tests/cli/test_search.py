@@ -12,7 +12,7 @@ import pytest
 from typer.testing import Result
 
 from layoutopt.models.loading import load_model
-from layoutopt.plan.schema import load_plan
+from layoutopt.plan.build import load_plan
 
 LM = "examples/transformer_lm.py"
 # Only splits are decided where nothing else is the point.

@@ -10,12 +10,12 @@ import layoutopt.optimize.evaluation as judging
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.api import search
-from layoutopt.cli.plans import options_of
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.formulation.shared import Ground
 from layoutopt.optimize.evaluation import Judge
 from layoutopt.optimize.heuristics import RIVALS
 from layoutopt.optimize.request import Request
+from layoutopt.plan.build import options_of
 from tests.layoutopt.models import EXAMPLES
 
 V3 = load_hardware("tpu-v3")

@@ -11,7 +11,7 @@ from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
 from layoutopt.analysis.certificate import Certificate, certify
 from layoutopt.analysis.explain import Asked
-from layoutopt.plan.schema import Plan
+from layoutopt.plan.build import Plan
 from tests.layoutopt.models import EXAMPLES
 
 ASKED = Asked(storage=("layout", "zero1"), recompute=(False,))

@@ -9,7 +9,7 @@ import pytest
 import mesh_tf_core as mtf
 from layoutopt import search
 from layoutopt.analysis.infeasible import Diagnosis, diagnose
-from layoutopt.plan.schema import Plan
+from layoutopt.plan.build import Plan
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.lower.storage import STAGES
 from tests.layoutopt.models import EXAMPLES

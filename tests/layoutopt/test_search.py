@@ -14,7 +14,7 @@ from examples.mlp import model as mlp
 from examples.transformer_lm import model as transformer
 from layoutopt import Plan, load_plan, search
 from layoutopt.evaluator import evaluate
-from layoutopt.plan.schema import check_plan_model
+from layoutopt.plan.build import check_plan_model
 from tests.layoutopt.models import EXAMPLES
 
 MESH = "data:2;model:2"
@@ -169,9 +169,9 @@ def test_a_plan_for_another_model_names_the_difference() -> None:
     ("text", "message"),
     [
         ("{", "not whole JSON"),
-        ("[1]", "has format None"),
+        ("[1]", "expected a JSON object, found list"),
         ('{"format": "layoutopt-plan/9"}', "has format 'layoutopt-plan/9'"),
-        ('{"format": "layoutopt-plan/1"}', r"model: Field required \(and \d+ more\)"),
+        ('{"format": "layoutopt-plan/1"}', r"'model' is missing, .* \(and \d+ more\)"),
     ],
 )
 def test_files_that_are_no_plans(tmp_path: Path, text: str, message: str) -> None:

@@ -9,7 +9,7 @@ from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
 from layoutopt.analysis.explain import Asked
 from layoutopt.analysis.sensitivity import Curve, as_details, robustness, sensitivity
-from layoutopt.plan.schema import Plan
+from layoutopt.plan.build import Plan
 from tests.layoutopt.models import EXAMPLES
 
 ASKED = Asked(storage=("layout", "zero1"), recompute=(False,), microbatches=(1,))
@@ -63,9 +63,9 @@ def test_a_trial_is_what_a_search_finds(
 
 
 def test_details_are_what_reports_read(curves: dict[str, Curve]) -> None:
-    (found,) = [c for c in as_details(list(curves.values())) if c["factor"] == "bandwidth"]
-    assert [p["value"] for p in found["points"]] == [0.5, 1.0, 2.0]
-    assert all(p["step_seconds"] and p["layout"] for p in found["points"])
+    (found,) = [c for c in as_details(list(curves.values())) if c.factor == "bandwidth"]
+    assert [p.value for p in found.points] == [0.5, 1.0, 2.0]
+    assert all(p.step_seconds and p.layout for p in found.points)
 
 
 def test_robustness_counts_machines(model: mtf.Model, plan: Plan, hardware: Hardware) -> None:

@@ -1,0 +1,99 @@
+"""Plans as the library uses them: a plan file with its mesh, its layout and its options made ready to run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from layoutopt.plan.schema import Alternative, PlanFile, Predicted, SolverInfo, plan_file, read_plan_file
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import stage_number
+
+
+class Plan:
+    """A layout with its proof, price and alternatives.
+
+    Attributes:
+      data: the contents of the plan file.
+      mesh, layout, options: what `mtf.Trainer` and `Model.lower` take.
+    """
+
+    def __init__(self, data: PlanFile) -> None:
+        self.data = data
+        self.mesh = Mesh(data.mesh)
+        self.layout = Layout(data.layout)
+        self.options = options_of(data.storage, data.recompute, data.microbatches)
+
+    @property
+    def predicted(self) -> Predicted:
+        return self.data.predicted
+
+    @property
+    def solver(self) -> SolverInfo:
+        return self.data.solver or SolverInfo(status="UNKNOWN")
+
+    @property
+    def alternatives(self) -> list[Alternative]:
+        return self.data.alternatives
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan file's object."""
+        return self.data.to_json()
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan file."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def with_details(self, **found: Any) -> Plan:
+        """The same plan with some parts of its `details` set anew."""
+        return Plan(self.data.with_details(**found))
+
+    def __repr__(self) -> str:
+        p = self.predicted
+        return (
+            f"Plan({self.layout} on {self.mesh}: {p.step_seconds:.4g} s a step, "
+            f"{p.peak_memory_bytes / 2**30:.3g} GiB, {self.solver.status})"
+        )
+
+
+def options_of(storage: Mapping[str, str], recompute: Sequence[str], microbatches: int) -> Options:
+    """What a plan file says besides a layout, as lowering takes it."""
+    stages = {name: stage_number(stage) for name, stage in storage.items()}
+    return Options(stages, frozenset(recompute), microbatches)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads a plan file; UserError in one line if it is not one."""
+    return Plan(read_plan_file(path))
+
+
+def parse_plan(content: Any, where: str = "plan") -> Plan:
+    """A plan from its JSON object."""
+    return Plan(plan_file(content, f"plan {where!r}"))
+
+
+def check_plan_model(plan: Plan, model: Any) -> None:
+    """Raises UserError, naming the difference, unless the plan was made for this model."""
+    info = plan.data.model
+    if info.fingerprint == model.fingerprint:
+        return
+    ours = dict(model.hparams)
+    different = [
+        f"{k}={info.hparams[k]!r} there, {ours[k]!r} here"
+        for k in ours
+        if k in info.hparams and info.hparams[k] != ours[k]
+    ]
+    if info.name != model.name:
+        different.insert(0, f"its model is {info.name!r}, this one {model.name!r}")
+    if info.parameters != model.parameters:
+        different.append(f"{info.parameters:,} parameters there, {model.parameters:,} here")
+    why = "; ".join(different) or "its operations differ"
+    raise UserError(
+        f"the plan was made for another model: {why}; search again, or set the same hyperparameters"
+    )

@@ -1,0 +1,386 @@
+"""What a plan file carries beside the contract's fields, under `details`, so that a report needs no model.
+
+Every part is optional. `search --out` writes those from `source` to `calibration`, `explain --out` adds
+`sensitivity`, `robustness` and `proof`, `report --validation` shows a `validation`. Times are in seconds and
+sizes in bytes, both of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from layoutopt.plan.fields import (
+    AsGiven,
+    Axes,
+    Data,
+    Flag,
+    LayoutText,
+    Score,
+    Size,
+    Texts,
+    Whole,
+    wrong,
+)
+
+
+class Searched(Data):
+    """What was asked of the search, besides the model and the mesh.
+
+    Attributes:
+      hardware: a name or a file.
+      memory_bytes: of a device; None: what the hardware has.
+      devices, max_axes: of a search for the mesh too; no devices: the plan's mesh was given.
+      storage, recompute, microbatches: what could be decided; None: everything.
+    """
+
+    hardware: str | None = None
+    memory_bytes: Whole | None = None
+    devices: Size | None = None
+    max_axes: Size = 2
+    objective: str = "time"
+    pins: str | None = None
+    forbid: str | None = None
+    storage: tuple[str, ...] | None = None
+    recompute: tuple[Flag, ...] | None = None
+    microbatches: tuple[Size, ...] | None = None
+
+
+class Number(Data):
+    """One number of a hardware description with its source; `value` is a number, or text with its unit."""
+
+    path: str
+    value: Any
+    unit: str = ""
+    source: str = ""
+    date: str = ""
+
+    @property
+    def assumed(self) -> bool:
+        """No measurement of this hardware and no document stands behind it."""
+        said = self.source.strip().lower()
+        return said.startswith("assum") or "uncalibrated" in said
+
+
+class HardwareInfo(Data):
+    """The hardware that a plan is priced on.
+
+    Attributes:
+      placement: how the mesh lies on it; `lies` says it of each mesh axis.
+    """
+
+    name: str
+    summary: str = ""
+    device: str = ""
+    memory_bytes: AsGiven | None = None
+    assumptions: Texts = ()
+    placement: str = ""
+    lies: dict[str, str] = Field(default_factory=dict)
+    numbers: tuple[Number, ...] = ()
+
+
+class Variable(Data):
+    """A trained variable or a piece of optimizer state; `splits` has the mesh axes of every dimension."""
+
+    name: str
+    shape: tuple[tuple[str, Size], ...]
+    dtype: str = ""
+    splits: tuple[Axes, ...] = ()
+    bytes: AsGiven
+    local_bytes: AsGiven
+    kind: str = "parameter"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_by_default(cls, found: Any) -> Any:
+        if not isinstance(found, Mapping) or found.get("splits") or not isinstance(found.get("shape"), list):
+            return found
+        return {**found, "splits": [()] * len(found["shape"])}
+
+    @model_validator(mode="after")
+    def _every_dimension(self) -> Variable:
+        if len(self.splits) != len(self.shape):
+            raise wrong(f"must list the axes of each of the {len(self.shape)} dimensions", "splits")
+        return self
+
+    def local_shape(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
+        """Sizes of the piece that one device holds."""
+        parts = (math.prod(mesh.get(a, 1) for a in axes) for axes in self.splits)
+        return tuple(-(-size // part) for (_, size), part in zip(self.shape, parts, strict=True))
+
+
+class PricedLine(Data):
+    """One instruction's share of the price; every number is of one of its `times` runs.
+
+    Attributes:
+      node: the operation of the graph that it comes from; a collective belongs to its node's computation.
+    """
+
+    op: str
+    node: Annotated[int | None, BeforeValidator(lambda n: None if isinstance(n, int) and n < 0 else n)] = None
+    scope: str = ""
+    phase: str = ""
+    kind: str = ""
+    times: AsGiven = 1
+    seconds: AsGiven
+    exposed_seconds: AsGiven = 0.0
+    flops: AsGiven = 0.0
+    bytes: AsGiven = 0.0
+    axes: Axes = ()
+    sent_bytes: AsGiven = 0.0
+    communication: Flag = False
+
+
+class Shares(Data):
+    """Seconds of one layout's step by kind of work; communication counts hidden and exposed together."""
+
+    compute: AsGiven
+    hidden: AsGiven = 0.0
+    exposed: AsGiven = 0.0
+    kinds: dict[str, AsGiven] = Field(default_factory=dict)
+
+
+class Point(Data):
+    """Memory held while one instruction runs."""
+
+    name: str = ""
+    scope: str = ""
+    phase: str = ""
+    bytes: AsGiven
+
+
+class Held(Data):
+    """A tensor alive at the peak."""
+
+    what: str
+    bytes: AsGiven
+    scope: str = ""
+
+
+class MemoryTimeline(Data):
+    """The program's memory, instruction by instruction.
+
+    Attributes:
+      at: index of the peak, where it is not the highest point.
+      variables: bytes of what stays from step to step.
+      limit: bytes that a device may hold.
+    """
+
+    points: tuple[Point, ...] = ()
+    at: Whole | None = None
+    holdings: tuple[Held, ...] = ()
+    variables: AsGiven = 0.0
+    limit: AsGiven | None = None
+
+    @cached_property
+    def peak(self) -> int:
+        """Index of the peak; 0 where there are no points."""
+        if self.at is not None and self.at < len(self.points):
+            return self.at
+        return max(range(len(self.points)), key=lambda i: self.points[i].bytes, default=0)
+
+
+class Sample(Data):
+    """One measurement of a calibration: what was run, how big it was, the seconds measured and fitted.
+
+    Attributes:
+      held_out: the fit had not seen it.
+    """
+
+    what: str
+    size: AsGiven = 0.0
+    measured_seconds: AsGiven
+    predicted_seconds: AsGiven
+    held_out: Flag = False
+
+    @property
+    def residual(self) -> float:
+        """Fitted over measured, minus one: positive when the fit is too slow."""
+        return self.predicted_seconds / self.measured_seconds - 1.0
+
+
+class Fitted(Data):
+    """A fitted number: a number with its unit, or text."""
+
+    name: str
+    value: Any
+    unit: str = ""
+
+
+def _listed(found: Any) -> Any:
+    if not isinstance(found, Mapping):
+        return found
+    return [{"name": name, "value": value} for name, value in found.items()]
+
+
+class Calibration(Data):
+    """What a hardware profile was fitted to.
+
+    Attributes:
+      fit: the fitted numbers; an object 'name: value' will do.
+      notes: on what machine, when, how quiet it was.
+      of: what a sample is, in the singular.
+    """
+
+    of: str = "measurement"
+    measurements: tuple[Sample, ...] = ()
+    fit: Annotated[tuple[Fitted, ...], BeforeValidator(_listed)] = ()
+    notes: Texts = ()
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Measurements that took any time."""
+        return tuple(s for s in self.measurements if s.measured_seconds > 0)
+
+
+class Trial(Data):
+    """The best found when one factor has this value; no time means that nothing fits."""
+
+    value: AsGiven
+    step_seconds: AsGiven | None = None
+    layout: LayoutText = ""
+    mesh: str = ""
+    proven: Flag = False
+
+
+class Curve(Data):
+    """The best step time as one factor changes: 'bandwidth' (a multiple), 'memory' (bytes) or 'devices'."""
+
+    factor: str
+    points: tuple[Trial, ...] = ()
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The points by value."""
+        return sorted(self.points, key=lambda t: t.value)
+
+
+class Robustness(Data):
+    """The answer against its rivals on machines drawn within the uncertainties of the hardware's numbers.
+
+    Attributes:
+      wins: how many of the `draws` machines the answer is the fastest on.
+      worst: most time that it takes there, over the fastest, less one.
+      rival: the layout that wins most of the others, if any.
+      uncertain: numbers that have an uncertainty; without any nothing was drawn.
+    """
+
+    draws: Whole = 0
+    wins: Whole = 0
+    worst: AsGiven = 0.0
+    rival: str = ""
+    uncertain: Whole = 0
+
+    @model_validator(mode="after")
+    def _at_most_all(self) -> Robustness:
+        if self.wins > self.draws:
+            raise wrong(f"says {self.wins} of {self.draws} draws", "wins")
+        return self
+
+    @property
+    def close(self) -> bool:
+        """Another layout may well be the faster one."""
+        return self.draws > 0 and self.wins < 0.8 * self.draws
+
+
+class RuledOut(Data):
+    """One problem of a search and what is shown of it; `how` is 'faster' where the proof is wrong."""
+
+    mesh: str = ""
+    microbatches: Whole = 1
+    how: str = ""
+    bound: float = Field(default=0.0, allow_inf_nan=True)
+    listed: Whole = 0
+    faster: str = ""
+
+
+class Proof(Data):
+    """A second look at the proof, without a solver: what was found, in words."""
+
+    verified: Flag = False
+    words: str = ""
+    problems: tuple[RuledOut, ...] = ()
+
+    @property
+    def refuted(self) -> bool:
+        """Something faster was found."""
+        return any(p.how == "faster" for p in self.problems)
+
+
+class Measured(Data):
+    """One layout, predicted and measured."""
+
+    layout: LayoutText = ""
+    predicted_seconds: AsGiven
+    measured_seconds: AsGiven
+    name: str = ""
+    spread: Score = None
+
+
+class Noise(Data):
+    """What disturbed the measurements.
+
+    Attributes:
+      drift: seconds that the calibration's reference takes now, relative to then; None: it has none.
+    """
+
+    noisy: Flag = False
+    foreign: Score = None
+    spread: Score = None
+    words: str = ""
+    drift: Score = None
+
+
+class Validation(Data):
+    """Predictions beside measurements (`validate --json`); too few layouts have no summary numbers.
+
+    Attributes:
+      mape: the mean error of a predicted time, as a share of the measured one.
+      regret: measured time of the layout that is predicted fastest, over the best one, less one.
+    """
+
+    rows: tuple[Measured, ...] = ()
+    mape: Score = None
+    kendall_tau: Score = None
+    spearman: Score = None
+    regret: Score = None
+    noise: Noise = Noise()
+
+    @property
+    def timed(self) -> tuple[Measured, ...]:
+        """Rows that took any time."""
+        return tuple(r for r in self.rows if r.measured_seconds > 0 and r.predicted_seconds > 0)
+
+
+class Details(Data):
+    """All parts.
+
+    Attributes:
+      source: what the user typed as MODEL.
+      search: what was asked besides the model and the mesh.
+      hardware: description, how the mesh lies on it, numbers with their sources.
+      dims: dimension to size.
+      variables: every variable as it is stored.
+      lines: the priced instructions of the answer.
+      by_kind: seconds by kind of work, of the answer (named so) and every alternative.
+      memory: the timeline of the answer, and what is held at its peak.
+      calibration: every measurement of a calibrated profile beside its fit.
+    """
+
+    source: str = ""
+    search: Searched | None = None
+    hardware: HardwareInfo | None = None
+    dims: dict[str, Size] = Field(default_factory=dict)
+    variables: tuple[Variable, ...] = ()
+    lines: tuple[PricedLine, ...] = ()
+    by_kind: dict[str, Shares] = Field(default_factory=dict)
+    memory: MemoryTimeline | None = None
+    calibration: Calibration | None = None
+    sensitivity: tuple[Curve, ...] = ()
+    robustness: Robustness | None = None
+    proof: Proof | None = None
+    validation: Validation | None = None

@@ -1,0 +1,165 @@
+"""What the schemas of plans and results share: a base class, kinds of numbers, one line that refuses damage.
+
+A file is read by its schema, never by hand. What is missing has a default where one makes sense, null counts
+as missing, and what a newer version adds is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainValidator,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from mesh_tf_core.errors import UserError
+
+LARGEST = 1e100
+"""No quantity is as large."""
+LONGEST = 80
+"""Characters of a user's value that an error repeats."""
+
+
+class Data(BaseModel):
+    """One object of a file."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_missing(cls, found: Any) -> Any:
+        if not isinstance(found, Mapping):
+            return found
+        needed = _never_none(cls)
+        return {k: v for k, v in found.items() if v is not None or k not in needed}
+
+    def to_json(self) -> dict[str, Any]:
+        """What was said, as JSON can hold it; defaults that nobody said are left out."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+@cache
+def _never_none(kind: type[Data]) -> frozenset[str]:
+    return frozenset(n for n, f in kind.model_fields.items() if NoneType not in get_args(f.annotation))
+
+
+def wrong(said: str, *at: str | int) -> PydanticCustomError:
+    """What a validator raises: the trouble in words, with the path of its field from the object checked."""
+    return PydanticCustomError("wrong", "{said}", {"said": said, "at": at})
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong(f"must be a number, found {type(value).__name__}")
+    if not abs(value) <= LARGEST:
+        found = value if isinstance(value, float) else "a number of more than a hundred digits"
+        raise wrong(f"must be a finite number, found {found}")
+    return value
+
+
+def _amount(value: Any) -> Any:
+    if _number(value) < 0:
+        raise wrong(f"must not be negative, found {value}")
+    return value
+
+
+def _whole(value: Any) -> Any:
+    if _amount(value) != int(value):
+        raise wrong(f"must be a whole number, at least 0, found {value:g}")
+    return int(value)
+
+
+def _size(value: Any) -> Any:
+    if _number(value) < 1 or value != int(value):
+        raise wrong(f"must be a whole number, at least 1, found {value:g}")
+    return int(value)
+
+
+def _score(value: Any) -> Any:
+    return None if value is None or (isinstance(value, float) and math.isnan(value)) else _number(value)
+
+
+def _names(value: Any) -> Any:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+def _rules(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return ";".join(f"{dim}:{'+'.join(_names(axes))}" for dim, axes in value.items() if axes)
+
+
+Amount = Annotated[float, BeforeValidator(_amount)]
+"""A finite number, not below zero."""
+AsGiven = Annotated[int | float, PlainValidator(_amount)]
+"""The same; a whole number is written again as one."""
+Score = Annotated[float | None, BeforeValidator(_score)]
+"""A finite number; not-a-number (of too few rows) is none."""
+Whole = Annotated[int, BeforeValidator(_whole)]
+Size = Annotated[int, BeforeValidator(_size)]
+"""A whole number, at least 1."""
+Flag = StrictBool
+Names = Annotated[list[str], BeforeValidator(_names)]
+"""Texts; a single one is a list of one."""
+Texts = Annotated[tuple[str, ...], BeforeValidator(_names)]
+"""The same, as a tuple."""
+Axes = Texts
+"""Mesh axes, the outermost first."""
+LayoutText = Annotated[str, BeforeValidator(_rules)]
+"""A layout as `--layout` takes it; an object 'dimension: axes' is turned into it."""
+
+
+def refusal(error: ValidationError, what: str, again: str) -> UserError:
+    """A schema's errors as one line: which file, the first wrong field's path, what was found, what to do.
+
+    Args:
+      what: names the file.
+      again: what to do.
+    """
+    first = error.errors(include_url=False)[0]
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    path = _path((*first["loc"], *first.get("ctx", {}).get("at", ())))
+    where = f"{path[:LONGEST]!r} " if path else ""
+    return UserError(f"{clean(what)}: {where}{clean(_trouble(first))}{more}; {again}")
+
+
+def _path(steps: tuple[str | int, ...]) -> str:
+    found = ""
+    for step in steps:
+        found += f"[{step}]" if isinstance(step, int) else f".{clean(step)}"
+    return found.removeprefix(".")
+
+
+MUST = {
+    "model_type": "an object",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "string_type": "text",
+    "bool_type": "true or false",
+}
+
+
+def _trouble(error: ErrorDetails) -> str:
+    kind, found = error["type"], type(error["input"]).__name__
+    if kind == "missing":
+        return "is missing, so the file is truncated or was written by something else"
+    if kind in MUST:
+        return f"must be {MUST[kind]}, found {found}"
+    return error["msg"]
+
+
+def clean(text: str) -> str:
+    """Text that every page, XML file and terminal can show: no controls, no marks that turn writing round."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
