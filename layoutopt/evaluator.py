@@ -77,6 +77,7 @@ def evaluate(
     hardware: Hardware,
     options: Options = DEFAULT,
     prices: Pricer | None = None,
+    check: bool = True,
 ) -> Evaluation:
-    """Lowers one layout to price and walk it; LayoutError if it is not legal."""
-    return Evaluation(model.lower(mesh, layout, options), prices or pricer(hardware, mesh))
+    """Lowers one layout to price and walk it; `check` as in `lower`. LayoutError if it is not legal."""
+    return Evaluation(model.lower(mesh, layout, options, check=check), prices or pricer(hardware, mesh))

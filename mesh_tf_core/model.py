@@ -116,10 +116,10 @@ class Model:
         apply_updates(graph, self.optimizer, pairs)
         return TrainingStep(graph, {n: found[n] for n in whole.results}, tuple(pairs))
 
-    def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Program:
-        """The training step as an SPMD program."""
+    def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT, *, check: bool = True) -> Program:
+        """The training step as an SPMD program; `check` as in `lower`."""
         step = self.training_step(options.microbatches)
-        return lower(step.graph, mesh, layout, step.results, options)
+        return lower(step.graph, mesh, layout, step.results, options, check=check)
 
 
 def minimize(loss: Tensor, optimizer: Optimizer) -> None:

@@ -16,6 +16,7 @@ from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import Cost
 from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import Plan
+from layoutopt.problem import TOLERANCE
 from layoutopt.space.domains import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.lower.storage import STAGES
@@ -23,8 +24,6 @@ from mesh_tf_core.model import Model
 
 AGREE = 1e-9
 """Relative difference up to which two predictions are the same."""
-GAP = 1e-6
-"""Relative gap up to which an answer is called proven."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def disagreements(plan: Plan, judged: Evaluation) -> list[str]:
     objective, bound = claim.objective or 0.0, claim.bound or 0.0
     if all(abs(objective - value) > AGREE * value for value in least):
         wrong.append(f"the objective is neither its seconds nor its bytes: the plan says {claim.objective}")
-    if claim.status == "OPTIMAL" and abs(objective - bound) > GAP * abs(objective):
+    if claim.status == "OPTIMAL" and abs(objective - bound) > TOLERANCE * abs(objective):
         wrong.append(f"the bound of a proven plan is its objective, the plan says {claim.bound}")
     return wrong
 

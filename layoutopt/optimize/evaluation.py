@@ -47,12 +47,13 @@ class Judge:
         return found
 
     def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:
-        """As `evaluate`."""
+        """As `evaluate`, but the program is not checked: `make_plan` checks that of the answer."""
         key = mesh, layout, frozenset(options.storage.items()), options.recompute, options.microbatches
         found = self._known.get(key)
         if found is None:
             try:
-                found = evaluate(self.model, mesh, layout, self.hardware, options, self.prices(mesh))
+                prices = self.prices(mesh)
+                found = evaluate(self.model, mesh, layout, self.hardware, options, prices, check=False)
             except LayoutError as error:
                 found = str(error)
             self._known[key] = found

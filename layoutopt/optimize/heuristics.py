@@ -50,7 +50,7 @@ def greedy(request: Request, space: Space) -> Rival:
         wider = ((quotes.seconds(more, plain), str(more), more) for more in _one_more(decided, layout))
         best = min(wider, default=(math.inf, "", layout))
         if not best[0] < seconds:
-            return layout, Options()
+            return layout, plain
         seconds, layout = best[0], best[2]
 
 

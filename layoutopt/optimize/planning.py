@@ -1,5 +1,11 @@
 """From the best layout to a plan: prices, proof, the baselines beside it, names for the axes of a searched
-mesh."""
+mesh.
+
+Seconds are proven of the tables; what a plan shows is the price of the lowered program. It is OPTIMAL only if
+the two agree on its layout within `layoutopt.problem.TOLERANCE` (relative), whoever found it. Where the
+tables come to less, their bound holds, and the difference is the gap. Where they come to more, their bound
+says nothing of programs; what is left is that no device computes less than its share of what one would alone.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,13 @@ from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Space
 from layoutopt.plan.build import Plan
 from layoutopt.plan.schema import Alternative, ModelInfo, PlanFile, Predicted, SolverInfo
+from layoutopt.problem import TOLERANCE
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.lower.verify import verify
 
 
 def make_plan(
@@ -42,7 +50,12 @@ def make_plan(
       considered: number of combinations of decisions.
       searched_mesh: give the mesh's axes speaking names.
       seconds: wall time of the search.
+
+    Raises:
+      ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
+    verify(best.judged.program)
+    tables = _table_seconds(request, best, space)
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
     alternatives, missing = _alternatives(request, space, best, names)
     ranked = _ranked(request, others, searched_mesh)
@@ -63,10 +76,14 @@ def make_plan(
         microbatches=best.options.microbatches,
         hardware=request.hardware.name,
         predicted=_predicted(best.judged, names),
-        solver=_solver(request, best, bound, proven, considered, seconds),
+        solver=_solver(request, best, tables, bound, proven, considered, seconds),
         alternatives=[*alternatives, *ranked],
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
-        notes=[*best.judged.cost.notes, *_notes(request, best, missing), *_fewer(request, len(others) + 1)],
+        notes=[
+            *best.judged.cost.notes,
+            *_notes(best, tables, missing),
+            *_fewer(request, len(others) + 1),
+        ],
     )
     return Plan(data)
 
@@ -75,15 +92,30 @@ def _storage(options: Options) -> dict[str, str]:
     return {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage}
 
 
+def _table_seconds(request: Request, best: Found, space: Space) -> float | None:
+    """What the tables sum to for a layout, however it was found; None if seconds are not the objective."""
+    if request.objective == "memory":
+        return None
+    return request.judge.quotes(best.mesh, space.decided).seconds(best.layout, best.options)
+
+
 def _solver(
-    request: Request, best: Found, bound: float, proven: bool, considered: int, seconds: float
+    request: Request,
+    best: Found,
+    tables: float | None,
+    bound: float,
+    proven: bool,
+    considered: int,
+    seconds: float,
 ) -> SolverInfo:
-    value = float(best.peak) if request.objective == "memory" else best.seconds
-    bound = min(bound, value)
+    value = float(best.peak) if tables is None else best.seconds
+    if tables is not None and tables > value * (1 + TOLERANCE):
+        bound, proven = min(bound, _share(request, best.mesh)), False
+    bound = min(bound, value)  # but for rounding, and what the tables count too much within the tolerance
     gap = (value - bound) / value if value else 0.0
     gap, bound = (0.0, value) if gap < EXACT else (gap, bound)
     return SolverInfo(
-        status="OPTIMAL" if proven and gap <= 1e-6 else "FEASIBLE",
+        status="OPTIMAL" if proven and gap <= TOLERANCE else "FEASIBLE",
         objective=value,
         bound=bound,
         gap=gap,
@@ -92,17 +124,23 @@ def _solver(
     )
 
 
-def _notes(request: Request, best: Found, missing: Sequence[str]) -> list[str]:
+def _share(request: Request, mesh: Mesh) -> float:
+    """Seconds of a device's share of what one device would compute alone: no layout takes less, as far as
+    pieces never cost less than their share of the whole; else 0."""
+    if not request.judge.prices(mesh).pieces_cost_more:
+        return 0.0
+    return request.judge(mesh, Layout()).cost.compute_seconds / mesh.devices
+
+
+def _notes(best: Found, tables: float | None, missing: Sequence[str]) -> list[str]:
     notes = [f"no time was left for these layouts beside the answer: {', '.join(missing)}"] if missing else []
-    table, value = best.solution.objective, best.seconds
-    if request.objective == "memory":
-        return notes  # the objective is no sum of seconds
-    if abs(table - value) <= EXACT * value:
+    value = best.seconds
+    if tables is None or abs(tables - value) <= EXACT * value:
         return notes
     return [
         *notes,
-        f"the tables sum to {table:.9g} s and the lowered program costs {value:.9g} s "
-        f"({(table / value - 1) * 100:+.2g} %): what operations share is not all in the tables",
+        f"the tables sum to {tables:.9g} s and the lowered program costs {value:.9g} s "
+        f"({(tables / value - 1) * 100:+.2g} %): what operations share is not all in the tables",
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layoutopt.problem.answer import Evaluation, Solution, Status, Violation, cost, evaluate
+from layoutopt.problem.answer import TOLERANCE, Evaluation, Solution, Status, Violation, cost, evaluate
 from layoutopt.problem.conflict import Conflict, Facts, conflict
 from layoutopt.problem.elimination import Elimination, eliminate
 from layoutopt.problem.files import dump, load
@@ -22,6 +22,7 @@ from layoutopt.problem.several import Frontier, Point, pareto, top_k
 from layoutopt.problem.solve import solve
 
 __all__ = [
+    "TOLERANCE",
     "Choices",
     "Conflict",
     "Elimination",

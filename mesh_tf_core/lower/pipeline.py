@@ -1,4 +1,4 @@
-"""The door of lowering: base lowering, then the passes in their order, then the check."""
+"""The door of lowering: base lowering, then the passes in their order, then, for whole graphs, the check."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mesh_tf_core.lower.rematerialization import check_recompute
 from mesh_tf_core.lower.subgraph import Keep
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
+from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.tensor import Tensor
 
@@ -53,6 +54,7 @@ def lower(
     options: Options = DEFAULT,
     keep: Keep | None = None,
     facts: Facts | None = None,
+    check: bool = True,
 ) -> Program:
     """Lowers a graph to the program that every device of the mesh runs.
 
@@ -60,8 +62,11 @@ def lower(
       results: name -> tensor to return from a step.
       keep: lower only some nodes (for pricing them alone); `results` are then ignored dead-code roots.
       facts: of this mesh, layout and storage; notes what is asked of them.
+      check: hold the program against the rules of `lower.verify`. A search lowers many programs and checks
+        that of its answer. What is lowered with `keep` is never checked: it is no whole program.
 
     Raises:
+      ProgramError: the program breaks a rule; a defect of ours.
       UserError: `recompute` names what is not the dimension of a loop.
       LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two
         dimensions of one operation over the same axis.
@@ -76,4 +81,4 @@ def lower(
         return delay_sums(program, facts)
     for _, run in PASSES:
         program = run(program)
-    return program
+    return verify(program) if check else program

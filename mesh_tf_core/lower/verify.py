@@ -43,32 +43,35 @@ class _Verifier:
             self.value(v)
         self.block(self.program.code)
         for name, i in self.program.results.items():
-            self.need(i in self.defined, f"result {name!r}: %{i} is not computed")
-            self.need(not self.program.values[i].partial, f"result {name!r}: %{i} is still partial")
-
-    def need(self, holds: bool, message: str) -> None:
-        if not holds:
-            raise ProgramError(message)
+            if i not in self.defined:
+                raise ProgramError(f"result {name!r}: %{i} is not computed")
+            if self.program.values[i].partial:
+                raise ProgramError(f"result {name!r}: %{i} is still partial")
 
     def value(self, v: Value) -> None:
         if len(v.splits) != len(v.shape):
             raise ProgramError(f"%{v.id}: splits and dims differ in number: {v.splits} for [{v.shape}]")
         used = [a for axes in v.splits for a in axes]
-        self.need(len(used) == len(set(used)), f"%{v.id}: an axis splits two dimensions: {v}")
-        self.need(not set(used) & set(v.partial), f"%{v.id}: split and partial over the same axis: {v}")
+        if len(used) != len(set(used)):
+            raise ProgramError(f"%{v.id}: an axis splits two dimensions: {v}")
+        if set(used) & set(v.partial):
+            raise ProgramError(f"%{v.id}: split and partial over the same axis: {v}")
         for d, axes in zip(v.shape, v.splits, strict=True):
-            self.need(d.size % self.mesh.group_size(axes) == 0, f"%{v.id}: {d} is not divisible over {axes}")
+            if d.size % self.mesh.group_size(axes) != 0:
+                raise ProgramError(f"%{v.id}: {d} is not divisible over {axes}")
 
     def block(self, code: Sequence[Instr]) -> None:
         for instr in code:
             for i in instr.inputs:
-                self.need(i in self.defined, f"{instr.text()}: input %{i} is not computed before it")
+                if i not in self.defined:
+                    raise ProgramError(f"{instr.text()}: input %{i} is not computed before it")
             if isinstance(instr, Loop):
                 self.loop(instr)
             else:
                 self.instr(instr)
             for o in instr.outputs:
-                self.need(o not in self.defined, f"{instr.text()}: %{o} is computed twice")
+                if o in self.defined:
+                    raise ProgramError(f"{instr.text()}: %{o} is computed twice")
                 self.defined.add(o)
 
     def loop(self, loop: Loop) -> None:
@@ -76,29 +79,33 @@ class _Verifier:
         outside = set(self.defined)
         self.defined.update((loop.index, *loop.entering))
         if loop.runs is not None:
-            known = loop.runs in self.defined and loop.runs != loop.index
-            self.need(known, f"{loop.text()}: %{loop.runs} is not known before an iteration")
+            if loop.runs not in self.defined or loop.runs == loop.index:
+                raise ProgramError(f"{loop.text()}: %{loop.runs} is not known before an iteration")
             decides = values[loop.runs]
             scalar = decides.dtype == "bool" and not len(decides.shape) and not decides.partial
-            self.need(scalar, f"{loop.text()}: %{loop.runs} is not a bool scalar that all devices have")
+            if not scalar:
+                raise ProgramError(f"{loop.text()}: %{loop.runs} is not a bool scalar that all devices have")
         self.block(loop.body)
         for c in loop.carried:
             kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in c}
-            self.need(len(kinds) == 1, f"{loop.text()}: the carry %{c.init} changes its type or placement")
-            self.need(
-                not values[c.leave].partial, f"{loop.text()}: the carry %{c.leave} is passed on unreduced"
-            )
-            self.need(c.leave in self.defined, f"{loop.text()}: the carry %{c.leave} is not computed")
+            if len(kinds) != 1:
+                raise ProgramError(f"{loop.text()}: the carry %{c.init} changes its type or placement")
+            if values[c.leave].partial:
+                raise ProgramError(f"{loop.text()}: the carry %{c.leave} is passed on unreduced")
+            if c.leave not in self.defined:
+                raise ProgramError(f"{loop.text()}: the carry %{c.leave} is not computed")
         for inner, outer in loop.stacked:
-            self.need(inner in self.defined, f"{loop.text()}: stacked %{inner} is not computed")
+            if inner not in self.defined:
+                raise ProgramError(f"{loop.text()}: stacked %{inner} is not computed")
             same = values[outer].splits == ((), *values[inner].splits)
-            self.need(
-                same and values[outer].partial == values[inner].partial, f"{loop.text()}: stack %{outer}"
-            )
+            if not (same and values[outer].partial == values[inner].partial):
+                raise ProgramError(f"{loop.text()}: stack %{outer}")
         for inner, outer in loop.summed:
-            self.need(inner in self.defined, f"{loop.text()}: summed %{inner} is not computed")
+            if inner not in self.defined:
+                raise ProgramError(f"{loop.text()}: summed %{inner} is not computed")
             same = values[outer].splits == values[inner].splits
-            self.need(same and values[outer].partial == values[inner].partial, f"{loop.text()}: sum %{outer}")
+            if not (same and values[outer].partial == values[inner].partial):
+                raise ProgramError(f"{loop.text()}: sum %{outer}")
         self.defined = outside
 
     def instr(self, instr: Instr) -> None:
@@ -107,17 +114,15 @@ class _Verifier:
         elif isinstance(instr, AllReduce):
             for i, o in zip(instr.inputs, instr.outputs, strict=True):
                 self.moves(instr, i, o, {})
-                if instr.combine == "sum":
-                    self.need(
-                        set(instr.axes) == set(self.of(i).partial) - set(self.of(o).partial),
-                        f"{instr.text()}: sums %{i} over other axes than it is partial over: {self.of(i)}",
+                left = set(self.of(i).partial) - set(self.of(o).partial)
+                if instr.combine == "sum" and set(instr.axes) != left:
+                    raise ProgramError(
+                        f"{instr.text()}: sums %{i} over other axes than it is partial over: {self.of(i)}"
                     )
         elif isinstance(instr, ReduceScatter):
             before, after = (set(self.of(i).partial) for i in (instr.inputs[0], instr.outputs[0]))
-            self.need(
-                set(instr.axes) == before - after,
-                f"{instr.text()}: scatters over axes it is not partial over",
-            )
+            if set(instr.axes) != before - after:
+                raise ProgramError(f"{instr.text()}: scatters over axes it is not partial over")
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (1, instr.axes)})
         elif isinstance(instr, AllGather):
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (-1, instr.axes)})
@@ -130,10 +135,9 @@ class _Verifier:
             self.moves(instr, instr.inputs[0], instr.outputs[0], {})
         elif isinstance(instr, WriteVariable):
             stored = self.program.variables[instr.variable]
-            self.need(
-                self.of(instr.inputs[0]).splits == stored.splits and not self.of(instr.inputs[0]).partial,
-                f"{instr.text()}: %{instr.inputs[0]} is not placed as the variable is stored",
-            )
+            written = self.of(instr.inputs[0])
+            if written.splits != stored.splits or written.partial:
+                raise ProgramError(f"{instr.text()}: %{written.id} is not placed as the variable is stored")
 
     def of(self, i: int) -> Value:
         return self.program.values[i]
@@ -142,13 +146,10 @@ class _Verifier:
         """Pending sums enter linear operations only, all operands alike; splits agree with the roles."""
         partial = {self.of(i).partial for i in instr.inputs}
         if any(partial):
-            self.need(
-                instr.op.linear or isinstance(instr.op, Cast),
-                f"{instr.text()}: takes a pending sum but is not linear",
-            )
-            self.need(
-                len(partial) == 1, f"{instr.text()}: operands are partial over different axes {partial}"
-            )
+            if not (instr.op.linear or isinstance(instr.op, Cast)):
+                raise ProgramError(f"{instr.text()}: takes a pending sum but is not linear")
+            if len(partial) != 1:
+                raise ProgramError(f"{instr.text()}: operands are partial over different axes {partial}")
         sides = (instr.inputs, instr.outputs) if instr.op.regroups else ((*instr.inputs, *instr.outputs),)
         for side in sides:
             self.one_owner(instr, side)
@@ -163,7 +164,8 @@ class _Verifier:
             for name, axes in zip(v.shape.names, v.splits, strict=True):
                 for axis in axes:
                     same = owner.setdefault(axis, name) == name
-                    self.need(same, f"{instr.text()}: axis {axis} splits two dimensions")
+                    if not same:
+                        raise ProgramError(f"{instr.text()}: axis {axis} splits two dimensions")
 
     def role(self, instr: Local, pending: set[str]) -> None:
         """What the operation needs whole is whole; what it sums out over split pieces is partial
@@ -173,24 +175,26 @@ class _Verifier:
         splits: dict[str, Axes] = {}
         for i in (*instr.inputs, *instr.outputs):
             for name, axes in zip(self.of(i).shape.names, self.of(i).splits, strict=True):
-                self.need(
-                    splits.setdefault(name, axes) == axes, f"{instr.text()}: {name!r} is split in two ways"
-                )
+                if splits.setdefault(name, axes) != axes:
+                    raise ProgramError(f"{instr.text()}: {name!r} is split in two ways")
         for name, axes in splits.items():
-            self.need(not axes or name not in roles.whole, f"{instr.text()}: needs all of {name!r}")
+            if not (not axes or name not in roles.whole):
+                raise ProgramError(f"{instr.text()}: needs all of {name!r}")
         if roles.combine == "sum":
             pending = pending.union(*(splits.get(name, ()) for name in roles.reduced))
         for o in instr.outputs:
-            self.need(
-                set(self.of(o).partial) == pending,
-                f"{instr.text()}: leaves a sum over {sorted(pending)} but %{o} says {self.of(o).partial}",
-            )
+            if set(self.of(o).partial) != pending:
+                raise ProgramError(
+                    f"{instr.text()}: leaves a sum over {sorted(pending)} but %{o} says {self.of(o).partial}"
+                )
 
     def moves(self, instr: Instr, i: int, o: int, change: dict[str, tuple[int, Axes]]) -> None:
         """Input and output differ just in the splits of the dimensions named."""
         a, b = self.of(i), self.of(o)
-        self.need(a.shape == b.shape and a.dtype == b.dtype, f"{instr.text()}: changes the type of %{i}")
+        if not (a.shape == b.shape and a.dtype == b.dtype):
+            raise ProgramError(f"{instr.text()}: changes the type of %{i}")
         for name, before, after in zip(a.shape.names, a.splits, b.splits, strict=True):
             sign, axes = change.get(name, (0, ()))
             expected = (*before, *axes) if sign > 0 else before[: len(before) - len(axes)] if sign else before
-            self.need(after == tuple(expected), f"{instr.text()}: {name!r} goes from {before} to {after}")
+            if after != tuple(expected):
+                raise ProgramError(f"{instr.text()}: {name!r} goes from {before} to {after}")

@@ -53,11 +53,11 @@ def test_with_time_all_are_there() -> None:
 def test_a_search_judges_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
-    def counting(*args: object) -> Evaluation:
+    def counting(*args: object, **how: object) -> Evaluation:
         _, mesh, layout, _, options, _ = args
         assert isinstance(options, mtf.Options)
         asked.append((mesh, layout, str(sorted(options.storage.items())), options.recompute))
-        return evaluate(*args)  # type: ignore[arg-type]
+        return evaluate(*args, **how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(judging, "evaluate", counting)
     search(EXAMPLES["transformer"](), mesh="x:2;y:2", hardware=V3, microbatches=(1,))
@@ -84,3 +84,12 @@ def test_what_a_value_counts_as_is_remembered_where_it_stays_so(name: str) -> No
     for point in points.trace:
         for value, numbers in points._values(point):
             assert numbers == points._held_as(points.program.values[value], point)
+
+
+def test_greedy_has_the_microbatches_it_was_searched_with() -> None:
+    model = EXAMPLES["transformer"]()
+    plan = search(model, mesh="x:2;y:2", hardware=V3, microbatches=(4,))
+    (greedy,) = [a for a in plan.alternatives if a.name == "greedy"]
+    assert greedy.microbatches == 4
+    own = evaluate(model, plan.mesh, mtf.Layout(greedy.layout), V3, mtf.Options(microbatches=4))
+    assert greedy.predicted == own.predicted

@@ -1,0 +1,88 @@
+"""What a plan claims: OPTIMAL only where the tables that were proven on and the lowered program agree."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+import layoutopt.optimize.planning as planning
+import mesh_tf_core as mtf
+from costmodels.pricing.pricer import Pricer
+from layoutopt import search
+from layoutopt.plan.build import Plan
+from layoutopt.problem import TOLERANCE
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower.verify import ProgramError
+from tests.layoutopt.models import EXAMPLES
+
+ASKED: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1,)}
+
+
+def told(monkeypatch: pytest.MonkeyPatch, factor: float, **more: Any) -> tuple[Plan, float]:
+    """A plan where tables come to `factor` times what programs cost, and the least seconds there are."""
+    model = EXAMPLES["mlp"]()
+    least = search(model, **ASKED).predicted.step_seconds
+    true = Pricer.total
+    monkeypatch.setattr(Pricer, "total", lambda self, cost: factor * true(self, cost))
+    return search(EXAMPLES["mlp"](), **ASKED, **more), least
+
+
+@pytest.mark.parametrize("factor", [1.01, 0.99])
+def test_where_tables_and_program_differ_nothing_is_called_optimal(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    plan, least = told(monkeypatch, factor)
+    said = plan.solver
+    assert said.status == "FEASIBLE"
+    assert 0 < said.bound <= least * (1 + 1e-12)
+    assert said.gap == pytest.approx((said.objective - said.bound) / said.objective) and said.gap >= 0.009
+    assert any("the tables sum to" in note for note in plan.data.notes)
+
+
+def test_within_the_tolerance_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = told(monkeypatch, 1 + TOLERANCE / 4)
+    assert plan.solver.status == "OPTIMAL" and plan.solver.gap <= TOLERANCE
+    assert any("the tables sum to" in note for note in plan.data.notes)
+
+
+def test_bytes_are_proven_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = told(monkeypatch, 1.01, objective="memory")
+    assert plan.solver.status == "OPTIMAL" and plan.solver.bound == plan.predicted.peak_memory_bytes
+
+
+def test_an_answer_by_name_is_held_against_the_tables_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = told(monkeypatch, 1.5)  # by its tables nothing is as fast as the programs of layouts by name
+    assert plan.solver.status == "FEASIBLE" and plan.solver.gap > 0
+    assert any("the tables sum to" in note for note in plan.data.notes)
+
+
+def test_the_program_of_the_answer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Program] = []
+
+    def verify(program: Program) -> Program:
+        checked.append(program)
+        raise ProgramError("a planted fault")
+
+    monkeypatch.setattr(planning, "verify", verify)
+    with pytest.raises(ProgramError, match="a planted fault"):
+        search(EXAMPLES["mlp"](), **ASKED)
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_whole_programs_are_checked_where_they_are_lowered(
+    monkeypatch: pytest.MonkeyPatch, check: bool
+) -> None:
+    def refused(program: Program) -> Program:
+        raise ProgramError("a planted fault")
+
+    # The package's `lower` is the function, so its modules are reached by their names.
+    monkeypatch.setattr(import_module("mesh_tf_core.lower.pipeline"), "verify", refused)
+    model, mesh = EXAMPLES["mlp"](), mtf.Mesh("x:2")
+    if check:
+        with pytest.raises(ProgramError, match="a planted fault"):
+            model.lower(mesh, mtf.Layout())
+    else:
+        assert model.lower(mesh, mtf.Layout(), check=False).code
