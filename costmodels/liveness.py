@@ -7,7 +7,7 @@ A device holds, at instruction t,
       at their worst point.
 When values share memory, and when it is free, says `mesh_tf_core.ir.liveness`.
 
-Where the compiler fuses (`costmodels.kernels.fusion`)
+Where the compiler fuses (`costmodels.kernels.fused`)
   (4) values inside of a kernel take no memory, nor does a loop's part of a stack: its readers read the stack;
   (5) what a loop stacks twice, under two names, is stacked once;
   (6) the casts that loops make of a variable's parts are made at once, and held from the first loop to the
@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from costmodels.kernels.fusion import Fused, fused
+from costmodels.kernels.fused import Fused, fused
+from costmodels.kernels.fusion import fusion_of
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program, Value
 from mesh_tf_core.ops.basic import Cast
@@ -208,7 +209,7 @@ def _casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:
 
 
 def _casts_variable(instr: Local, program: Program) -> bool:
-    return isinstance(instr.op, Cast) and program.values[instr.outputs[0]].tensor in program.fusion.stored
+    return isinstance(instr.op, Cast) and program.values[instr.outputs[0]].tensor in fusion_of(program).stored
 
 
 def _twice(loop: Loop) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from costmodels.hardware import Hardware
-from costmodels.kernels.fusion import Fused
+from costmodels.kernels.fused import Fused
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.pricer import Cost, Pricer, pricer
 from layoutopt.plan.schema import Predicted

@@ -1,6 +1,6 @@
 r"""What the TPU compiler's estimates say of a chip's numbers: launch, memory, registers, matrix units.
 
-The seconds of a probe are predicted as those of any program: kernel by kernel (`costmodels.kernels.fusion`),
+The seconds of a probe are predicted as those of any program: kernel by kernel (`costmodels.kernels.fused`),
 each by equation (1) of `costmodels.kernels.compute`. Four numbers of that equation are fitted:
 
 (1) launch: seconds of the chains without products ≈ launch · kernels + a · bytes; both >= 0, least relative

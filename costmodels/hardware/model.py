@@ -221,7 +221,7 @@ class Hardware:
     """A machine that programs are priced for. Everything below is per DEVICE and in SI units.
 
     `fuses`: programs are compiled by XLA, which makes one kernel of several operations; `streams_attention`:
-    attention runs as one kernel (`costmodels.kernels.fusion`).
+    attention runs as one kernel (`costmodels.kernels.fused`).
     """
 
     name: str

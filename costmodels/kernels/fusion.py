@@ -1,175 +1,310 @@
-"""The kernels of a program on hardware whose compiler fuses: what each of them reads, computes, writes.
+"""Which operations a compiler may run as one kernel: a fact of the graph alone, of no layout and no machine.
 
-`Program.fusion` says which operations may share a kernel. In a program a group falls into several kernels,
-one after the other:
-  (1) what is sent by a collective, or moved otherwise, is written first; what follows on it is a later kernel
-  (2) a reduction's result is used in a later kernel; softmax and normalisation are the reductions and maps
-      that they consist of (`Op.expand`)
-  (3) a value is written if something outside of its kernel needs it. A later kernel of its own group reads it
-      too, or computes it again from what it reads anyway, whichever moves fewer bytes
-  (4) what a loop stacks is written in its place in the stack, and priced there
-  (5) hardware that says so (`streams_attention`) has a kernel for attention: what is between its two products
-      is neither written nor read, unless the dimension of its softmax is split
-  (6) a cast of a variable runs once in a step: in a loop that of all layers is kept, for backward too;
-      outside of loops it is made where it is read, and costs what its readers have to read more. A gradient
-      that is a cast is made where it is read, too
-So a chain of maps behind a product costs the product, its operands and the chain's last result.
-
-All of this is local to a group, and a cluster of the search holds whole groups: prices of clusters add up.
+The rules are those of XLA, kept simple (openxla/xla, xla/service/instruction_fusion.cc, and what its TPU
+compiler makes of training steps):
+  (1) what works element by element fuses with what makes its operands and with what reads its result:
+      maps, broadcasts, casts, random masks; so do reductions, softmax and normalisations;
+  (2) a matrix product or convolution begins a kernel, and what follows on its result may join it; operands
+      come from memory;
+  (3) a kernel holds at most one product, and of two parts that join one has all dimensions of the other;
+  (4) gathers, sorts, windows, loops, reads and writes of variables, casts of a variable, and scalars (but for
+      those of an update) connect nothing; nor is there a kernel across two blocks, two phases, or the updates
+      of two variables; a reduction that makes a variable's gradient is a kernel of its own;
+  (5) no kernel waits for another one that waits for it;
+  (6) a gradient that is a cast is cast where the update reads it.
+A layout breaks these groups further, at collectives, and so does a reduction whose result is used in the same
+group (`costmodels.kernels.fused`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 
-from costmodels.kernels.groups import Around, Group, Lone
-from costmodels.kernels.partition import Kernel
-from mesh_tf_core.ir.program import Instr, Local, Loop, Program
-from mesh_tf_core.lower.fusion import ALONE
+from mesh_tf_core.ir.blocks import Node, reads
+from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.lower.rematerialization import running_again
 from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
-class Fused:
-    """A program as kernels.
+class Fusion:
+    """Which operations of a graph a compiler may run as one kernel.
 
     Attributes:
-      items: instructions that are not fused, and kernels, each with how often it runs.
-      inner: values that have no memory of their own: maps and reductions whose results stay inside of a
-        kernel, or lie in a loop's stack. A product's result stands for that of its kernel.
-      passed: values that are written for a later kernel of their own group only; other layouts may compute
-        them again instead.
-      casts: values that are made where they are read -> what they are made of.
+      group: node -> its group; nodes that fuse with nothing are alone in theirs or not listed.
+      leaving: tensors that are read outside of their group, or leave their block.
+      again: the same for a loop's body that runs again in backward.
+      stored: tensors that are variables' values, or parts or casts of them, before the update.
+      streamed: tensors between the two products of an attention -> the dimension that its softmax runs along.
+      narrow: gradients that are casts, made where they are read -> the dtype that they are read in.
+      narrows: the nodes of these casts.
     """
 
-    items: tuple[tuple[Instr | Kernel, float], ...]
-    inner: frozenset[int]
-    passed: frozenset[int]
-    casts: Mapping[int, int]
+    group: Mapping[int, int] = field(default_factory=dict)
+    leaving: frozenset[int] = frozenset()
+    again: frozenset[int] = frozenset()
+    stored: frozenset[int] = frozenset()
+    streamed: Mapping[int, str] = field(default_factory=dict)
+    narrow: Mapping[int, str] = field(default_factory=dict)
+    narrows: frozenset[int] = frozenset()
 
 
-Unit: TypeAlias = "Instr | Group | Lone"
-"""What is priced on its own."""
+FREE, PRODUCT, MAP, REDUCE, ALONE = "free", "product", "map", "reduce", "alone"
 
 
-def fused(program: Program, again: bool = False, streams: bool = False) -> Fused:
-    """The kernels of a program.
-
-    Args:
-      again: it is (a part of) a loop's body that runs again for backward.
-      streams: attention is one kernel, rule (5).
-    """
-    found = _Fuser(program, again, streams)
-    items: list[tuple[Instr | Kernel, float]] = []
-    inner: set[int] = set()
-    passed: set[int] = set()
-    for item, times in found.run():
-        made: Sequence[Instr | Kernel] = (item,) if isinstance(item, Instr) else ()
-        if isinstance(item, Lone):
-            made = item.kernels(program.local)
-        elif isinstance(item, Group):
-            plan, sizes = item.plan(program.local)
-            outcome = plan.outcome(sizes.bytes)
-            made = plan.kernels(outcome, sizes)
-            for values, more in zip((inner, passed), plan.inside(outcome), strict=True):
-                values.update(more)
-        items += [(one, times) for one in made]
-    return Fused(tuple(items), frozenset(inner), frozenset(passed), found.casts)
+@lru_cache(maxsize=1 << 16)
+def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
+    """How an operation fuses on operands of these types: FREE, PRODUCT, MAP, REDUCE or ALONE."""
+    if op.free:
+        return FREE
+    dims = op.contraction(*inputs)
+    if op.kind == "matmul" and (dims is None or min(dims[1:]) > 1) and len(inputs) > 1:
+        return PRODUCT
+    if hasattr(op, "lower") or op.kind == "gather":
+        return ALONE
+    if op.expands() and op.kind == "reduce":
+        return REDUCE
+    roles = op.roles(*inputs)
+    if roles.whole:
+        return ALONE
+    return REDUCE if roles.reduced else MAP
 
 
-def grouped(program: Program, again: bool = False, streams: bool = False) -> list[tuple[Unit, float]]:
-    """As the items of `fused`, with whole groups in place of the kernels that they fall into."""
-    return _Fuser(program, again, streams).run()
+def fusion(graph: Graph) -> Fusion:
+    """The groups of a graph, remembered until it changes."""
+    return graph.remembered(fusion, lambda: _Groups(graph).found())
 
 
-class _Fuser:
-    """Walks a program block by block."""
+def fusion_of(program: Program) -> Fusion:
+    """The groups of the graph that a program was lowered from; none of a program that was made by hand."""
+    return fusion(program.graph) if isinstance(program.graph, Graph) else Fusion()
 
-    def __init__(self, program: Program, again: bool, streams: bool) -> None:
-        self.program, self.again = program, again
-        self.around = Around(program, streams)
-        self.items: list[tuple[Unit, float]] = []
-        self.casts: dict[int, int] = {}
 
-    def run(self) -> list[tuple[Unit, float]]:
-        self.block(self.program.code, self.program.results.values(), (), 1)
-        return self.items
+class _Groups:
+    """Attributes: `group` is a forest of joined nodes; by its roots: `names` of dimensions, `before` (nodes
+    outside that it reads from), the `first` and `last` member, the makers of its product's `operands`."""
 
-    def block(
-        self,
-        code: Sequence[Instr],
-        ends: Iterable[int],
-        stacked: Iterable[int],
-        times: float,
-        looped: bool = False,
-    ) -> None:
-        """One block; `ends` are values that leave it, `stacked` those that its loop stacks."""
-        around = self.around
-        groups: dict[tuple[int, bool], Group] = {}
-        own: dict[int, Group] = {}
-        for instr in code:
-            if self._is_narrow(instr):
-                self.casts[instr.outputs[0]] = instr.inputs[0]
-            if isinstance(instr, Local) and (instr.op.free or instr.outputs[0] in self.casts):
-                around.same.update((o, around.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
-                continue
-            group = self._group(instr, groups)
-            if group is not None:
-                own[id(instr)] = group
-            around.producer.update(dict.fromkeys(instr.outputs, instr))
-            for i in instr.inputs:
-                around.readers[around.source(i)].add(group)
-        for i in ends:
-            around.readers[around.source(i)].add(None)
-        around.stacked.update(map(around.source, stacked))
-        whole = {id(g.instrs[-1]): g for g in groups.values()}
-        casts = self.casts
-        for group in whole.values():
-            group.casts = casts
-        self.casts = dict(casts)
-        for instr in code:
-            if id(instr) not in own:
-                self.items += [(item, times) for item in self._alone(instr, looped)]
-            elif id(instr) in whole:
-                self.items.append((whole[id(instr)], times))
-            if isinstance(instr, Loop):
-                leaving = (*(c.leave for c in instr.carried), *(r.inner for r in instr.summed))
-                stack = (r.inner for r in instr.stacked)
-                self.block(instr.body, leaving, stack, times * instr.times, looped=True)
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.same: dict[int, int] = {}
+        self.group: dict[int, int] = {}
+        self.fuses: set[int] = set()
+        self.names: dict[int, frozenset[str]] = {}
+        self.before: dict[int, set[int]] = {}
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.operands: dict[int, frozenset[int]] = {}
+        self.stored: set[int] = set()
+        self.slices: dict[int, list[int]] = defaultdict(list)
+        for block in graph.blocks:
+            for outer, inner in block.sliced:
+                self.slices[outer].append(inner)
 
-    def _is_narrow(self, instr: Instr) -> bool:
-        """Whether it is a gradient's cast, rule (6)."""
-        node = instr.origin.node
-        return isinstance(instr, Local) and isinstance(instr.op, Cast) and node in self.program.fusion.narrows
+    def found(self) -> Fusion:
+        for node, _ in self.graph.walk():
+            self._visit(node)
+        groups = {n: self._root(n) for n in self.fuses}
+        self._between(groups)
+        narrow = self._narrow()
+        nodes = frozenset(self._made(t) for t in narrow)
+        return Fusion(groups, *self._leaving(), frozenset(self.stored), self._streamed(), narrow, nodes)
 
-    def _alone(self, instr: Instr, looped: bool) -> Iterable[Instr | Lone]:
-        """What is not in a group, and what becomes of casts by rule (6)."""
-        if not isinstance(instr, Local) or not isinstance(instr.op, Cast):
-            yield instr
-        elif instr.outputs[0] in self.casts:
+    def _between(self, groups: dict[int, int]) -> None:
+        """Adds the free operations between two of a group."""
+        readers: dict[int, set[int]] = defaultdict(set)
+        for node in reversed([n for n, _ in self.graph.walk()]):
+            if node.index not in self.group and node.inputs:
+                maker = groups.get(self._made(self._source(node.inputs[0])))
+                if maker is not None and any(maker in readers[o] for o in node.outputs):
+                    groups[node.index] = maker
+            if node.index in groups:
+                for i in node.inputs:
+                    readers[i].add(groups[node.index])
+
+    # -- groups ----------------------------------------------------------------------------------------------
+
+    def _visit(self, node: Node) -> None:
+        kind = self._role(node)
+        if kind == FREE:
+            self.same.update((o, self._source(i)) for i in node.inputs[:1] for o in node.outputs)
             return
-        elif self.program.values[instr.outputs[0]].tensor not in self.program.fusion.stored:
-            yield instr
-        elif not looped:
-            self.casts[instr.outputs[0]] = instr.inputs[0]
-            yield Lone(self.around, instr, self.casts)
-        elif instr.origin.phase == "forward" and not self.again:
-            yield instr
-
-    def _group(self, instr: Instr, groups: dict[tuple[int, bool], Group]) -> Group | None:
-        """The group that an instruction belongs to, with it in it."""
-        number = self.program.fusion.group.get(instr.origin.node)
-        if number is None or not isinstance(instr, Local):
-            return None
-        kind = self.around.role(instr)
+        sources = [self._source(i) for i in sorted(reads(node))]
+        self._begin(node, (m for m in map(self._made, sources) if m in self.group))
         if kind == ALONE:
-            return None
-        again = self.again or instr.origin.phase == "recompute"
-        group = groups.get((number, again))
-        if group is None:
-            group = groups[number, again] = Group(self.around, again)
-        group.instrs.append(instr)
-        group.roles.append(kind)
-        return group
+            return
+        self.fuses.add(node.index)
+        if kind == PRODUCT:
+            self.operands[node.index] = frozenset(self.before[node.index])
+            return
+        for i in sorted(sources, key=lambda i: -self._made(i)):
+            maker = self.graph.producer.get(i)
+            if maker is not None and maker.index in self.fuses and self._neighbours(i, maker, node):
+                self._join(maker.index, node.index)
+
+    def _role(self, node: Node) -> str:
+        op = node.op
+        if isinstance(op, Read):
+            self._store(node.outputs[0])
+        if isinstance(op, Feed | Read | Assign | Scan):
+            return ALONE
+        types = tuple(self.graph.tensor(i).type for i in node.inputs)
+        kind = role(op, types)
+        if kind == MAP and isinstance(op, Cast) and node.phase != "update" and node.inputs[0] in self.stored:
+            self._store(node.outputs[0])
+            return ALONE
+        if kind == REDUCE and any(o in self.graph.gradient_of for o in self._outwards(node.outputs)):
+            return ALONE
+        sized = any(t.shape for t in (*types, *(self.graph.tensor(o).type for o in node.outputs)))
+        return kind if kind == FREE or sized or self._updates(node) else ALONE
+
+    def _store(self, tensor: int) -> None:
+        """Notes a variable's value and its parts in loops."""
+        self.stored.add(tensor)
+        for inner in self.slices[tensor]:
+            self._store(inner)
+
+    def _outwards(self, tensors: Iterable[int]) -> list[int]:
+        """Tensors and what loops make of them outside."""
+        found = list(tensors)
+        for t in found:
+            block = self.graph.blocks[self.graph.tensor(t).block]
+            found.extend(o for i, o in (*block.stacked, *block.summed) if i == t)
+        return found
+
+    def _updates(self, node: Node) -> bool:
+        """Whether a node belongs to the update of one variable."""
+        return node.phase == "update" and node.scope in self.graph.variables
+
+    def _begin(self, node: Node, makers: Iterable[int]) -> None:
+        n = node.index
+        self.group[n] = self.first[n] = self.last[n] = n
+        self.before[n] = set(makers)
+        tensors = (self.graph.tensor(i) for i in (*node.inputs, *node.outputs))
+        self.names[n] = frozenset(name for t in tensors for name in t.shape.names)
+
+    def _made(self, tensor: int) -> int:
+        maker = self.graph.producer.get(tensor)
+        return -1 if maker is None else maker.index
+
+    def _neighbours(self, tensor: int, maker: Node, node: Node) -> bool:
+        """Rule (4) for a node and what makes one of its operands."""
+        made = self.graph.tensor(tensor)
+        if maker.phase != node.phase or made.block != self.graph.tensor(node.outputs[0]).block:
+            return False
+        return maker.scope == node.scope if self._updates(node) else bool(made.shape)
+
+    def _root(self, node: int) -> int:
+        while self.group[node] != node:
+            node = self.group[node]
+        return node
+
+    def _join(self, maker: int, node: int) -> None:
+        """Joins two groups if rules (3) and (5) allow it."""
+        one, other = self._root(maker), self._root(node)
+        names, more = self.names[one], self.names[other]
+        if one == other or not (names <= more or more <= names) or {one, other} <= self.operands.keys():
+            return
+        if any(self._waits(a, b) or self._operand(a, b) for a, b in ((one, other), (other, one))):
+            return
+        self.group[other] = one
+        self.names[one] = names | more
+        self.before[one] |= self.before.pop(other)
+        self.first[one] = min(self.first[one], self.first[other])
+        self.last[one] = max(self.last[one], self.last[other])
+        if other in self.operands:
+            self.operands[one] = self.operands[other]
+
+    def _waits(self, target: int, group: int) -> bool:
+        """Whether a group needs something else that needs `target`."""
+        others = (d for d in self.before[group] if self._root(d) not in (group, target))
+        return any(self._reaches(d, target) for d in others)
+
+    def _operand(self, target: int, group: int) -> bool:
+        """Whether a group's product reads from `target`, rule (2)."""
+        return any(self._root(d) == target for d in self.operands.get(group, ()))
+
+    def _reaches(self, node: int, target: int) -> bool:
+        """Whether the group of a node is `target`, or reads from it, directly or not."""
+        seen: set[int] = set()
+        waiting = [node]
+        while waiting:
+            root = self._root(waiting.pop())
+            if root == target:
+                return True
+            if root not in seen and self.last[root] > self.first[target]:
+                seen.add(root)
+                waiting.extend(self.before[root])
+        return False
+
+    def _source(self, tensor: int) -> int:
+        return self.same.get(tensor, tensor)
+
+    # -- casts of gradients ----------------------------------------------------------------------------------
+
+    def _narrow(self) -> dict[int, str]:
+        """Gradients outside of loops that are cast from something smaller."""
+        found = {}
+        for tensor in self.graph.gradient_of:
+            made, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
+            if maker is not None and isinstance(maker.op, Cast) and made.block == 0:
+                given = self.graph.tensor(maker.inputs[0])
+                if itemsize(given.dtype) < itemsize(made.dtype):
+                    found[tensor] = given.dtype
+        return found
+
+    # -- attention -------------------------------------------------------------------------------------------
+
+    def _streamed(self) -> dict[int, str]:
+        """What the groups of a product and a softmax make, and what loops keep of it for backward."""
+        along: dict[int, str] = {}
+        for node, _ in self.graph.walk():
+            if node.op.streams and node.index in self.fuses and self._root(node.index) in self.operands:
+                along[self._root(node.index)] = str(getattr(node.op, "dim", ""))
+        found: dict[int, str] = {}
+        for node, _ in self.graph.walk():
+            dim = along.get(self._root(node.index)) if node.index in self.fuses else None
+            for o in node.outputs if dim is not None else ():
+                if dim in self.graph.tensor(o).shape.names:
+                    found.update(dict.fromkeys(self._kept(o), dim))
+        return found
+
+    def _kept(self, tensor: int) -> list[int]:
+        """A tensor, and its stacks and their parts."""
+        block = self.graph.blocks[self.graph.tensor(tensor).block]
+        stack = block.saved.get(tensor)
+        return [tensor] if stack is None else [tensor, stack, *self.slices[stack]]
+
+    # -- what leaves a group ---------------------------------------------------------------------------------
+
+    def _leaving(self) -> tuple[frozenset[int], frozenset[int]]:
+        leaving: set[int] = set()
+        again: set[int] = set()
+        for node, _ in self.graph.walk():
+            leaving.update(self._read_by(node))
+        for block in self.graph.blocks:
+            # What a loop stacks or adds up is seen in the program itself.
+            leaving.update(map(self._source, (*block.carry_out, *(o for o, _ in block.sliced))))
+        for block in self.graph.blocks:
+            if block.saved:
+                again.update(map(self._source, block.saved))
+                for node in running_again(block):
+                    again.update(self._read_by(node))
+            else:
+                again.update(t for t in leaving if self.graph.tensor(t).block == block.id)
+        return frozenset(leaving), frozenset(again)
+
+    def _read_by(self, node: Node) -> Iterable[int]:
+        """What a node reads of other groups (free operations pass it on)."""
+        if node.index not in self.group:
+            return
+        own = self._root(node.index)
+        for i in map(self._source, node.inputs):
+            if self._made(i) not in self.fuses or self._root(self._made(i)) != own:
+                yield i

@@ -1,5 +1,5 @@
 """Groups of operations that may share a kernel, and the kernels that each falls into, by the rules of
-`costmodels.kernels.fusion`."""
+`costmodels.kernels.fused`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from costmodels.kernels.expansion import Part, expansion
+from costmodels.kernels.fusion import PRODUCT, REDUCE, Fusion, fusion_of, role
 from costmodels.kernels.partition import Kernel, Key, Plan, Sizes, Step, Types
+from costmodels.kernels.quantities import Part, parts_of
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Slice
-from mesh_tf_core.lower.fusion import PRODUCT, REDUCE, role
+from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Slice, Value
 
 
-def streamed(program: Program, value: int) -> bool:
+def streamed(fusion: Fusion, value: Value) -> bool:
     """Whether a kernel for attention keeps a value to itself, rule (5)."""
-    found = program.values[value]
-    dim = program.fusion.streamed.get(found.tensor)
-    return dim is not None and not found.split_of(dim)
+    dim = fusion.streamed.get(value.tensor)
+    return dim is not None and not value.split_of(dim)
 
 
 @dataclass
@@ -42,6 +41,10 @@ class Around:
     readers: dict[int, set[Group | None]] = field(default_factory=lambda: defaultdict(set))
     stacked: set[int] = field(default_factory=set)
 
+    @cached_property
+    def fusion(self) -> Fusion:
+        return fusion_of(self.program)
+
     def source(self, value: int) -> int:
         """The value that a renamed one is."""
         return self.same.get(value, value)
@@ -54,7 +57,7 @@ class Around:
     def width(self, value: int, casts: Mapping[int, int]) -> int:
         """Bytes that an element of a value moves when it is written or read, where `casts` are made; 0 if a
         kernel for attention holds the value in registers."""
-        if self.streams and streamed(self.program, value):
+        if self.streams and streamed(self.fusion, self.program.values[value]):
             return 0
         return itemsize(self._narrow(value, casts) or self.program.values[value].dtype)
 
@@ -65,7 +68,7 @@ class Around:
         maker = self.producer.get(value)
         if isinstance(maker, Collective | Slice):
             return self._narrow(maker.inputs[min(maker.outputs.index(value), len(maker.inputs) - 1)], casts)
-        return self.program.fusion.narrow.get(self.program.values[value].tensor)
+        return self.fusion.narrow.get(self.program.values[value].tensor)
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Group:
         self.instrs: list[Local] = []
         self.roles: list[str] = []
         self.casts: Mapping[int, int] = {}
-        fusion = around.program.fusion
+        fusion = around.fusion
         self.leaving = fusion.again if again else fusion.leaving
         self._plans: dict[Hashable, Plan] = {}
 
@@ -109,7 +112,7 @@ class Group:
 
     def plan(self, local: Types) -> tuple[Plan, Sizes]:
         """Its steps, and their sizes."""
-        parts = [expansion(i.op, tuple(map(local, i.inputs))) if i.op.expands() else () for i in self.instrs]
+        parts = [parts_of(i.op, tuple(map(local, i.inputs))) if i.op.expands() else () for i in self.instrs]
         key = tuple(tuple((p.kind, p.inputs, p.output) for p in found) for found in parts)
         if key not in self._plans:
             self._plans[key] = self._planned(parts)
@@ -220,7 +223,7 @@ class Group:
 
     def _passes(self, maker: Instr) -> bool:
         """Whether an instruction may lead from this group back to it: a move, or part of one of its nodes."""
-        number = self.around.program.fusion.group.get
+        number = self.around.fusion.group.get
         return not isinstance(maker, Local) or number(maker.origin.node) == number(self.instrs[0].origin.node)
 
     def _leaves(self, key: Key, within: set[Key]) -> bool:

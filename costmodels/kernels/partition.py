@@ -1,4 +1,4 @@
-"""How the steps of a group fall into kernels, by the rules of `costmodels.kernels.fusion`.
+"""How the steps of a group fall into kernels, by the rules of `costmodels.kernels.fused`.
 
 Nearly all of it follows from how the steps are connected. Sizes decide only whether a later kernel reads a
 value or computes it again (rule (3)); where no step has that choice, nothing is decided twice.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from costmodels.kernels.fusion import MAP, PRODUCT, REDUCE
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Local
-from mesh_tf_core.lower.fusion import MAP, PRODUCT, REDUCE
 
 Key = int | tuple[int, int]
 """A value of the program, or (output of an instruction, number) for one inside of it."""

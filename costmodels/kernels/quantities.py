@@ -1,13 +1,17 @@
-"""Quantities of what runs on one device: of local instructions, kernels and stacks. No seconds yet."""
+"""Quantities of what runs on one device: of local instructions, of the parts that they consist of, of kernels
+and stacks. No seconds yet."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from costmodels.kernels.compute import MATMUL_CLASSES, Quantity
+from costmodels.kernels.fusion import FREE, role
 from costmodels.kernels.partition import Kernel, Types
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Local
+from mesh_tf_core.lower.nodes import expansion
 
 
 def of_local(instr: Local, local: Types) -> Quantity:
@@ -28,6 +32,47 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     most = max((t.shape.size for t in worked), default=0)
     flops, dtype = float(op.flops(*inputs)), (inputs or outputs)[0].dtype
     return Quantity(flops, op.moved(inputs, outputs), kind, dtype, matmul, elements=most)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the smaller operations that an operation equals (`Op.expand`: softmax, normalisation).
+
+    Attributes:
+      kind: how it fuses (`costmodels.kernels.fusion.role`).
+      inputs, output: values by number; the operation's own inputs come first.
+      elements: of the largest array that it works on.
+    """
+
+    kind: str
+    flops: float
+    inputs: tuple[int, ...]
+    output: int
+    bytes: int
+    elements: int
+
+
+@lru_cache(maxsize=1 << 16)
+def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[Part, ...]:
+    """The parts of an operation that expands, on operands of these types, up to the one that makes its
+    result."""
+    whole = expansion(op, types)
+    type = dict(zip(whole.operands, types, strict=True))
+    same: dict[int, int] = {}
+    found: list[Part] = []
+    for node, plan in whole.nodes:
+        given = tuple(type[i] for i in node.inputs)
+        type.update(zip(node.outputs, plan.types, strict=True))
+        kind, inputs = role(node.op, given), tuple(same.get(i, i) for i in node.inputs)
+        if kind == FREE and inputs:
+            same[node.outputs[0]] = inputs[0]
+            continue
+        out, made = node.outputs[0], plan.types[0]
+        most = max(t.shape.size for t in (*given, made))
+        found.append(Part(kind, float(node.op.flops(*given)), inputs, out, made.bytes, most))
+        if same.get(whole.result, whole.result) == out:
+            return tuple(found)
+    return ()
 
 
 def of_kernel(kernel: Kernel, local: Types) -> Quantity:

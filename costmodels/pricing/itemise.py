@@ -1,6 +1,6 @@
 """From a program to its itemised cost (`costmodels.pricing.items`).
 
-(1) Hardware whose compiler fuses: one item for each kernel (`costmodels.kernels.fusion`). Other hardware:
+(1) Hardware whose compiler fuses: one item for each kernel (`costmodels.kernels.fused`). Other hardware:
     one for each instruction.
 (2) A collective is an item, and so is every stack that a loop writes; reading a part back is a view. XLA
     first sets a stack to zero that it cannot prove to be written as a whole: from the last part to the first.
@@ -18,7 +18,8 @@ from typing import TypeAlias
 
 from costmodels.hardware import Hardware
 from costmodels.kernels.array_functions import NoArrayFunctionError
-from costmodels.kernels.fusion import Fused, fused, grouped
+from costmodels.kernels.fused import Fused, fused, grouped
+from costmodels.kernels.fusion import Fusion, fusion_of
 from costmodels.kernels.groups import Group, Lone, streamed
 from costmodels.kernels.partition import Kernel, Types
 from costmodels.kernels.quantities import of_kernel, of_local, of_stack
@@ -89,7 +90,7 @@ class Itemiser:
       op_by_op: instructions are priced as the local engine runs them, rule (3).
       in_parts: that engine is one process.
       fuses: operations are priced as the kernels that a compiler makes of them.
-      streams: attention is one kernel (`costmodels.kernels.fusion`).
+      streams: attention is one kernel (`costmodels.kernels.fused`).
       overlaps: the class of a collective matters.
     """
 
@@ -150,8 +151,9 @@ class Itemiser:
     def _stacked(self, program: Program, loop: Loop) -> Iterator[int]:
         """The stacks that a loop writes."""
         if not (self.in_parts and loop.origin.phase == "forward"):
+            held = fusion_of(program) if self.streams else Fusion()
             for stack in loop.stacked:
-                if not (self.streams and streamed(program, stack.outer)):
+                if not streamed(held, program.values[stack.outer]):
                     yield stack.outer
 
     def items(

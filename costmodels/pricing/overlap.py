@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from costmodels.kernels.fusion import fusion_of
 from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
@@ -50,7 +51,8 @@ def _class(instr: Collective, stored: set[int], needed: set[int]) -> str:
 
 def _stored(program: Program) -> set[int]:
     """Values that are variables, or parts or casts of them."""
-    stored = {v.id for v in program.values if v.tensor in program.fusion.stored}
+    tensors = fusion_of(program).stored
+    stored = {v.id for v in program.values if v.tensor in tensors}
     for instr, _ in program.walk():
         taken = instr.inputs and stored.issuperset(instr.inputs)
         if taken and _moves(instr) and instr.origin.phase != "update":

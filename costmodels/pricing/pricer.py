@@ -19,7 +19,7 @@ from functools import cached_property
 
 from costmodels.hardware import Hardware, Torus
 from costmodels.kernels.compute import Quantity, compute_seconds
-from costmodels.kernels.fusion import Fused
+from costmodels.kernels.fused import Fused
 from costmodels.network.collectives import collective_seconds, full_bytes
 from costmodels.network.topology import Placement, place
 from costmodels.pricing.itemise import Itemiser, Placed, label

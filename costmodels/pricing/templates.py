@@ -2,7 +2,7 @@
 
 Most layouts lead to the same instructions on the same values; only the splits of values and the axes of
 collectives differ. Programs that agree in all but these have the same structural key: the same operations
-share kernels, and collectives are for the same (`costmodels.kernels.fusion`, `costmodels.pricing.overlap`).
+share kernels, and collectives are for the same (`costmodels.kernels.fused`, `costmodels.pricing.overlap`).
 So what is priced on its own is read off one program of every structural key.
 
 A kernel template is all of a unit but the sizes and splits of its values: its operations and how they are
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from costmodels.kernels.fusion import Fusion, fusion_of
 from costmodels.kernels.groups import Group, Lone, streamed
 from costmodels.pricing.itemise import Itemiser, Placed, Sending, Stack, Unit, of_collective, split_names
 from costmodels.pricing.items import Item
@@ -139,7 +140,7 @@ def structural_key(program: Program, streams: bool) -> tuple[Hashable, list[Coll
     """The structural key of a program among those of one graph, and its collectives in order.
 
     Args:
-      streams: attention is one kernel (`costmodels.kernels.fusion`).
+      streams: attention is one kernel (`costmodels.kernels.fused`).
     """
     sent: list[Collective] = []
 
@@ -158,8 +159,9 @@ def structural_key(program: Program, streams: bool) -> tuple[Hashable, list[Coll
         return type(instr), instr.inputs, instr.outputs, origin.phase, getattr(instr, "combine", "")
 
     values = tuple([(v.tensor, v.shape.names, v.shape.sizes, v.dtype) for v in program.values])
-    held = streams and program.fusion.streamed and tuple(streamed(program, v.id) for v in program.values)
-    return (block(program.code), values, held or (), tuple(program.results.values())), sent
+    fusion = fusion_of(program) if streams else Fusion()
+    held = tuple(streamed(fusion, v) for v in program.values) if fusion.streamed else ()
+    return (block(program.code), values, held, tuple(program.results.values())), sent
 
 
 def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:

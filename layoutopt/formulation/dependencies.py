@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Set
 
+from costmodels.kernels.fusion import fusion
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
@@ -33,7 +34,7 @@ class Coupling:
     """
 
     def __init__(self, graph: Graph, program: Program, returned: Collection[int] = ()) -> None:
-        self.graph, self.returned, self.fusion = graph, frozenset(returned), program.fusion
+        self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph)
         live = {instr.origin.node for instr, _ in program.walk()}
         self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]
         self.home: dict[int, Block] = {}

@@ -22,7 +22,6 @@ from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import AllReduce, Local, Program, ReduceScatter
 from mesh_tf_core.lower import Keep
 from mesh_tf_core.lower.base import Lowering
-from mesh_tf_core.lower.fusion import fusion
 from mesh_tf_core.tracing.graph import Graph
 
 Holds = Mapping[tuple[str, ...], float]
@@ -68,7 +67,7 @@ class Moves:
         at = runs[-1]
         results = [low.env[o] for o in self.node.outputs]
         named = {f"result {i}": r for i, r in enumerate(results)}
-        program = Program(mesh, low.layout, tuple(low.values), tuple(code), {}, {}, named, fusion(graph))
+        program = Program(mesh, low.layout, tuple(low.values), tuple(code), {}, {}, named, graph)
         found: Counter[tuple[str, ...]] = Counter()
 
         def count(value: int, times: int) -> None:

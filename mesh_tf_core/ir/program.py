@@ -44,7 +44,6 @@ __all__ = [
     "AllToAll",
     "Carry",
     "Collective",
-    "Fusion",
     "Input",
     "Instr",
     "Local",
@@ -75,29 +74,6 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """Which operations of a graph a compiler may run as one kernel (rules: `lower.fusion`).
-
-    Attributes:
-      group: node -> its group; nodes that fuse with nothing are alone in theirs or not listed.
-      leaving: tensors that are read outside of their group, or leave their block.
-      again: the same for a loop's body that runs again in backward.
-      stored: tensors that are variables' values, or parts or casts of them, before the update.
-      streamed: tensors between the two products of an attention -> the dimension that its softmax runs along.
-      narrow: gradients that are casts, made where they are read -> the dtype that they are read in.
-      narrows: the nodes of these casts.
-    """
-
-    group: Mapping[int, int] = field(default_factory=dict)
-    leaving: frozenset[int] = frozenset()
-    again: frozenset[int] = frozenset()
-    stored: frozenset[int] = frozenset()
-    streamed: Mapping[int, str] = field(default_factory=dict)
-    narrow: Mapping[int, str] = field(default_factory=dict)
-    narrows: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
 class Program:
     """What every device runs in one step.
 
@@ -107,7 +83,7 @@ class Program:
       variables: name -> how it is stored.
       feeds: name -> value of the batch's tensor.
       results: name -> value that the step returns.
-      fusion: the groups of the graph that it was lowered from.
+      graph: what it was lowered from, for cost models; engines do not read it.
     """
 
     mesh: Mesh
@@ -117,7 +93,7 @@ class Program:
     variables: Mapping[str, Stored] = field(default_factory=dict)
     feeds: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
-    fusion: Fusion = field(default_factory=Fusion)
+    graph: object = field(default=None, repr=False, compare=False)
 
     def walk(self) -> Iterator[tuple[Instr, int]]:
         """Every instruction once (loops before their bodies), with how often it runs at most."""

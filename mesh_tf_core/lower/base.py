@@ -31,7 +31,6 @@ from mesh_tf_core.ir.program import (
     WriteVariable,
 )
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
-from mesh_tf_core.lower.fusion import fusion
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import Plan, expansion, plan_of
 from mesh_tf_core.lower.oracle import Facts
@@ -379,5 +378,5 @@ def lower_base(
         dict(state.stored),
         dict(state.feeds),
         returned,
-        fusion(graph),
+        graph,
     )

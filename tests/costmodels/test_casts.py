@@ -6,7 +6,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from costmodels.kernels.fusion import fused
+from costmodels.kernels.fused import fused
 from costmodels.kernels.groups import Kernel
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import pricer

@@ -9,14 +9,14 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from costmodels.kernels.fusion import fused
+from costmodels.kernels.fused import fused
+from costmodels.kernels.fusion import fusion
 from costmodels.kernels.groups import Kernel
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import price
 from mesh_tf_core import Dim, Layout, Mesh
 from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.lower import lower
-from mesh_tf_core.lower.fusion import fusion
 from mesh_tf_core.optimizers import by_name
 
 B, D, F = Dim("batch", 64), Dim("d", 32), Dim("f", 128)

@@ -1,0 +1,175 @@
+"""The kernels of a program on hardware whose compiler fuses: what each of them reads, computes, writes.
+
+`costmodels.kernels.fusion` says which operations may share a kernel. In a program a group falls into several
+kernels, one after the other:
+  (1) what is sent by a collective, or moved otherwise, is written first; what follows on it is a later kernel
+  (2) a reduction's result is used in a later kernel; softmax and normalisation are the reductions and maps
+      that they consist of (`Op.expand`)
+  (3) a value is written if something outside of its kernel needs it. A later kernel of its own group reads it
+      too, or computes it again from what it reads anyway, whichever moves fewer bytes
+  (4) what a loop stacks is written in its place in the stack, and priced there
+  (5) hardware that says so (`streams_attention`) has a kernel for attention: what is between its two products
+      is neither written nor read, unless the dimension of its softmax is split
+  (6) a cast of a variable runs once in a step: in a loop that of all layers is kept, for backward too;
+      outside of loops it is made where it is read, and costs what its readers have to read more. A gradient
+      that is a cast is made where it is read, too
+So a chain of maps behind a product costs the product, its operands and the chain's last result.
+
+All of this is local to a group, and a cluster of the search holds whole groups: prices of clusters add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from costmodels.kernels.fusion import ALONE
+from costmodels.kernels.groups import Around, Group, Lone
+from costmodels.kernels.partition import Kernel
+from mesh_tf_core.ir.program import Instr, Local, Loop, Program
+from mesh_tf_core.ops.basic import Cast
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A program as kernels.
+
+    Attributes:
+      items: instructions that are not fused, and kernels, each with how often it runs.
+      inner: values that have no memory of their own: maps and reductions whose results stay inside of a
+        kernel, or lie in a loop's stack. A product's result stands for that of its kernel.
+      passed: values that are written for a later kernel of their own group only; other layouts may compute
+        them again instead.
+      casts: values that are made where they are read -> what they are made of.
+    """
+
+    items: tuple[tuple[Instr | Kernel, float], ...]
+    inner: frozenset[int]
+    passed: frozenset[int]
+    casts: Mapping[int, int]
+
+
+Unit: TypeAlias = "Instr | Group | Lone"
+"""What is priced on its own."""
+
+
+def fused(program: Program, again: bool = False, streams: bool = False) -> Fused:
+    """The kernels of a program.
+
+    Args:
+      again: it is (a part of) a loop's body that runs again for backward.
+      streams: attention is one kernel, rule (5).
+    """
+    found = _Fuser(program, again, streams)
+    items: list[tuple[Instr | Kernel, float]] = []
+    inner: set[int] = set()
+    passed: set[int] = set()
+    for item, times in found.run():
+        made: Sequence[Instr | Kernel] = (item,) if isinstance(item, Instr) else ()
+        if isinstance(item, Lone):
+            made = item.kernels(program.local)
+        elif isinstance(item, Group):
+            plan, sizes = item.plan(program.local)
+            outcome = plan.outcome(sizes.bytes)
+            made = plan.kernels(outcome, sizes)
+            for values, more in zip((inner, passed), plan.inside(outcome), strict=True):
+                values.update(more)
+        items += [(one, times) for one in made]
+    return Fused(tuple(items), frozenset(inner), frozenset(passed), found.casts)
+
+
+def grouped(program: Program, again: bool = False, streams: bool = False) -> list[tuple[Unit, float]]:
+    """As the items of `fused`, with whole groups in place of the kernels that they fall into."""
+    return _Fuser(program, again, streams).run()
+
+
+class _Fuser:
+    """Walks a program block by block."""
+
+    def __init__(self, program: Program, again: bool, streams: bool) -> None:
+        self.program, self.again = program, again
+        self.around = Around(program, streams)
+        self.items: list[tuple[Unit, float]] = []
+        self.casts: dict[int, int] = {}
+
+    def run(self) -> list[tuple[Unit, float]]:
+        self.block(self.program.code, self.program.results.values(), (), 1)
+        return self.items
+
+    def block(
+        self,
+        code: Sequence[Instr],
+        ends: Iterable[int],
+        stacked: Iterable[int],
+        times: float,
+        looped: bool = False,
+    ) -> None:
+        """One block; `ends` are values that leave it, `stacked` those that its loop stacks."""
+        around = self.around
+        groups: dict[tuple[int, bool], Group] = {}
+        own: dict[int, Group] = {}
+        for instr in code:
+            if self._is_narrow(instr):
+                self.casts[instr.outputs[0]] = instr.inputs[0]
+            if isinstance(instr, Local) and (instr.op.free or instr.outputs[0] in self.casts):
+                around.same.update((o, around.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
+                continue
+            group = self._group(instr, groups)
+            if group is not None:
+                own[id(instr)] = group
+            around.producer.update(dict.fromkeys(instr.outputs, instr))
+            for i in instr.inputs:
+                around.readers[around.source(i)].add(group)
+        for i in ends:
+            around.readers[around.source(i)].add(None)
+        around.stacked.update(map(around.source, stacked))
+        whole = {id(g.instrs[-1]): g for g in groups.values()}
+        casts = self.casts
+        for group in whole.values():
+            group.casts = casts
+        self.casts = dict(casts)
+        for instr in code:
+            if id(instr) not in own:
+                self.items += [(item, times) for item in self._alone(instr, looped)]
+            elif id(instr) in whole:
+                self.items.append((whole[id(instr)], times))
+            if isinstance(instr, Loop):
+                leaving = (*(c.leave for c in instr.carried), *(r.inner for r in instr.summed))
+                stack = (r.inner for r in instr.stacked)
+                self.block(instr.body, leaving, stack, times * instr.times, looped=True)
+
+    def _is_narrow(self, instr: Instr) -> bool:
+        """Whether it is a gradient's cast, rule (6)."""
+        node = instr.origin.node
+        return isinstance(instr, Local) and isinstance(instr.op, Cast) and node in self.around.fusion.narrows
+
+    def _alone(self, instr: Instr, looped: bool) -> Iterable[Instr | Lone]:
+        """What is not in a group, and what becomes of casts by rule (6)."""
+        if not isinstance(instr, Local) or not isinstance(instr.op, Cast):
+            yield instr
+        elif instr.outputs[0] in self.casts:
+            return
+        elif self.program.values[instr.outputs[0]].tensor not in self.around.fusion.stored:
+            yield instr
+        elif not looped:
+            self.casts[instr.outputs[0]] = instr.inputs[0]
+            yield Lone(self.around, instr, self.casts)
+        elif instr.origin.phase == "forward" and not self.again:
+            yield instr
+
+    def _group(self, instr: Instr, groups: dict[tuple[int, bool], Group]) -> Group | None:
+        """The group that an instruction belongs to, with it in it."""
+        number = self.around.fusion.group.get(instr.origin.node)
+        if number is None or not isinstance(instr, Local):
+            return None
+        kind = self.around.role(instr)
+        if kind == ALONE:
+            return None
+        again = self.again or instr.origin.phase == "recompute"
+        group = groups.get((number, again))
+        if group is None:
+            group = groups[number, again] = Group(self.around, again)
+        group.instrs.append(instr)
+        group.roles.append(kind)
+        return group
