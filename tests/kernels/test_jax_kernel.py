@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from tests.kernels.test_tf_kernel import (
 
 NP, JAX = NumpyKernel(), JaxKernel()
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12, "bfloat16": 0.02}
+KEPT = 50
+"""Tests after which JAX forgets what it compiled: all of them together take 3 GB."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +42,19 @@ def wide_numbers() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Iterator[int]]:
     """Thousands of functions, each compiled for one call: as quickly as can be, and not kept for others."""
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    yield itertools.count(1)
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def forgotten(compiled: Iterator[int]) -> None:
+    if next(compiled) % KEPT == 0:
+        jax.clear_caches()
 
 
 def agree(expected: Any, found: Any, exact: bool = False) -> None:
