@@ -71,7 +71,7 @@ def test_random_models(seed: int) -> None:
     check(seed, 30)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(8, 40))
 def test_many_random_models(seed: int) -> None:
     check(seed, 60)

@@ -74,7 +74,7 @@ def test_random_models(seed: int) -> None:
     check_random(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(12, 112, 20))
 def test_many_random_models(first: int) -> None:
     for seed in range(first, first + 20):
