@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layoutopt.plan.schema import PlanFile
 from mesh_tf_core.errors import UserError
 from reports import figures, tables
 from reports.figures.sheet import settings
-from reports.plan import Plan
 from reports.reader import plan_of
 from reports.units import letter
 
@@ -26,7 +26,7 @@ METADATA: Mapping[str, dict[str, Any]] = {
 
 
 def write_figures(
-    plans: Mapping[str, Any] | Plan | Sequence[Mapping[str, Any] | Plan],
+    plans: Mapping[str, Any] | PlanFile | Sequence[Mapping[str, Any] | PlanFile],
     directory: str | Path,
     formats: Sequence[str] = FORMATS,
 ) -> list[Path]:
@@ -60,7 +60,7 @@ def _save(figure: Figure, path: Path, formats: Sequence[str]) -> list[Path]:
 
 
 def write_tables(
-    plans: Mapping[str, Any] | Plan | Sequence[Mapping[str, Any] | Plan], directory: str | Path
+    plans: Mapping[str, Any] | PlanFile | Sequence[Mapping[str, Any] | PlanFile], directory: str | Path
 ) -> list[Path]:
     """Every table that has rows as a CSV file; returns the paths.
 
@@ -80,12 +80,12 @@ def write_tables(
     return written
 
 
-def _plans(plans: Mapping[str, Any] | Plan | Sequence[Mapping[str, Any] | Plan]) -> list[Plan]:
-    many = [plans] if isinstance(plans, Mapping | Plan) else list(plans)
+def _plans(plans: Mapping[str, Any] | PlanFile | Sequence[Mapping[str, Any] | PlanFile]) -> list[PlanFile]:
+    many = [plans] if isinstance(plans, Mapping | PlanFile) else list(plans)
     return [plan_of(p, f"plan {i + 1}" if len(many) > 1 else "the plan") for i, p in enumerate(many)]
 
 
-def _lettered(plans: Sequence[Plan]) -> list[tuple[str, Plan]]:
+def _lettered(plans: Sequence[PlanFile]) -> list[tuple[str, PlanFile]]:
     return [(f"{letter(i).lower()}-" if len(plans) > 1 else "", plan) for i, plan in enumerate(plans)]
 
 

@@ -59,9 +59,13 @@ def wrong(said: str, *at: str | int) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{said}", {"said": said, "at": at})
 
 
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise wrong(f"must be a number, found {type(value).__name__}")
+        raise wrong(f"must be a number, found {_kind(value)}")
     if not abs(value) <= LARGEST:
         found = value if isinstance(value, float) else "a number of more than a hundred digits"
         raise wrong(f"must be a finite number, found {found}")
@@ -97,7 +101,10 @@ def _names(value: Any) -> Any:
 def _rules(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return ";".join(f"{dim}:{'+'.join(_names(axes))}" for dim, axes in value.items() if axes)
+    layout = {dim: _names(axes) for dim, axes in value.items()}
+    if not all(isinstance(x, list | tuple) and all(isinstance(a, str) for a in x) for x in layout.values()):
+        raise wrong("must be a text, or an object of dimensions with the names of their axes")
+    return ";".join(f"{dim}:{'+'.join(axes)}" for dim, axes in layout.items() if axes)
 
 
 Amount = Annotated[float, BeforeValidator(_amount)]
@@ -152,7 +159,7 @@ MUST = {
 
 
 def _trouble(error: ErrorDetails) -> str:
-    kind, found = error["type"], type(error["input"]).__name__
+    kind, found = error["type"], _kind(error["input"])
     if kind == "missing":
         return "is missing, so the file is truncated or was written by something else"
     if kind in MUST:

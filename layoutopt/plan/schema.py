@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from layoutopt.plan.details import Details
-from layoutopt.plan.fields import Amount, Data, Flag, Names, Size, Whole, clean, refusal, wrong
+from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, clean, refusal, wrong
 from mesh_tf_core.errors import UserError
 
 FORMAT = "layoutopt-plan/1"
@@ -53,8 +53,8 @@ class Predicted(Data):
         exposed = found.get("exposed_communication_seconds") or 0.0
         step = found.get("step_seconds")
         follow = {"communication_seconds": exposed, "exposed_communication_seconds": exposed}
-        if isinstance(step, int | float) and isinstance(exposed, int | float):
-            follow["compute_seconds"] = max(step - exposed, 0.0)
+        if isinstance(step, int | float) and isinstance(exposed, int | float) and abs(step) <= LARGEST:
+            follow["compute_seconds"] = step - min(exposed, step)
         return {**found, **{name: v for name, v in follow.items() if found.get(name) is None}}
 
     @property

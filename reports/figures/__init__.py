@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layoutopt.plan.schema import PlanFile
 from reports.figures.chart import Chart, PlanLike
 from reports.figures.evidence import (
     draw_calibration,
@@ -46,7 +47,6 @@ from reports.figures.tradeoffs import (
     tell_frontier,
     tell_sensitivity,
 )
-from reports.plan import Plan
 from reports.views.choices import frontier as _frontier
 from reports.views.work import shares as _shares
 
@@ -60,7 +60,7 @@ VALIDATE = (
 SEARCH = "`layoutopt search MODEL --report FILE.html` adds it"
 
 
-def _no_frontier(plan: Plan) -> str:
+def _no_frontier(plan: PlanFile) -> str:
     if len(_frontier(plan)) > 1:
         return ""
     if plan.frontier:
@@ -68,7 +68,7 @@ def _no_frontier(plan: Plan) -> str:
     return "`layoutopt search MODEL --objective pareto --out PLAN.json` adds it"
 
 
-def _always(plan: Plan) -> str:
+def _always(plan: PlanFile) -> str:
     return ""
 
 
@@ -144,7 +144,7 @@ predicted_measured = Chart(
     draw_predicted_measured,
     find_predicted_measured,
     tell_predicted_measured,
-    lambda p: "" if p.details.validation and p.details.validation.rows else VALIDATE,
+    lambda p: "" if p.details.validation and p.details.validation.timed else VALIDATE,
 )
 calibration = Chart(
     "calibration",

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from layoutopt.plan.schema import PlanFile
 from mesh_tf_core.errors import UserError
 from reports.figures.sheet import settings
-from reports.plan import Plan
 from reports.reader import plan_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PlanLike = Plan | Mapping[str, Any]
+PlanLike = PlanFile | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Chart:
 
     name: str
     title: str
-    draw: Callable[[Plan, str], Figure]
-    find: Callable[[Plan], str]
-    tell: Callable[[Plan], str]
-    missing: Callable[[Plan], str]
+    draw: Callable[[PlanFile, str], Figure]
+    find: Callable[[PlanFile], str]
+    tell: Callable[[PlanFile], str]
+    missing: Callable[[PlanFile], str]
 
     def __call__(self, plan: PlanLike, titled: bool = True) -> Figure:
         """The figure, 400 points wide; `titled` writes its finding above it.
@@ -45,6 +45,8 @@ class Chart:
         """
         found = plan_of(plan)
         if need := self.missing(found):
-            raise UserError(f"the plan of {found.model[:60]!r} has nothing for figure {self.name!r}: {need}")
+            raise UserError(
+                f"the plan of {found.model.name[:60]!r} has nothing for figure {self.name!r}: {need}"
+            )
         with settings():
             return self.draw(found, self.find(found) if titled else "")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reports.evidence import Calibration, Measured, Sample, Validation
+from layoutopt.plan.details import Calibration, Measured, Sample, Validation
+from layoutopt.plan.schema import PlanFile
+from reports.evidence import typical, typical_of
 from reports.figures.scales import log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
-from reports.plan import Plan
 from reports.theme import LIGHT
 from reports.units import digits, layout_text, percent, plural, rounded, seconds, shorten, signed_percent
 
@@ -22,13 +23,13 @@ PANEL = 128.0
 MOST_PANELS = 6
 
 
-def draw_predicted_measured(plan: Plan, title: str = "") -> Figure:
+def draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
     """One dot per layout on two equal logarithmic scales; on the line the prediction is exact."""
-    rows = (plan.details.validation or Validation(())).rows
+    rows = (plan.details.validation or Validation()).timed
     sheet = Sheet(SQUARE + 74, title)
     sheet.text(MARGIN, 11, "predicted step time", "muted", SMALL)
     ax = sheet.axes(60, 24, SQUARE, SQUARE)
-    low, high = padded([v for r in rows for v in (r.predicted, r.measured)])
+    low, high = padded([v for r in rows for v in (r.predicted_seconds, r.measured_seconds)])
     shown = log_steps(low, high)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     names = [rounded(seconds(v)) for v in shown]
@@ -40,8 +41,8 @@ def draw_predicted_measured(plan: Plan, title: str = "") -> Figure:
     )
     ax.plot(ends, ends, color=LIGHT["muted"], linewidth=1)
     ax.plot(
-        [r.measured for r in rows],
-        [r.predicted for r in rows],
+        [r.measured_seconds for r in rows],
+        [r.predicted_seconds for r in rows],
         "o",
         color=LIGHT["compute"],
         markersize=5.5,
@@ -55,25 +56,32 @@ def draw_predicted_measured(plan: Plan, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _mark_chosen(ax: Axes, plan: Plan, rows: Sequence[Measured]) -> None:
+def _mark_chosen(ax: Axes, plan: PlanFile, rows: Sequence[Measured]) -> None:
     text = layout_text(plan.layout)
     for row in rows:
         if row.layout == text:
-            ax.plot([row.measured], [row.predicted], "o", color=LIGHT["ink"], markersize=9, clip_on=False)
-            label(ax, row.measured, row.predicted, "this plan", "ink", (9, -4), bold=True)
+            ax.plot(
+                [row.measured_seconds],
+                [row.predicted_seconds],
+                "o",
+                color=LIGHT["ink"],
+                markersize=9,
+                clip_on=False,
+            )
+            label(ax, row.measured_seconds, row.predicted_seconds, "this plan", "ink", (9, -4), bold=True)
             return
 
 
-def find_predicted_measured(plan: Plan) -> str:
+def find_predicted_measured(plan: PlanFile) -> str:
     """The error, and what choosing by prediction costs."""
     found = plan.details.validation
-    if found is None or not found.rows:
+    if found is None or not found.timed:
         return "Predicted against measured"
-    parts = [f"{plural(len(found.rows), 'layout')} measured"]
+    parts = [f"{plural(len(found.timed), 'layout')} measured"]
     if found.mape is not None:
         parts.append(f"predictions are off by {percent(found.mape)} on average")
-    if found.kendall is not None:
-        parts.append(f"rank correlation {digits(found.kendall, 2).replace('-', '−')} (Kendall's τ)")
+    if found.kendall_tau is not None:
+        parts.append(f"rank correlation {digits(found.kendall_tau, 2).replace('-', '−')} (Kendall's τ)")
     if found.regret is not None:
         parts.append(
             "the layout predicted fastest is the fastest measured"
@@ -83,17 +91,18 @@ def find_predicted_measured(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def tell_predicted_measured(plan: Plan) -> str:
+def tell_predicted_measured(plan: PlanFile) -> str:
     """The summary and the first rows in words."""
-    rows = (plan.details.validation or Validation(())).rows
+    rows = (plan.details.validation or Validation()).timed
     told = [
-        f"{r.layout or 'replicated'}: {seconds(r.predicted)} predicted, {seconds(r.measured)} measured"
+        f"{r.layout or 'replicated'}: {seconds(r.predicted_seconds)} predicted, "
+        f"{seconds(r.measured_seconds)} measured"
         for r in rows[:24]
     ]
     return f"{find_predicted_measured(plan)}. {'; '.join(told)}."
 
 
-def draw_calibration(plan: Plan, title: str = "") -> Figure:
+def draw_calibration(plan: PlanFile, title: str = "") -> Figure:
     """A panel per kind of measurement: the fit's error at every size."""
     groups = _groups(plan)
     sheet = Sheet((PANEL + 16) * len(groups), title)
@@ -101,25 +110,23 @@ def draw_calibration(plan: Plan, title: str = "") -> Figure:
         top = (PANEL + 16) * position
         sheet.text(MARGIN, top + 13, shorten(what, 40), bold=True, size=SMALL)
         sheet.text(
-            WIDTH - MARGIN, top + 13, f"typical error {percent(_typical(samples))}", "muted", SMALL, "right"
+            WIDTH - MARGIN,
+            top + 13,
+            f"typical error {percent(typical(samples) or 0.0)}",
+            "muted",
+            SMALL,
+            "right",
         )
         _residuals(sheet.axes(58, top + 24, WIDTH - 78, PANEL - 48), samples)
     return sheet.figure
 
 
-def _groups(plan: Plan) -> list[tuple[str, list[Sample]]]:
+def _groups(plan: PlanFile) -> list[tuple[str, list[Sample]]]:
     """Measurements by what was run: what the fit had not seen, then those with the most samples."""
     found: dict[str, list[Sample]] = {}
-    for sample in (plan.details.calibration or Calibration(())).samples:
+    for sample in (plan.details.calibration or Calibration()).samples:
         found.setdefault(sample.what, []).append(sample)
     return sorted(found.items(), key=lambda g: (not g[1][0].held_out, -len(g[1])))[:MOST_PANELS]
-
-
-def _typical(samples: Sequence[Sample]) -> float:
-    """Median of the absolute residuals."""
-    ordered = sorted(abs(s.residual) for s in samples)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _residuals(ax: Axes, samples: Sequence[Sample]) -> None:
@@ -145,26 +152,26 @@ def _size(value: float) -> str:
     return f"{rounded(digits(value))}{names[power]}"
 
 
-def find_calibration(plan: Plan) -> str:
+def find_calibration(plan: PlanFile) -> str:
     """How well the fit meets its measurements."""
     found = plan.details.calibration
     if found is None or not found.samples:
         return "Calibration"
     worst = max(found.samples, key=lambda s: abs(s.residual))
-    fitted, unseen = found.typical(held_out=False), found.typical(held_out=True)
-    typical = "" if fitted is None else f"the fit is typically {percent(fitted)} off, "
+    fitted, unseen = typical_of(found, held_out=False), typical_of(found, held_out=True)
+    said = "" if fitted is None else f"the fit is typically {percent(fitted)} off, "
     if unseen is not None:
-        typical = f"typically {percent(unseen)} off on operations that the fit had not seen, "
+        said = f"typically {percent(unseen)} off on operations that the fit had not seen, "
     return (
-        f"{plural(len(found.samples), found.noun)}; {typical}"
+        f"{plural(len(found.samples), found.of)}; {said}"
         f"at worst {signed_percent(worst.residual)} ({shorten(worst.what, 30)})"
     )
 
 
-def tell_calibration(plan: Plan) -> str:
+def tell_calibration(plan: PlanFile) -> str:
     """Every panel in words."""
     told = [
-        f"{what}: {plural(len(s), 'measurement')}, typical error {percent(_typical(s))}"
+        f"{what}: {plural(len(s), 'measurement')}, typical error {percent(typical(s) or 0.0)}"
         for what, s in _groups(plan)
     ]
     return f"{find_calibration(plan)}. {'; '.join(told)}."

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from layoutopt.plan.details import MemoryTimeline
+from layoutopt.plan.schema import PlanFile
 from reports.figures.bars import Bar, Bars, Part, cut_scale
 from reports.figures.scales import byte_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, text_width, ticks
-from reports.plan import Memory, Plan
 from reports.theme import LIGHT
 from reports.units import memory, percent, rounded, shorten, some
 from reports.views.choices import Ranked, ranked
-from reports.views.timeline import phases, stretched, thinned
+from reports.views.timeline import holdings_at_peak, phases, stretched, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,14 +23,14 @@ MOST_HOLDINGS = 5
 PLOT = 190.0
 
 
-def draw_memory_by_layout(plan: Plan, title: str = "") -> Figure:
+def draw_memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
     """One bar per layout, its peak memory on a device, against the limit."""
     rows = ranked(plan)[:MOST_LAYOUTS]
     limit = plan.memory_limit
-    peaks = [r.choice.predicted.peak for r in rows if r.choice.predicted]
-    high = cut_scale(peaks, plan.predicted.peak)
+    peaks = [r.choice.predicted.peak_memory_bytes for r in rows if r.choice.predicted]
+    high = cut_scale(peaks, plan.predicted.peak_memory_bytes)
     if limit and limit < 8 * high:
-        high = min(max(high, limit * 1.02), max(limit * 1.6, plan.predicted.peak))
+        high = min(max(high, limit * 1.02), max(limit * 1.6, plan.predicted.peak_memory_bytes))
     shown = (limit, f"limit {memory(limit)}") if limit and limit <= high else None
     return Bars([_memory_bar(r, limit) for r in rows], high or 1.0, shown).draw(title).figure
 
@@ -39,12 +40,12 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
     name = "This plan" if row.is_answer else row.choice.name
     if predicted is None:
         return Bar(name, "", note="no price", faint=True)
-    over = limit is not None and predicted.peak > limit
+    over = limit is not None and predicted.peak_memory_bytes > limit
     return Bar(
         name=name,
-        value=memory(predicted.peak),
-        parts=(Part(predicted.peak, "bad" if over else "memory"),),
-        note=f"{memory(predicted.peak - limit)} too much"
+        value=memory(predicted.peak_memory_bytes),
+        parts=(Part(predicted.peak_memory_bytes, "bad" if over else "memory"),),
+        note=f"{memory(predicted.peak_memory_bytes - limit)} too much"
         if over and limit
         else "same layout"
         if row.twin
@@ -55,9 +56,9 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
     )
 
 
-def find_memory_by_layout(plan: Plan) -> str:
+def find_memory_by_layout(plan: PlanFile) -> str:
     """The finding in one sentence."""
-    limit, peak = plan.memory_limit, plan.predicted.peak
+    limit, peak = plan.memory_limit, plan.predicted.peak_memory_bytes
     if limit is None:
         return f"The plan's peak is {memory(peak)} on a device; the plan does not say how much there is"
     state = "leaves" if peak <= limit else "lacks"
@@ -65,16 +66,16 @@ def find_memory_by_layout(plan: Plan) -> str:
     over = [
         r.choice.name
         for r in ranked(plan)
-        if r.choice.predicted and r.choice.predicted.peak > limit and not r.is_answer
+        if r.choice.predicted and r.choice.predicted.peak_memory_bytes > limit and not r.is_answer
     ]
     verb = "does" if len(over) == 1 else "do"
     return f"{text}; {some(over, 3, 30)} {verb} not fit" if over else text
 
 
-def tell_memory_by_layout(plan: Plan) -> str:
+def tell_memory_by_layout(plan: PlanFile) -> str:
     """Every bar in words."""
     told = [
-        f"{'this plan' if r.is_answer else r.choice.name}: {memory(r.choice.predicted.peak)}"
+        f"{'this plan' if r.is_answer else r.choice.name}: {memory(r.choice.predicted.peak_memory_bytes)}"
         for r in ranked(plan)[:MOST_LAYOUTS]
         if r.choice.predicted
     ]
@@ -82,10 +83,10 @@ def tell_memory_by_layout(plan: Plan) -> str:
     return f"Peak memory on one device by layout. {'; '.join(told)}.{limit}"
 
 
-def draw_memory_timeline(plan: Plan, title: str = "") -> Figure:
+def draw_memory_timeline(plan: PlanFile, title: str = "") -> Figure:
     """Bytes held while the program runs, the variables at the bottom, and the tensors at the peak."""
-    found = plan.details.memory or Memory((), 0, ())
-    holdings = found.holdings[:MOST_HOLDINGS]
+    found = plan.details.memory or MemoryTimeline()
+    holdings = holdings_at_peak(found)[:MOST_HOLDINGS]
     sheet = Sheet(PLOT + 66 + (26 + 31 * len(holdings) if holdings else 0), title)
     _timeline(sheet, found, plan.memory_limit)
     if holdings:
@@ -93,9 +94,9 @@ def draw_memory_timeline(plan: Plan, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _timeline(sheet: Sheet, found: Memory, limit: float | None) -> None:
+def _timeline(sheet: Sheet, found: MemoryTimeline, limit: float | None) -> None:
     ax = sheet.axes(52, 30, WIDTH - 60, PLOT)
-    peak = found.points[found.at].bytes
+    peak = found.points[found.peak].bytes
     shows_limit = limit is not None and limit <= 1.9 * peak
     high = max(peak, limit if limit and shows_limit else 0.0) * 1.14 or 1.0
     steps = [s for s in byte_steps(high, 4) if s <= high]
@@ -105,7 +106,7 @@ def _timeline(sheet: Sheet, found: Memory, limit: float | None) -> None:
     ticks(ax, "x", [], [], grid=False)
     place = stretched(found)
     x, y = zip(*((place(i + 0.5), held) for i, held in thinned(found)), strict=True)
-    x, at = (0.0, *x[1:-1], 1.0) if len(x) > 1 else x, place(found.at + 0.5)
+    x, at = (0.0, *x[1:-1], 1.0) if len(x) > 1 else x, place(found.peak + 0.5)
     ax.fill_between(x, 0, y, step="mid", color=LIGHT["memory"], linewidth=0, clip_on=False)
     if found.variables:
         ax.fill_between(
@@ -134,7 +135,7 @@ def _timeline(sheet: Sheet, found: Memory, limit: float | None) -> None:
     sheet.key(13, keys)
 
 
-def _phases(ax: Axes, found: Memory, high: float) -> None:
+def _phases(ax: Axes, found: MemoryTimeline, high: float) -> None:
     """Names of the phases in the middle of their stretch of the axis, and lines between them."""
     place = stretched(found)
     for phase in phases(found):
@@ -146,13 +147,13 @@ def _phases(ax: Axes, found: Memory, high: float) -> None:
             label(ax, (start + end) / 2, 0, shorten(phase.name, room), "muted", (0, -16), "center")
 
 
-def _holdings(sheet: Sheet, found: Memory, y: float) -> None:
+def _holdings(sheet: Sheet, found: MemoryTimeline, y: float) -> None:
     """The largest tensors at the peak as bars of their share of it."""
-    where = found.points[found.at]
+    where = found.points[found.peak]
     place = f"{where.scope}/{where.name}" if where.scope else where.name
     sheet.text(MARGIN, y, f"Held at the peak, while {shorten(place, 30)} runs", bold=True, size=SMALL)
     peak = where.bytes or 1.0
-    for position, holding in enumerate(found.holdings[:MOST_HOLDINGS]):
+    for position, holding in enumerate(holdings_at_peak(found)[:MOST_HOLDINGS]):
         top = y + 8 + 31 * position
         value = f"{memory(holding.bytes)} · {percent(holding.bytes / peak)}"
         room = WIDTH - text_width(value, SMALL) - 12
@@ -162,12 +163,12 @@ def _holdings(sheet: Sheet, found: Memory, y: float) -> None:
         sheet.rect(MARGIN, top + 17, (WIDTH - 2 * MARGIN) * min(holding.bytes / peak, 1.0), 6, token)
 
 
-def find_memory_timeline(plan: Plan) -> str:
+def find_memory_timeline(plan: PlanFile) -> str:
     """Where the peak is, and what it is made of."""
     found = plan.details.memory
     if found is None or not found.points:
         return "Memory over the program"
-    point = found.points[found.at]
+    point = found.points[found.peak]
     phase = f" of the {shorten(point.phase, 20)} phase" if point.phase else ""
     text = f"The peak of {memory(point.bytes)} is at {shorten(point.name or point.scope, 40)}{phase}"
     if found.variables and point.bytes:
@@ -175,7 +176,7 @@ def find_memory_timeline(plan: Plan) -> str:
     return text
 
 
-def tell_memory_timeline(plan: Plan) -> str:
+def tell_memory_timeline(plan: PlanFile) -> str:
     """The timeline's phases and the peak in words."""
     found = plan.details.memory
     if found is None or not found.points:
@@ -183,7 +184,7 @@ def tell_memory_timeline(plan: Plan) -> str:
     parts = [
         f"{p.name} up to {memory(max(x.bytes for x in found.points[p.start : p.end]))}" for p in phases(found)
     ]
-    held = "; ".join(f"{h.name} {memory(h.bytes)}" for h in found.holdings[:MOST_HOLDINGS])
+    held = "; ".join(f"{h.name} {memory(h.bytes)}" for h in holdings_at_peak(found)[:MOST_HOLDINGS])
     return (
         f"Memory on one device over {len(found.points):,} instructions: {', '.join(parts) or 'one phase'}. "
         f"{find_memory_timeline(plan)}. Largest there: {held or 'not recorded'}."

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
+from layoutopt.plan.schema import PlanFile
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, text_width
-from reports.plan import Plan
+from reports.plan import dims_on, lies_on
 from reports.theme import axis_token
 from reports.units import plural, shorten, some, traffic
 
@@ -33,7 +34,7 @@ class _Axis:
     """Distance between neighbours along this axis, in cells."""
 
 
-def _arrange(plan: Plan) -> list[_Axis]:
+def _arrange(plan: PlanFile) -> list[_Axis]:
     """Axes in turn across and down, the last (fastest) innermost: dimensional stacking, wider than high."""
     sizes = list(plan.mesh.items())[::-1]
     turns = [i % 2 == 1 for i in range(len(sizes))]
@@ -65,7 +66,7 @@ def _shown(sizes: Sequence[tuple[str, int]], turns: Sequence[bool]) -> dict[str,
     return shown
 
 
-def draw_mesh(plan: Plan, title: str = "") -> Figure:
+def draw_mesh(plan: PlanFile, title: str = "") -> Figure:
     """Devices as squares; those that the first device talks to along an axis have the axis's colour."""
     axes = _arrange(plan)
     across = sum((a.shown - 1) * a.step for a in axes if not a.down) + 1
@@ -125,41 +126,41 @@ def _more(sheet: Sheet, axis: _Axis, left: float, top: float, cell: float) -> No
             sheet.rect(left + shift, top + 4, 3, 3, axis.token)
 
 
-def _legend(sheet: Sheet, plan: Plan, axis: _Axis, y: float) -> None:
+def _legend(sheet: Sheet, plan: PlanFile, axis: _Axis, y: float) -> None:
     """Two lines: the axis, and what is split over it; where it lies on the hardware stands at their end."""
     sheet.rect(MARGIN, y + 6, 11, 11, axis.token)
     sheet.text(MARGIN + 18, y + 16, f"{shorten(axis.name, 22)} {axis.size}", axis.token, bold=True)
-    sent = plan.predicted.sent.get(axis.name)
+    sent = plan.predicted.communication_bytes_per_device.get(axis.name)
     if sent:
         sheet.text(WIDTH - MARGIN, y + 16, f"a device sends {traffic(sent)} a step", "muted", SMALL, "right")
-    dims = plan.dims_on(axis.name)
+    dims = dims_on(plan, axis.name)
     words = shorten(f"splits {some(dims, 3, 14)}" if dims else "splits nothing", 56)
     sheet.text(MARGIN + 18, y + 32, words, size=SMALL)
     room = WIDTH - 2 * MARGIN - 30 - text_width(words, SMALL)
-    lies = plan.lies_on(axis.name)
+    lies = lies_on(plan, axis.name)
     if lies and text_width(lies, SMALL) <= room:
         sheet.text(WIDTH - MARGIN, y + 32, lies, "muted", SMALL, "right")
 
 
-def find_mesh(plan: Plan) -> str:
+def find_mesh(plan: PlanFile) -> str:
     """What the mesh's axes are for."""
     if not plan.mesh:
         return "One device: nothing is split"
     parts = []
     for axis, size in plan.mesh.items():
-        dims = plan.dims_on(axis)
+        dims = dims_on(plan, axis)
         parts.append(f"{shorten(axis, 24)} ({size}) splits {some(dims, 3, 20) if dims else 'nothing'}")
     return "; ".join(parts)
 
 
-def tell_mesh(plan: Plan) -> str:
+def tell_mesh(plan: PlanFile) -> str:
     """The mesh in words."""
     axes = []
     for axis, size in plan.mesh.items():
-        sent = plan.predicted.sent.get(axis)
+        sent = plan.predicted.communication_bytes_per_device.get(axis)
         said = f", over which a device sends {traffic(sent)} per step" if sent else ""
-        lies = f" (on {plan.lies_on(axis)})" if plan.lies_on(axis) else ""
+        lies = f" (on {lies_on(plan, axis)})" if lies_on(plan, axis) else ""
         axes.append(
-            f"axis {axis} of {size}{lies}, splitting {some(plan.dims_on(axis), 8) or 'nothing'}{said}"
+            f"axis {axis} of {size}{lies}, splitting {some(dims_on(plan, axis), 8) or 'nothing'}{said}"
         )
     return f"A mesh of {plural(plan.devices, 'device')}: {'; '.join(axes) or 'no axes'}."

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from layoutopt.plan.schema import PlanFile
 from reports.figures.bars import Bar, Bars, Part
 from reports.figures.time import key_of
-from reports.plan import Plan
 from reports.units import percent, seconds, shorten
 from reports.views.work import Work, work
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST = 12
 
 
-def draw_operations(plan: Plan, title: str = "") -> Figure:
+def draw_operations(plan: PlanFile, title: str = "") -> Figure:
     """One bar per operation and phase: computation and the communication that the step waits for."""
     rows = work(plan)[:MOST]
     high = max((w.seconds for w in rows), default=1.0) or 1.0
@@ -33,7 +33,7 @@ def _bar(one: Work) -> Bar:
     )
 
 
-def find_operations(plan: Plan) -> str:
+def find_operations(plan: PlanFile) -> str:
     """How concentrated the time is."""
     rows = work(plan)
     total = sum(w.seconds for w in rows)
@@ -45,7 +45,7 @@ def find_operations(plan: Plan) -> str:
     return f"{few} of {len(rows):,} operations take {percent(share)} of the step; first {first}"
 
 
-def tell_operations(plan: Plan) -> str:
+def tell_operations(plan: PlanFile) -> str:
     """Every bar in words."""
     told = [
         f"{w.name} {w.phase}: {seconds(w.compute)} compute, {seconds(w.exposed)} exposed communication"

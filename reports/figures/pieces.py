@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from layoutopt.plan.schema import PlanFile
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, text_width
-from reports.plan import Plan, Variable
 from reports.theme import axis_token
 from reports.units import memory, percent, plural, shorten
 from reports.views.dims import dimension_rows
-from reports.views.variables import grouped, shape_text, split_text, totals
+from reports.views.variables import Alike, grouped, shape_text, split_text, totals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ MOST_DIMS = 24
 MOST_VARIABLES = 10
 
 
-def draw_matrix(plan: Plan, title: str = "") -> Figure:
+def draw_matrix(plan: PlanFile, title: str = "") -> Figure:
     """Rows are dimensions, columns mesh axes; a filled cell is a split; right is what is left on a device."""
     rows = dimension_rows(plan)[:MOST_DIMS]
     axes = list(plan.mesh)
@@ -50,7 +50,7 @@ def draw_matrix(plan: Plan, title: str = "") -> Figure:
     return sheet.figure
 
 
-def find_matrix(plan: Plan) -> str:
+def find_matrix(plan: PlanFile) -> str:
     """How many dimensions are split."""
     rows = dimension_rows(plan)
     split = [r for r in rows if r.axes]
@@ -60,14 +60,14 @@ def find_matrix(plan: Plan) -> str:
     return f"{text}, {whole:,} kept whole" if plan.details.dims else text
 
 
-def tell_matrix(plan: Plan) -> str:
+def tell_matrix(plan: PlanFile) -> str:
     """Every split in words."""
     rows = dimension_rows(plan)
     split = [f"{r.name} over {' and '.join(r.axes)}" for r in rows if r.axes][:40]
     return f"Dimensions and the mesh axes they are split over: {'; '.join(split) or 'none is split'}."
 
 
-def draw_pieces(plan: Plan, title: str = "") -> Figure:
+def draw_pieces(plan: PlanFile, title: str = "") -> Figure:
     """A box for each variable; its dark corner is the part that one device holds."""
     rows = grouped(plan)[:MOST_VARIABLES]
     sheet = Sheet(46 * len(rows) + 2, title)
@@ -85,7 +85,7 @@ def draw_pieces(plan: Plan, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _piece(sheet: Sheet, variable: Variable, plan: Plan, x: float, y: float) -> None:
+def _piece(sheet: Sheet, variable: Alike, plan: PlanFile, x: float, y: float) -> None:
     width, height = 60.0, 34.0
     across, down = piece_shares(variable, plan)
     sheet.rect(x, y, width, height, "grid")
@@ -93,13 +93,13 @@ def _piece(sheet: Sheet, variable: Variable, plan: Plan, x: float, y: float) -> 
     sheet.frame(x, y, width, height, "rule")
 
 
-def piece_shares(variable: Variable, plan: Plan) -> tuple[float, float]:
+def piece_shares(variable: Alike, plan: PlanFile) -> tuple[float, float]:
     """The piece's part of the box's width (the last dimension) and height (all dimensions before it)."""
     parts = [math.prod(plan.mesh.get(a, 1) for a in axes) for axes in variable.splits]
     return 1 / (parts[-1] if parts else 1), 1 / math.prod(parts[:-1])
 
 
-def find_pieces(plan: Plan) -> str:
+def find_pieces(plan: PlanFile) -> str:
     """How much of all variables a device holds."""
     whole, local = totals(plan)
     if not whole:
@@ -107,7 +107,7 @@ def find_pieces(plan: Plan) -> str:
     return f"A device holds {memory(local)} of {memory(whole)} of variables: {percent(local / whole)}"
 
 
-def tell_pieces(plan: Plan) -> str:
+def tell_pieces(plan: PlanFile) -> str:
     """Every drawn variable in words."""
     told = [
         f"{v.name}{f' ({v.alike} alike)' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from layoutopt.plan.schema import PlanFile
 from reports.figures.bars import Bar, Bars, Part
 from reports.figures.chart import PlanLike
 from reports.figures.sheet import settings
 from reports.figures.time import UNFIT, key_of
-from reports.plan import Plan, one_model
+from reports.plan import one_model
 from reports.reader import plan_of
 from reports.units import against, letter, memory, mesh_text, seconds
 
@@ -25,29 +26,33 @@ def plans_time(plans: Sequence[PlanLike], title: str = "Step time of each plan")
         return Bars(rows, max(r.total for r in rows) or 1.0, key=key_of(rows)).draw(title).figure
 
 
-def _name(plan: Plan, position: int) -> str:
+def _name(plan: PlanFile, position: int) -> str:
     return f"{letter(position)}  {mesh_text(plan.mesh)}"
 
 
-def _time(first: Plan, plan: Plan, position: int) -> Bar:
-    p, said = plan.predicted, seconds(plan.predicted.step)
+def _time(first: PlanFile, plan: PlanFile, position: int) -> Bar:
+    p, said = plan.predicted, seconds(plan.predicted.step_seconds)
     if position and one_model((first, plan)):
-        said += f" · {against(p.step, first.predicted.step)}"
+        said += f" · {against(p.step_seconds, first.predicted.step_seconds)}"
     return Bar(
         name=_name(plan, position),
         value=said,
-        parts=(Part(p.compute - p.hidden, "compute"), Part(p.hidden, "hidden"), Part(p.exposed, "exposed")),
+        parts=(
+            Part(p.compute_seconds - p.hidden_seconds, "compute"),
+            Part(p.hidden_seconds, "hidden"),
+            Part(p.exposed_communication_seconds, "exposed"),
+        ),
         note=UNFIT if plan.fits is False else "",
         note_token="bad",
         faint=plan.fits is False,
     )
 
 
-def tell_plans_time(plans: Sequence[Plan]) -> str:
+def tell_plans_time(plans: Sequence[PlanFile]) -> str:
     """Every bar in words."""
     told = [
-        f"{_name(p, i)}: {seconds(p.predicted.step)}, "
-        f"{seconds(p.predicted.exposed)} of it exposed communication"
+        f"{_name(p, i)}: {seconds(p.predicted.step_seconds)}, "
+        f"{seconds(p.predicted.exposed_communication_seconds)} of it exposed communication"
         for i, p in enumerate(plans)
     ]
     return f"Step time of each plan. {'; '.join(told)}."
@@ -65,8 +70,8 @@ def plans_memory(plans: Sequence[PlanLike], title: str = "Peak memory of each pl
         return Bars(rows, max(high, limit * 1.02 if limit and shown else 0.0), shown).draw(title).figure
 
 
-def _memory(plan: Plan, position: int) -> Bar:
-    peak, limit = plan.predicted.peak, plan.memory_limit
+def _memory(plan: PlanFile, position: int) -> Bar:
+    peak, limit = plan.predicted.peak_memory_bytes, plan.memory_limit
     over = plan.fits is False and limit is not None
     return Bar(
         name=_name(plan, position),
@@ -78,9 +83,9 @@ def _memory(plan: Plan, position: int) -> Bar:
     )
 
 
-def tell_plans_memory(plans: Sequence[Plan]) -> str:
+def tell_plans_memory(plans: Sequence[PlanFile]) -> str:
     """Every bar in words."""
-    told = [f"{_name(p, i)}: {memory(p.predicted.peak)}" for i, p in enumerate(plans)]
+    told = [f"{_name(p, i)}: {memory(p.predicted.peak_memory_bytes)}" for i, p in enumerate(plans)]
     limits = {p.memory_limit for p in plans if p.memory_limit}
     limit = f" Limit {' or '.join(memory(x) for x in sorted(limits))}." if limits else ""
     return f"Peak memory of each plan on one device. {'; '.join(told)}.{limit}"

@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from layoutopt.plan.details import Shares
+from layoutopt.plan.schema import PlanFile
 from reports.figures.bars import Bar, Bars, Part, cut_scale
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet
-from reports.plan import Plan, Shares
 from reports.units import percent, plural, seconds, shorten, times
 from reports.views.choices import Ranked, best_alternative, ranked
 from reports.views.work import collective_name, is_collective, shares
@@ -28,11 +29,11 @@ TWIN = "same layout"
 UNFIT = "does not fit"
 
 
-def draw_step_time(plan: Plan, title: str = "") -> Figure:
+def draw_step_time(plan: PlanFile, title: str = "") -> Figure:
     """One bar per layout: compute, the compute that hides communication, and exposed communication add up."""
     rows = ranked(plan)[:MOST_LAYOUTS]
-    possible = [r.choice.predicted.step for r in rows if r.choice.predicted and r.choice.feasible]
-    high = cut_scale(possible, plan.predicted.step)
+    possible = [r.choice.predicted.step_seconds for r in rows if r.choice.predicted and r.choice.feasible]
+    high = cut_scale(possible, plan.predicted.step_seconds)
     bars = [_time_bar(r) for r in rows]
     return Bars(bars, high, key=key_of(bars)).draw(title).figure
 
@@ -48,16 +49,16 @@ def _time_bar(row: Ranked) -> Bar:
     name = "This plan" if row.is_answer else row.choice.name
     if predicted is None:
         return Bar(name, "", note="no price", faint=True)
-    value = seconds(predicted.step)
+    value = seconds(predicted.step_seconds)
     if row.ratio is not None and not (row.is_answer or row.twin):
         value += f" · {times(row.ratio)}"
     return Bar(
         name=name,
         value=value,
         parts=(
-            Part(predicted.compute - predicted.hidden, "compute"),
-            Part(predicted.hidden, "hidden"),
-            Part(predicted.exposed, "exposed"),
+            Part(predicted.compute_seconds - predicted.hidden_seconds, "compute"),
+            Part(predicted.hidden_seconds, "hidden"),
+            Part(predicted.exposed_communication_seconds, "exposed"),
         ),
         note="" if row.choice.feasible and not row.twin else TWIN if row.choice.feasible else UNFIT,
         note_token="muted" if row.choice.feasible else "bad",
@@ -66,10 +67,10 @@ def _time_bar(row: Ranked) -> Bar:
     )
 
 
-def find_step_time(plan: Plan) -> str:
+def find_step_time(plan: PlanFile) -> str:
     """The finding in one sentence."""
     p = plan.predicted
-    share = percent(p.exposed / p.step) if p.step else percent(0)
+    share = percent(p.exposed_communication_seconds / p.step_seconds) if p.step_seconds else percent(0)
     text = f"Exposed communication takes {share} of the step"
     other = best_alternative(plan)
     if other is None or other.ratio is None:
@@ -80,7 +81,7 @@ def find_step_time(plan: Plan) -> str:
     return f"{text}; {name} is priced lower, at {times(other.ratio)} the time"
 
 
-def tell_step_time(plan: Plan) -> str:
+def tell_step_time(plan: PlanFile) -> str:
     """Every bar in words."""
     told = []
     for row in ranked(plan)[:MOST_LAYOUTS]:
@@ -91,13 +92,14 @@ def tell_step_time(plan: Plan) -> str:
             continue
         fit = "" if row.choice.feasible else ", does not fit"
         told.append(
-            f"{name}: {seconds(p.step)} = {seconds(p.compute)} compute ({seconds(p.hidden)} of it hiding "
-            f"communication) + {seconds(p.exposed)} exposed communication{fit}"
+            f"{name}: {seconds(p.step_seconds)} = {seconds(p.compute_seconds)} compute "
+            f"({seconds(p.hidden_seconds)} of it hiding communication) + "
+            f"{seconds(p.exposed_communication_seconds)} exposed communication{fit}"
         )
     return "Step time by layout. " + "; ".join(told) + "."
 
 
-def _kinds(plan: Plan) -> list[str]:
+def _kinds(plan: PlanFile) -> list[str]:
     """Kinds by the answer's time, then by the most time that a layout beside it has."""
     found = [share for _, share in _columns(plan)]
     names = {kind for s in found for kind, value in s.kinds.items() if value > 0}
@@ -105,7 +107,7 @@ def _kinds(plan: Plan) -> list[str]:
     return sorted(names, key=lambda k: (-first.get(k, 0.0), -max(s.kinds.get(k, 0.0) for s in found), k))
 
 
-def draw_time_by_kind(plan: Plan, title: str = "") -> Figure:
+def draw_time_by_kind(plan: PlanFile, title: str = "") -> Figure:
     """A table of bars: a row per kind of work, a column per layout, one scale."""
     columns = _columns(plan)
     kinds = _kinds(plan)[:MOST_KINDS]
@@ -142,7 +144,7 @@ def draw_time_by_kind(plan: Plan, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _columns(plan: Plan) -> list[tuple[str, Shares]]:
+def _columns(plan: PlanFile) -> list[tuple[str, Shares]]:
     """The layouts to compare: the answer, those that fit, then the others."""
     order = {r.choice.name: i for i, r in enumerate(ranked(plan))}
     twins = {r.choice.name for r in ranked(plan) if r.twin}
@@ -150,7 +152,7 @@ def _columns(plan: Plan) -> list[tuple[str, Shares]]:
     return sorted(found, key=lambda x: (x[0] != "answer", order.get(x[0], len(order))))[:MOST_COLUMNS]
 
 
-def unfit(plan: Plan) -> frozenset[str]:
+def unfit(plan: PlanFile) -> frozenset[str]:
     """Names of the alternatives that are no possible choice."""
     return frozenset(a.name for a in plan.alternatives if not a.feasible)
 
@@ -163,7 +165,7 @@ def _header(sheet: Sheet, x: float, width: float, name: str, bold: bool) -> None
         sheet.text(x + 3, 28 - 14 * position, line, "ink" if bold else "muted", SMALL, bold=bold)
 
 
-def find_time_by_kind(plan: Plan) -> str:
+def find_time_by_kind(plan: PlanFile) -> str:
     """The largest kinds of the answer."""
     found = shares(plan)
     if "answer" not in found:
@@ -181,7 +183,7 @@ def find_time_by_kind(plan: Plan) -> str:
     )
 
 
-def tell_time_by_kind(plan: Plan) -> str:
+def tell_time_by_kind(plan: PlanFile) -> str:
     """Every layout's kinds in words."""
     told = []
     for name, share in _columns(plan):

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from layoutopt.plan.details import Curve, Trial
+from layoutopt.plan.schema import PlanFile
 from reports.figures.scales import byte_steps, log_steps, padded, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
-from reports.plan import Plan, Sensitivity, Trial
 from reports.theme import LIGHT
 from reports.units import (
     SPACE,
@@ -33,15 +34,18 @@ PANEL = 152.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def draw_frontier(plan: Plan, title: str = "") -> Figure:
+def draw_frontier(plan: PlanFile, title: str = "") -> Figure:
     """Step time against peak memory; the line joins the layouts that no other beats in both."""
     points = frontier(plan)
     sheet = Sheet(PLOT + 74, title)
     sheet.text(MARGIN, 11, "step time", "muted", SMALL)
     ax = sheet.axes(58, 24, WIDTH - 70, PLOT)
     limit = plan.memory_limit
-    peaks, steps_ = [p.predicted.peak for p in points], [p.predicted.step for p in points]
-    right = max(peaks)
+    peaks, steps_ = (
+        [p.predicted.peak_memory_bytes for p in points],
+        [p.predicted.step_seconds for p in points],
+    )
+    right: float = max(peaks)
     if limit and limit < 1.6 * right:
         right = max(right, limit)
     _range(ax, right * 1.08, max(steps_) * 1.12)
@@ -50,8 +54,8 @@ def draw_frontier(plan: Plan, title: str = "") -> Figure:
     for i, point in enumerate(points):
         if point.knee and not point.is_answer:
             ax.plot(
-                [point.predicted.peak],
-                [point.predicted.step],
+                [point.predicted.peak_memory_bytes],
+                [point.predicted.step_seconds],
                 "D",
                 color=LIGHT["exposed"],
                 markersize=8,
@@ -59,8 +63,8 @@ def draw_frontier(plan: Plan, title: str = "") -> Figure:
             )
         if point.is_answer:
             ax.plot(
-                [point.predicted.peak],
-                [point.predicted.step],
+                [point.predicted.peak_memory_bytes],
+                [point.predicted.step_seconds],
                 "o",
                 color=LIGHT["ink"],
                 markersize=9,
@@ -89,12 +93,12 @@ def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontie
         words = "this plan, a knee"
     if not words and position not in (0, len(points) - 1):
         return
-    x, y = point.predicted.peak, point.predicted.step
+    x, y = point.predicted.peak_memory_bytes, point.predicted.step_seconds
     end = ax.get_xlim()[1]
     if not words and any(
         p.is_answer
-        and abs(p.predicted.peak - x) < 0.3 * end
-        and abs(p.predicted.step - y) < 0.12 * ax.get_ylim()[1]
+        and abs(p.predicted.peak_memory_bytes - x) < 0.3 * end
+        and abs(p.predicted.step_seconds - y) < 0.12 * ax.get_ylim()[1]
         for p in points
     ):
         return
@@ -113,7 +117,7 @@ def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontie
     )
 
 
-def find_frontier(plan: Plan) -> str:
+def find_frontier(plan: PlanFile) -> str:
     """What the knees cost."""
     points = frontier(plan)
     if not points:
@@ -126,26 +130,35 @@ def find_frontier(plan: Plan) -> str:
     return f"{text}; {'knees' if len(knees) > 1 else 'the knee'} at {' and '.join(told)}"
 
 
-def _against(point: OnFrontier, plan: Plan) -> str:
+def _against(point: OnFrontier, plan: PlanFile) -> str:
     if point.is_answer:
         return "this plan"
-    step = signed_percent(point.predicted.step / plan.predicted.step - 1) if plan.predicted.step else ""
-    peak = signed_percent(point.predicted.peak / plan.predicted.peak - 1) if plan.predicted.peak else ""
-    return f"{memory(point.predicted.peak)} ({peak} memory, {step} time against this plan)"
+    step = (
+        signed_percent(point.predicted.step_seconds / plan.predicted.step_seconds - 1)
+        if plan.predicted.step_seconds
+        else ""
+    )
+    peak = (
+        signed_percent(point.predicted.peak_memory_bytes / plan.predicted.peak_memory_bytes - 1)
+        if plan.predicted.peak_memory_bytes
+        else ""
+    )
+    return f"{memory(point.predicted.peak_memory_bytes)} ({peak} memory, {step} time against this plan)"
 
 
-def tell_frontier(plan: Plan) -> str:
+def tell_frontier(plan: PlanFile) -> str:
     """Every point in words."""
     told = []
     for p in frontier(plan)[:30]:
         mark = " (this plan)" if p.is_answer else ""
         told.append(
-            f"{memory(p.predicted.peak)} and {seconds(p.predicted.step)}{' (knee)' if p.knee else ''}{mark}"
+            f"{memory(p.predicted.peak_memory_bytes)} and {seconds(p.predicted.step_seconds)}"
+            f"{' (knee)' if p.knee else ''}{mark}"
         )
     return f"Peak memory and step time of layouts that no other beats in both: {'; '.join(told)}."
 
 
-def draw_sensitivity(plan: Plan, title: str = "") -> Figure:
+def draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
     """One panel per factor; a letter where the best layout changes."""
     found = plan.details.sensitivity
     sheet = Sheet((PANEL + 20) * len(found), title)
@@ -178,14 +191,14 @@ def factor_value(factor: str, value: float) -> str:
     return count(value) if factor == "devices" else f"{rounded(digits(value))}×"
 
 
-def layout_letters(plan: Plan) -> dict[str, str]:
+def layout_letters(plan: PlanFile) -> dict[str, str]:
     """A letter for every layout of the sensitivity curves, in order of appearance."""
     names = dict.fromkeys(t.layout for s in plan.details.sensitivity for t in s.trials if t.layout)
     return {name: LETTERS[i % 26] * (1 + i // 26) for i, name in enumerate(names)}
 
 
-def _panel(ax: Axes, one: Sensitivity, letters: dict[str, str]) -> None:
-    done = [(t.value, t.step, t) for t in one.trials if t.step is not None and t.value > 0]
+def _panel(ax: Axes, one: Curve, letters: dict[str, str]) -> None:
+    done = [(t.value, t.step_seconds, t) for t in one.trials if t.step_seconds is not None and t.value > 0]
     values = [t.value for t in one.trials if t.value > 0] or [1.0]
     ax.set_xscale("log")
     ax.set_xlim(*padded(values, 0.03))
@@ -219,15 +232,15 @@ def _panel(ax: Axes, one: Sensitivity, letters: dict[str, str]) -> None:
             label(ax, value, step, letters[trial.layout], "ink", (0, 8), "center", True)
         before = trial.layout
     for trial in one.trials:
-        if trial.step is None and trial.value > 0:
+        if trial.step_seconds is None and trial.value > 0:
             label(ax, trial.value, ax.get_ylim()[0], "nothing fits", "bad", (-6, 14))
 
 
-def find_sensitivity(plan: Plan) -> str:
+def find_sensitivity(plan: PlanFile) -> str:
     """What the largest change of each factor does."""
     parts = []
     for one in plan.details.sensitivity:
-        done: list[tuple[Trial, float]] = [(t, t.step) for t in one.trials if t.step]
+        done: list[tuple[Trial, float]] = [(t, t.step_seconds) for t in one.trials if t.step_seconds]
         if len(done) < 2:
             continue
         (first, slow), (last, fast) = done[0], done[-1]
@@ -239,14 +252,14 @@ def find_sensitivity(plan: Plan) -> str:
     return "; ".join(parts) or "How the best step time answers to the hardware"
 
 
-def tell_sensitivity(plan: Plan) -> str:
+def tell_sensitivity(plan: PlanFile) -> str:
     """Every point in words."""
     letters = layout_letters(plan)
     told = []
     for one in plan.details.sensitivity:
         points = []
         for t in one.trials:
-            step = seconds(t.step) if t.step is not None else "nothing fits"
+            step = seconds(t.step_seconds) if t.step_seconds is not None else "nothing fits"
             layout = f" (layout {letters[t.layout]})" if t.layout else ""
             points.append(f"{factor_value(one.factor, t.value)} {step}{layout}")
         told.append(f"{one.factor}: {', '.join(points)}")

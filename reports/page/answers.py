@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from reports.evidence import Calibration, Proof, Robustness, Validation
+from layoutopt.plan.details import Calibration, Proof, Robustness, Validation
+from layoutopt.plan.schema import PlanFile
+from reports.evidence import typical_of
 from reports.page.cells import Chip
-from reports.plan import Plan
+from reports.plan import dims_on, rules
 from reports.theme import axis_token
 from reports.units import count, memory, percent, plural, seconds, shorten, some, times
 from reports.views.choices import best_alternative
@@ -42,24 +44,24 @@ class AxisUse:
     dims: str
 
 
-def axis_uses(plan: Plan, most: int = 5) -> tuple[AxisUse, ...]:
+def axis_uses(plan: PlanFile, most: int = 5) -> tuple[AxisUse, ...]:
     """What lies on every axis, in words that fit one line or two."""
     return tuple(
         AxisUse(
-            Chip(shorten(axis, 32), axis_token(axis, plan.mesh)), size, some(plan.dims_on(axis), most, 24)
+            Chip(shorten(axis, 32), axis_token(axis, plan.mesh)), size, some(dims_on(plan, axis), most, 24)
         )
         for axis, size in plan.mesh.items()
     )
 
 
-def answers(plan: Plan) -> tuple[Answer, ...]:
+def answers(plan: PlanFile) -> tuple[Answer, ...]:
     """Everything but the layout itself, which is drawn."""
     return (speed(plan), fit(plan), sureness(plan), proof(plan))
 
 
-def speed(plan: Plan) -> Answer:
+def speed(plan: PlanFile) -> Answer:
     """Step time, and how much better it is than what else would do."""
-    step = plan.predicted.step
+    step = plan.predicted.step_seconds
     other = best_alternative(plan)
     note = "per step, predicted"
     if other is not None and other.ratio is not None:
@@ -75,9 +77,9 @@ def speed(plan: Plan) -> Answer:
     return Answer("How fast", seconds(step), note, state)
 
 
-def fit(plan: Plan) -> Answer:
+def fit(plan: PlanFile) -> Answer:
     """Peak memory against the limit."""
-    peak, limit = plan.predicted.peak, plan.memory_limit
+    peak, limit = plan.predicted.peak_memory_bytes, plan.memory_limit
     question = "Does it fit"
     if limit is None:
         return Answer(
@@ -89,7 +91,7 @@ def fit(plan: Plan) -> Answer:
     return Answer(question, "Yes", f"{memory(peak)} of {memory(limit)} on the fullest device", "good", share)
 
 
-def sureness(plan: Plan) -> Answer:
+def sureness(plan: PlanFile) -> Answer:
     """What stands behind the predictions: measurements of steps, a calibration, or published numbers; and
     whether the answer stays the fastest within what they leave open."""
     found = _measured(plan)
@@ -101,10 +103,10 @@ def sureness(plan: Plan) -> Answer:
     return replace(found, note=f"{found.note}; {said}", state=state)
 
 
-def _measured(plan: Plan) -> Answer:
+def _measured(plan: PlanFile) -> Answer:
     question = "How sure"
     checked, calibration = plan.details.validation, plan.details.calibration
-    if checked is not None and checked.rows and checked.mape is not None:
+    if checked is not None and checked.timed and checked.mape is not None:
         return _validated(plan, checked, checked.mape)
     if calibration is not None and calibration.samples:
         return Answer(question, "Calibrated", f"{fit_words(calibration)}; no whole step was timed", "warn")
@@ -118,8 +120,8 @@ def _measured(plan: Plan) -> Answer:
     return Answer(question, "Not measured", "this plan brings no measurements and no sources", "warn")
 
 
-def _validated(plan: Plan, checked: Validation, error: float) -> Answer:
-    parts = [f"mean error over {plural(len(checked.rows), 'measured layout')}"]
+def _validated(plan: PlanFile, checked: Validation, error: float) -> Answer:
+    parts = [f"mean error over {plural(len(checked.timed), 'measured layout')}"]
     if checked.regret is not None:
         parts.append(
             "its first choice was the fastest"
@@ -138,8 +140,8 @@ def _validated(plan: Plan, checked: Validation, error: float) -> Answer:
 
 def fit_words(found: Calibration) -> str:
     """How well a calibration's fit meets what it did not see, or, where all was seen, that."""
-    fitted, unseen = found.typical(held_out=False), found.typical(held_out=True)
-    words = f"fitted to {plural(sum(not s.held_out for s in found.samples), found.noun)}"
+    fitted, unseen = typical_of(found, held_out=False), typical_of(found, held_out=True)
+    words = f"fitted to {plural(sum(not s.held_out for s in found.samples), found.of)}"
     if unseen is not None:
         return f"{words}; typically {percent(unseen)} off on operations that the fit had not seen"
     return f"{words}, typically {percent(fitted)} off" if fitted is not None else words
@@ -157,17 +159,17 @@ def robust_words(found: Robustness) -> str:
     return f"the fastest on {found.wins} of {drawn}, {behind}"
 
 
-def proof(plan: Plan) -> Answer:
+def proof(plan: PlanFile) -> Answer:
     """What the solver proved, and never more."""
     question, solver = "Proven or not", plan.solver
     if solver is None:
         return Answer(question, "Not proven", "the plan has no record of a search", "warn")
-    considered = considered_words(solver.considered)
+    considered = considered_words(solver.layouts_considered)
     spent = f" in {seconds(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
     if solver.proven:
         among = f"none of {considered} is better" if considered else "no layout is better"
-        rules = f", with {shorten(plan.details.rules, 80)}" if plan.details.rules else ""
-        note = f"{among} under this cost model{rules}; shown{spent}"
+        said = f", with {shorten(rules(plan), 80)}" if rules(plan) else ""
+        note = f"{among} under this cost model{said}; shown{spent}"
         return _checked(Answer(question, "Proven optimal", note, "good"), plan.details.proof)
     status = solver.status.replace("_", " ").lower()
     if solver.gap is not None:
@@ -196,9 +198,9 @@ def considered_words(text: str) -> str:
     return shorten(text, 60)
 
 
-def subject(plan: Plan) -> str:
+def subject(plan: PlanFile) -> str:
     """What was laid out on what."""
-    parts = [f"{count(plan.parameters)} parameters"] if plan.parameters is not None else []
+    parts = [f"{count(plan.model.parameters)} parameters"] if plan.model.parameters else []
     hardware = shorten(plan.hardware, 48)
     parts.append(
         f"{plural(plan.devices, 'device')} of {hardware}" if hardware else plural(plan.devices, "device")

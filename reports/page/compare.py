@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from layoutopt.plan.schema import PlanFile
 from reports.figures.pieces import piece_shares
 from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
 from reports.page.answers import fit, proof, sureness
 from reports.page.cells import Block, Cell, Column, Grid, chips
-from reports.plan import Plan, one_model
+from reports.plan import one_model
 from reports.svg import figure_svg
 from reports.units import (
     against,
@@ -31,11 +32,11 @@ from reports.views.variables import grouped, shape_text, split_text
 LONGEST = 400
 
 
-def verdict(plans: Sequence[Plan]) -> str:
+def verdict(plans: Sequence[PlanFile]) -> str:
     """Which plan is fastest, and by how much; plans of different models are not compared."""
     if not one_model(plans):
         return "These plans are for different models, or sizes of one: their step times do not compare."
-    usable = [(p.predicted.step, i) for i, p in enumerate(plans) if p.fits is not False]
+    usable = [(p.predicted.step_seconds, i) for i, p in enumerate(plans) if p.fits is not False]
     if not usable:
         return "None of these plans fits in memory."
     usable.sort()
@@ -49,21 +50,39 @@ def verdict(plans: Sequence[Plan]) -> str:
     return f"{text}."
 
 
-def facts(plans: Sequence[Plan]) -> Grid:
+def facts(plans: Sequence[PlanFile]) -> Grid:
     """The table of the first screen."""
     rows = [
-        _row("Step time", plans, lambda p: seconds(p.predicted.step), lambda p: p.predicted.step),
-        _row("Compute", plans, lambda p: seconds(p.predicted.compute), lambda p: p.predicted.compute),
+        _row(
+            "Step time",
+            plans,
+            lambda p: seconds(p.predicted.step_seconds),
+            lambda p: p.predicted.step_seconds,
+        ),
+        _row(
+            "Compute",
+            plans,
+            lambda p: seconds(p.predicted.compute_seconds),
+            lambda p: p.predicted.compute_seconds,
+        ),
         _row(
             "Exposed communication",
             plans,
-            lambda p: seconds(p.predicted.exposed),
-            lambda p: p.predicted.exposed,
+            lambda p: seconds(p.predicted.exposed_communication_seconds),
+            lambda p: p.predicted.exposed_communication_seconds,
         ),
         _row(
-            "Hidden communication", plans, lambda p: seconds(p.predicted.hidden), lambda p: p.predicted.hidden
+            "Hidden communication",
+            plans,
+            lambda p: seconds(p.predicted.hidden_seconds),
+            lambda p: p.predicted.hidden_seconds,
         ),
-        _row("Peak memory", plans, lambda p: memory(p.predicted.peak), lambda p: p.predicted.peak),
+        _row(
+            "Peak memory",
+            plans,
+            lambda p: memory(p.predicted.peak_memory_bytes),
+            lambda p: p.predicted.peak_memory_bytes,
+        ),
         _judged("Fits", plans, lambda p: (fit(p).value if p.memory_limit else "limit unknown", fit(p).state)),
         _judged("How sure", plans, lambda p: (sureness(p).value, sureness(p).state)),
         _judged("Proven", plans, lambda p: (proof(p).value, proof(p).state)),
@@ -72,19 +91,24 @@ def facts(plans: Sequence[Plan]) -> Grid:
         _row("Hardware", plans, lambda p: p.hardware),
         _row("Devices", plans, lambda p: count(p.devices)),
         _row("Sent per device", plans, lambda p: traffic(_sent(p)), _sent),
-        _row("FLOPs per device", plans, lambda p: flops(p.predicted.flops), lambda p: p.predicted.flops),
+        _row(
+            "FLOPs per device",
+            plans,
+            lambda p: flops(p.predicted.flops_per_device),
+            lambda p: p.predicted.flops_per_device,
+        ),
         _row("Microbatches", plans, lambda p: str(p.microbatches)),
         _row("Recomputed", plans, lambda p: ", ".join(p.recompute) or "nothing"),
         _row(
             "Storage", plans, lambda p: "; ".join(f"{k}: {v}" for k, v in p.storage.items()) or "as computed"
         ),
-        _row("Model", plans, lambda p: p.model),
+        _row("Model", plans, lambda p: p.model.name),
     ]
     head = (Column("What", lead=True), *(Column(letter(i)) for i in range(len(plans))))
     return Grid("The plans side by side; what differs from plan A is marked", head, rows, shown=99, wide=True)
 
 
-def pictures(plans: Sequence[Plan]) -> tuple[Block, ...]:
+def pictures(plans: Sequence[PlanFile]) -> tuple[Block, ...]:
     """Step time and memory of the plans on one scale."""
     return (
         Block(
@@ -100,12 +124,15 @@ def pictures(plans: Sequence[Plan]) -> tuple[Block, ...]:
     )
 
 
-def _sent(plan: Plan) -> float:
-    return sum(plan.predicted.sent.values())
+def _sent(plan: PlanFile) -> float:
+    return sum(plan.predicted.communication_bytes_per_device.values())
 
 
 def _row(
-    name: str, plans: Sequence[Plan], say: Callable[[Plan], str], value: Callable[[Plan], float] | None = None
+    name: str,
+    plans: Sequence[PlanFile],
+    say: Callable[[PlanFile], str],
+    value: Callable[[PlanFile], float] | None = None,
 ) -> list[Cell]:
     """A fact of every plan; numbers say how far they are from the first plan's."""
     cells = [Cell(name, strong=True)]
@@ -128,13 +155,13 @@ def _merged(cells: list[Cell]) -> list[Cell]:
     return [cells[0], replace(cells[1], span=len(cells) - 1)]
 
 
-def _judged(name: str, plans: Sequence[Plan], say: Callable[[Plan], tuple[str, str]]) -> list[Cell]:
+def _judged(name: str, plans: Sequence[PlanFile], say: Callable[[PlanFile], tuple[str, str]]) -> list[Cell]:
     first = say(plans[0])
     told = [say(p) for p in plans]
     return _merged([Cell(name, strong=True), *(Cell(t, state=s, differs=(t, s) != first) for t, s in told)])
 
 
-def pieces(plans: Sequence[Plan]) -> Grid:
+def pieces(plans: Sequence[PlanFile]) -> Grid:
     """Variables against plans: what a device holds of each."""
     tables = [{v.name: v for v in grouped(p)} for p in plans]
     names = list(dict.fromkeys(name for t in tables for name in t))
@@ -165,7 +192,7 @@ def _size(row: DimensionRow | None) -> str:
     return f"{row.piece:,} of {row.size:,}" if row.axes else f"{row.size:,}"
 
 
-def splits(plans: Sequence[Plan]) -> Grid:
+def splits(plans: Sequence[PlanFile]) -> Grid:
     """Dimensions against plans: the axes of each split; the split dimensions of any plan come first."""
     tables = [{r.name: r for r in dimension_rows(p)} for p in plans]
     names = list(dict.fromkeys(name for t in tables for name in t))

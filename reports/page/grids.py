@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from layoutopt.plan.schema import PlanFile
 from reports.figures.pieces import piece_shares
 from reports.figures.tradeoffs import factor_value, layout_letters
 from reports.page.cells import Cell, Chip, Column, Grid, chips
-from reports.plan import Plan
+from reports.plan import dims_on, extras, lies_on, number_text
 from reports.theme import axis_token
 from reports.units import (
     count,
@@ -25,6 +26,7 @@ from reports.units import (
 )
 from reports.views.choices import Ranked, frontier, ranked
 from reports.views.dims import dimension_rows
+from reports.views.timeline import holdings_at_peak
 from reports.views.variables import grouped, shape_text, split_text
 from reports.views.work import Work, collective_name, work
 
@@ -34,20 +36,20 @@ LONGEST = 400
 """Characters of a layout beside others; the plan's own is written in full at the end."""
 
 
-def axes(plan: Plan) -> Grid:
+def axes(plan: PlanFile) -> Grid:
     """The mesh's axes with what lies on them."""
     rows = []
     for axis, size in plan.mesh.items():
-        alone = plan.predicted.sent.get(axis, 0.0)
+        alone = plan.predicted.communication_bytes_per_device.get(axis, 0.0)
         rows.append(
             [
-                Cell(chips=(Chip(axis, axis_token(axis, plan.mesh)),), sub=plan.lies_on(axis)),
+                Cell(chips=(Chip(axis, axis_token(axis, plan.mesh)),), sub=lies_on(plan, axis)),
                 Cell(f"{size:,}"),
-                Cell(some(plan.dims_on(axis), 24, 80) or "nothing"),
+                Cell(some(dims_on(plan, axis), 24, 80) or "nothing"),
                 Cell(traffic(alone) if alone else "–"),
             ]
         )
-    for key, sent in plan.predicted.sent.items():
+    for key, sent in plan.predicted.communication_bytes_per_device.items():
         if key not in plan.mesh and sent:
             parts = key.split("+")
             rows.append(
@@ -62,7 +64,7 @@ def axes(plan: Plan) -> Grid:
     return Grid("Axes of the mesh", head, rows, shown=12)
 
 
-def matrix(plan: Plan) -> Grid:
+def matrix(plan: PlanFile) -> Grid:
     """Dimensions against axes, as the figure `matrix` draws it."""
     names = list(plan.mesh)
     found = dimension_rows(plan)
@@ -91,7 +93,7 @@ def matrix(plan: Plan) -> Grid:
     )
 
 
-def variables(plan: Plan) -> Grid:
+def variables(plan: PlanFile) -> Grid:
     """Variables with the piece of each that a device holds; equal ones are one row."""
     found = grouped(plan)
     rows = []
@@ -124,7 +126,7 @@ def variables(plan: Plan) -> Grid:
     )
 
 
-def layouts(plan: Plan) -> Grid:
+def layouts(plan: PlanFile) -> Grid:
     """The answer and its alternatives."""
     rows = [_layout(plan, r) for r in ranked(plan)[:MOST]]
     head = (
@@ -144,32 +146,32 @@ def layouts(plan: Plan) -> Grid:
     )
 
 
-def _layout(plan: Plan, r: Ranked) -> list[Cell]:
+def _layout(plan: PlanFile, r: Ranked) -> list[Cell]:
     c, p = r.choice, r.choice.predicted
     text = layout_text(c.layout).replace(";", "; ") or "replicated"
     where = f"{shorten(text, LONGEST)} on {shorten(mesh_text(c.mesh), LONGEST)}"
-    where += f"; {c.extras}" if c.extras else ""
+    where += f"; {extras(c)}" if extras(c) else ""
     name = Cell("This plan" if r.is_answer else c.name, where, strong=r.is_answer)
-    over = p is not None and plan.memory_limit is not None and p.peak > plan.memory_limit
+    over = p is not None and plan.memory_limit is not None and p.peak_memory_bytes > plan.memory_limit
     verdict = "yes" if c.feasible else "no"
-    fits = Cell(verdict, c.reason, state="" if c.feasible else "bad")
+    fits = Cell(verdict, (c.reason or ""), state="" if c.feasible else "bad")
     if p is None:
-        return [name, Cell("–"), Cell("–"), Cell("–"), Cell("no price", c.reason, state="bad")]
+        return [name, Cell("–"), Cell("–"), Cell("–"), Cell("no price", (c.reason or ""), state="bad")]
     ratio = times(r.ratio) if r.ratio is not None and not (r.is_answer or r.twin) else ""
     return [
         name,
-        Cell(seconds(p.step), ratio),
-        Cell(seconds(p.exposed)),
-        Cell(memory(p.peak), state="bad" if over else ""),
+        Cell(seconds(p.step_seconds), ratio),
+        Cell(seconds(p.exposed_communication_seconds)),
+        Cell(memory(p.peak_memory_bytes), state="bad" if over else ""),
         fits,
     ]
 
 
-def holdings(plan: Plan) -> Grid:
+def holdings(plan: PlanFile) -> Grid:
     """Tensors at the peak, beyond the few that the figure names."""
     found = plan.details.memory
-    held = found.holdings if found else ()
-    peak = found.points[found.at].bytes if found and found.points else 0.0
+    held = holdings_at_peak(found) if found else ()
+    peak = found.points[found.peak].bytes if found and found.points else 0.0
     rows = [
         [Cell(h.name, h.scope), Cell(memory(h.bytes)), Cell(percent(h.bytes / peak) if peak else "–")]
         for h in held[:MOST]
@@ -185,19 +187,23 @@ def holdings(plan: Plan) -> Grid:
     )
 
 
-def frontier_points(plan: Plan) -> Grid:
+def frontier_points(plan: PlanFile) -> Grid:
     """The frontier's points, knees marked."""
     rows = []
     for f in frontier(plan)[:MOST]:
         marks = ", ".join(w for w, on in (("this plan", f.is_answer), ("knee", f.knee)) if on)
         text = layout_text(f.choice.layout).replace(";", "; ") or "replicated"
         where = f"on {mesh_text(f.choice.mesh)}"
-        against = signed_percent(f.predicted.step / plan.predicted.step - 1) if plan.predicted.step else ""
+        against = (
+            signed_percent(f.predicted.step_seconds / plan.predicted.step_seconds - 1)
+            if plan.predicted.step_seconds
+            else ""
+        )
         rows.append(
             [
-                Cell(shorten(text, LONGEST), "; ".join(x for x in (where, f.choice.extras) if x)),
-                Cell(memory(f.predicted.peak)),
-                Cell(seconds(f.predicted.step), "" if f.is_answer else against),
+                Cell(shorten(text, LONGEST), "; ".join(x for x in (where, extras(f.choice)) if x)),
+                Cell(memory(f.predicted.peak_memory_bytes)),
+                Cell(seconds(f.predicted.step_seconds), "" if f.is_answer else against),
                 Cell(marks, strong=True),
             ]
         )
@@ -210,14 +216,16 @@ def frontier_points(plan: Plan) -> Grid:
     return Grid("Points of the frontier", head, rows, shown=8)
 
 
-def curve_layouts(plan: Plan) -> Grid:
+def curve_layouts(plan: PlanFile) -> Grid:
     """What the letters of the sensitivity curves stand for, and where each layout is best."""
     rows = []
     for text, mark in list(layout_letters(plan).items())[:MOST]:
         where = []
         for s in plan.details.sensitivity:
             values = [
-                factor_value(s.factor, t.value) for t in s.trials if t.layout == text and t.step is not None
+                factor_value(s.factor, t.value)
+                for t in s.trials
+                if t.layout == text and t.step_seconds is not None
             ]
             if values:
                 where.append(f"{s.factor} {values[0]}" + (f" to {values[-1]}" if len(values) > 1 else ""))
@@ -232,11 +240,11 @@ def curve_layouts(plan: Plan) -> Grid:
     )
 
 
-def operations(plan: Plan) -> Grid:
+def operations(plan: PlanFile) -> Grid:
     """Operations by what they add to the step, with the collectives that each causes."""
     found = [w for w in work(plan) if w.seconds > 0]
     longest = found[0].seconds if found else 1.0
-    total = plan.predicted.step or sum(w.seconds for w in found) or 1.0
+    total = plan.predicted.step_seconds or sum(w.seconds for w in found) or 1.0
     rows = [_operation(w, longest, total) for w in found[:60]]
     head = (
         Column("Operation", lead=True, share="28%"),
@@ -271,15 +279,19 @@ def _operation(w: Work, longest: float, total: float) -> list[Cell]:
     ]
 
 
-def measured(plan: Plan) -> Grid:
+def measured(plan: PlanFile) -> Grid:
     """Layouts by measured time."""
-    found = sorted(plan.details.validation.rows, key=lambda r: r.measured) if plan.details.validation else []
+    found = (
+        sorted(plan.details.validation.timed, key=lambda r: r.measured_seconds)
+        if plan.details.validation
+        else []
+    )
     rows = [
         [
             Cell(r.layout.replace(";", "; ") or "replicated"),
-            Cell(seconds(r.predicted)),
-            Cell(seconds(r.measured)),
-            Cell(signed_percent(r.predicted / r.measured - 1)),
+            Cell(seconds(r.predicted_seconds)),
+            Cell(seconds(r.measured_seconds)),
+            Cell(signed_percent(r.predicted_seconds / r.measured_seconds - 1)),
         ]
         for r in found[:MOST]
     ]
@@ -299,14 +311,14 @@ def measured(plan: Plan) -> Grid:
     )
 
 
-def fit(plan: Plan) -> Grid:
+def fit(plan: PlanFile) -> Grid:
     """The fitted numbers."""
     found = plan.details.calibration.fit if plan.details.calibration else ()
-    rows = [[Cell(name), Cell(value)] for name, value in found[:MOST]]
+    rows = [[Cell(f.name), Cell(number_text(f.value, f.unit))] for f in found[:MOST]]
     return Grid("Fitted numbers", (Column("Fitted number", lead=True), Column("Value", True)), rows, shown=10)
 
 
-def numbers(plan: Plan) -> Grid:
+def numbers(plan: PlanFile) -> Grid:
     """Hardware numbers; assumptions first, because they are what to doubt."""
     found = (
         sorted(plan.details.hardware.numbers, key=lambda n: not n.assumed) if plan.details.hardware else []
@@ -314,7 +326,7 @@ def numbers(plan: Plan) -> Grid:
     rows = [
         [
             Cell(n.path),
-            Cell(n.words),
+            Cell(number_text(n.value, n.unit)),
             Cell(n.source, n.date, state="warn" if n.assumed else ""),
         ]
         for n in found[:MOST]

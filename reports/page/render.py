@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layoutopt.plan.schema import PlanFile
 from mesh_tf_core.errors import UserError
 from reports import theme
-from reports.fields import Fields
 from reports.page import compare
 from reports.page.answers import answers, axis_uses, subject
 from reports.page.sections import sections
-from reports.plan import Plan
-from reports.reader import plan_of, validation
+from reports.reader import plan_of, validation_of
 from reports.units import letter, mesh_text, plural, shorten
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ MOST = 12
 
 
 def report_html(
-    plans: Sequence[Mapping[str, Any] | Plan],
+    plans: Sequence[Mapping[str, Any] | PlanFile],
     validation: Mapping[str, Any] | None = None,
     written: str | None = None,
 ) -> str:
@@ -48,7 +46,9 @@ def report_html(
 
 
 def write_report(
-    plans: Sequence[Mapping[str, Any] | Plan], path: str | Path, validation: Mapping[str, Any] | None = None
+    plans: Sequence[Mapping[str, Any] | PlanFile],
+    path: str | Path,
+    validation: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes `report_html` to a file.
 
@@ -62,8 +62,8 @@ def write_report(
         raise UserError(f"cannot write the report to {str(path)!r}: {e.strerror}; give another file") from e
 
 
-def _read(plans: Sequence[Mapping[str, Any] | Plan], checked: Mapping[str, Any] | None) -> list[Plan]:
-    if isinstance(plans, Mapping | Plan):
+def _read(plans: Sequence[Mapping[str, Any] | PlanFile], checked: Mapping[str, Any] | None) -> list[PlanFile]:
+    if isinstance(plans, Mapping | PlanFile):
         plans = [plans]
     if not plans:
         raise UserError(
@@ -76,19 +76,14 @@ def _read(plans: Sequence[Mapping[str, Any] | Plan], checked: Mapping[str, Any] 
     found = [plan_of(p, f"plan {letter(i)}" if len(plans) > 1 else "the plan") for i, p in enumerate(plans)]
     if checked is None:
         return found
-    measured = validation(
-        Fields(checked, "the validation", "write it again with `layoutopt validate MODEL --json`")
-    )
-    return [
-        p if p.details.validation else replace(p, details=replace(p.details, validation=measured))
-        for p in found
-    ]
+    measured = validation_of(checked)
+    return [p if p.details.validation else p.with_details(validation=measured) for p in found]
 
 
-def _context(plans: list[Plan], written: str) -> dict[str, Any]:
+def _context(plans: list[PlanFile], written: str) -> dict[str, Any]:
     first, one = plans[0], len(plans) == 1
-    names = {p.model for p in plans}
-    heading = shorten(first.model, 160) if len(names) == 1 else plural(len(plans), "plan")
+    names = {p.model.name for p in plans}
+    heading = shorten(first.model.name, 160) if len(names) == 1 else plural(len(plans), "plan")
     return {
         "one": one,
         "title": f"{shorten(heading, 80)} · layoutopt report",
@@ -100,7 +95,7 @@ def _context(plans: list[Plan], written: str) -> dict[str, Any]:
         "plans": []
         if len(names) == 1
         else [
-            {"letter": letter(i), "name": shorten(p.model, 60), "mesh": shorten(mesh_text(p.mesh), 80)}
+            {"letter": letter(i), "name": shorten(p.model.name, 60), "mesh": shorten(mesh_text(p.mesh), 80)}
             for i, p in enumerate(plans)
         ],
         "pictures": () if one else compare.pictures(plans),

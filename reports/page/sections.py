@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from layoutopt.plan.schema import PlanFile
 from reports import figures
 from reports.figures import Chart
 from reports.page import compare, grids
 from reports.page.answers import considered_words, robust_words
 from reports.page.cells import Block, Grid, Panel, Section
 from reports.page.leads import LEADS
-from reports.plan import Plan
+from reports.plan import rules, words
 from reports.svg import figure_svg
 from reports.units import digits, layout_text, letter, percent, seconds, shorten, words_of
 
 LONGEST = 8000
 """Characters of a layout; no layout of real names is as long."""
-Build = Callable[[Plan, str], tuple[Block, ...]]
+Build = Callable[[PlanFile, str], tuple[Block, ...]]
 
 
-def sections(plans: Sequence[Plan]) -> tuple[Section, ...]:
+def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
     """All sections; with several plans each has a panel per plan."""
     several = len(plans) > 1
     with_variables = several and any(p.details.variables for p in plans)
@@ -52,9 +53,9 @@ def _joint(id: str, title: str, grid: Grid) -> Section:
 def _section(
     id: str,
     title: str,
-    plans: Sequence[Plan],
+    plans: Sequence[PlanFile],
     build: Build,
-    same: Callable[[Plan], object] | None = None,
+    same: Callable[[PlanFile], object] | None = None,
 ) -> Section:
     """A panel per plan; one for all where what `same` looks at is the same in all plans."""
     if same is not None and all(same(p) == same(plans[0]) for p in plans):
@@ -62,13 +63,13 @@ def _section(
     panels = []
     for i, plan in enumerate(plans):
         name = letter(i) if len(plans) > 1 else ""
-        panels.append(Panel(name, shorten(plan.model, 60), build(plan, f"{id}-{letter(i).lower()}")))
+        panels.append(Panel(name, shorten(plan.model.name, 60), build(plan, f"{id}-{letter(i).lower()}")))
     if all(b.missing for p in panels for b in p.blocks):
         return Section(id, title, "", missing=panels[0].blocks[0].missing)
     return Section(id, title, LEADS[id], tuple(panels))
 
 
-def _chart(chart: Chart, plan: Plan, name: str, grid: Grid | None = None) -> Block:
+def _chart(chart: Chart, plan: PlanFile, name: str, grid: Grid | None = None) -> Block:
     """A figure with its finding, or the command that adds its data."""
     if missing := chart.missing(plan):
         return Block(missing=missing)
@@ -76,14 +77,14 @@ def _chart(chart: Chart, plan: Plan, name: str, grid: Grid | None = None) -> Blo
     return Block(chart.find(plan), svg, grid if grid is not None and grid.rows else None)
 
 
-def _table(chart: Chart, plan: Plan, grid: Callable[[Plan], Grid]) -> Block:
+def _table(chart: Chart, plan: PlanFile, grid: Callable[[PlanFile], Grid]) -> Block:
     """The same data as a table, where a table reads better on a page than the figure."""
     if missing := chart.missing(plan):
         return Block(missing=missing)
     return Block(chart.find(plan), grid=grid(plan))
 
 
-def _mesh(plan: Plan, name: str) -> tuple[Block, ...]:
+def _mesh(plan: PlanFile, name: str) -> tuple[Block, ...]:
     block = _chart(figures.mesh, plan, name, grids.axes(plan))
     hardware = plan.details.hardware
     said = (
@@ -94,15 +95,15 @@ def _mesh(plan: Plan, name: str) -> tuple[Block, ...]:
     return (replace(block, notes=tuple(s for s in said if s)),)
 
 
-def _split(plan: Plan, name: str) -> tuple[Block, ...]:
+def _split(plan: PlanFile, name: str) -> tuple[Block, ...]:
     return (_table(figures.matrix, plan, grids.matrix),)
 
 
-def _pieces(plan: Plan, name: str) -> tuple[Block, ...]:
+def _pieces(plan: PlanFile, name: str) -> tuple[Block, ...]:
     return (_table(figures.pieces, plan, grids.variables),)
 
 
-def _time(plan: Plan, name: str) -> tuple[Block, ...]:
+def _time(plan: PlanFile, name: str) -> tuple[Block, ...]:
     return (
         _chart(figures.step_time, plan, name),
         _chart(figures.time_by_kind, plan, name),
@@ -110,7 +111,7 @@ def _time(plan: Plan, name: str) -> tuple[Block, ...]:
     )
 
 
-def _memory(plan: Plan, name: str) -> tuple[Block, ...]:
+def _memory(plan: PlanFile, name: str) -> tuple[Block, ...]:
     return (
         _chart(figures.memory_by_layout, plan, name),
         _chart(figures.memory_timeline, plan, name),
@@ -118,34 +119,34 @@ def _memory(plan: Plan, name: str) -> tuple[Block, ...]:
     )
 
 
-def _frontier(plan: Plan, name: str) -> tuple[Block, ...]:
+def _frontier(plan: PlanFile, name: str) -> tuple[Block, ...]:
     return (_chart(figures.frontier, plan, name, grids.frontier_points(plan)),)
 
 
-def _sensitivity(plan: Plan, name: str) -> tuple[Block, ...]:
+def _sensitivity(plan: PlanFile, name: str) -> tuple[Block, ...]:
     block = _chart(figures.sensitivity, plan, name, grids.curve_layouts(plan))
     robust = plan.details.robustness
     said = robust_words(robust) if robust is not None else ""
     return (replace(block, notes=(f"This plan is {said}.",) if said else ()),)
 
 
-def _operations(plan: Plan, name: str) -> tuple[Block, ...]:
+def _operations(plan: PlanFile, name: str) -> tuple[Block, ...]:
     return (_table(figures.operations, plan, grids.operations),)
 
 
-def _evidence(plan: Plan, name: str) -> tuple[Block, ...]:
+def _evidence(plan: PlanFile, name: str) -> tuple[Block, ...]:
     block = _chart(figures.predicted_measured, plan, name, grids.measured(plan))
-    noise = plan.details.validation.noise if plan.details.validation else ""
+    noise = plan.details.validation.noise.words if plan.details.validation else ""
     return (replace(block, notes=(noise,) if noise else ()),)
 
 
-def _calibration(plan: Plan, name: str) -> tuple[Block, ...]:
+def _calibration(plan: PlanFile, name: str) -> tuple[Block, ...]:
     block = _chart(figures.calibration, plan, name, grids.fit(plan))
     found = plan.details.calibration
     return (replace(block, notes=found.notes if found else ()),)
 
 
-def _assumptions(plan: Plan, name: str) -> tuple[Block, ...]:
+def _assumptions(plan: PlanFile, name: str) -> tuple[Block, ...]:
     hardware = plan.details.hardware
     if hardware is None or not (hardware.numbers or hardware.assumptions):
         return (
@@ -161,7 +162,7 @@ def _assumptions(plan: Plan, name: str) -> tuple[Block, ...]:
     return (Block(finding, grid=grid if grid.rows else None, notes=hardware.assumptions),)
 
 
-def _record(plan: Plan, name: str) -> tuple[Block, ...]:
+def _record(plan: PlanFile, name: str) -> tuple[Block, ...]:
     s = plan.solver
     solver = (
         [
@@ -170,18 +171,18 @@ def _record(plan: Plan, name: str) -> tuple[Block, ...]:
             ("Lower bound", digits(s.bound, 6) if s.bound is not None else ""),
             ("Gap", percent(abs(s.gap)) if s.gap is not None else ""),
             ("Search time", seconds(s.wall_seconds) if s.wall_seconds is not None else ""),
-            ("Considered", considered_words(s.considered)),
+            ("Considered", considered_words(s.layouts_considered)),
         ]
         if s
         else []
     )
     pairs = [
-        ("Model", plan.model),
-        ("Fingerprint", plan.fingerprint),
-        ("Parameters", f"{plan.parameters:,}" if plan.parameters is not None else ""),
-        ("Hyperparameters", words_of(plan.hparams)),
+        ("Model", plan.model.name),
+        ("Fingerprint", plan.model.fingerprint),
+        ("Parameters", f"{plan.model.parameters:,}" if plan.model.parameters else ""),
+        ("Hyperparameters", words_of({name: words(value) for name, value in plan.model.hparams.items()})),
         ("Made from", plan.details.source),
-        ("Rules of the search", plan.details.rules),
+        ("Rules of the search", rules(plan)),
         ("Proof checked again", plan.details.proof.words if plan.details.proof else ""),
         ("Hardware", plan.hardware),
         ("Mesh", ";".join(f"{axis}:{size}" for axis, size in plan.mesh.items())),
@@ -191,4 +192,4 @@ def _record(plan: Plan, name: str) -> tuple[Block, ...]:
         ("Microbatches", str(plan.microbatches)),
         *solver,
     ]
-    return (Block(grid=grids.record(pairs, "The plan"), notes=plan.notes),)
+    return (Block(grid=grids.record(pairs, "The plan"), notes=tuple(plan.notes)),)

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reports.plan import Plan
+from layoutopt.plan.schema import PlanFile
 from reports.reader import plan_of
 from reports.tables import rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-PlanLike = Plan | Mapping[str, Any]
+PlanLike = PlanFile | Mapping[str, Any]
 
 
-def _frame(plan: PlanLike, build: Callable[[Plan], rows.Table]) -> DataFrame:
+def _frame(plan: PlanLike, build: Callable[[PlanFile], rows.Table]) -> DataFrame:
     import pandas as pd
 
     found = build(plan_of(plan))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from reports.plan import Plan
+from layoutopt.plan.schema import PlanFile
+from reports.plan import number
 from reports.units import layout_text
 from reports.views import choices, work
 from reports.views.dims import dimension_rows
+from reports.views.timeline import holdings_at_peak
 
 Value = str | float | int | bool | None
 
@@ -21,13 +23,13 @@ class Table:
     rows: Sequence[tuple[Value, ...]]
 
 
-def summary(plan: Plan) -> Table:
+def summary(plan: PlanFile) -> Table:
     """(fact, value) pairs; numbers keep their type."""
     p, s = plan.predicted, plan.solver
     facts: list[tuple[str, Value]] = [
-        ("model", plan.model),
-        ("fingerprint", plan.fingerprint),
-        ("parameters", plan.parameters),
+        ("model", plan.model.name),
+        ("fingerprint", plan.model.fingerprint),
+        ("parameters", plan.model.parameters or None),
         ("devices", plan.devices),
         ("mesh", _mesh(plan.mesh)),
         ("layout", layout_text(plan.layout)),
@@ -35,14 +37,17 @@ def summary(plan: Plan) -> Table:
         ("microbatches", plan.microbatches),
         ("recompute", ", ".join(plan.recompute)),
         ("storage", "; ".join(f"{k}: {v}" for k, v in plan.storage.items())),
-        ("step_seconds", p.step),
-        ("compute_seconds", p.compute),
-        ("communication_seconds", p.communication),
-        ("exposed_communication_seconds", p.exposed),
-        ("peak_memory_bytes", p.peak),
-        ("memory_limit_bytes", plan.memory_limit),
-        ("flops_per_device", p.flops),
-        *((f"communication_bytes_per_device.{axis}", sent) for axis, sent in p.sent.items()),
+        ("step_seconds", p.step_seconds),
+        ("compute_seconds", p.compute_seconds),
+        ("communication_seconds", p.communication_seconds),
+        ("exposed_communication_seconds", p.exposed_communication_seconds),
+        ("peak_memory_bytes", float(p.peak_memory_bytes)),
+        ("memory_limit_bytes", plan.memory_limit and float(plan.memory_limit)),
+        ("flops_per_device", p.flops_per_device),
+        *(
+            (f"communication_bytes_per_device.{axis}", sent)
+            for axis, sent in p.communication_bytes_per_device.items()
+        ),
     ]
     if s is not None:
         facts += [
@@ -51,7 +56,7 @@ def summary(plan: Plan) -> Table:
             ("bound", s.bound),
             ("gap", s.gap),
             ("solver_wall_seconds", s.wall_seconds),
-            ("layouts_considered", s.considered),
+            ("layouts_considered", s.layouts_considered),
         ]
     return Table(("fact", "value"), facts)
 
@@ -60,19 +65,29 @@ def _mesh(mesh: Mapping[str, int]) -> str:
     return ";".join(f"{axis}:{size}" for axis, size in mesh.items())
 
 
-def layouts(plan: Plan) -> Table:
+def layouts(plan: PlanFile) -> Table:
     """The answer first."""
     out: list[tuple[Value, ...]] = []
     for r in choices.ranked(plan):
         p = r.choice.predicted
-        prices = (p.step, p.compute, p.communication, p.exposed, p.peak) if p else (None,) * 5
+        prices = (
+            (
+                p.step_seconds,
+                p.compute_seconds,
+                p.communication_seconds,
+                p.exposed_communication_seconds,
+                float(p.peak_memory_bytes),
+            )
+            if p
+            else (None,) * 5
+        )
         out.append(
             (
                 r.choice.name,
                 _mesh(r.choice.mesh),
                 layout_text(r.choice.layout),
                 r.choice.feasible,
-                r.choice.reason,
+                (r.choice.reason or ""),
                 r.ratio,
                 *prices,
             )
@@ -95,13 +110,13 @@ def layouts(plan: Plan) -> Table:
     )
 
 
-def dims(plan: Plan) -> Table:
+def dims(plan: PlanFile) -> Table:
     """Split dimensions first; a size that the plan does not have is none."""
     out = [(r.name, r.size or None, "+".join(r.axes), r.piece or None) for r in dimension_rows(plan)]
     return Table(("dim", "size", "axes", "piece"), out)
 
 
-def variables(plan: Plan) -> Table:
+def variables(plan: PlanFile) -> Table:
     """One row for every variable, ungrouped."""
     out = [
         (
@@ -111,15 +126,15 @@ def variables(plan: Plan) -> Table:
             " ".join(f"{dim}={size}" for dim, size in v.shape),
             " ".join("+".join(axes) or "-" for axes in v.splits),
             "×".join(str(n) for n in v.local_shape(plan.mesh)),
-            v.bytes,
-            v.local_bytes,
+            float(v.bytes),
+            float(v.local_bytes),
         )
         for v in plan.details.variables
     ]
     return Table(("name", "kind", "dtype", "shape", "splits", "piece", "bytes", "local_bytes"), out)
 
 
-def operations(plan: Plan) -> Table:
+def operations(plan: PlanFile) -> Table:
     """Totals of a step on one device."""
     out = [
         (w.scope, w.op, w.phase, w.runs, w.compute, w.hidden, w.exposed, w.seconds, w.flops, w.bytes)
@@ -142,7 +157,7 @@ def operations(plan: Plan) -> Table:
     )
 
 
-def collectives(plan: Plan) -> Table:
+def collectives(plan: PlanFile) -> Table:
     """The longest exposed first."""
     found = [(w, c) for w in work.work(plan) for c in w.collectives.values()]
     found.sort(key=lambda x: -x[1].exposed)
@@ -156,36 +171,36 @@ def collectives(plan: Plan) -> Table:
     )
 
 
-def time_by_kind(plan: Plan) -> Table:
+def time_by_kind(plan: PlanFile) -> Table:
     """The answer first."""
     out = [(name, kind, value) for name, s in work.shares(plan).items() for kind, value in s.kinds.items()]
     return Table(("layout", "kind", "seconds"), out)
 
 
-def memory_timeline(plan: Plan) -> Table:
+def memory_timeline(plan: PlanFile) -> Table:
     """In program order."""
     points = plan.details.memory.points if plan.details.memory else ()
     return Table(
         ("position", "scope", "op", "phase", "bytes"),
-        [(i, p.scope, p.name, p.phase, p.bytes) for i, p in enumerate(points)],
+        [(i, p.scope, p.name, p.phase, float(p.bytes)) for i, p in enumerate(points)],
     )
 
 
-def peak(plan: Plan) -> Table:
+def peak(plan: PlanFile) -> Table:
     """As the plan lists them."""
-    held = plan.details.memory.holdings if plan.details.memory else ()
-    return Table(("what", "scope", "bytes"), [(h.what, h.scope, h.bytes) for h in held])
+    held = holdings_at_peak(plan.details.memory) if plan.details.memory else ()
+    return Table(("what", "scope", "bytes"), [(h.what, h.scope, float(h.bytes)) for h in held])
 
 
-def frontier(plan: Plan) -> Table:
+def frontier(plan: PlanFile) -> Table:
     """By memory."""
     out = [
         (
             f.choice.name,
             _mesh(f.choice.mesh),
             layout_text(f.choice.layout),
-            f.predicted.peak,
-            f.predicted.step,
+            float(f.predicted.peak_memory_bytes),
+            f.predicted.step_seconds,
             f.knee,
             f.is_answer,
         )
@@ -194,28 +209,31 @@ def frontier(plan: Plan) -> Table:
     return Table(("name", "mesh", "layout", "peak_memory_bytes", "step_seconds", "knee", "this_plan"), out)
 
 
-def sensitivity(plan: Plan) -> Table:
+def sensitivity(plan: PlanFile) -> Table:
     """No step time: nothing fits."""
-    out = [(s.factor, t.value, t.step, t.layout) for s in plan.details.sensitivity for t in s.trials]
+    out = [(s.factor, t.value, t.step_seconds, t.layout) for s in plan.details.sensitivity for t in s.trials]
     return Table(("factor", "value", "step_seconds", "layout"), out)
 
 
-def validation(plan: Plan) -> Table:
+def validation(plan: PlanFile) -> Table:
     """Relative error: predicted over measured, minus one."""
-    found = plan.details.validation.rows if plan.details.validation else ()
-    out = [(r.layout, r.predicted, r.measured, r.predicted / r.measured - 1) for r in found]
+    found = plan.details.validation.timed if plan.details.validation else ()
+    out = [
+        (r.layout, r.predicted_seconds, r.measured_seconds, r.predicted_seconds / r.measured_seconds - 1)
+        for r in found
+    ]
     return Table(("layout", "predicted_seconds", "measured_seconds", "relative_error"), out)
 
 
-def calibration(plan: Plan) -> Table:
+def calibration(plan: PlanFile) -> Table:
     """Residual: fitted over measured, minus one."""
     found = plan.details.calibration.samples if plan.details.calibration else ()
-    out = [(s.what, s.size, s.measured, s.fitted, s.residual) for s in found]
+    out = [(s.what, float(s.size), s.measured_seconds, s.predicted_seconds, s.residual) for s in found]
     return Table(("what", "size", "measured_seconds", "fitted_seconds", "residual"), out)
 
 
-def assumptions(plan: Plan) -> Table:
+def assumptions(plan: PlanFile) -> Table:
     """Numbers whose source is an assumption are marked."""
     found = plan.details.hardware.numbers if plan.details.hardware else ()
-    out = [(n.path, n.value, n.unit, n.source, n.date, n.assumed) for n in found]
+    out = [(n.path, number(n.value), n.unit, n.source, n.date, n.assumed) for n in found]
     return Table(("number", "value", "unit", "source", "date", "assumed"), out)

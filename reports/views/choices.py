@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reports.plan import Choice, Plan, Predicted
+from layoutopt.plan.schema import Alternative, PlanFile, Predicted
+from reports.plan import answer_of, same_layout
 
 
 @dataclass(frozen=True)
@@ -17,31 +18,36 @@ class Ranked:
       twin: it is the answer's own layout.
     """
 
-    choice: Choice
+    choice: Alternative
     ratio: float | None
     is_answer: bool = False
     twin: bool = False
 
 
-def ranked(plan: Plan) -> tuple[Ranked, ...]:
+def ranked(plan: PlanFile) -> tuple[Ranked, ...]:
     """The answer, then the alternatives: those that fit by time, those that do not, those without a price."""
 
-    def order(choice: Choice) -> tuple[int, float]:
+    def order(choice: Alternative) -> tuple[int, float]:
         if choice.predicted is None:
             return 2, 0.0
-        return (0 if choice.feasible else 1), choice.predicted.step
+        return (0 if choice.feasible else 1), choice.predicted.step_seconds
 
-    rows = [Ranked(plan.answer, 1.0, is_answer=True)]
-    for choice in sorted(plan.alternatives, key=order):
-        rows.append(Ranked(choice, _ratio(choice.predicted, plan.predicted), twin=plan.same_layout(choice)))
+    rows = [Ranked(answer_of(plan), 1.0, is_answer=True)]
+    for choice in sorted(_placed(plan, plan.alternatives), key=order):
+        rows.append(Ranked(choice, _ratio(choice.predicted, plan.predicted), twin=same_layout(plan, choice)))
     return tuple(rows)
 
 
+def _placed(plan: PlanFile, choices: Sequence[Alternative]) -> list[Alternative]:
+    """Choices without a mesh of their own are on the plan's."""
+    return [c if c.mesh else c.model_copy(update={"mesh": plan.mesh}) for c in choices]
+
+
 def _ratio(one: Predicted | None, other: Predicted) -> float | None:
-    return one.step / other.step if one is not None and other.step > 0 else None
+    return one.step_seconds / other.step_seconds if one is not None and other.step_seconds > 0 else None
 
 
-def best_alternative(plan: Plan) -> Ranked | None:
+def best_alternative(plan: PlanFile) -> Ranked | None:
     """The fastest alternative that fits and is not the answer itself."""
     usable = [
         r for r in ranked(plan) if not (r.is_answer or r.twin) and r.choice.feasible and r.ratio is not None
@@ -53,13 +59,13 @@ def best_alternative(plan: Plan) -> Ranked | None:
 class OnFrontier:
     """A point of the frontier; `knee` where giving more of one buys little of the other."""
 
-    choice: Choice
+    choice: Alternative
     predicted: Predicted
     is_answer: bool = False
     knee: bool = False
 
 
-def frontier(plan: Plan) -> tuple[OnFrontier, ...]:
+def frontier(plan: PlanFile) -> tuple[OnFrontier, ...]:
     """Priced points that no other point beats in time and memory both, by memory, the answer among them.
 
     A knee is a local maximum of the distance below the straight line between the two ends, both scales made 0
@@ -68,31 +74,31 @@ def frontier(plan: Plan) -> tuple[OnFrontier, ...]:
     """
     if not plan.frontier:
         return ()
-    points = [c for c in plan.frontier if c.predicted is not None]
-    if not any(plan.same_layout(c) for c in points):
-        points.append(plan.answer)
+    points = [c for c in _placed(plan, plan.frontier) if c.predicted is not None]
+    if not any(same_layout(plan, c) for c in points):
+        points.append(answer_of(plan))
     kept = _undominated(points, plan)
-    depths = _depths([(p.peak, p.step) for _, p in kept])
+    depths = _depths([(p.peak_memory_bytes, p.step_seconds) for _, p in kept])
     deepest = max(depths, default=0.0)
     out = []
     for i, (choice, predicted) in enumerate(kept):
         around = depths[max(0, i - 1) : i + 2]
         knee = depths[i] > 0.02 and depths[i] == max(around) and depths[i] >= deepest / 2
-        out.append(OnFrontier(choice, predicted, plan.same_layout(choice), knee))
+        out.append(OnFrontier(choice, predicted, same_layout(plan, choice), knee))
     return tuple(out)
 
 
-def _undominated(choices: Sequence[Choice], plan: Plan) -> list[tuple[Choice, Predicted]]:
+def _undominated(choices: Sequence[Alternative], plan: PlanFile) -> list[tuple[Alternative, Predicted]]:
     """Sorted by memory; the answer stays even where another point beats it, because it is the answer."""
     priced = [(c, c.predicted) for c in choices if c.predicted is not None]
-    priced.sort(key=lambda x: (x[1].peak, x[1].step))
-    kept: list[tuple[Choice, Predicted]] = []
+    priced.sort(key=lambda x: (x[1].peak_memory_bytes, x[1].step_seconds))
+    kept: list[tuple[Alternative, Predicted]] = []
     best = float("inf")
     for choice, predicted in priced:
-        if predicted.step < best:
-            best = predicted.step
+        if predicted.step_seconds < best:
+            best = predicted.step_seconds
             kept.append((choice, predicted))
-        elif plan.same_layout(choice):
+        elif same_layout(plan, choice):
             kept.append((choice, predicted))
     return kept
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from reports.plan import Plan
+from layoutopt.plan.schema import PlanFile
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class DimensionRow:
     piece: int
 
 
-def dimension_rows(plan: Plan) -> tuple[DimensionRow, ...]:
+def dimension_rows(plan: PlanFile) -> tuple[DimensionRow, ...]:
     """Split dimensions in the mesh's order, then those kept whole, the longest first."""
     order = {axis: i for i, axis in enumerate(plan.mesh)}
     names = dict.fromkeys([*plan.layout, *plan.details.dims])
     rows = []
     for name in names:
-        axes = plan.layout.get(name, ())
+        axes = tuple(plan.layout.get(name, ()))
         size = plan.details.dims.get(name, 0)
         parts = math.prod(plan.mesh.get(a, 1) for a in axes)
         rows.append(DimensionRow(name, size, axes, -(-size // parts)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from reports.plan import Memory
+from layoutopt.plan.details import MemoryTimeline
 
 MOST = 240
 """Steps that a figure 400 pixels wide can still show."""
@@ -15,6 +16,27 @@ MOST = 240
 
 LEAST = 0.22
 """Part of the axis that a phase has at least: room for its name."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Tensors alive at the peak that look the same, and the bytes of them all on one device."""
+
+    what: str
+    bytes: float
+    scope: str
+    alike: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.what} × {self.alike}" if self.alike > 1 else self.what
+
+
+def holdings_at_peak(memory: MemoryTimeline) -> tuple[Holding, ...]:
+    """Tensors that look the same are one holding; the largest first."""
+    found = Counter((h.what, h.scope, h.bytes) for h in memory.holdings)
+    rows = [Holding(what, size * n, scope, n) for (what, scope, size), n in found.items()]
+    return tuple(sorted(rows, key=lambda h: -h.bytes))
 
 
 @dataclass(frozen=True)
@@ -26,13 +48,13 @@ class Phase:
     end: int
 
 
-def thinned(memory: Memory, most: int = MOST) -> tuple[tuple[int, float], ...]:
+def thinned(memory: MemoryTimeline, most: int = MOST) -> tuple[tuple[int, float], ...]:
     """(position, bytes): of every stretch of the program, its highest and its lowest point in their order."""
     points = memory.points
     if len(points) <= most:
         return tuple((i, p.bytes) for i, p in enumerate(points))
     stretches = most // 2
-    kept: set[int] = {memory.at, 0, len(points) - 1}
+    kept: set[int] = {memory.peak, 0, len(points) - 1}
     for s in range(stretches):
         span = range(s * len(points) // stretches, (s + 1) * len(points) // stretches)
         kept.add(max(span, key=lambda i: points[i].bytes))
@@ -40,7 +62,7 @@ def thinned(memory: Memory, most: int = MOST) -> tuple[tuple[int, float], ...]:
     return tuple((i, points[i].bytes) for i in sorted(kept))
 
 
-def phases(memory: Memory) -> tuple[Phase, ...]:
+def phases(memory: MemoryTimeline) -> tuple[Phase, ...]:
     """The program's phases in order; short ones between long ones of the same name are part of them."""
     runs: list[Phase] = []
     for i, point in enumerate(memory.points):
@@ -58,7 +80,7 @@ def phases(memory: Memory) -> tuple[Phase, ...]:
     return tuple(p for p in merged if p.name)
 
 
-def stretched(memory: Memory) -> Callable[[float], float]:
+def stretched(memory: MemoryTimeline) -> Callable[[float], float]:
     """Position in the program -> place on an axis from 0 to 1 on which every phase has room for its name.
 
     Positions count instructions, not time, so a phase of few instructions may well be drawn wider than its

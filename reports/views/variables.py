@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
-from reports.plan import Plan, Variable
+from layoutopt.plan.details import Variable
+from layoutopt.plan.schema import PlanFile
 
 NUMBERS = re.compile(r"\d+")
 
 
-def grouped(plan: Plan) -> tuple[Variable, ...]:
+class Alike(Variable):
+    """Variables of the same shape and split as one; `alike` says how many."""
+
+    alike: int = 1
+
+
+def grouped(plan: PlanFile) -> tuple[Alike, ...]:
     """One variable for all whose names differ only in numbers; the most bytes per device first.
 
     A group's bytes are of one member; `alike` counts them. Its name has '*' where the numbers differ.
@@ -19,7 +25,7 @@ def grouped(plan: Plan) -> tuple[Variable, ...]:
     for v in plan.details.variables:
         key = (NUMBERS.sub("*", v.name), v.shape, v.dtype, v.splits, v.kind, v.local_bytes)
         groups.setdefault(key, []).append(v)
-    rows = [replace(g[0], name=_shared(g), alike=len(g)) for g in groups.values()]
+    rows = [Alike(**{**dict(g[0]), "name": _shared(g)}, alike=len(g)) for g in groups.values()]
     return tuple(sorted(rows, key=lambda v: -v.local_bytes * v.alike))
 
 
@@ -37,7 +43,7 @@ def _shared(group: list[Variable]) -> str:
     return NUMBERS.sub(put, group[0].name)
 
 
-def totals(plan: Plan) -> tuple[float, float]:
+def totals(plan: PlanFile) -> tuple[float, float]:
     """Bytes of all variables, and what one device holds of them."""
     found = plan.details.variables
     return sum(v.bytes for v in found), sum(v.local_bytes for v in found)

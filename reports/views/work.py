@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from reports.plan import Line, Plan, Shares
+from layoutopt.plan.details import PricedLine, Shares
+from layoutopt.plan.schema import PlanFile
 
 COLLECTIVES = {
     "all_reduce": "all-reduce",
@@ -54,7 +55,7 @@ class Work:
         return f"{self.scope}/{self.op}" if self.scope and self.scope != self.op else self.op
 
 
-def work(plan: Plan) -> tuple[Work, ...]:
+def work(plan: PlanFile) -> tuple[Work, ...]:
     """Operations by what they add to the step, the most expensive first."""
     found: dict[tuple[str, str, str], Work] = {}
     names = {x.node: x.op for x in plan.details.lines if x.node is not None and not x.communication}
@@ -65,8 +66,8 @@ def work(plan: Plan) -> tuple[Work, ...]:
     return tuple(sorted(found.values(), key=lambda w: -w.seconds))
 
 
-def _add(to: Work, line: Line) -> None:
-    seconds, exposed = line.times * line.seconds, line.times * line.exposed
+def _add(to: Work, line: PricedLine) -> None:
+    seconds, exposed = line.times * line.seconds, line.times * line.exposed_seconds
     if not line.communication:
         to.runs += line.times
         to.compute += seconds
@@ -80,7 +81,7 @@ def _add(to: Work, line: Line) -> None:
     one.runs += line.times
     one.seconds += seconds
     one.exposed += exposed
-    one.sent += line.times * line.sent
+    one.sent += line.times * line.sent_bytes
 
 
 def collective_name(kind: str) -> str:
@@ -93,7 +94,7 @@ def is_collective(kind: str) -> bool:
     return kind in COLLECTIVES
 
 
-def shares(plan: Plan) -> Mapping[str, Shares]:
+def shares(plan: PlanFile) -> Mapping[str, Shares]:
     """Time by kind for the answer and every alternative that the plan has it for, the answer first.
 
     Without `by_kind` the answer's is summed from its lines.
@@ -103,10 +104,12 @@ def shares(plan: Plan) -> Mapping[str, Shares]:
     return ({"answer": answer} if answer else {}) | found
 
 
-def _from_lines(plan: Plan) -> Shares | None:
+def _from_lines(plan: PlanFile) -> Shares | None:
     if not plan.details.lines:
         return None
     kinds: dict[str, float] = {}
     for line in plan.details.lines:
         kinds[line.kind] = kinds.get(line.kind, 0.0) + line.times * line.seconds
-    return Shares(plan.predicted.compute, plan.predicted.hidden, plan.predicted.exposed, kinds)
+    p = plan.predicted
+    exposed = p.exposed_communication_seconds
+    return Shares(compute=p.compute_seconds, hidden=p.hidden_seconds, exposed=exposed, kinds=kinds)

@@ -72,7 +72,7 @@ def plain_plan() -> dict[str, Any]:
         },
         "mesh": mesh,
         "layout": copy.deepcopy(LAYOUT),
-        "storage": {"adafactor state": ["data"]},
+        "storage": {"adafactor state": "zero1"},
         "recompute": ["layer"],
         "microbatches": 2,
         "hardware": "tpu-v2",
@@ -526,5 +526,5 @@ def hostile_plan() -> dict[str, Any]:
     plan["details"]["hardware"]["numbers"][0] |= {"path": long, "source": HOSTILE}
     plan["details"]["calibration"]["measurements"][0]["what"] = HOSTILE
     plan["details"]["validation"]["rows"][0]["layout"] = long
-    plan["storage"], plan["recompute"], plan["hardware"] = {HOSTILE: [long]}, [HOSTILE, long], HOSTILE
+    plan["storage"], plan["recompute"], plan["hardware"] = {HOSTILE: long}, [HOSTILE, long], HOSTILE
     return plan

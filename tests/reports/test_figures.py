@@ -121,7 +121,8 @@ def test_longer_bars_are_cut_and_say_so() -> None:
 def test_step_bars_add_up_to_the_step() -> None:
     plan = reports.plan_of(sample.full_plan())
     p = plan.predicted
-    assert (p.compute - p.hidden) + p.hidden + p.exposed == pytest.approx(p.step)
+    parts = (p.compute_seconds - p.hidden_seconds, p.hidden_seconds, p.exposed_communication_seconds)
+    assert sum(parts) == pytest.approx(p.step_seconds)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reports.plan import Memory, Point
+from layoutopt.plan.details import MemoryTimeline, Point
+from reports.plan import extras
 from reports.reader import plan_of
 from reports.views.choices import best_alternative, frontier, ranked
 from reports.views.dims import dimension_rows
@@ -27,7 +28,7 @@ def test_work_adds_up_to_its_lines() -> None:
         sum(x.times * x.seconds for x in lines if not x.communication)
     )
     assert sum(w.exposed for w in rows) == pytest.approx(
-        sum(x.times * x.exposed for x in lines if x.communication)
+        sum(x.times * x.exposed_seconds for x in lines if x.communication)
     )
     assert [w.seconds for w in rows] == sorted((w.seconds for w in rows), reverse=True)
     first = rows[0]
@@ -83,14 +84,16 @@ def test_a_choice_that_runs_otherwise_is_no_twin() -> None:
     plan["alternatives"] = [twin, other]
     _, first, second = ranked(plan_of(plan))
     assert first.twin and not second.twin
-    assert second.choice.extras == "zero1 of a and b; recomputes layer; 4 microbatches"
+    assert extras(second.choice) == "zero1 of a and b; recomputes layer; 4 microbatches"
 
 
 def test_frontier_has_the_knee_and_the_answer() -> None:
     points = frontier(PLAN)
-    assert [p.predicted.peak for p in points] == sorted(p.predicted.peak for p in points)
-    assert [round(p.predicted.step, 3) for p in points if p.knee] == [0.561]
-    assert [round(p.predicted.step, 3) for p in points if p.is_answer] == [0.412]
+    assert [p.predicted.peak_memory_bytes for p in points] == sorted(
+        p.predicted.peak_memory_bytes for p in points
+    )
+    assert [round(p.predicted.step_seconds, 3) for p in points if p.knee] == [0.561]
+    assert [round(p.predicted.step_seconds, 3) for p in points if p.is_answer] == [0.412]
 
 
 def test_frontier_drops_what_is_beaten() -> None:
@@ -143,9 +146,9 @@ def test_dimensions() -> None:
     st.integers(20, 60),
 )
 def test_thinning_keeps_the_peak_and_the_order(sizes: list[int], most: int) -> None:
-    points = tuple(Point("x", "", "forward", float(b)) for b in sizes)
+    points = tuple(Point(name="x", phase="forward", bytes=float(b)) for b in sizes)
     at = sizes.index(max(sizes))
-    kept = thinned(Memory(points, at, ()), most)
+    kept = thinned(MemoryTimeline(points=points, at=at), most)
     assert (at, float(max(sizes))) in kept
     assert [i for i, _ in kept] == sorted({i for i, _ in kept})
     assert all(points[i].bytes == b for i, b in kept)
@@ -159,10 +162,10 @@ def test_phases_in_order() -> None:
     assert found[-1].end == len(PLAN.details.memory.points)
 
 
-def phased(*counts: int) -> Memory:
+def phased(*counts: int) -> MemoryTimeline:
     names = ("forward", "backward", "update", "forward again", "backward again")
-    points = [Point("x", "", names[i % 5], 1.0) for i, n in enumerate(counts) for _ in range(n)]
-    return Memory(tuple(points), 0, ())
+    points = [Point(name="x", phase=names[i % 5], bytes=1.0) for i, n in enumerate(counts) for _ in range(n)]
+    return MemoryTimeline(points=tuple(points), at=0)
 
 
 def test_every_phase_has_room_for_its_name() -> None:
