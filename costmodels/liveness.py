@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from costmodels.kernels.fused import Fused, fused
 from costmodels.kernels.fusion import fusion_of
 from mesh_tf_core.ir.liveness import Held, Liveness
-from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program, Value
+from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
 from mesh_tf_core.ops.basic import Cast
 
 
@@ -237,6 +237,4 @@ def _within(instr: Instr) -> Iterator[Instr]:
 
 
 def _bytes(program: Program, name: str) -> int:
-    stored = program.variables[name]
-    value = Value(-1, stored.variable.shape, stored.variable.dtype, stored.splits)
-    return value.local_bytes(program.mesh)
+    return program.variables[name].value.local_bytes(program.mesh)

@@ -11,6 +11,7 @@ import numpy as np
 
 from mesh_tf_core.engines import prepare
 from mesh_tf_core.engines.lockstep import LockstepEngine, Pieces
+from mesh_tf_core.engines.pieces import per_device, region
 from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.layout import Layout
@@ -107,15 +108,12 @@ class Machine:
         """A global array cut into every device's piece."""
         v, engine = self.value(type, what), self._pieces
         sizes, array = v.local(self.mesh).shape.sizes, np.asarray(array, np_dtype(type.dtype))
-        parts: dict[tuple[int, ...], Any] = {}
+        ranks = range(self.mesh.devices)
+        parts = per_device(v, self.mesh, ranks, lambda begin: np.array(array[region(begin, sizes)]))
         out = []
-        for rank in range(self.mesh.devices):
-            begin = tuple(engine.begin(rank, v))
-            if begin not in parts:
-                part = array[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
-                parts[begin] = np.array(part)
+        for rank, part in zip(ranks, parts, strict=True):
             with engine.on(rank):
-                out.append(engine.k.cast(parts[begin], type.dtype))
+                out.append(engine.k.cast(part, type.dtype))
         return out
 
     def joined(self, pieces: Pieces, type: TensorType) -> Any:

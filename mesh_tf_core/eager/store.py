@@ -10,6 +10,7 @@ import numpy as np
 
 from mesh_tf_core.eager.machine import Machine
 from mesh_tf_core.engines import Engine
+from mesh_tf_core.engines.feeds import check_array
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.structure import Variable
@@ -84,12 +85,7 @@ class Store:
     def write(self, name: str, array: Any) -> None:
         """Replaces the value by a global array."""
         variable = self._named(name).variable
-        if np.shape(array) != variable.shape.sizes:
-            raise UserError(
-                f"variable {name!r} has shape [{variable.shape}], found {list(np.shape(array))}; "
-                "give an array of that shape"
-            )
-        self.put(variable, self._placed(variable, array))
+        self.put(variable, self._placed(variable, check_array(variable, array)))
 
     def _named(self, name: str) -> Held:
         if name not in self.held:

@@ -1,4 +1,4 @@
-"""Checks of what a user feeds."""
+"""Checks of what a user feeds and stores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import Program, Stored
+from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 
@@ -36,3 +37,21 @@ def check_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, Any]:
             )
         out[name] = array.astype(wanted, copy=False)
     return out
+
+
+def stored(program: Program, name: str) -> Stored:
+    """A variable by name; UserError if there is none."""
+    if name not in program.variables:
+        raise UserError(f"there is no variable {name!r}; {known_names(name, program.variables)}")
+    return program.variables[name]
+
+
+def check_array(variable: Variable, array: Any) -> Any:
+    """A variable's new value as an array of its dtype; UserError if it has another shape."""
+    array = np.asarray(array)
+    if array.shape != variable.shape.sizes:
+        raise UserError(
+            f"variable {variable.name!r} has shape [{variable.shape}], found {list(array.shape)}; "
+            "give an array of that shape"
+        )
+    return array.astype(np_dtype(variable.dtype), copy=False)

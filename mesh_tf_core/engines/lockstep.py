@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.meter import Meter
+from mesh_tf_core.engines.pieces import initial, joined, per_device, region
+from mesh_tf_core.engines.replica import Device, applied, at
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.program import (
@@ -33,10 +36,10 @@ from mesh_tf_core.ir.program import (
     Slice,
     Value,
     WriteVariable,
-    wire_bytes,
+    count_sent,
 )
-from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
+from mesh_tf_core.kernels.protocol import Kernel
 
 Pieces = list[Any]
 
@@ -50,6 +53,7 @@ class LockstepEngine(Stepping):
         self.program, self.mesh = program, program.mesh
         self.k: Kernel = kernel or NumpyKernel()
         self.devices = range(program.mesh.devices)
+        self.places = [Device(program, self.k, rank) for rank in self.devices]
         self.state: dict[str, Pieces] = {}
         self._owner = True
         self._meter: Meter | None = None
@@ -58,71 +62,60 @@ class LockstepEngine(Stepping):
 
     # -- pieces ----------------------------------------------------------------------------------------------
 
-    def begin(self, rank: int, v: Value) -> list[int]:
-        """Index of the first element of a device's piece, per dimension."""
-        local = v.local(self.mesh).shape.sizes
-        return [self.mesh.group_index(rank, axes) * n for axes, n in zip(v.splits, local, strict=True)]
-
     def cut(self, array: Any, v: Value) -> Pieces:
         """A global array as pieces."""
         sizes = v.local(self.mesh).shape.sizes
-        return [self.k.slice(array, self.begin(rank, v), sizes) for rank in self.devices]
+        return [self.k.slice(array, v.begin(self.mesh, rank), sizes) for rank in self.devices]
 
     def join(self, pieces: Pieces, v: Value) -> Any:
         """Pieces as a global array; raises if devices disagree about a part they share."""
-        out = np.empty(v.shape.sizes, np_dtype(v.dtype))
-        sizes = v.local(self.mesh).shape.sizes
-        for rank in self.devices:
-            where = tuple(slice(b, b + n) for b, n in zip(self.begin(rank, v), sizes, strict=True))
-            out[where] = np.asarray(pieces[rank])
-        for rank in self.devices:
-            where = tuple(slice(b, b + n) for b, n in zip(self.begin(rank, v), sizes, strict=True))
-            same = np.array_equal(
-                out[where], np.asarray(pieces[rank]).astype(out.dtype), equal_nan=v.dtype != "bool"
-            )
-            if not same:
+        sizes, begins = v.local(self.mesh).shape.sizes, [v.begin(self.mesh, rank) for rank in self.devices]
+        out = joined(v, self.mesh, dict(zip(begins, pieces, strict=True)))
+        for rank, begin in enumerate(begins):
+            piece = np.asarray(pieces[rank]).astype(out.dtype)
+            if not np.array_equal(out[region(begin, sizes)], piece, equal_nan=v.dtype != "bool"):
                 raise ValueError(f"device {rank} disagrees with others about its part of {v}")
         return out
 
     # -- state -----------------------------------------------------------------------------------------------
 
-    def _stored(self, name: str) -> Value:
-        stored = self.program.variables[name]
-        return Value(-1, stored.variable.shape, stored.variable.dtype, stored.splits)
-
     def initialize(self) -> None:
-        for name, stored in self.program.variables.items():
-            v = self._stored(name)
-            sizes = v.local(self.mesh).shape.sizes
-            self.state[name] = [
-                self.k.cast(
-                    stored.variable.initializer.piece(name, v.shape.sizes, self.begin(rank, v), sizes),
-                    v.dtype,
-                )
-                for rank in self.devices
-            ]
+        for name, variable in self.program.variables.items():
+            v = variable.value
+            piece = partial(initial, name, variable, extent=v.local(self.mesh).shape.sizes)
+            made = per_device(v, self.mesh, self.devices, piece)
+            self.state[name] = [self.k.cast(x, v.dtype) for x in made]
+
+    def _ready(self) -> None:
+        if not self.state:
+            self.initialize()
 
     def read(self, name: str) -> Any:
-        return self.join(self.state[name], self._stored(name))
+        v = stored(self.program, name).value
+        self._ready()
+        return self.join(self.state[name], v)
 
     def write(self, name: str, array: Any) -> None:
-        v = self._stored(name)
-        self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(np.asarray(array), v)]
+        variable = stored(self.program, name)
+        whole, v = check_array(variable.variable, array), variable.value
+        self._ready()
+        self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(whole, v)]
 
     def snapshot(self) -> Mapping[str, Any]:
-        kept = {name: (self.state[name], self._stored(name)) for name in self.program.variables}
+        self._ready()
+        kept = {name: (self.state[name], v.value) for name, v in self.program.variables.items()}
         return OneByOne(kept, lambda found: self.join(*found))
 
     def beside(self, program: Program) -> LockstepEngine:
         check_beside(self.program, program)
+        self._ready()
         other = LockstepEngine(program, self.k)
         other.state, other._owner = self.state, False
         return other
 
     @property
     def variable_bytes(self) -> int:
-        if not self.state:
-            self.initialize()
+        self._ready()
         return sum(int(np.asarray(pieces[0]).nbytes) for pieces in self.state.values())
 
     @property
@@ -139,8 +132,7 @@ class LockstepEngine(Stepping):
         return check_batch(self.program, batch)
 
     def run(self, fed: Any) -> dict[str, Any]:
-        if not self.state and self.program.variables:
-            self.initialize()
+        self._ready()
         self.communication_bytes = dict.fromkeys(self.mesh.names, 0.0)
         env: dict[int, Pieces] = {}
         new: dict[str, Pieces] = {}
@@ -181,23 +173,12 @@ class LockstepEngine(Stepping):
         return nullcontext()
 
     def local(self, instr: Local, env: dict[int, Pieces]) -> None:
-        values = [self.program.values[i] for i in (*instr.inputs, *instr.outputs)]
-        types = [v.local(self.mesh) for v in values]
-        n = len(instr.inputs)
-        where = {d: a for v in values for d, a in zip(v.shape.names, v.splits, strict=True) if a}
-        size = {d.name: d.size for t in types for d in t.shape}
-        results = []
-        for rank in self.devices:
-
-            def offset(name: str, rank: int = rank) -> int:
-                return self.mesh.group_index(rank, where[name]) * size[name]
-
-            at = At(tuple(types[:n]), tuple(types[n:]), frozenset(where), offset)
-            with self.on(rank):
-                made = instr.op.kernel(self.k, at, *(env[i][rank] for i in instr.inputs))
-            results.append(made if isinstance(made, tuple) else (made,))
-        for j, o in enumerate(instr.outputs):
-            env[o] = [r[j] for r in results]
+        on_device, results = at(self.program, instr), []
+        for place in self.places:
+            with self.on(place.rank):
+                inputs = [env[i][place.rank] for i in instr.inputs]
+                results.append(applied(self.k, instr, on_device(place.index), inputs))
+        env.update(zip(instr.outputs, map(list, zip(*results, strict=True)), strict=True))
 
     # -- loops (see `engines.loops`) -------------------------------------------------------------------------
 
@@ -241,21 +222,10 @@ class LockstepEngine(Stepping):
 
     def own_part(self, pieces: Pieces, v: Value, dim: str, axes: Axes) -> Pieces:
         """Every device's part of `dim` among its group over `axes`."""
-        axis = v.shape.index(dim)
-        out = []
-        for rank, x in enumerate(pieces):
-            sizes = list(v.local(self.mesh).shape.sizes)
-            sizes[axis] //= self.mesh.group_size(axes)
-            begin = [0] * len(sizes)
-            begin[axis] = self.mesh.group_index(rank, axes) * sizes[axis]
-            out.append(self.k.slice(x, begin, sizes))
-        return out
+        return [place.part(x, v, dim, axes) for place, x in zip(self.places, pieces, strict=True)]
 
     def collective(self, instr: Collective, pieces: Pieces, v: Value, result: Value) -> Pieces:
-        payload = _bytes(pieces)
-        key = "+".join(instr.axes)
-        sent = wire_bytes(instr.name, payload, self.mesh.group_size(instr.axes))
-        self.communication_bytes[key] = self.communication_bytes.get(key, 0.0) + sent
+        count_sent(self.communication_bytes, self.mesh, instr, _bytes(pieces))
         out: Pieces = [None] * len(pieces)
         for group in self.mesh.groups(instr.axes):
             members = [pieces[r] for r in group]

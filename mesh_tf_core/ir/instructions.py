@@ -55,6 +55,11 @@ class Value:
     def local_bytes(self, mesh: Mesh) -> int:
         return self.shape.size // _ways(self.splits, mesh) * itemsize(self.dtype)
 
+    def begin(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """Index of the first element of a device's piece, per dimension."""
+        sizes = self.local(mesh).shape.sizes
+        return tuple(mesh.group_index(rank, axes) * n for axes, n in zip(self.splits, sizes, strict=True))
+
     def of(self, tensor: int) -> Value:
         """The same as a tensor of the graph."""
         if self.tensor == tensor:

@@ -59,6 +59,7 @@ __all__ = [
     "Stored",
     "Value",
     "WriteVariable",
+    "count_sent",
     "make_loop",
     "text",
     "wire_bytes",
@@ -71,6 +72,11 @@ class Stored:
 
     variable: Variable
     splits: tuple[Axes, ...]
+
+    @property
+    def value(self) -> Value:
+        """The same as a value, of no program."""
+        return Value(-1, self.variable.shape, self.variable.dtype, self.splits)
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,8 @@ class Program:
         out: dict[str, float] = dict.fromkeys(self.mesh.names, 0.0)
         for instr, times in self.expected():
             if isinstance(instr, Collective):
-                key = "+".join(instr.axes)
-                out[key] = out.get(key, 0.0) + times * self.wire_bytes(instr)
+                payload = sum(self.values[i].local_bytes(self.mesh) for i in instr.inputs)
+                count_sent(out, self.mesh, instr, payload, times)
         return out
 
     def wire_bytes(self, instr: Collective) -> float:
@@ -152,6 +158,20 @@ def wire_bytes(kind: str, payload: int, n: int) -> float:
         "permute": 1.0,
     }[kind]
     return factor * payload
+
+
+def count_sent(
+    sent: dict[str, float], mesh: Mesh, instr: Collective, payload: int, times: float = 1.0
+) -> None:
+    """Adds up what a device sends, in bytes per mesh axis (axes that act together are joined by '+').
+
+    Args:
+      payload: bytes of the pieces that a device puts in.
+      times: how often the collective runs.
+    """
+    key = "+".join(instr.axes)
+    bytes = times * wire_bytes(instr.name, payload, mesh.group_size(instr.axes))
+    sent[key] = sent.get(key, 0.0) + bytes
 
 
 def text(program: Program) -> str:

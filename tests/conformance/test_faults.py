@@ -304,9 +304,8 @@ def test_run_put_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_uncounted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        lockstep, "wire_bytes", lambda kind, payload, n: program_module.wire_bytes(kind, payload, n + 1)
-    )
+    counted = lockstep.count_sent
+    monkeypatch.setattr(lockstep, "count_sent", lambda *of: counted(*of, times=2.0))
     caught("matmul", match="engine counts")
 
 

@@ -13,13 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
+from mesh_tf_core.engines.pieces import initial
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
-from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.program import Program, Stored, wire_bytes
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.ir.program import Program, Stored, count_sent
 
 
 class JaxEngine(Stepping):
@@ -46,43 +45,37 @@ class JaxEngine(Stepping):
     # -- state -----------------------------------------------------------------------------------------------
 
     def initialize(self) -> None:
-        for name, stored in self.program.variables.items():
-            self._state[name] = self._initial(name, stored)
+        for name, variable in self.program.variables.items():
+            self._state[name] = self._initial(name, variable)
 
-    def _initial(self, name: str, stored: Stored) -> Any:
-        variable = stored.variable
-        sizes = variable.shape.sizes
+    def _initial(self, name: str, variable: Stored) -> Any:
+        sizes = variable.variable.shape.sizes
 
         def piece(where: tuple[slice, ...]) -> Any:
             ranges = [s.indices(n)[:2] for s, n in zip(where, sizes, strict=True)]
             begin, extent = [b for b, _ in ranges], [e - b for b, e in ranges]
-            return variable.initializer.piece(name, sizes, begin, extent).astype(np_dtype(variable.dtype))
+            return initial(name, variable, begin, extent)
 
         with jax_home.wide_numbers(self._wide):
-            return jax.make_array_from_callback(tuple(sizes), self._sharding(stored), piece)
+            return jax.make_array_from_callback(tuple(sizes), self._sharding(variable), piece)
 
-    def _sharding(self, stored: Stored) -> Any:
-        return jax_home.sharding(self.mesh, stored.splits)
+    def _sharding(self, variable: Stored) -> Any:
+        return jax_home.sharding(self.mesh, variable.splits)
 
     def _ready(self) -> None:
         if not self._state:
             self.initialize()
 
     def read(self, name: str) -> Any:
-        self._stored(name)
+        stored(self.program, name)
         self._ready()
         return np.asarray(self._state[name])
 
     def write(self, name: str, array: Any) -> None:
-        stored = self._stored(name)
+        value = check_array(stored(self.program, name).variable, array)
         self._ready()
-        value = np.asarray(array).astype(np_dtype(stored.variable.dtype))
-        if value.shape != tuple(stored.variable.shape.sizes):
-            raise UserError(
-                f"variable {name!r} has shape [{stored.variable.shape}], found {list(value.shape)}"
-            )
         with jax_home.wide_numbers(self._wide):
-            self._state[name] = jax.device_put(value, self._sharding(stored))
+            self._state[name] = jax.device_put(value, self._sharding(self.program.variables[name]))
 
     def snapshot(self) -> Mapping[str, Any]:
         self._ready()
@@ -96,11 +89,6 @@ class JaxEngine(Stepping):
         other = JaxEngine(program, self.devices)
         other._state, other._owner = self._state, False
         return other
-
-    def _stored(self, name: str) -> Stored:
-        if name not in self.program.variables:
-            raise UserError(f"there is no variable {name!r}; {known_names(name, self.program.variables)}")
-        return self.program.variables[name]
 
     @property
     def variable_bytes(self) -> int:
@@ -144,8 +132,6 @@ class JaxEngine(Stepping):
         made = JaxProgram(self.program, self.mesh)
         self._compiled = made.lowered().compile()
         self._bytes = dict.fromkeys(self.program.mesh.names, 0.0)
-        for axes, kind, payload, times in made.sent.values():
-            key = "+".join(axes)
-            sent = times * wire_bytes(kind, payload, self.program.mesh.group_size(axes))
-            self._bytes[key] = self._bytes.get(key, 0.0) + sent
+        for sent in made.sent.values():
+            count_sent(self._bytes, self.program.mesh, *sent)
         self.compile_seconds += time.perf_counter() - start

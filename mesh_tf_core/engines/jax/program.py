@@ -18,7 +18,7 @@ from jax import lax
 
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.loops import Iterations
-from mesh_tf_core.engines.tf.replica import WholeReplica
+from mesh_tf_core.engines.replica import WholeReplica
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import (
@@ -51,13 +51,13 @@ class JaxProgram:
 
     Attributes:
       mesh: JAX's mesh with the program's axes; it may be abstract.
-      sent: id of a collective -> (axes, kind, bytes of the pieces given to it, times per step), known once
-        the step is traced.
+      sent: id of a collective -> (it, bytes of the pieces given to it, times per step), known once the step
+        is traced.
     """
 
     program: Program
     mesh: Any
-    sent: dict[int, tuple[Axes, str, int, float]] = field(default_factory=dict)
+    sent: dict[int, tuple[Collective, int, float]] = field(default_factory=dict)
 
     def jitted(self) -> Any:
         """The step, compiled when first called; the old variables' memory becomes the new ones'."""
@@ -112,7 +112,7 @@ class _Device(WholeReplica):
         program: Program,
         read: Callable[[str], Any],
         feed: Callable[[str], Any],
-        sent: dict[int, tuple[Axes, str, int, float]],
+        sent: dict[int, tuple[Collective, int, float]],
     ) -> None:
         coordinate = {axis: lax.axis_index(axis) for axis, n in program.mesh.axes if n > 1}
         super().__init__(program, JaxKernel(), coordinate, read, feed)
@@ -151,7 +151,7 @@ class _Device(WholeReplica):
     def exchange(self, instr: Collective, env: Env, times: float) -> None:
         pieces = [jnp.asarray(env[i]) for i in instr.inputs]
         payload = sum(x.size * x.dtype.itemsize for x in pieces)
-        self.sent[id(instr)] = (instr.axes, instr.name, payload, times)
+        self.sent[id(instr)] = instr, payload, times
         for o, i, x in zip(instr.outputs, instr.inputs, pieces, strict=True):
             env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh)
 

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
+from mesh_tf_core.engines.replica import Replica
 from mesh_tf_core.engines.tf.graph import Wire
 from mesh_tf_core.engines.tf.group import STRIDE, TIMEOUT, GroupExchange, Groups, keys_for
-from mesh_tf_core.engines.tf.replica import Replica
 from mesh_tf_core.engines.tf.trace import Trace
 from mesh_tf_core.ir.program import Collective, Instr, Loop
 from mesh_tf_core.kernels.tf_kernel import TfKernel

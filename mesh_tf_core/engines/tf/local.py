@@ -9,17 +9,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.meter import Meter
+from mesh_tf_core.engines.pieces import Begin, joined, per_device, region
 from mesh_tf_core.engines.stepping import Stepping, check_beside
 from mesh_tf_core.engines.tf.group_trace import GroupTrace
 from mesh_tf_core.engines.tf.trace import Trace
 from mesh_tf_core.engines.tf.variables import Variables
-from mesh_tf_core.ir.program import Collective, Program, Value, wire_bytes
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.ir.program import Collective, Program, Value, count_sent
 
 
 class TfLocalEngine(Stepping):
@@ -59,12 +58,14 @@ class TfLocalEngine(Stepping):
         self.variables.initialize()
 
     def read(self, name: str) -> Any:
+        stored(self.program, name)
         self._ready()
         return self.variables.read(name)
 
     def write(self, name: str, array: Any) -> None:
+        whole = check_array(stored(self.program, name).variable, array)
         self._ready()
-        self.variables.write(name, array)
+        self.variables.write(name, whole)
 
     def snapshot(self) -> Mapping[str, Any]:
         self._ready()
@@ -108,14 +109,15 @@ class TfLocalEngine(Stepping):
         arrays, out = check_batch(self.program, batch), list[Any]()
         if self.exchange == "direct":
             return [tf.constant(arrays[name]) for name in self.program.feeds]
+        mesh, ranks = self.program.mesh, range(self.first, self.first + len(self.devices))
         for name, id in self.program.feeds.items():
-            made: dict[tuple[int, ...], Any] = {}
-            for rank in range(self.first, self.first + len(self.devices)):
-                where = self._where(self.program.values[id], rank)
-                begin = tuple(s.start for s in where)
-                if begin not in made:
-                    made[begin] = tf.constant(arrays[name][where])
-                out.append(made[begin])
+            v, whole = self.program.values[id], arrays[name]
+            sizes = v.local(mesh).shape.sizes
+
+            def piece(begin: Begin, whole: Any = whole, sizes: Any = sizes) -> Any:
+                return tf.constant(whole[region(begin, sizes)])
+
+            out += per_device(v, mesh, ranks, piece)
         return out
 
     def run(self, fed: Any) -> dict[str, Any]:
@@ -132,18 +134,15 @@ class TfLocalEngine(Stepping):
 
     def _where(self, v: Value, rank: int) -> tuple[slice, ...]:
         """A device's part of a global array."""
-        mesh, sizes = self.program.mesh, v.local(self.program.mesh).shape.sizes
-        begins = [mesh.group_index(rank, axes) * n for axes, n in zip(v.splits, sizes, strict=True)]
-        return tuple(slice(b, b + n) for b, n in zip(begins, sizes, strict=True))
+        mesh = self.program.mesh
+        return region(v.begin(mesh, rank), v.local(mesh).shape.sizes)
 
     def _results(self, found: Sequence[Any]) -> dict[str, Any]:
-        pieces, out = iter(found), {}
+        pieces, out, mesh = iter(found), {}, self.program.mesh
         for name, id in self.program.results.items():
             v = self.program.values[id]
-            array = np.empty(v.shape.sizes, np_dtype(v.dtype))
-            for at in self._holders(v):
-                array[self._where(v, self.first + at)] = next(pieces)
-            out[name] = array
+            held = {v.begin(mesh, self.first + at): next(pieces) for at in self._holders(v)}
+            out[name] = joined(v, mesh, held)
         return out
 
     def _holders(self, v: Value) -> Sequence[int]:
@@ -167,6 +166,4 @@ class TfLocalEngine(Stepping):
     def _count(self, instr: Collective, payload: int, times: float) -> None:
         """Adds what a collective sends, from the bytes of the pieces that it is given and how often it runs
         (see `Loop.times`)."""
-        key = "+".join(instr.axes)
-        sent = wire_bytes(instr.name, payload, self.program.mesh.group_size(instr.axes))
-        self._bytes[key] = self._bytes.get(key, 0.0) + times * sent
+        count_sent(self._bytes, self.program.mesh, instr, payload, times)

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-from mesh_tf_core.engines.tf.replica import WholeReplica, group_index
+from mesh_tf_core.engines.replica import WholeReplica, group_index
 from mesh_tf_core.engines.tf.tpu_collectives import TpuExchange
 from mesh_tf_core.ir.program import Collective, Loop, Program, WriteVariable
 from mesh_tf_core.kernels.tf_kernel import XlaKernel

@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
+from mesh_tf_core.engines.replica import Replica
 from mesh_tf_core.engines.stacks import Stack, whole
 from mesh_tf_core.engines.tf.exchange import LocalExchange
 from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
-from mesh_tf_core.engines.tf.replica import Replica
 from mesh_tf_core.engines.tf.variables import Variables
 from mesh_tf_core.ir.program import (
     Collective,

@@ -7,15 +7,16 @@ whatever device it runs: no handle is passed, and the graph does not grow with t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from mesh_tf_core.engines.pieces import Begin, initial, joined, per_device, region
 from mesh_tf_core.engines.stepping import OneByOne
 from mesh_tf_core.ir.program import Program, Value
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 _engines = itertools.count()
 
@@ -33,10 +34,7 @@ class Variables:
         self.program, self.devices, self.first = program, tuple(devices), first
         self.prefix: str = shared.prefix if shared else f"layoutopt_{next(_engines)}"
         self._owner = shared is None
-        self.values = {
-            name: Value(-1, s.variable.shape, s.variable.dtype, s.splits)
-            for name, s in program.variables.items()
-        }
+        self.values: dict[str, Value] = {name: s.value for name, s in program.variables.items()}
         self.sizes = {name: v.local(program.mesh).shape.sizes for name, v in self.values.items()}
         self.initialized = shared is not None
 
@@ -59,49 +57,35 @@ class Variables:
 
     def begin(self, name: str, rank: int) -> tuple[int, ...]:
         """Index of a device's first element, per dimension."""
-        mesh = self.program.mesh
-        places = zip(self.values[name].splits, self.sizes[name], strict=True)
-        return tuple(mesh.group_index(rank, axes) * size for axes, size in places)
+        return self.values[name].begin(self.program.mesh, rank)
 
     def initialize(self) -> None:
         for name, stored in self.program.variables.items():
-            v = self.values[name]
-
-            def piece(begin: tuple[int, ...], name: str = name, stored: Any = stored, v: Value = v) -> Any:
-                made = stored.variable.initializer.piece(name, v.shape.sizes, begin, self.sizes[name])
-                return np.asarray(made).astype(np_dtype(v.dtype))
-
-            self._fill(name, piece)
+            self._fill(name, partial(initial, name, stored, extent=self.sizes[name]))
         self.initialized = True
 
     def write(self, name: str, array: Any) -> None:
-        """Cuts a global array into the shards."""
-        array, sizes = np.asarray(array), self.sizes[name]
-        dtype = np_dtype(self.values[name].dtype)
-        self._fill(
-            name,
-            lambda begin: np.ascontiguousarray(
-                array[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
-            ).astype(dtype),
-        )
+        """Cuts a global array of the variable's dtype into the shards."""
+        sizes = self.sizes[name]
+        # A contiguous array has a dimension at least; a number gets back its none.
+        self._fill(name, lambda begin: np.ascontiguousarray(array[region(begin, sizes)]).reshape(sizes))
 
-    def _fill(self, name: str, piece: Any) -> None:
-        made: dict[tuple[int, ...], Any] = {}
-        for rank, device in enumerate(self.devices, self.first):
-            begin = self.begin(name, rank)
-            if begin not in made:
-                made[begin] = piece(begin).reshape(self.sizes[name])
+    def _fill(self, name: str, piece: Callable[[Begin], Any]) -> None:
+        ranks = range(self.first, self.first + len(self.devices))
+        made = per_device(self.values[name], self.program.mesh, ranks, piece)
+        for array, device in zip(made, self.devices, strict=True):
             with tf.device(device):
-                self.assign(name, tf.constant(made[begin]))
+                self.assign(name, tf.constant(array))
 
     def read(self, name: str) -> Any:
         """The global array."""
-        return self._joined((name, self.pieces(name)))
+        return joined(self.values[name], self.program.mesh, self.pieces(name))
 
     def snapshot(self) -> OneByOne:
         """All values as they are now. No copy: a step stores new tensors, and the old ones live while they
         are kept here."""
-        return OneByOne({name: (name, self.pieces(name)) for name in self.values}, self._joined)
+        kept = {name: (v, self.program.mesh, self.pieces(name)) for name, v in self.values.items()}
+        return OneByOne(kept, lambda found: joined(*found))
 
     def pieces(self, name: str) -> dict[tuple[int, ...], Any]:
         """Index of the first element -> tensor, of all different pieces."""
@@ -112,14 +96,6 @@ class Variables:
                 with tf.device(device):
                     found[begin] = self.value(name)
         return found
-
-    def _joined(self, named: tuple[str, dict[tuple[int, ...], Any]]) -> Any:
-        name, pieces = named
-        v, sizes = self.values[name], self.sizes[name]
-        out = np.empty(v.shape.sizes, np_dtype(v.dtype))
-        for begin, piece in pieces.items():
-            out[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))] = np.asarray(piece)
-        return out
 
     @property
     def bytes(self) -> int:

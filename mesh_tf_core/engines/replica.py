@@ -18,6 +18,7 @@ from mesh_tf_core.ir.program import (
     Program,
     ReadVariable,
     Slice,
+    Value,
     WriteVariable,
 )
 from mesh_tf_core.kernels.protocol import At, Kernel
@@ -35,11 +36,54 @@ def group_index(mesh: Mesh, rank: Any, axes: Axes) -> Any:
     return index
 
 
-class Replica:
+def at(program: Program, instr: Local) -> Callable[[Callable[[Axes], Any]], At]:
+    """What a kernel is told of its operands, given a device's position in its group over some axes."""
+    values = [program.values[i] for i in (*instr.inputs, *instr.outputs)]
+    types = tuple(v.local(program.mesh) for v in values)
+    split: Mapping[str, Axes] = {
+        name: axes for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes
+    }
+    size = {d.name: d.size for t in types for d in t.shape}
+    n, names = len(instr.inputs), frozenset(split)
+    return lambda index: At(types[:n], types[n:], names, lambda name: index(split[name]) * size[name])
+
+
+def applied(kernel: Kernel, instr: Local, at: At, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The outputs of an operation on one device's pieces."""
+    made = instr.op.kernel(kernel, at, *inputs)
+    return made if isinstance(made, tuple) else (made,)
+
+
+class Device:
+    """One device among those of a program's mesh.
+
+    Args:
+      rank: its number, an integer or a scalar of the kernel's library.
+    """
+
+    def __init__(self, program: Program, kernel: Kernel, rank: Any) -> None:
+        self.program, self.kernel, self.rank = program, kernel, rank
+        self._index: dict[Axes, Any] = {}
+
+    def index(self, axes: Axes) -> Any:
+        """This device's position in its group over `axes`."""
+        if axes not in self._index:
+            self._index[axes] = group_index(self.program.mesh, self.rank, axes)
+        return self._index[axes]
+
+    def part(self, piece: Any, v: Value, dim: str, axes: Axes) -> Any:
+        """This device's part of `dim`, of a piece of `v` that its group over `axes` shares out."""
+        sizes, axis = list(v.local(self.program.mesh).shape.sizes), v.shape.index(dim)
+        sizes[axis] //= self.program.mesh.group_size(axes)
+        begin: list[Any] = [0] * len(sizes)
+        begin[axis] = self.index(axes) * sizes[axis]
+        return self.kernel.slice(piece, begin, sizes)
+
+
+class Replica(Device):
     """Runs communication-free instructions of a program on one device's pieces.
 
     Args:
-      rank: the device's number, an integer or a scalar of the kernel's library.
       read: variable name -> this device's piece.
       feed: input name -> this device's piece.
     """
@@ -52,53 +96,25 @@ class Replica:
         read: Callable[[str], Any],
         feed: Callable[[str], Any],
     ) -> None:
-        self.program, self.kernel, self.rank = program, kernel, rank
+        super().__init__(program, kernel, rank)
         self.read, self.feed = read, feed
-        self._index: dict[Axes, Any] = {}
 
     def run(self, code: Sequence[Instr], env: MutableMapping[int, Any]) -> None:
         """Adds the outputs of `code` to `env` (value id -> piece)."""
         for instr in code:
             if isinstance(instr, Local):
-                self._local(instr, env)
+                inputs = [env[i] for i in instr.inputs]
+                made = applied(self.kernel, instr, at(self.program, instr)(self.index), inputs)
+                env.update(zip(instr.outputs, made, strict=True))
             elif isinstance(instr, Slice):
-                env[instr.outputs[0]] = self._own_part(instr, env)
+                (i,), (o,) = instr.inputs, instr.outputs
+                env[o] = self.part(env[i], self.program.values[i], instr.dim, instr.axes)
             elif isinstance(instr, ReadVariable):
                 env[instr.outputs[0]] = self.read(instr.variable)
             elif isinstance(instr, Input):
                 env[instr.outputs[0]] = self.feed(instr.feed)
             else:
                 raise TypeError(f"{instr.text()} is not an instruction of one device")
-
-    def index(self, axes: Axes) -> Any:
-        """This device's position in its group over `axes`."""
-        if axes not in self._index:
-            self._index[axes] = group_index(self.program.mesh, self.rank, axes)
-        return self._index[axes]
-
-    def _local(self, instr: Local, env: MutableMapping[int, Any]) -> None:
-        at = self._at(instr)
-        made = instr.op.kernel(self.kernel, at, *(env[i] for i in instr.inputs))
-        results = made if isinstance(made, tuple) else (made,)
-        env.update(zip(instr.outputs, results, strict=True))
-
-    def _at(self, instr: Local) -> At:
-        values = [self.program.values[i] for i in (*instr.inputs, *instr.outputs)]
-        types = tuple(v.local(self.program.mesh) for v in values)
-        split: Mapping[str, Axes] = {
-            name: axes for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes
-        }
-        size = {d.name: d.size for t in types for d in t.shape}
-        n = len(instr.inputs)
-        return At(types[:n], types[n:], frozenset(split), lambda name: self.index(split[name]) * size[name])
-
-    def _own_part(self, instr: Slice, env: MutableMapping[int, Any]) -> Any:
-        (source,), (result,) = instr.inputs, instr.outputs
-        sizes = self.program.local(result).shape.sizes
-        axis = self.program.values[source].shape.index(instr.dim)
-        begin: list[Any] = [0] * len(sizes)
-        begin[axis] = self.index(instr.axes) * sizes[axis]
-        return self.kernel.slice(env[source], begin, sizes)
 
 
 class WholeReplica(Replica, ABC):
