@@ -23,7 +23,6 @@ from costmodels.kernels.fused import Fused, fused
 from costmodels.kernels.fusion import fusion_of
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
-from mesh_tf_core.ops.basic import Cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ def _casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:
 
 
 def _casts_variable(instr: Local, program: Program) -> bool:
-    return isinstance(instr.op, Cast) and program.values[instr.outputs[0]].tensor in fusion_of(program).stored
+    return instr.op.converts and program.values[instr.outputs[0]].tensor in fusion_of(program).stored
 
 
 def _twice(loop: Loop) -> Iterator[tuple[int, int]]:

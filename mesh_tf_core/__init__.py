@@ -13,6 +13,7 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.model import Model, minimize
 from mesh_tf_core.ops.activations import clip, elu, leaky_relu, logical_xor, selu
@@ -119,7 +120,6 @@ from mesh_tf_core.tracing.gradients import gradients
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.reversible import reversible_scan
 from mesh_tf_core.tracing.scan import scan
-from mesh_tf_core.tracing.tensor import Tensor
 from mesh_tf_core.training import Trainer
 
 __all__ = [

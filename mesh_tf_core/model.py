@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.optimizers import SGD, Optimizer
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients
-from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
-from mesh_tf_core.tracing.tensor import Tensor
 
 DEFAULT = Options()
 
@@ -54,7 +54,7 @@ class Model:
 
     @property
     def graph(self) -> Graph:
-        return self.loss.graph
+        return graph_of(self.loss)
 
     @property
     def parameters(self) -> int:

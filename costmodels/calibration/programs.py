@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.initializers import Constant
+from mesh_tf_core.ir.initializers import Constant, Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
@@ -30,7 +30,6 @@ from mesh_tf_core.ir.program import (
     Value,
     WriteVariable,
 )
-from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.ops.basic import Shift, StopGradient
 from mesh_tf_core.ops.binary import Binary
 

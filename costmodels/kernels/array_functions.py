@@ -31,9 +31,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.kernel import At
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.kernels.contraction import cheapest_pair, matmul, parse, same_order
-from mesh_tf_core.kernels.protocol import At
 
 Seconds = Callable[[float], float]
 _BOOL = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "and", "or"])

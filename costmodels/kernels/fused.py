@@ -28,7 +28,6 @@ from costmodels.kernels.fusion import ALONE
 from costmodels.kernels.groups import Around, Group, Lone
 from costmodels.kernels.partition import Kernel
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
-from mesh_tf_core.ops.basic import Cast
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,11 @@ class _Fuser:
     def _is_narrow(self, instr: Instr) -> bool:
         """Whether it is a gradient's cast, rule (6)."""
         node = instr.origin.node
-        return isinstance(instr, Local) and isinstance(instr.op, Cast) and node in self.around.fusion.narrows
+        return isinstance(instr, Local) and instr.op.converts and node in self.around.fusion.narrows
 
     def _alone(self, instr: Instr, looped: bool) -> Iterable[Instr | Lone]:
         """What is not in a group, and what becomes of casts by rule (6)."""
-        if not isinstance(instr, Local) or not isinstance(instr.op, Cast):
+        if not isinstance(instr, Local) or not instr.op.converts:
             yield instr
         elif instr.outputs[0] in self.casts:
             return

@@ -27,9 +27,8 @@ from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.ir.structure import Connection, Read
 from mesh_tf_core.lower.rematerialization import running_again
-from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -67,7 +66,7 @@ def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     dims = op.contraction(*inputs)
     if op.kind == "matmul" and (dims is None or min(dims[1:]) > 1) and len(inputs) > 1:
         return PRODUCT
-    if hasattr(op, "lower") or op.kind == "gather":
+    if op.lowers() or op.kind == "gather":
         return ALONE
     if op.expands() and op.kind == "reduce":
         return REDUCE
@@ -152,11 +151,11 @@ class _Groups:
         op = node.op
         if isinstance(op, Read):
             self._store(node.outputs[0])
-        if isinstance(op, Feed | Read | Assign | Scan):
+        if isinstance(op, Connection):
             return ALONE
         types = tuple(self.graph.tensor(i).type for i in node.inputs)
         kind = role(op, types)
-        if kind == MAP and isinstance(op, Cast) and node.phase != "update" and node.inputs[0] in self.stored:
+        if kind == MAP and op.converts and node.phase != "update" and node.inputs[0] in self.stored:
             self._store(node.outputs[0])
             return ALONE
         if kind == REDUCE and any(o in self.graph.gradient_of for o in self._outwards(node.outputs)):
@@ -253,7 +252,7 @@ class _Groups:
         found = {}
         for tensor in self.graph.gradient_of:
             made, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
-            if maker is not None and isinstance(maker.op, Cast) and made.block == 0:
+            if maker is not None and maker.op.converts and made.block == 0:
                 given = self.graph.tensor(maker.inputs[0])
                 if itemsize(given.dtype) < itemsize(made.dtype):
                     found[tensor] = given.dtype

@@ -27,7 +27,6 @@ from costmodels.pricing.items import Called, Computed, Item, Sent, Started
 from costmodels.pricing.op_by_op import array_functions, is_measured
 from costmodels.pricing.overlap import ACTIVATION, classes
 from mesh_tf_core.ir.dims import Shape
-from mesh_tf_core.ir.instructions import Value
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import (
@@ -42,6 +41,7 @@ from mesh_tf_core.ir.program import (
     WriteVariable,
     wire_bytes,
 )
+from mesh_tf_core.ir.values import Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from mesh_tf_core.ir.program import (
     ReduceScatter,
     Slice,
 )
-from mesh_tf_core.ops.basic import Cast
 
 GRADIENT, PARAMETER, ACTIVATION = "gradient", "parameter", "activation"
 CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
@@ -63,7 +62,7 @@ def _stored(program: Program) -> set[int]:
 def _moves(instr: Instr) -> bool:
     """Whether an instruction passes a value on."""
     if isinstance(instr, Local):
-        return isinstance(instr.op, Cast) or instr.op.free
+        return instr.op.converts or instr.op.free
     return isinstance(instr, AllGather | AllReduce | ReduceScatter | Slice)
 
 

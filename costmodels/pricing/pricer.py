@@ -28,10 +28,10 @@ from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.op_by_op import OpByOp
 from costmodels.pricing.overlap import GRADIENT
 from costmodels.pricing.templates import Instance, ItemisedCost
-from mesh_tf_core.ir.instructions import local_type
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Origin, Program
+from mesh_tf_core.ir.values import local_type
 
 __all__ = ["Cost", "Line", "Pricer", "price", "pricer"]
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from layoutopt.formulation.dependencies import Coupling
 from layoutopt.space.decisions import recompute_name, storage_class
 from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan, Variable
+from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Keep
 from mesh_tf_core.lower.nodes import plan_of
 from mesh_tf_core.lower.rematerialization import running_again, stands_beside_backward
-from mesh_tf_core.ops.basic import Cast
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def clusters(coupling: Coupling) -> list[Cluster]:
     builder = _Builder(coupling)
     groups: dict[int, list[Node]] = defaultdict(list)
     for node in coupling.live:
-        if isinstance(node.op, Feed | Read) or (isinstance(node.op, Cast) and coupling.variable_of(node)):
+        if isinstance(node.op, Feed | Read) or (node.op.converts and coupling.variable_of(node)):
             continue
         groups[coupling.root(node.index)].append(node)
     merged: dict[Hashable, list[list[Node]]] = defaultdict(list)
@@ -238,9 +238,7 @@ class _Builder:
     def _access(self, variable: Variable) -> tuple[Hashable, Cluster] | None:
         reads = self.coupling.reads[variable.name]
         casts = [
-            n
-            for n in self.coupling.live
-            if isinstance(n.op, Cast) and self.coupling.variable_of(n) == variable.name
+            n for n in self.coupling.live if n.op.converts and self.coupling.variable_of(n) == variable.name
         ]
         homes = set(self.coupling.homes(variable.name))
         if not homes and not casts:

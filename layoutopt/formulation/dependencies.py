@@ -8,8 +8,7 @@ from collections.abc import Collection, Set
 from costmodels.kernels.fusion import fusion
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
-from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -76,7 +75,7 @@ class Coupling:
             for inner in parts[tensor]:
                 add(inner, name)
             for node in self.readers[tensor]:
-                if isinstance(node.op, Cast) and node.phase != "update":
+                if node.op.converts and node.phase != "update":
                     add(node.outputs[0], name)
 
         for node in self.live:
@@ -94,9 +93,7 @@ class Coupling:
         out: dict[tuple[int, int], list[Node]] = {}
         for tensor in self.chain[variable]:
             for reader in self.readers[tensor]:
-                if reader.phase != "update" and not (
-                    isinstance(reader.op, Cast) and self.variable_of(reader)
-                ):
+                if reader.phase != "update" and not (reader.op.converts and self.variable_of(reader)):
                     out.setdefault((self.home[reader.index].id, tensor), []).append(reader)
         return out
 
@@ -108,7 +105,7 @@ class Coupling:
         for tensor, readers in self.readers.items():
             first: dict[tuple[int, str], int] = {}
             for node in readers if len(readers) > 1 else ():
-                if isinstance(node.op, Feed | Read | Assign | Scan) or node.op.expands():
+                if isinstance(node.op, Connection) or node.op.expands():
                     continue
                 roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
                 for name in roles.whole:
@@ -119,10 +116,10 @@ class Coupling:
 
     def _sums(self) -> None:
         for node in self.live:
-            if isinstance(node.op, Feed | Read | Assign | Scan):
+            if isinstance(node.op, Connection):
                 continue
             types = [self.graph.tensor(i).type for i in node.inputs]
-            linear = node.op.linear or isinstance(node.op, Cast)
+            linear = node.op.linear or node.op.converts
             waits = linear and bool(node.inputs) and all(self._waits(i, node) for i in node.inputs)
             if waits:
                 for i in node.inputs:

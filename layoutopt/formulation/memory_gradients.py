@@ -9,7 +9,6 @@ from layoutopt.formulation.dependencies import Coupling
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.structure import Scan
 from mesh_tf_core.lower.storage import STAGES
-from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.graph import Graph
 
 NEVER = len(STAGES)
@@ -53,7 +52,7 @@ def _enter(found: dict[int, Gradient], graph: Graph, tensor: int, gradient: Grad
     """Enters a gradient and what it is cast from."""
     chain = [tensor]
     node = graph.producer.get(tensor)
-    while node is not None and isinstance(node.op, Cast):
+    while node is not None and node.op.converts:
         chain.append(node.inputs[0])
         node = graph.producer.get(node.inputs[0])
     sizes = [itemsize(graph.tensor(t).dtype) for t in chain]

@@ -42,7 +42,6 @@ from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program, Value
 from mesh_tf_core.lower.rematerialization import stands_beside_backward
-from mesh_tf_core.ops.basic import Cast
 
 Key = tuple[str, int]
 """What is counted: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside", node)."""
@@ -211,7 +210,7 @@ class Points:
         gathers or casts them, or updates with them."""
         found = {*self.instrs[point.position].outputs, *self.whole[point.position]}
         node = self.nodes[point.node]
-        if isinstance(node.op, Cast):
+        if node.op.converts:
             found.update(i for t in node.inputs for i in self.of_tensor[t])
         if point.phase == "update":
             found.update(self.of_owner[point.scope])
@@ -236,7 +235,7 @@ class Points:
                     position = visit(instr.body, position + 1, position + 1)
                     continue
                 if isinstance(instr, Local) and instr.origin.phase != "update":
-                    cast = isinstance(instr.op, Cast) and self._variable_of(instr.outputs[0])
+                    cast = instr.op.converts and self._variable_of(instr.outputs[0])
                     for i in instr.inputs if not cast else ():
                         readers.setdefault((block, i), []).append(position)
                 position += 1
@@ -320,7 +319,7 @@ class Points:
         # A sum that is scattered is scattered before it is cast: the wide value exists in parts only, later.
         scattered = tuple(range(gradient.scattered, NEVER))
         node = self.nodes[point.node]
-        if value.tensor in node.inputs and isinstance(node.op, Cast) and node.outputs[0] in self.gradients:
+        if value.tensor in node.inputs and node.op.converts and node.outputs[0] in self.gradients:
             return [(Kind(names, owner, split, absent=scattered), shape, element)]
         found = [(Kind(names, owner, split), shape, narrow)]
         if element > narrow:

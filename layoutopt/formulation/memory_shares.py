@@ -14,9 +14,9 @@ from layoutopt.problem import Entry, Sparse
 from layoutopt.space.decisions import Choice, Decisions, storage_class
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.lower.storage import shard_layout, stage_number
 from mesh_tf_core.tracing.graph import Graph
 

@@ -91,9 +91,9 @@ class Moves:
 def moved_dims(graph: Graph, node: Node) -> tuple[str, ...]:
     """The dimensions along which a node moves data where they are split."""
     types = [graph.tensor(t).type for t in (*node.inputs, *node.outputs)]
-    if node.op.free or (node.op.expands() and not hasattr(node.op, "lower")):
+    if node.op.free or (node.op.expands() and not node.op.lowers()):
         return ()
-    if not hasattr(node.op, "lower"):
+    if not node.op.lowers():
         return tuple(node.op.roles(*types[: len(node.inputs)]).whole)
     if len(_lowered(graph, Mesh([("device", 1)]), node, {}).code) > 1:
         return ()

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.rematerialization import recomputable
 from mesh_tf_core.lower.storage import STAGES, stage_number

@@ -24,6 +24,7 @@ from mesh_tf_core.decoding.loop import Decoded, Logits, Prompts, next_logits, re
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.along import take_along
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import where
@@ -36,7 +37,6 @@ from mesh_tf_core.ops.reduce import reduce_any, reduce_max, reduce_min
 from mesh_tf_core.ops.shape import concat, rename, reshape
 from mesh_tf_core.ops.softmax import log_softmax
 from mesh_tf_core.tracing.branches import while_loop
-from mesh_tf_core.tracing.tensor import Tensor
 
 NONE = -1e9
 """Score of a place among the beams that no text has; sums of logarithms never come near."""

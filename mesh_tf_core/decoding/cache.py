@@ -18,8 +18,8 @@ from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.scan import scan
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
@@ -25,7 +26,6 @@ from mesh_tf_core.ops.reduce import reduce_all, reduce_min
 from mesh_tf_core.ops.sampling import sample_with_temperature
 from mesh_tf_core.ops.softmax import log_softmax
 from mesh_tf_core.tracing.branches import while_loop
-from mesh_tf_core.tracing.tensor import Tensor
 
 Logits = Callable[[Tensor, Cache | None], Tensor]
 """logits(tokens [.., length], cache) -> [.., length, vocab]; at a position, [..] -> [.., vocab]."""

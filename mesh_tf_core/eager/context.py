@@ -9,9 +9,9 @@ from mesh_tf_core.eager.machine import Machine
 from mesh_tf_core.eager.staged import Staged
 from mesh_tf_core.eager.step import EagerStep
 from mesh_tf_core.eager.store import Store
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.structure import Variable
 
 
 class Eager:

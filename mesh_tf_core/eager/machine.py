@@ -14,12 +14,12 @@ from mesh_tf_core.engines.lockstep import LockstepEngine, Pieces
 from mesh_tf_core.engines.pieces import per_device, region
 from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.blocks import Node, reads
+from mesh_tf_core.ir.kernel import Kernel
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program, Value
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
-from mesh_tf_core.kernels.protocol import Kernel
 from mesh_tf_core.lower.base import Lowering
 from mesh_tf_core.tracing.graph import Graph
 

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_tf_core.eager.machine import Machine
+from mesh_tf_core.eager.step import EagerStep
 from mesh_tf_core.eager.store import Store
 from mesh_tf_core.eager.tensor import EagerTensor
 from mesh_tf_core.engines import Engine, open_engine
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.program import WriteVariable
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import lower
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Staged:
         if not tensors:
             raise UserError(f"staged {self.name}: needs at least one tensor among its arguments, found none")
         step = tensors[0].graph
+        assert isinstance(step, EagerStep)
         step.check_open(f"staged {self.name}")
         traced = self._program(pattern, tensors)
         for stored in traced.engine.program.variables.values():
@@ -137,7 +139,7 @@ class Staged:
                 f"staged {self.name}: {first!r} and {x!r} belong to different steps; take both into one step "
                 "with step.constant(x)"
             )
-        if x.graph.store is not self.store:
+        if x.machine is not self.machine:
             raise UserError(
                 f"staged {self.name}: {x!r} belongs to another eager context than the function; take its "
                 "value into a step of this one with step.constant(x)"

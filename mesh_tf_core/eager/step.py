@@ -20,11 +20,12 @@ from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.structure import Assign, Feed, Read, Variable
+from mesh_tf_core.ir.structure import Assign, Feed, Read
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -100,7 +101,7 @@ class EagerStep(Graph):
         for node in graph.nodes:
             found = self._results(graph, node, lambda i: made[i]._held())
             for id, pieces in found.items():
-                made[id] = EagerTensor(self, len(self.tensors), graph.tensor(id).type)
+                made[id] = EagerTensor(self, self.machine, len(self.tensors), graph.tensor(id).type)
                 made[id].pieces = pieces
                 self.tensors.append(made[id])
         return {graph.tensor(id): value for id, value in made.items()}
@@ -152,7 +153,7 @@ class EagerStep(Graph):
     def new_tensor(self, type: TensorType, block: Block) -> Tensor:
         if block.id:
             return super().new_tensor(type, block)
-        self.tensors.append(EagerTensor(self, len(self.tensors), type))
+        self.tensors.append(EagerTensor(self, self.machine, len(self.tensors), type))
         return self.tensors[-1]
 
     def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
@@ -180,7 +181,7 @@ class EagerStep(Graph):
                 f"{x!r} belongs to graph {x.graph.name!r}, which is being built and holds no values; "
                 "make the operands in one graph or in one eager step"
             )
-        whose = "another step" if x.graph.store is self.store else "another eager context"
+        whose = "another step" if x.machine is self.machine else "another eager context"
         return f"{x!r} belongs to {whose}; take its value into this one with step.constant(x)"
 
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
@@ -254,7 +255,7 @@ class EagerStep(Graph):
                 f"scan at {_line()}: {dim.name!r} counts the iterations of a loop and cannot be split over "
                 f"{'+'.join(axes)}; drop this rule of the layout"
             )
-        made = Unrolled(self, dim).run(body, init, stacks)
+        made = Unrolled(self, self.apart, dim).run(body, init, stacks)
         self._assign_stacked()
         return made
 

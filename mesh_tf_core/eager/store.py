@@ -13,7 +13,7 @@ from mesh_tf_core.engines import Engine
 from mesh_tf_core.engines.feeds import check_array
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 

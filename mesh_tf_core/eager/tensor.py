@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mesh_tf_core.eager.machine import Machine
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.tracing.tensor import Tensor
-
-if TYPE_CHECKING:
-    from mesh_tf_core.eager.step import EagerStep
+from mesh_tf_core.ir.tensor import Builder, Tensor
 
 MANY = 64
 """Elements up to which a tensor is printed whole."""
@@ -24,30 +22,30 @@ class EagerTensor(Tensor):
     """A tensor of an eager step. `print` shows dimensions, dtype, how it is split, and values.
 
     Attributes:
-      graph: the step in which it was computed.
+      graph: the step in which it was computed; machine: what that runs on.
       pieces: by device; None for values that a loop has not saved yet.
     """
 
-    __slots__ = ("pieces",)
-    graph: EagerStep
+    __slots__ = ("machine", "pieces")
 
-    def __init__(self, graph: EagerStep, id: int, type: TensorType) -> None:
+    def __init__(self, graph: Builder, machine: Machine, id: int, type: TensorType) -> None:
         super().__init__(graph, id, type, 0)
+        self.machine = machine
         self.pieces: Pieces | None = None
 
     @property
     def layout(self) -> Layout:
         """The part of the layout that splits this tensor."""
-        rules = self.graph.machine.layout
+        rules = self.machine.layout
         return Layout({n: rules.axes(n) for n in self.shape.names})
 
     def numpy(self) -> Any:
         """The whole array."""
-        return self.graph.machine.joined(self._held(), self.type)
+        return self.machine.joined(self._held(), self.type)
 
     def shards(self) -> dict[tuple[int, ...], Any]:
         """Every device's piece: coordinates on the mesh, in the order of its axes -> array."""
-        mesh = self.graph.machine.mesh
+        mesh = self.machine.mesh
         return {tuple(mesh.coordinates(rank).values()): np.array(x) for rank, x in enumerate(self._held())}
 
     def _held(self) -> Pieces:
@@ -72,15 +70,15 @@ class EagerTensor(Tensor):
         return bool(self._scalar())
 
     def __repr__(self) -> str:
-        return f"Tensor(%{self.id} {self.graph.machine.value(self.type)})"
+        return f"Tensor(%{self.id} {self.machine.value(self.type)})"
 
     def __str__(self) -> str:
-        title = str(self.graph.machine.value(self.type))
+        title = str(self.machine.value(self.type))
         array = self.numpy()
         if not self.shape:
             return f"{title} {float(array):.6g}" if is_float(self.dtype) else f"{title} {array}"
         shown = np.array2string(array, threshold=MANY, edgeitems=2, precision=4, suppress_small=True)
-        return f"{title} on mesh {self.graph.machine.mesh}{_summary(array)}\n{shown}"
+        return f"{title} on mesh {self.machine.mesh}{_summary(array)}\n{shown}"
 
 
 def _summary(array: Any) -> str:

@@ -8,19 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant, constant_like
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.stacking import stack, unstack
-from mesh_tf_core.tracing.tensor import Tensor
-
-if TYPE_CHECKING:
-    from mesh_tf_core.eager.step import EagerStep
+from mesh_tf_core.tracing.graph import Graph
 
 
 class Stopped(Exception):
@@ -35,10 +33,10 @@ class Turn(Block):
 
 
 class Unrolled:
-    """One loop of a step."""
+    """One loop of a step; `apart` gives the parts of a stacked tensor, one per iteration."""
 
-    def __init__(self, step: EagerStep, dim: Dim) -> None:
-        self.step, self.dim = step, dim
+    def __init__(self, step: Graph, apart: Callable[[Tensor, Dim], list[Tensor]], dim: Dim) -> None:
+        self.step, self.apart, self.dim = step, apart, dim
         self._keys, self._names = step._keys, set(step.variables)
         # Counted as a loop that is built would be: `while_loop` names its dimension after the number.
         step.blocks.append(Block(len(step.blocks), 0, dim))
@@ -46,7 +44,7 @@ class Unrolled:
     def run(self, body: Callable[..., Any], init: Sequence[Tensor], stacks: Sequence[Tensor]) -> Any:
         """See `Graph.unrolled`."""
         state, collected = list(init), []
-        parts = [self.step.apart(x, self.dim) for x in stacks]
+        parts = [self.apart(x, self.dim) for x in stacks]
         for at in range(self.dim.size):
             keys, variables = self.step._keys, dict(self.step.variables)
             try:

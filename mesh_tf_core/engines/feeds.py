@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program, Stored
-from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 

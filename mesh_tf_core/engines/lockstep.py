@@ -19,6 +19,7 @@ from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.pieces import initial, joined, per_device, region
 from mesh_tf_core.engines.replica import Device, applied, at
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
+from mesh_tf_core.ir.kernel import Kernel
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.program import (
     AllGather,
@@ -39,7 +40,6 @@ from mesh_tf_core.ir.program import (
     count_sent,
 )
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
-from mesh_tf_core.kernels.protocol import Kernel
 
 Pieces = list[Any]
 

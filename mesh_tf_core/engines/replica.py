@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import (
@@ -21,7 +22,6 @@ from mesh_tf_core.ir.program import (
     Value,
     WriteVariable,
 )
-from mesh_tf_core.kernels.protocol import At, Kernel
 
 
 def group_index(mesh: Mesh, rank: Any, axes: Axes) -> Any:

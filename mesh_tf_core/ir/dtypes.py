@@ -1,8 +1,11 @@
-"""Element types by name: the only place that knows their sizes."""
+"""Element types by name: the only place that knows their sizes; and the type of a tensor."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dims import Shape
 
 _SIZES = {
     "float64": 8,
@@ -41,3 +44,18 @@ def promote(a: str, b: str) -> str:
     if a != b:
         raise UserError(f"operands have dtypes {a} and {b}; cast one of them explicitly with mtf.cast")
     return a
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and dtype of a tensor, or of the piece on one device."""
+
+    shape: Shape
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.size * itemsize(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{self.shape}]"

@@ -1,4 +1,4 @@
-"""Initial values of variables: any piece of a variable can be made by itself, so every layout starts
+"""Variables, and their initial values: any piece of a variable can be made by itself, so every layout starts
 alike."""
 
 from __future__ import annotations
@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dtypes import TensorType, itemsize
 
 
 def _uniform(seed: int, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
@@ -91,3 +93,29 @@ def _seed(name: str, seed: int) -> int:
 
 ZEROS = Constant(0.0)
 ONES = Constant(1.0)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A named tensor that outlives a step.
+
+    Attributes:
+      stacked: how many leading dimensions count layers (a scan made them).
+      slot_of: for an optimizer's state, the name of the variable that it belongs to.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    initializer: Initializer = field(compare=False)
+    trainable: bool = True
+    stacked: int = 0
+    slot_of: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.size * itemsize(self.dtype)
+
+    @property
+    def type(self) -> TensorType:
+        return TensorType(self.shape, self.dtype)

@@ -1,37 +1,30 @@
-"""The base class of operations: one class, five facets.
+"""The contract of an operation: all that anyone may ask of one, checked when its class is made.
+
+  required facets  roles, infer, kernel, flops, gradient
+  optional facets  lower, expand, moved, contraction, describe; each says what holds without it
+  facts            kind, free, linear, converts, streams, regroups: attributes of the class, or properties
+                   where they depend on its fields
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
-off it.
+off it. No reader knows any single operation: what it must know, the contract says.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
 
 from mesh_tf_core.ir.dims import Shape
-from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
 
-if TYPE_CHECKING:
-    from mesh_tf_core.kernels.protocol import At, Kernel
-    from mesh_tf_core.tracing.tensor import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """Shape and dtype of a tensor, or of the piece on one device."""
-
-    shape: Shape
-    dtype: str
-
-    @property
-    def bytes(self) -> int:
-        return self.shape.size * itemsize(self.dtype)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{self.shape}]"
+__all__ = ["At", "Emitter", "Kernel", "Op", "Roles", "Tensor", "TensorType"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +44,121 @@ class Roles:
     whole: dict[str, str] = field(default_factory=dict)
 
 
+class Ways(Protocol):
+    """What an operation may ask about the mesh that it is lowered for."""
+
+    def ways(self, axes: Axes) -> int:
+        """Number of devices in a group over some axes."""
+        ...
+
+    def ordered(self, axes: Iterable[str]) -> Axes:
+        """Axes in the order of the mesh."""
+        ...
+
+
+class Emitter(Protocol):
+    """What an operation that lowers itself may ask of the lowering, and tell it."""
+
+    values: list[Value]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout in force."""
+        ...
+
+    @property
+    def facts(self) -> Ways: ...
+
+    @property
+    def origin(self) -> Origin:
+        """Where the instructions of this operation come from."""
+        ...
+
+    def natural(self, shape: Shape) -> Splits:
+        """The placement that the layout gives a shape; LayoutError if it is not legal."""
+        ...
+
+    def check_disjoint(self, op: Op, names: Iterable[str]) -> None:
+        """LayoutError if two of these dimensions are split over the same axis."""
+        ...
+
+    def new(self, type: TensorType, splits: Splits, partial: Axes = ()) -> int:
+        """A new value, which an instruction must compute."""
+        ...
+
+    def emit(self, instr: Instr) -> None:
+        """Appends an instruction."""
+        ...
+
+    def local(
+        self, op: Op, inputs: Sequence[int], types: Sequence[TensorType], splits: Sequence[Splits]
+    ) -> list[int]:
+        """New values that every device computes from its pieces of the inputs."""
+        ...
+
+    def placed(self, id: int, splits: Splits) -> int:
+        """The value with other splits."""
+        ...
+
+    def without(self, id: int, whole: Iterable[str]) -> int:
+        """The value with the dimensions `whole` gathered."""
+        ...
+
+    def joined(self, id: int, axes: Axes, combine: str) -> int:
+        """The value all-reduced."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, init=False)
 class Op:
-    """One operation. Subclasses are frozen dataclasses and must define every facet, else the import fails."""
+    """One operation. Subclasses are frozen dataclasses of hashable fields and define every required facet.
+
+    Raises:
+      TypeError: when a class is made that breaks the contract.
+    """
 
     FACETS: ClassVar = ("roles", "infer", "kernel", "flops", "gradient")
+    OPTIONAL: ClassVar = ("lower", "expand", "moved", "contraction", "describe")
+    FACTS: ClassVar = {
+        "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data"),
+        **dict.fromkeys(("free", "linear", "converts", "streams", "regroups"), (False, True)),
+    }
+    """Fact -> the values that it may have."""
+
     kind: ClassVar[str] = "elementwise"
-    """How the work is priced: matmul, elementwise, reduce, gather, random or data (moves bytes only)."""
+    """How the work is priced; `data` moves bytes only."""
     free: ClassVar[bool] = False
     """True if the output is the input under another name (or a scalar): no time, no memory of its own."""
     linear: ClassVar[bool] = False
     """True if a sum of partial inputs may wait until after the operation (jointly in all its inputs)."""
-
+    converts: ClassVar[bool] = False
+    """True if it says the same numbers in another element type. It is done on whatever piece its operand lies
+    in, whether the layout says so or not; what it makes of a variable still is this variable; and a sum may
+    wait until after it but for rounding."""
     streams: ClassVar[bool] = False
     """True if a kernel may do it piece by piece between the product that makes its operand and the one that
     reads its result, and write neither (attention: Dao et al. 2022, "FlashAttention")."""
+    regroups: ClassVar[bool] = False
+    """True if an axis may split one dimension of an input and another of the output."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # A dataclass has its own, so that only a class that is none comes here with something to keep.
+        if args or kwargs:
+            raise TypeError(
+                f"operation {type(self).__name__} is no dataclass; write @dataclass(frozen=True) above its "
+                "class"
+            )
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        missing = [f for f in cls.FACETS if getattr(cls, f) is getattr(Op, f)]
-        if missing and not abstract:
-            raise TypeError(f"operation {cls.__name__} lacks the facets {', '.join(missing)}")
-
-    regroups: ClassVar[bool] = False
-    """True if an axis may split one dimension of an input and another of the output."""
+        _check(cls, abstract)
 
     @property
     def name(self) -> str:
         """Short name in programs and reports."""
         return type(self).__name__.lower()
+
+    # -- required facets -------------------------------------------------------------------------------------
 
     def roles(self, *inputs: TensorType) -> Roles:
         """The role of every dimension."""
@@ -96,36 +176,105 @@ class Op:
         """Floating-point operations on inputs of the given local sizes."""
         raise NotImplementedError
 
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        """Gradient with respect to every input (None: not differentiable), built from operations."""
+        raise NotImplementedError
+
+    # -- optional facets -------------------------------------------------------------------------------------
+
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> Sequence[int]:
+        """Emits its instructions and returns its outputs, for operations that `roles` alone cannot place;
+        without it, an operation is lowered from its roles.
+
+        Args:
+          inputs: values, each placed as the layout says.
+          types: of the outputs.
+        """
+        raise NotImplementedError
+
+    def expand(self, *inputs: Tensor) -> Tensor | None:
+        """The same result from smaller operations, used when a `whole` dimension is split; without it, that
+        dimension is gathered."""
+        return None
+
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
-        """Bytes that a device reads and writes, by default those of all operands and results.
+        """Bytes that a device reads and writes; without it, those of all operands and results.
 
         Args:
           inputs, outputs: types of the local pieces.
         """
         return float(sum(t.bytes for t in (*inputs, *outputs)))
 
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        """Gradient with respect to every input (None: not differentiable), built from operations."""
-        raise NotImplementedError
-
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
-        """(batch, m, n, k) of the matrix product that this operation is, or None."""
+        """(batch, m, n, k) of the matrix product that this operation is; without it, it is none."""
         return None
 
-    def expand(self, *inputs: Tensor) -> Tensor | None:
-        """The same result from smaller operations, used when a `whole` dimension is split; None: gather
-        instead."""
-        return None
+    def describe(self) -> str:
+        """Name and parameters in one line, for programs; without it, all fields."""
+        text = ", ".join(f"{f.name}={_brief(getattr(self, f.name))}" for f in fields(self))
+        return f"{self.name}({text})" if text else self.name
+
+    @classmethod
+    def lowers(cls) -> bool:
+        """Whether it has a `lower` of its own."""
+        return cls.lower is not Op.lower
 
     @classmethod
     def expands(cls) -> bool:
+        """Whether it has an `expand` of its own."""
         return cls.expand is not Op.expand
 
-    def describe(self) -> str:
-        """Name and parameters in one line, for programs."""
-        fields = inspect.signature(type(self)).parameters
-        text = ", ".join(f"{n}={_brief(getattr(self, n))}" for n in fields if hasattr(self, n))
-        return f"{self.name}({text})" if text else self.name
+
+_UNHASHABLE = re.compile(r"(\w+\.)*(list|dict|set|bytearray|List|Dict|Set|Mutable\w+|ndarray)\b")
+
+
+def _check(cls: type[Op], abstract: bool) -> None:
+    """TypeError if a class breaks the contract. (That it is frozen, `dataclass` itself checks.)"""
+    what = f"operation {cls.__name__}"
+    missing = [f for f in Op.FACETS if getattr(cls, f) is getattr(Op, f)]
+    if missing and not abstract:
+        raise TypeError(f"{what} lacks the facets {', '.join(missing)}")
+    for name in (*Op.FACETS, *Op.OPTIONAL):
+        own, declared = getattr(cls, name), getattr(Op, name)
+        if not _fits(own, declared):
+            raise TypeError(f"{what}: {name}{_takes(own)} must be {name}{_takes(declared)}")
+    for name, allowed in Op.FACTS.items():
+        value = getattr(cls, name)
+        if not isinstance(value, property) and value not in allowed:
+            listed = ", ".join(map(repr, allowed))
+            raise TypeError(f"{what}: {name} is {value!r}; it may be {listed}")
+    for name, annotation in inspect.get_annotations(cls).items():
+        if "ClassVar" in str(annotation):
+            if name not in Op.FACTS and not name.startswith("_"):
+                raise TypeError(f"{what}: {name!r} is no fact of the contract; it has {', '.join(Op.FACTS)}")
+        elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
+            raise TypeError(f"{what}: {name!r} of type {annotation} has no hash; use a tuple")
+
+
+def _counts(facet: Any) -> tuple[int, int, bool]:
+    """How many arguments a facet needs and takes by position, and whether it takes any number."""
+    found = list(inspect.signature(facet).parameters.values())
+    by_position = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in by_position)
+    return needed, len(by_position), any(p.kind is p.VAR_POSITIONAL for p in found)
+
+
+def _fits(own: Any, declared: Any) -> bool:
+    """Whether a facet can be called as it is declared; operands may have names of their own."""
+    if own is declared:
+        return True
+    (needed, taken, many), (fixed, _, several) = _counts(own), _counts(declared)
+    if several:
+        return many or taken > fixed
+    return needed <= fixed and (many or taken >= fixed)
+
+
+def _takes(facet: Any) -> str:
+    return f"({', '.join(map(_bare, inspect.signature(facet).parameters.values()))})"
+
+
+def _bare(parameter: inspect.Parameter) -> str:
+    return str(parameter.replace(annotation=inspect.Parameter.empty))
 
 
 def _brief(value: Any) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import (
     AllGather,
     AllReduce,
@@ -19,24 +20,21 @@ from mesh_tf_core.ir.instructions import (
     Carry,
     Collective,
     Input,
-    Instr,
     Local,
     Loop,
-    Origin,
     Permute,
     ReadVariable,
     ReduceScatter,
     Result,
     Slice,
     Sliced,
-    Value,
     WriteVariable,
     make_loop,
 )
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.values import Instr, Origin, Value
 
 __all__ = [
     "AllGather",

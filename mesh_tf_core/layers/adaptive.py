@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.ops.along import put_along
 from mesh_tf_core.ops.basic import add_n, cast
@@ -22,7 +23,6 @@ from mesh_tf_core.ops.shape import concat, rename
 from mesh_tf_core.ops.softmax import log_softmax, logsumexp, softmax_cross_entropy
 from mesh_tf_core.ops.stacking import unstack
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

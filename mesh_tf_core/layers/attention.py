@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import check_rate, project
-from mesh_tf_core.layers.caching import keys_at, last_positions, one_of_all, remembered
+from mesh_tf_core.layers.caching import AtPosition, keys_at, last_positions, one_of_all, remembered
 from mesh_tf_core.layers.positions import Rotary
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import mtf_range
@@ -17,11 +19,6 @@ from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import concat, rename, reshape
 from mesh_tf_core.ops.softmax import masked_softmax
-from mesh_tf_core.tracing.tensor import Tensor
-
-if TYPE_CHECKING:
-    from mesh_tf_core.decoding.cache import Cache
-    from mesh_tf_core.layers.caching import AtPosition
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Constant, Normal, Uniform
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.attention import Attention
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.layers.dense import FeedForward
@@ -19,7 +20,6 @@ from mesh_tf_core.ops.index import mtf_range, one_hot
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape
 from mesh_tf_core.ops.softmax import log_softmax, masked, masked_softmax, softmax
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops import activations as piecewise
 from mesh_tf_core.ops import math as functions
 from mesh_tf_core.ops.einsum import einsum
-from mesh_tf_core.tracing.tensor import Tensor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": piecewise.elu,

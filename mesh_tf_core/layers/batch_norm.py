@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Constant
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import stop_gradient
 from mesh_tf_core.ops.math import rsqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -6,25 +6,21 @@ window does not see any more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TypeGuard
 
+from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.ops.dynamic import dynamic_update
 from mesh_tf_core.ops.index import gather, mtf_range
 from mesh_tf_core.ops.math import mod
 from mesh_tf_core.ops.shape import rename, transpose
-from mesh_tf_core.tracing.tensor import Tensor
 
-if TYPE_CHECKING:
-    from typing import TypeGuard
 
-    from mesh_tf_core.decoding.cache import Cache
-    from mesh_tf_core.tracing.graph import Graph
+class AtPosition(Cache):
+    """A cache that is at a position."""
 
-    class AtPosition(Cache):
-        """A cache that is at a position."""
-
-        position: Tensor
+    position: Tensor
 
 
 def one_of_all(cache: Cache | None) -> TypeGuard[AtPosition]:
@@ -45,14 +41,14 @@ def last_positions(t: Tensor, dim: str, count: int, cache: Cache) -> Tensor:
     return transpose(found, Shape(Dim(dim, count) if d.name == dim else d for d in t.shape))
 
 
-def keys_at(g: Graph, places: Dim, cache: AtPosition) -> Tensor:
+def keys_at(g: Builder, places: Dim, cache: AtPosition) -> Tensor:
     """int32 [places]: the position of the key at every place, minus the one that is decoded."""
     behind = cache.position - mtf_range(g, places)
     return -(mod(behind, places.size) if places.size < cache.length else behind)
 
 
 def remembered(
-    g: Graph, cache: Cache, k: Tensor | None = None, v: Tensor | None = None, dim: str = ""
+    g: Builder, cache: Cache, k: Tensor | None = None, v: Tensor | None = None, dim: str = ""
 ) -> tuple[Tensor, Tensor]:
     """The keys and values of a cache, with those of its position, if given, written into it."""
     keys = _written(g, cache, "keys", k, dim)
@@ -61,7 +57,7 @@ def remembered(
     return keys, _written(g, cache, "values", v, dim)
 
 
-def _written(g: Graph, cache: Cache, name: str, new: Tensor | None, dim: str) -> Tensor:
+def _written(g: Builder, cache: Cache, name: str, new: Tensor | None, dim: str) -> Tensor:
     held = cache.get(g, name)
     if new is None or cache.position is None:
         return held

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Normal
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation
 from mesh_tf_core.layers.dense import Dense
 from mesh_tf_core.ops.conv import conv, conv_transpose
@@ -15,7 +16,6 @@ from mesh_tf_core.ops.math import rsqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 from mesh_tf_core.ops.shape import rename, reshape
 from mesh_tf_core.ops.windows import Pads
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ZEROS
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, check_rate, project
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.random import dropout
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.layers.caching import one_of_all
 from mesh_tf_core.ops.dynamic import dynamic_slice
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import gather
 from mesh_tf_core.ops.shape import rename, slice_dim
-from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
-
-if TYPE_CHECKING:
-    from mesh_tf_core.decoding.cache import Cache
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class Embedding:
     stddev: float = 0.02
     name: str = "embedding"
 
-    def table(self, graph: Graph) -> Tensor:
+    def table(self, graph: Builder) -> Tensor:
         """A new variable [vocab, d_model]."""
         with graph.scope(self.name):
             dims = [self.vocab, self.d_model]
@@ -79,7 +75,7 @@ class LearnedPositions:
     stddev: float = 0.02
     name: str = "embedding"
 
-    def table(self, graph: Graph, d_model: Dim, dtype: str = "float32") -> Tensor:
+    def table(self, graph: Builder, d_model: Dim, dtype: str = "float32") -> Tensor:
         """A new variable [positions, d_model]."""
         with graph.scope(self.name):
             dims = [Dim("positions", self.count), d_model]

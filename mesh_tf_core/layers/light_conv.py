@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import check_rate, project
 from mesh_tf_core.ops.basic import add_n
 from mesh_tf_core.ops.math import sigmoid
@@ -15,7 +16,6 @@ from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import rename
 from mesh_tf_core.ops.softmax import softmax
 from mesh_tf_core.ops.stacking import unstack
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

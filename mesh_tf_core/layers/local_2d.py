@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.layers.attention import Attention
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import floordiv, mod
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.shape import concat, rename, reshape
-from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
-
-if TYPE_CHECKING:
-    from mesh_tf_core.decoding.cache import Cache
 
 _MEMORY = "block_memory"
 
@@ -95,7 +92,7 @@ class LocalAttention2D(Attention):
         area = t.dim(inside[0].name).size * t.dim(inside[1].name).size
         return reshape(t, Shape([*before, Dim(_MEMORY, area), *rest]))
 
-    def _allowed(self, g: Graph, sides: list[Dim], blocks: list[Dim]) -> Tensor:
+    def _allowed(self, g: Builder, sides: list[Dim], blocks: list[Dim]) -> Tensor:
         """Bool [height_blocks, width_blocks, pixel, block_memory]: keys that are in the image, near, and if
         causal not later."""
         w = self.window

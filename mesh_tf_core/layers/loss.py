@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast
 from mesh_tf_core.ops.math import softplus
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.softmax import logsumexp, softmax_cross_entropy
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import check_rate, project
 from mesh_tf_core.ops.along import take_along
 from mesh_tf_core.ops.binary import where
@@ -19,7 +20,6 @@ from mesh_tf_core.ops.random import dropout, random_normal
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.ops.shape import concat, rename, reshape
 from mesh_tf_core.ops.softmax import logsumexp, softmax
-from mesh_tf_core.tracing.tensor import Tensor
 
 _HIDDEN, _ITSELF = -1e9, -1e5
 

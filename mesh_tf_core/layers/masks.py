@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import not_equal
 from mesh_tf_core.ops.shape import rename
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 def causal_mask(graph: Graph, length: Dim, memory_length: Dim) -> Tensor:

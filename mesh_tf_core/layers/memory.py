@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ZEROS, Normal, Uniform
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.layers.norm import LayerNorm
 from mesh_tf_core.ops.along import take_along
@@ -17,7 +18,6 @@ from mesh_tf_core.ops.order import top_k
 from mesh_tf_core.ops.shape import rename, reshape
 from mesh_tf_core.ops.softmax import softmax
 from mesh_tf_core.ops.stacking import unstack
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, check_rate
 from mesh_tf_core.layers.routing import SWITCH, Router
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import rename
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

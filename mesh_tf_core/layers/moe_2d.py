@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, check_rate
 from mesh_tf_core.layers.moe import blocks
 from mesh_tf_core.layers.routing import TOP_2, Router, TokenChoice
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape
-from mesh_tf_core.tracing.tensor import Tensor
 
 _INNER = TokenChoice(0.5, chosen=2)
 """Tokens of a row come with empty places, for which no room is needed."""

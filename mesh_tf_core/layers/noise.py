@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import check_rate
 from mesh_tf_core.ops.activations import clip
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import reciprocal
 from mesh_tf_core.ops.random import random_uniform
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

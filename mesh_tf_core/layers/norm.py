@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Constant
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.norm import layer_norm, rms_norm
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.caching import one_of_all
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.index import gather, mtf_range
 from mesh_tf_core.ops.math import abs, cos, exp, log, maximum, minimum, sin
 from mesh_tf_core.ops.neighbours import shift
-from mesh_tf_core.tracing.tensor import Tensor
-
-if TYPE_CHECKING:
-    from mesh_tf_core.decoding.cache import Cache
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.noise import Jitter
 from mesh_tf_core.ops.basic import add_n, constant_like
 from mesh_tf_core.ops.cumulative import cumsum
@@ -37,7 +38,6 @@ from mesh_tf_core.ops.random import random_uniform
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.shape import transpose
 from mesh_tf_core.ops.softmax import logsumexp, softmax
-from mesh_tf_core.tracing.tensor import Tensor
 
 LATER = ("all", "random", "threshold", "overflow")
 KEPT = ("first", "largest")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Normal
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.ops.basic import cast
 from mesh_tf_core.ops.einsum import broadcast, einsum
@@ -14,7 +15,6 @@ from mesh_tf_core.ops.math import sigmoid, tanh
 from mesh_tf_core.ops.shape import pad, rename
 from mesh_tf_core.ops.softmax import log_softmax, logsumexp, softmax_cross_entropy
 from mesh_tf_core.ops.stacking import stack, unstack
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 def _contexts(x: Tensor, d_model: str, kinds: Dim, bias: bool = False) -> Tensor:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.attention import Attention
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.ops.basic import add_n
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.random import dropout
-from mesh_tf_core.tracing.tensor import Tensor
-
-if TYPE_CHECKING:
-    from mesh_tf_core.decoding.cache import Cache
 
 DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
 

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Carry, Result, Sliced, make_loop
+from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.rematerialization import Reruns, leading_to, needed_for
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.lower.subgraph import Pairs
-
+from mesh_tf_core.lower.subgraph import Pairs
 
 Key = int | tuple[int, "Key"]
 """What a loop keeps for second runs: a tensor of its body, or what a loop inside (its id) keeps."""
 
 
 class Loops:
-    """Lowers the loops of one lowering; `low` is its state."""
+    """Lowers the loops of one lowering.
 
-    def __init__(self, low: Lowering) -> None:
-        self.low = low
-        self.reruns = Reruns(low.graph, low.recompute)
+    Args:
+      low: its state.
+      recompute: dimensions of the loops that run again in backward.
+      node, nodes: lower a node (a second time, or not), and those of a block.
+    """
+
+    def __init__(
+        self,
+        low: Placing,
+        recompute: frozenset[str],
+        node: Callable[[Node, bool], None],
+        nodes: Callable[[Block], None],
+    ) -> None:
+        self.low, self._node, self._nodes = low, node, nodes
+        self.reruns = Reruns(low.graph, recompute)
         self._kept: dict[int, dict[Key, int]] = {}
 
     def loop(self, node: Node) -> None:
@@ -45,8 +53,8 @@ class Loops:
         if self.low.keep is None:
             self._bring(block)
         outer_code, self.low.code = self.low.code, []
-        outer_memory = self.low.moved, self.low.cast
-        self.low.moved, self.low.cast = {}, {}
+        outer_memory = self.low.moved, self.low.converted
+        self.low.moved, self.low.converted = {}, {}
         index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
         self.low.env[block.index] = index  # type: ignore[index]
         carry_in = []
@@ -56,7 +64,7 @@ class Loops:
             carry_in.append(self.low.env[tensor])
         sliced = self._sliced(block)
         runs = None if decides is None else self.low.value_of(decides)
-        self.low.nodes(block)
+        self._nodes(block)
         carry_out = [self.low.at_home(self.low.value_of(t)) for t in block.carry_out] if whole else []
         finals = [self._outer(v, None) for v in carry_in]
         stacks, sums, saves = self._made(node, block)
@@ -65,7 +73,7 @@ class Loops:
         stacked += self._keeps(block, node, starts)
         summed = [self._result(inner, outer, None) for inner, outer in sums]
         body, self.low.code = tuple(self.low.code), outer_code
-        self.low.moved, self.low.cast = outer_memory
+        self.low.moved, self.low.converted = outer_memory
         self.low.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(Carry(*c) for c in zip(init, carry_in, carry_out, finals, strict=True))
         self.low.emit(
@@ -147,7 +155,7 @@ class Loops:
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
         for node in leading_to([tensor for tensor, _ in again], forward):
-            self.low.node(node, again=True)
+            self._node(node, True)
         for tensor, inner in again:
             if not self.reruns.unsaved(tensor):
                 self.low.env[inner] = self.low.value_of(tensor)
@@ -176,7 +184,7 @@ class Loops:
                 else:
                     missing = missing or graph.is_free(graph.tensor(t), then)
             if missing:
-                self.low.node(node, again=True)
+                self._node(node, True)
 
     def _unpacked(self, block: Block, forward: Block) -> list[Sliced]:
         """One iteration's part of what the forward loop keeps for loops inside that run again."""

@@ -9,10 +9,9 @@ from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import Origin
-from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
-from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.ir.structure import Connection
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,8 @@ class Plan:
     Attributes:
       first, again: where its instructions come from; `again` when it runs a second time, for backward.
       types: of its outputs.
-      roles: None if it is not lowered from them: loops and what connects a graph to the world, operations
-        that lower themselves, and casts of numbers, which every piece allows.
+      roles: None if it is not lowered from them: connections, operations that lower themselves, and
+        those that convert, which every piece allows.
       updates: it belongs to the update of the variable that its scope names.
     """
 
@@ -37,8 +36,7 @@ class Plan:
 def plan_of(node: Node, graph: Graph) -> Plan:
     """The plan of a node of a graph."""
     op, operands = node.op, [graph.tensor(i).type for i in node.inputs]
-    other = isinstance(op, Feed | Read | Assign | Scan) or hasattr(op, "lower")
-    other = other or (isinstance(op, Cast) and op.dtype != "bool")
+    other = isinstance(op, Connection) or op.lowers() or op.converts
     return Plan(
         Origin(node.index, node.scope, node.phase),
         Origin(node.index, node.scope, "recompute"),

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.structure import Variable
 from mesh_tf_core.lower.redistribute import Move, Splits, plan_moves, straight
 from mesh_tf_core.lower.storage import Storage
 

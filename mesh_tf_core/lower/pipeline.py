@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.dead import drop_dead
@@ -18,7 +19,6 @@ from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 PASSES: tuple[tuple[str, Callable[[Program], Program]], ...] = (
     ("dead", drop_dead),

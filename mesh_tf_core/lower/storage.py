@@ -16,9 +16,9 @@ from functools import lru_cache
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.structure import Variable
 
 STAGES = ("layout", "zero1", "zero2", "zero3")
 """Names of the stages in plans."""

@@ -22,7 +22,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from mesh_tf_core.ir.blocks import MICROBATCH
+from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import (
     AllReduce,
     Instr,
@@ -36,7 +38,12 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.lower.oracle import Facts
 from mesh_tf_core.lower.uses import count_uses
-from mesh_tf_core.ops.basic import Cast
+
+
+def rounds(op: Op, dtype: str) -> bool:
+    """Whether an operation, with a result of this dtype, gives but for rounding the same before a sum and
+    after it: not one that drops fractions."""
+    return op.converts and is_float(dtype)
 
 
 def delay_sums(program: Program, facts: Facts | None = None) -> Program:
@@ -120,7 +127,7 @@ class _Sums:
                 nested = set(wanted) <= set(axes) or _place(wanted, axes) is not None
                 return chain[::-1] if nested else None
             found = next((i for i in reversed(out) if id in i.outputs), None)
-            if not (isinstance(found, Local) and isinstance(found.op, Cast)):
+            if not (isinstance(found, Local) and found.op.converts):
                 return None
             chain.append(found)
             id = found.inputs[0]
@@ -164,15 +171,19 @@ class _Sums:
 
     def _passes(self, instr: Local, single: dict[int, AllReduce]) -> bool:
         """Rule (2): linear, every operand an all-reduce of its own over the same axes."""
-        # A cast that a slice reads stays behind the sum: scattering costs less before it widens the values.
-        waits = self.parts and isinstance(instr.op, Cast) and instr.outputs[0] not in self.sliced
-        if not (instr.op.linear or waits):
+        if not (instr.op.linear or (self.parts and self._rounds(instr))):
             return False
         if len(set(instr.inputs)) < len(instr.inputs) or len(instr.outputs) > 1:
             return False
         if any((r.origin.phase == "update") != (instr.origin.phase == "update") for r in single.values()):
             return False
         return all(i in single for i in instr.inputs) and len({r.axes for r in single.values()}) == 1
+
+    def _rounds(self, instr: Local) -> bool:
+        """Whether a sum of an instruction's result only has other roundings. What a slice reads stays behind
+        the sum: scattering costs less before a conversion widens the values."""
+        (result, *_) = instr.outputs
+        return rounds(instr.op, self.values[result].dtype) and result not in self.sliced
 
     def _delayed(
         self, instr: Local, inner: Sequence[AllReduce], out: list[Instr], sums: dict[int, AllReduce]

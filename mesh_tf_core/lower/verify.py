@@ -20,7 +20,7 @@ from mesh_tf_core.ir.program import (
     Value,
     WriteVariable,
 )
-from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.lower.sums import rounds
 
 
 class ProgramError(AssertionError):
@@ -146,7 +146,7 @@ class _Verifier:
         """Pending sums enter linear operations only, all operands alike; splits agree with the roles."""
         partial = {self.of(i).partial for i in instr.inputs}
         if any(partial):
-            if not (instr.op.linear or isinstance(instr.op, Cast)):
+            if not (instr.op.linear or rounds(instr.op, self.of(instr.outputs[0]).dtype)):
                 raise ProgramError(f"{instr.text()}: takes a pending sum but is not linear")
             if len(partial) != 1:
                 raise ProgramError(f"{instr.text()}: operands are partial over different axes {partial}")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import check_dtype, is_float
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import aligned, all_parallel, listing, same_dtype
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,11 @@ class Cast(Op):
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
+
+    @property
+    def converts(self) -> bool:  # type: ignore[override]
+        """A truth value is no number."""
+        return self.dtype != "bool"
 
     def roles(self, *inputs: TensorType) -> Roles:
         return all_parallel(*inputs)

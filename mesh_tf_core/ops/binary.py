@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.kernel import BINARY, At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import BINARY, At, Kernel
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, constant_like, scale, shift
 from mesh_tf_core.ops.common import aligned, all_parallel, joined, listing, same_dtype
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.reduce import sum_to
 from mesh_tf_core.ops.unary import unary
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.tensor import Tensor
 
 _BOOL_RESULT = {"eq", "ne", "lt", "le", "gt", "ge", "and", "or"}
 _COST = {"pow": 12}

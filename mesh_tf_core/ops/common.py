@@ -8,8 +8,8 @@ from typing import Any
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Shape, union
 from mesh_tf_core.ir.dtypes import promote
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
 
 
 def listing(inputs: Sequence[TensorType]) -> str:

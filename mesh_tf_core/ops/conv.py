@@ -11,21 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing, same_dtype
 from mesh_tf_core.ops.convgrid import Grid, correlated, finish, ordered, taps_met
 from mesh_tf_core.ops.pieces import window
 from mesh_tf_core.ops.shape import reshape
 from mesh_tf_core.ops.windows import Pads, Window, fitted, spread, windows
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class Conv(Op):
         """Every output is the product of a window's inputs and the weights."""
         return self.grid.product(self.flops(*local), local[1].shape)
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, w = inputs[0], low.without(inputs[1], self.taps)
         base = []
         for v in self.windows:
@@ -175,7 +172,7 @@ class ConvInputGrad(Op):
         batch, m, n, k = self.grid.product(self.flops(*local), local[1].shape)
         return batch, m, k, n
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         dy, w = inputs[0], low.without(inputs[1], self.taps)
         base, split = [], {}
         for v, inside in zip(self.windows, self.sizes, strict=True):
@@ -259,7 +256,7 @@ class ConvFilterGrad(Op):
         weights = self.grid.count(self.filters, self.taps) * x.shape.dim(self.channel).size
         return batch, weights, n, dy.shape.size // (n * batch)
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, dy = inputs
         base = []
         for v in self.windows:

@@ -7,18 +7,15 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.kernel import Kernel
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.program import Local
-from mesh_tf_core.kernels.protocol import Kernel
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.windows import Window, strided
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ def ordered(k: Kernel, x: Any, shape: Shape, names: Sequence[str]) -> Any:
     return k.transpose(x, order) if order != list(range(len(order))) else x
 
 
-def finish(low: Lowering, op: Op, inputs: Sequence[int], type: TensorType, spatial: int) -> int:
+def finish(low: Emitter, op: Op, inputs: Sequence[int], type: TensorType, spatial: int) -> int:
     """Emits `op` on inputs whose windows are in place; sums what it leaves partial.
 
     Args:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like, stop_gradient
 from mesh_tf_core.ops.math import maximum, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tracing.tensor import Tensor
 
 GradientOf = Callable[[list["Tensor | None"], list["Tensor"], list["Tensor"]], "Sequence[Tensor | None]"]
 
@@ -46,7 +43,7 @@ class CustomGradient(Op):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """No instruction: the values themselves."""
         return list(inputs[: self.count])
 

@@ -6,16 +6,14 @@ import math
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import align, all_parallel, joined, listing, same_dtype
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

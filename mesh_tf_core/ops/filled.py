@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.ops.basic import Constant, constant_like
 from mesh_tf_core.ops.einsum import broadcast
 
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.graph import Graph
-    from mesh_tf_core.tracing.tensor import Tensor
 
-
-def constant(graph: Graph, value: float, dims: Shape | Sequence[Dim] = (), dtype: str = "float32") -> Tensor:
+def constant(
+    graph: Builder, value: float, dims: Shape | Sequence[Dim] = (), dtype: str = "float32"
+) -> Tensor:
     """A tensor whose elements all are `value`."""
     one: Tensor = graph.apply(Constant(value, dtype))
     return broadcast(one, dims)
 
 
-def zeros(graph: Graph, dims: Shape | Sequence[Dim] = (), dtype: str = "float32") -> Tensor:
+def zeros(graph: Builder, dims: Shape | Sequence[Dim] = (), dtype: str = "float32") -> Tensor:
     """A tensor of zeros."""
     return constant(graph, 0.0, dims, dtype)
 
 
-def ones(graph: Graph, dims: Shape | Sequence[Dim] = (), dtype: str = "float32") -> Tensor:
+def ones(graph: Builder, dims: Shape | Sequence[Dim] = (), dtype: str = "float32") -> Tensor:
     """A tensor of ones."""
     return constant(graph, 1.0, dims, dtype)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.unary import unary
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 def exp(x: Tensor) -> Tensor:

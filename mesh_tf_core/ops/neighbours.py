@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.common import all_parallel
@@ -17,10 +18,6 @@ from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import Range, gather
 from mesh_tf_core.ops.pieces import window
 from mesh_tf_core.ops.shape import concat, rename, slice_dim, transpose
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class ShiftAlong(Op):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """A split dimension: the window of every piece, moved against the offset."""
         x = low.values[inputs[0]]
         count = low.facts.ways(x.split_of(self.dim))

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import check_disjoint
-from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.along import PutAlong, row_starts
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.index import Range
 from mesh_tf_core.ops.reduce import reduce_max, reduce_min, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape, slice_dim
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 def _last(k: Kernel, x: Any, shape: Shape, dim: str) -> Any:
@@ -99,7 +96,7 @@ class TopK(Op):
     def flops(self, *local: TensorType) -> float:
         return local[0].shape.size * max(1, self.best.size.bit_length())
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Local candidates, gathered and compared; all elements are gathered only if all are candidates."""
         x = low.values[inputs[0]]
         splits = {n: low.layout.axes(n) for n in (*x.shape.names, self.best.name)}

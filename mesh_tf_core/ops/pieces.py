@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.program import Permute
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import all_parallel
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @lru_cache(maxsize=1 << 12)
@@ -88,7 +85,7 @@ class PieceJoin(Op):
         raise UserError("joined pieces are made by lowering and have no gradient of their own")
 
 
-def window(low: Lowering, id: int, dim: str, begin: int, end: int, wrap: bool = False) -> int:
+def window(low: Emitter, id: int, dim: str, begin: int, end: int, wrap: bool = False) -> int:
     """Every device's elements begin .. end-1 of `dim`, counted from the start of its own piece.
 
     What lies in other pieces comes from their devices, however far; beyond the ends of the dimension are
@@ -114,16 +111,16 @@ def window(low: Lowering, id: int, dim: str, begin: int, end: int, wrap: bool = 
     return low.local(op, parts, [op.infer(*(_type(low, p) for p in parts))], [v.splits])[0]
 
 
-def _type(low: Lowering, id: int) -> TensorType:
+def _type(low: Emitter, id: int) -> TensorType:
     return TensorType(low.values[id].shape, low.values[id].dtype)
 
 
-def _cut(low: Lowering, id: int, dim: str, begin: int, size: int, count: int) -> int:
+def _cut(low: Emitter, id: int, dim: str, begin: int, size: int, count: int) -> int:
     op = PieceSlice(dim, begin, size, count)
     return low.local(op, [id], [op.infer(_type(low, id))], [low.values[id].splits])[0]
 
 
-def _moved(low: Lowering, id: int, axes: tuple[str, ...], shift: int, wrap: bool) -> int:
+def _moved(low: Emitter, id: int, axes: tuple[str, ...], shift: int, wrap: bool) -> int:
     count = low.facts.ways(axes)
     shift = (shift + count // 2) % count - count // 2 if wrap else shift
     if not shift:

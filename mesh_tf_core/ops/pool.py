@@ -6,22 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.common import all_parallel
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.pieces import window
 from mesh_tf_core.ops.windows import Pads, Window, fitted, spread, strided, windows
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tracing.tensor import Tensor
 
 LOWEST = float("-inf")
 
@@ -122,7 +119,7 @@ class Pool(Op):
         steps = math.prod(v.stride for v in self.windows)
         return local[0].shape.size / steps * math.prod(v.size for v in self.windows)
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, parts = inputs[0], []
         for v in self.windows:
             here = low.values[x]
@@ -192,7 +189,7 @@ class PoolGrad(Op):
     def flops(self, *local: TensorType) -> float:
         return 3.0 * local[1].shape.size * math.prod(v.size for v in self.windows)
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         (x, dy), parts = inputs, []
         for v in self.windows:
             here = low.values[x]
@@ -215,7 +212,7 @@ class PoolGrad(Op):
         )
 
 
-def _splits(low: Lowering, x: int, out: TensorType) -> tuple[tuple[str, ...], ...]:
+def _splits(low: Emitter, x: int, out: TensorType) -> tuple[tuple[str, ...], ...]:
     return tuple(low.values[x].split_of(n) for n in out.shape.names)
 
 

@@ -13,18 +13,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.program import Permute, wire_bytes
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import all_parallel
 from mesh_tf_core.ops.pieces import PieceJoin, resized
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -197,7 +194,7 @@ def _looked_up(k: Kernel, at: At, dim: str, table: Sequence[int]) -> Any:
 
 
 def rearranged(
-    low: Lowering,
+    low: Emitter,
     op: Op,
     inputs: Sequence[int],
     type: TensorType,
@@ -253,9 +250,7 @@ def plan(
     return [Slot(0, column) for column in columns], rounds(found)
 
 
-def _sent(
-    low: Lowering, own: int, dim: str, step: Sequence[Run], number: int, count: int
-) -> tuple[int, Slot]:
+def _sent(low: Emitter, own: int, dim: str, step: Sequence[Run], number: int, count: int) -> tuple[int, Slot]:
     """One round: what every device sends, and where its receiver puts it."""
     v = low.values[own]
     longest, piece = step[0].size, v.shape.dim(dim).size // count

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.einsum import broadcast
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.tensor import Tensor
 
 _COMBINE = {"sum": "sum", "max": "max", "min": "min", "any": "max", "all": "min"}
 

@@ -9,18 +9,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import align, listing, same_dtype
 from mesh_tf_core.ops.rearrange import rearranged
-
-if TYPE_CHECKING:
-    from mesh_tf_core.lower.base import Lowering
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Rename(Op):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
-    def lower(self, lowering: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, lowering: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Moves the pieces to where the new names want them, then renames in place."""
         moved = lowering.placed(inputs[0], lowering.natural(types[0].shape))
         return lowering.local(self, [moved], types, [lowering.natural(types[0].shape)])
@@ -90,7 +87,7 @@ class Reshape(Op):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
-    def lower(self, lowering: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, lowering: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Group by group of dimensions that are regrouped: only a split of a group's first dimension
         survives."""
         value = lowering.values[inputs[0]]
@@ -199,7 +196,7 @@ class Concat(Op):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         parts, begin = [], 0
         for i in inputs:
             size = low.values[i].shape.dim(self.dim).size
@@ -250,7 +247,7 @@ class SliceDim(Op):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         return [rearranged(low, self, inputs, types[0], self.dim, [(0, self.begin, self.size)])]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
@@ -286,7 +283,7 @@ class Pad(Op):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
-    def lower(self, low: Lowering, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         size = low.values[inputs[0]].shape.dim(self.dim).size
         return [rearranged(low, self, inputs, types[0], self.dim, [(self.before, 0, size)], self.value)]
 

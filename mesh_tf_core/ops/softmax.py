@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import At, Kernel
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, constant_like, stop_gradient
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.common import aligned, all_parallel, listing
@@ -18,9 +19,6 @@ from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import Pick, local_ids
 from mesh_tf_core.ops.math import exp, log, maximum
 from mesh_tf_core.ops.reduce import reduce_max, reduce_sum
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 def _along(dim: str, inputs: Sequence[TensorType], reason: str) -> Roles:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.shape import concat, rename, reshape, slice_dim, transpose
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.tensor import Tensor
 
 
 def stack(xs: Sequence[Tensor], dim: str, axis: int = 0) -> Tensor:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.kernel import UNARY, At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.kernels.protocol import UNARY, At, Kernel
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import all_parallel, same_dtype
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.tensor import Tensor
 
 _COST = {"exp": 8, "log": 8, "tanh": 10, "sigmoid": 10, "erf": 12, "gelu": 16, "silu": 12, "pow": 12}
 """Arithmetic per element where it is far from one (vector-math libraries' polynomial lengths)."""
@@ -150,5 +148,5 @@ class UnaryGrad(Op):
 
 
 def unary(fn: str, x: Tensor) -> Tensor:
-    """`fn` of every element (see kernels.protocol.UNARY)."""
+    """`fn` of every element (see ir.kernel.UNARY)."""
     return x.graph.apply(Unary(fn), x)

@@ -13,7 +13,7 @@ from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.kernels.protocol import Kernel
+from mesh_tf_core.ir.kernel import Kernel
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.math import exp, maximum, rsqrt, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 from mesh_tf_core.ops.unary import unary
 from mesh_tf_core.optimizers.base import Optimizer, Rate, Updates, slot, times
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import math
 import re
 from dataclasses import dataclass
 
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.math import exp, sqrt
 from mesh_tf_core.optimizers.base import Optimizer, Rate, Updates, slot, times
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.initializers import Constant
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.initializers import Constant, Variable
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import add_n, constant_like
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import is_finite, maximum, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.optimizers.scaling import LossScale
 from mesh_tf_core.optimizers.schedules import Schedule
-from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
+from mesh_tf_core.tracing.graph import Graph, graph_of
 
 Rate = float | Tensor
 Updates = Iterable[tuple[Variable, Tensor]]
@@ -69,7 +68,7 @@ class Optimizer:
         """What gradients are taken of."""
         if self.loss_scale is None:
             return loss
-        return loss * self.loss_scale.scale(loss.graph).cast(loss.dtype)
+        return loss * self.loss_scale.scale(graph_of(loss)).cast(loss.dtype)
 
 
 def times(x: Tensor, rate: Rate) -> Tensor:

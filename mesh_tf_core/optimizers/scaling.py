@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Shape
-from mesh_tf_core.ir.initializers import Constant
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.initializers import Constant, Variable
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import maximum, minimum
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 SCALE, GOOD = "loss_scale", "loss_scale/good_steps"
 """Names of the variables: the scale, and how many steps in a row were finite."""

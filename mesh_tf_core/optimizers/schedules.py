@@ -19,10 +19,10 @@ import math
 from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.math import cos, maximum, minimum, rsqrt
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 class Schedule:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.index import Range
 from mesh_tf_core.ops.math import logical_and
 from mesh_tf_core.ops.shape import pad, transpose
-from mesh_tf_core.tracing.tensor import Tensor
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.graph import Graph
 
 
 def assign_add(graph: Graph, variable: Variable, value: Tensor) -> None:

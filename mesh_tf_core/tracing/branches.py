@@ -12,12 +12,12 @@ from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import logical_not
 from mesh_tf_core.ops.shape import reshape
-from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.scan import scan
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 def cond(
@@ -29,7 +29,7 @@ def cond(
     """
     if not isinstance(predicate, Tensor) or predicate.dtype != "bool" or len(predicate.shape):
         raise UserError(f"cond: the predicate must be a bool scalar, found {predicate!r}")
-    graph = predicate.graph
+    graph = graph_of(predicate)
     predicate = graph.visible(predicate, "cond")
     yes, no = _branch(graph, predicate, if_true), _branch(graph, logical_not(predicate), if_false)
     if isinstance(yes, Tensor) and isinstance(no, Tensor):
@@ -69,7 +69,7 @@ def recomputable(fn: Callable[..., Any], *xs: Tensor, name: str = "block") -> An
     """
     if not xs:
         raise UserError("recomputable: needs at least one tensor, found none")
-    return _once(xs[0].graph, Dim(name, 1), lambda: fn(*xs), None)
+    return _once(graph_of(xs[0]), Dim(name, 1), lambda: fn(*xs), None)
 
 
 def _chosen(predicate: Tensor, yes: Tensor, no: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def while_loop(
         raise UserError("while_loop: needs a tensor to carry, found none")
     if max_steps < 1:
         raise UserError(f"while_loop: max_steps must be positive, found {max_steps}")
-    graph = state[0].graph
+    graph = graph_of(state[0])
 
     def going(*now: Tensor) -> Tensor:
         found = condition(*now)

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant, add_n
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import transpose
-from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.replay import Replay
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
@@ -22,7 +22,7 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     Args:
       loss: a scalar at the top level of its graph.
     """
-    graph = loss.graph
+    graph = graph_of(loss)
     if len(loss.shape) or loss.block:
         raise UserError(f"gradients: the loss must be a scalar outside of loops, found {loss!r}")
     needed = _depends_on(graph, [x.id for x in wrt])

@@ -14,23 +14,24 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
-from mesh_tf_core.ir.initializers import Initializer
+from mesh_tf_core.ir.initializers import Initializer, Variable
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan, Variable
+from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.ir.tensor import Builder, Tensor
+from mesh_tf_core.ops.basic import cast
+from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.ops.shape import Reshape
-from mesh_tf_core.tracing.scopes import Scopes
-from mesh_tf_core.tracing.tensor import Tensor
+from mesh_tf_core.ops.unary import unary
 
 T = TypeVar("T")
 
 
-class Graph(Scopes):
+class Graph(Builder):
     """A model under construction, and afterwards its operations.
 
     Attributes:
       version: another number after every change.
-      gradient_functions: those that the model wrote itself (see `custom_gradient`), by number.
     """
 
     def __init__(self, name: str = "model") -> None:
@@ -127,7 +128,6 @@ class Graph(Scopes):
     # -- operations ------------------------------------------------------------------------------------------
 
     def apply(self, op: Op, *inputs: Tensor) -> Any:
-        """Appends an operation to the current block; returns its output, or a tuple of them."""
         taken = [self.visible(x, op) for x in inputs]
         types = op.infer(*(x.type for x in taken))
         many = isinstance(types, tuple)
@@ -135,6 +135,15 @@ class Graph(Scopes):
         outs = [self.new_tensor(t, self.block) for t in listed]
         self._append(op, taken, outs, None)
         return tuple(outs) if many else outs[0]
+
+    def unary(self, fn: str, x: Tensor) -> Tensor:
+        return unary(fn, x)
+
+    def binary(self, fn: str, x: Tensor | float, y: Tensor | float) -> Tensor:
+        return binary(fn, x, y)
+
+    def cast(self, x: Tensor, dtype: str) -> Tensor:
+        return cast(x, dtype)
 
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
         node = Node(
@@ -254,14 +263,6 @@ class Graph(Scopes):
         activation_dtype: str | None = None,
         trainable: bool = True,
     ) -> Tensor:
-        """A trained (or only stored) tensor. Inside a scan it has one value per iteration, unless `sharing`
-        was opened outside of it.
-
-        Args:
-          name: unique below the current scope.
-          dtype: in which it is stored and updated (the master copy).
-          activation_dtype: in which the returned tensor is (None: dtype).
-        """
         full = self.path(name)
         loops = self._loops[self._around : self._shared]
         shape = Shape([*(b.dim for b in loops if b.dim), *dims])
@@ -299,15 +300,12 @@ class Graph(Scopes):
         self.changed()
 
     def read(self, variable: Variable) -> Tensor:
-        """The variable's value at the start of the step."""
         if variable.name not in self._reads:
             with self._at_root():
                 self._reads[variable.name] = self.apply(Read(variable))
         return self._reads[variable.name]
 
     def assign(self, variable: Variable, value: Tensor) -> None:
-        """Stores `value` into the variable at the end of the step; inside a loop, every iteration's value of
-        a variable that has one per iteration."""
         loops = [b for b in self._stack if b.dim is not None]
         if any(b.runs is not None for b in loops):
             raise UserError(
@@ -330,7 +328,6 @@ class Graph(Scopes):
             self._assigned.append((variable, value, "/".join(self._scope)))
 
     def lookup(self, name: str) -> Variable:
-        """The variable of this name below the current scope, or of this whole name."""
         below = self.path(name)
         if below in self.variables:
             return self.variables[below]
@@ -341,13 +338,11 @@ class Graph(Scopes):
         return self.variables[name]
 
     def random_key(self, *extra: Tensor) -> Tensor:
-        """A new int32 key: differs per call, per step and per iteration of the loops around it."""
         self._keys += 1
         indices = [self.tensors[b.index] for b in self._stack if b.index is not None]
         return self.apply(FoldIn(self._keys), self.step(), *indices, *extra)
 
     def step(self) -> Tensor:
-        """The number of steps done so far (int32 scalar)."""
         from mesh_tf_core.ir.initializers import ZEROS
 
         if "step" not in self.variables:
@@ -429,3 +424,9 @@ class Graph(Scopes):
                 whole = value if same else self.apply(Reshape(variable.shape), value)
                 self._append(Assign(variable), [whole], [], None)
         self._assigned.clear()
+
+
+def graph_of(x: Tensor) -> Graph:
+    """The graph of a tensor, as more than model code asks of it."""
+    assert isinstance(x.graph, Graph)
+    return x.graph

@@ -19,10 +19,10 @@ from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.ops.shape import Rename
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 def accumulate(

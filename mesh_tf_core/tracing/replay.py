@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from mesh_tf_core.ir.blocks import Block, Half, Node
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 class Replay:

@@ -15,9 +15,9 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.tracing.graph import graph_of
 from mesh_tf_core.tracing.scan import along, scan
-from mesh_tf_core.tracing.tensor import Tensor
 
 HalfFn = Callable[..., Tensor]
 
@@ -39,7 +39,7 @@ def reversible_scan(
     Returns:
       y1 and y2 of the last iteration.
     """
-    graph: Graph = x1.graph
+    graph = graph_of(x1)
     init = [graph.visible(x, "reversible_scan") for x in (x1, x2)]
     for x in init:
         if not is_float(x.dtype):
@@ -71,7 +71,7 @@ def _half(
     block: Block, name: str, fn: HalfFn, argument: Tensor, parts: Sequence[Tensor], like: Tensor
 ) -> Half:
     """Traces f or g. UserError if it gives another type, or reads more of the body than its arguments."""
-    graph, begin = argument.graph, len(block.nodes)
+    graph, begin = graph_of(argument), len(block.nodes)
     result = fn(argument, *parts)
     if not isinstance(result, Tensor) or result.type != like.type:
         raise UserError(f"reversible_scan over {block.dim}: {name} must return {like.type}, found {result!r}")

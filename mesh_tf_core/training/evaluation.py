@@ -26,13 +26,13 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.structure import Assign
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.basic import Cast, Scale, StopGradient
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.random import Dropout
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.tensor import Tensor
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
 

@@ -20,6 +20,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Feed, Read
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import AddN, Cast, Scale, Shift, StopGradient, add_n
 from mesh_tf_core.ops.binary import Binary, binary
 from mesh_tf_core.ops.einsum import Einsum, broadcast, einsum
@@ -28,7 +29,6 @@ from mesh_tf_core.ops.shape import Rename
 from mesh_tf_core.ops.unary import Unary
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import batch_names
-from mesh_tf_core.tracing.tensor import Tensor
 
 
 class Kind(IntEnum):

@@ -12,9 +12,9 @@ import pytest
 import mesh_tf_core as mtf
 from mesh_tf_core.engines import lockstep
 from mesh_tf_core.ir import program as program_module
+from mesh_tf_core.ir.kernel import At
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import AllReduce, Local, Loop, Program
-from mesh_tf_core.kernels.protocol import At
 from mesh_tf_core.lower import base, oracle, pipeline
 from mesh_tf_core.lower.redistribute import plan_moves
 from mesh_tf_core.ops import (

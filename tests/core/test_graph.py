@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import mesh_tf_core as mtf
-from mesh_tf_core.ir.op import Op
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.unary import Unary
 from mesh_tf_core.optimizers import by_name
@@ -22,18 +20,6 @@ A, B, L = mtf.Dim("a", 4), mtf.Dim("b", 6), mtf.Dim("layers", 3)
 @pytest.fixture
 def g() -> mtf.Graph:
     return mtf.Graph("g")
-
-
-def test_an_operation_without_its_facets_fails_at_import() -> None:
-    with pytest.raises(TypeError, match="operation Half lacks the facets flops, gradient"):
-
-        @dataclass(frozen=True)
-        class Half(Op):
-            def roles(self, *inputs: Any) -> Any: ...
-
-            def infer(self, *inputs: Any) -> Any: ...
-
-            def kernel(self, k: Any, at: Any, *slices: Any) -> Any: ...
 
 
 def test_every_change_ends_what_is_remembered(g: mtf.Graph) -> None:

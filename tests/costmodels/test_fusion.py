@@ -15,7 +15,7 @@ from costmodels.kernels.groups import Kernel
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import price
 from mesh_tf_core import Dim, Layout, Mesh
-from mesh_tf_core.ir.structure import Variable
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.lower import lower
 from mesh_tf_core.optimizers import by_name
 

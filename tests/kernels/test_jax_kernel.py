@@ -13,9 +13,9 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.kernel import BINARY, REDUCE, UNARY
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
-from mesh_tf_core.kernels.protocol import BINARY, REDUCE, UNARY
 from tests.conformance.helper import Built, Sample, check_close, legal_layouts
 from tests.conformance.samples import SAMPLES
 from tests.kernels.test_tf_kernel import (

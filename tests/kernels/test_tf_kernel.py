@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from mesh_tf_core.ir.kernel import BINARY, REDUCE, UNARY
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
-from mesh_tf_core.kernels.protocol import BINARY, REDUCE, UNARY
 from mesh_tf_core.kernels.tf_kernel import TfKernel, XlaKernel
 
 NP, TF = NumpyKernel(), TfKernel()

@@ -8,13 +8,10 @@ worker that is missing there makes the others wait for ever, and `Cluster` watch
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.engines.tf.devices import make_virtual
 from mesh_tf_core.errors import UserError
-
-if TYPE_CHECKING:
-    from mesh_tf_core.cluster import Cluster
 
 JOB = "worker"
 

@@ -7,10 +7,11 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
+from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.engines.stepping import check_beside
 from mesh_tf_core.engines.tf.cluster import start
 from mesh_tf_core.engines.tf.cluster_gather import HostGather
@@ -19,9 +20,6 @@ from mesh_tf_core.engines.tf.group_trace import GroupTrace
 from mesh_tf_core.engines.tf.local import TfLocalEngine
 from mesh_tf_core.engines.tf.variables import Variables
 from mesh_tf_core.ir.program import Collective, Program, text
-
-if TYPE_CHECKING:
-    from mesh_tf_core.cluster import Cluster
 
 LOST = (
     tf.errors.AbortedError,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.dtypes import TensorType
 
 T = Any
 

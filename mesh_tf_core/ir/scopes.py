@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.initializers import Initializer
 
 Initial = Callable[[str, Initializer], Initializer]
@@ -23,7 +22,7 @@ class Scopes:
         self._initial: tuple[Initial, ...] = ()
 
     @property
-    def _loops(self) -> Sequence[Block]:
+    def _loops(self) -> Sequence[object]:
         """The loops around new operations, whose dimensions new variables have."""
         raise NotImplementedError
 

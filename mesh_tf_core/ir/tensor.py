@@ -1,0 +1,196 @@
+"""Symbolic tensors: what model code handles. Arithmetic broadcasts by dimension name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.initializers import Initializer, Variable
+from mesh_tf_core.ir.scopes import Scopes
+
+_RETURN = "return it as a result, or run this code with mtf.Eager outside of loops and staged functions"
+
+
+class Builder(Scopes):
+    """What a tensor knows of the graph that it is in: what model code may ask of it.
+
+    Attributes:
+      name: for messages.
+      gradient_functions: those that the model wrote itself (see `custom_gradient`), by number.
+    """
+
+    name: str
+    gradient_functions: list[Callable[..., Any]]
+
+    def apply(self, op: Any, *inputs: Tensor) -> Any:
+        """Appends an operation (an `Op`) to the current block; returns its output, or a tuple of them."""
+        raise NotImplementedError
+
+    def unary(self, fn: str, x: Tensor) -> Tensor:
+        """Element-wise `fn` of a tensor."""
+        raise NotImplementedError
+
+    def binary(self, fn: str, x: Tensor | float, y: Tensor | float) -> Tensor:
+        """Element-wise `fn` of two tensors, or of a tensor and a number."""
+        raise NotImplementedError
+
+    def cast(self, x: Tensor, dtype: str) -> Tensor:
+        """`x` with another element type."""
+        raise NotImplementedError
+
+    def variable(
+        self,
+        name: str,
+        dims: Sequence[Dim],
+        initializer: Initializer,
+        dtype: str = "float32",
+        activation_dtype: str | None = None,
+        trainable: bool = True,
+    ) -> Tensor:
+        """A trained (or only stored) tensor. Inside a scan it has one value per iteration, unless `sharing`
+        was opened outside of it.
+
+        Args:
+          name: unique below the current scope.
+          dtype: in which it is stored and updated (the master copy).
+          activation_dtype: in which the returned tensor is (None: dtype).
+        """
+        raise NotImplementedError
+
+    def lookup(self, name: str) -> Variable:
+        """The variable of this name below the current scope, or of this whole name."""
+        raise NotImplementedError
+
+    def read(self, variable: Variable) -> Tensor:
+        """The variable's value at the start of the step."""
+        raise NotImplementedError
+
+    def assign(self, variable: Variable, value: Tensor) -> None:
+        """Stores `value` into the variable at the end of the step; inside a loop, every iteration's value of
+        a variable that has one per iteration."""
+        raise NotImplementedError
+
+    def random_key(self, *extra: Tensor) -> Tensor:
+        """A new int32 key: differs per call, per step and per iteration of the loops around it."""
+        raise NotImplementedError
+
+    def step(self) -> Tensor:
+        """The number of steps done so far (int32 scalar)."""
+        raise NotImplementedError
+
+
+class Tensor:
+    """A value of a graph: named dimensions and a dtype, no data and no device.
+
+    Attributes:
+      graph: the graph it belongs to.
+      id: its number in the graph.
+      type: shape and dtype.
+      block: number of the block (loop body, or 0) whose operations compute it.
+    """
+
+    __slots__ = ("block", "graph", "id", "type")
+    __array_ufunc__ = None
+    """NumPy's arrays leave arithmetic to the tensor instead of applying it element by element."""
+
+    def __init__(self, graph: Builder, id: int, type: TensorType, block: int) -> None:
+        self.graph, self.id, self.type, self.block = graph, id, type, block
+
+    @property
+    def shape(self) -> Shape:
+        return self.type.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.type.dtype
+
+    def dim(self, name: str) -> Dim:
+        return self.shape.dim(name)
+
+    def __repr__(self) -> str:
+        return f"Tensor(%{self.id} {self.type})"
+
+    def __bool__(self) -> bool:
+        self._no_value("use mtf.where or mtf.scan instead of if, or run this code with mtf.Eager")
+
+    def __float__(self) -> float:
+        self._no_value(_RETURN)
+
+    def __int__(self) -> int:
+        self._no_value(_RETURN)
+
+    def numpy(self) -> Any:
+        """The whole array, of a tensor that holds its value (`mtf.Eager`)."""
+        self._no_value(_RETURN)
+
+    def shards(self) -> dict[tuple[int, ...], Any]:
+        """Every device's piece, of a tensor that holds its value (`mtf.Eager`)."""
+        self._no_value(_RETURN)
+
+    def _no_value(self, advice: str) -> NoReturn:
+        where = " (loops and branches are built before they are run)" if self.block else ""
+        raise UserError(f"{self!r} has no value while the model is being built{where}; {advice}")
+
+    def __add__(self, other: Tensor | float) -> Tensor:
+        return self.graph.binary("add", self, other)
+
+    def __radd__(self, other: float) -> Tensor:
+        return self.graph.binary("add", other, self)
+
+    def __sub__(self, other: Tensor | float) -> Tensor:
+        return self.graph.binary("sub", self, other)
+
+    def __rsub__(self, other: float) -> Tensor:
+        return self.graph.binary("sub", other, self)
+
+    def __mul__(self, other: Tensor | float) -> Tensor:
+        return self.graph.binary("mul", self, other)
+
+    def __rmul__(self, other: float) -> Tensor:
+        return self.graph.binary("mul", other, self)
+
+    def __truediv__(self, other: Tensor | float) -> Tensor:
+        return self.graph.binary("div", self, other)
+
+    def __rtruediv__(self, other: float) -> Tensor:
+        return self.graph.binary("div", other, self)
+
+    def __pow__(self, other: Tensor | float) -> Tensor:
+        return self.graph.binary("pow", self, other)
+
+    def __neg__(self) -> Tensor:
+        return self.graph.binary("mul", self, -1.0)
+
+    def __lt__(self, other: Tensor | float) -> Tensor:
+        return self.graph.binary("lt", self, other)
+
+    def __le__(self, other: Tensor | float) -> Tensor:
+        return self.graph.binary("le", self, other)
+
+    def __gt__(self, other: Tensor | float) -> Tensor:
+        return self.graph.binary("gt", self, other)
+
+    def __ge__(self, other: Tensor | float) -> Tensor:
+        return self.graph.binary("ge", self, other)
+
+    def __and__(self, other: Tensor) -> Tensor:
+        return self.graph.binary("and", self, other)
+
+    def __or__(self, other: Tensor) -> Tensor:
+        return self.graph.binary("or", self, other)
+
+    def __invert__(self) -> Tensor:
+        return self.graph.unary("not", self)
+
+    def equal(self, other: Tensor | float) -> Tensor:
+        """Element-wise equality (`==` compares handles, so that tensors can be dictionary keys)."""
+        return self.graph.binary("eq", self, other)
+
+    def cast(self, dtype: str) -> Tensor:
+        return self.graph.cast(self, dtype)
+
+
+Tensors = Tensor | Sequence[Tensor]

@@ -1,0 +1,161 @@
+"""The contract of an operation: what a class that breaks it is told, and what every class of ours keeps."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import pytest
+
+import mesh_tf_core as mtf
+import mesh_tf_core.ops
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.lower.placing import Placing
+
+A = mtf.Dim("a", 4)
+
+
+class Whole(Op, abstract=True):
+    """All required facets, so that a class below breaks one rule at a time."""
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=inputs[0].shape.names)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Any, at: Any, *slices: Any) -> Any:
+        return slices[0]
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Any, inputs: Any, output: Any) -> Any:
+        return [dy]
+
+
+def lacking() -> None:
+    class Half(Op):
+        def roles(self, *inputs: Any) -> Any: ...
+
+        def infer(self, *inputs: Any) -> Any: ...
+
+        def kernel(self, k: Any, at: Any, *slices: Any) -> Any: ...
+
+
+def of_unknown_kind() -> None:
+    class Half(Whole):
+        kind: ClassVar[str] = "matrix"
+
+
+def of_unknown_linearity() -> None:
+    class Half(Whole):
+        linear = "mostly"  # type: ignore[assignment]
+
+
+def with_a_misspelt_fact() -> None:
+    class Half(Whole):
+        liner: ClassVar[bool] = True
+
+
+def with_a_short_lower() -> None:
+    class Half(Whole):
+        def lower(self, low: Any, inputs: Any) -> Any: ...
+
+
+def with_a_long_lower() -> None:
+    class Half(Whole):
+        def lower(self, low: Any, inputs: Any, types: Any, more: Any) -> Any: ...
+
+
+def with_a_deaf_expand() -> None:
+    class Half(Whole):
+        def expand(self) -> Any: ...
+
+
+def unhashable() -> None:
+    @dataclass(frozen=True)
+    class Half(Whole):
+        sizes: list[int]
+
+
+def mutable() -> None:
+    @dataclass
+    class Half(Whole):
+        size: int
+
+
+def bare() -> None:
+    class Half(Whole):
+        size: int
+
+    Half(3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "made, match",
+    [
+        (lacking, r"operation Half lacks the facets flops, gradient$"),
+        (
+            of_unknown_kind,
+            r"operation Half: kind is 'matrix'; it may be 'matmul', 'elementwise', 'reduce', 'gather', "
+            r"'random', 'data'$",
+        ),
+        (of_unknown_linearity, r"operation Half: linear is 'mostly'; it may be False, True$"),
+        (
+            with_a_misspelt_fact,
+            r"operation Half: 'liner' is no fact of the contract; it has kind, free, linear, converts, "
+            r"streams, regroups$",
+        ),
+        (
+            with_a_short_lower,
+            r"operation Half: lower\(self, low, inputs\) must be lower\(self, low, inputs, types\)$",
+        ),
+        (
+            with_a_long_lower,
+            r"operation Half: lower\(self, low, inputs, types, more\) must be "
+            r"lower\(self, low, inputs, types\)$",
+        ),
+        (with_a_deaf_expand, r"operation Half: expand\(self\) must be expand\(self, \*inputs\)$"),
+        (unhashable, r"operation Half: 'sizes' of type list\[int\] has no hash; use a tuple$"),
+        (mutable, r"cannot inherit non-frozen dataclass from a frozen one"),
+        (bare, r"operation Half is no dataclass; write @dataclass\(frozen=True\) above its class$"),
+    ],
+)
+def test_a_class_that_breaks_the_contract(made: Callable[[], None], match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        made()
+
+
+def test_what_an_operation_is_without_its_optional_facets() -> None:
+    @dataclass(frozen=True)
+    class Same(Whole):
+        size: int = 3
+
+    op, x = Same(), TensorType(mtf.Shape([A]), "float32")
+    assert not op.lowers() and not op.expands()
+    assert (op.expand(), op.contraction(x), op.moved([x], [x])) == (None, None, 32.0)
+    assert (op.describe(), op.kind) == ("same(size=3)", "elementwise")
+    assert not any((op.free, op.linear, op.converts, op.streams, op.regroups))
+    assert op == Same() and hash(op) == hash(Same()) and op != Same(4)
+
+
+def every_operation() -> list[type[Op]]:
+    names = [m.name for m in pkgutil.iter_modules(mesh_tf_core.ops.__path__, "mesh_tf_core.ops.")]
+    classes = [c for n in names for c in vars(importlib.import_module(n)).values() if inspect.isclass(c)]
+    return sorted({c for c in classes if issubclass(c, Op) and c is not Op}, key=lambda c: c.__name__)
+
+
+@pytest.mark.parametrize("op", every_operation(), ids=lambda c: c.__name__)
+def test_every_operation_is_a_frozen_dataclass_with_a_text(op: type[Op]) -> None:
+    assert op.__dataclass_params__.frozen and op.__dataclass_params__.eq  # type: ignore[attr-defined]
+    assert op.__doc__ and all(f.compare or f.name == "function" for f in fields(op))
+
+
+def test_lowering_offers_what_operations_may_ask() -> None:
+    asked = {n for n, member in vars(Emitter).items() if callable(member) and not n.startswith("_")}
+    assert asked and all(callable(getattr(Placing, n)) for n in asked)
