@@ -1,5 +1,5 @@
 """Jobs of several processes: who takes part, and what happens when one of them does not. No TensorFlow
-here; `engines.tf_cluster` runs programs over them."""
+here; `engines.tf.cluster` runs programs over them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The JAX engine: a program on the devices that JAX has, as one compiled function (see `jax_program`).
+"""The JAX engine: a program on the devices that JAX has, as one compiled function (see `jax.program`).
 
-It runs where JAX is and TensorFlow is not. What it compiles here is what `jax_compile` gives to the TPU
+It runs where JAX is and TensorFlow is not. What it compiles here is what `jax.compile` gives to the TPU
 compiler.
 """
 

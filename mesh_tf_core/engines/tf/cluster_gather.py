@@ -19,7 +19,7 @@ from mesh_tf_core.kernels.numpy_kernel import np_dtype
 CHUNK = 1 << 25
 """8-byte words of a message at most."""
 FIRST_KEY = 1 << 30
-"""Keys from here on are this module's; `tf_group` counts from 1."""
+"""Keys from here on are this module's; `engines.tf.group` counts from 1."""
 _keys = itertools.count(FIRST_KEY)
 
 Begin = tuple[int, ...]

@@ -21,7 +21,7 @@ Env = dict[int, Any]
 
 
 class GroupTrace(Trace):
-    """See `tf_trace.Trace`; collectives are TensorFlow's group operations.
+    """See `engines.tf.trace.Trace`; collectives are TensorFlow's group operations.
 
     Attributes:
       timeout: seconds that a device waits in one of them.

@@ -1,4 +1,4 @@
-"""The local engine: a program on all devices of this process, in one TensorFlow graph (see `tf_trace`).
+"""The local engine: a program on all devices of this process, in one TensorFlow graph (see `tf.trace`).
 
 Written values are stored after every device has computed all of them: a step happens wholly or not at all.
 """
@@ -25,7 +25,7 @@ class TfLocalEngine(Stepping):
     """See `engines.protocol.Engine`.
 
     Args:
-      devices: device names by rank (`tf_devices.prepare` makes them).
+      devices: device names by rank (`engines.prepare` makes them).
       exchange: how pieces travel: `direct` as operations of the graph around the devices, `group` by
         TensorFlow's collectives; by default `direct` on CPU and `group` on GPU.
       shared: another engine's variables, to be used here too.

@@ -1,4 +1,4 @@
-"""The TPU engine: the program as the replica function of TensorFlow's TPUStrategy (see `tf_tpu_program`).
+"""The TPU engine: the program as the replica function of TensorFlow's TPUStrategy (see `tf.tpu_program`).
 
 Written against TensorFlow's documented interface. Without a TPU its graph can be built and its replica
 function compiled, which the tests do; no step of it has been run on one.
