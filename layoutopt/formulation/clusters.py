@@ -80,6 +80,8 @@ def clusters(coupling: Coupling) -> list[Cluster]:
 class _Builder:
     def __init__(self, coupling: Coupling) -> None:
         self.graph, self.coupling = coupling.graph, coupling
+        made = coupling.stacks
+        self.unread = frozenset(o for b in self.graph.blocks for o in b.saved.values() if o not in made)
         self.rerun = self._rerun()
 
     def _rerun(self) -> dict[int, tuple[str, ...]]:
@@ -87,7 +89,7 @@ class _Builder:
         out: dict[int, tuple[str, ...]] = {}
         for block in self.graph.blocks:
             if stands_beside_backward(block, self.graph) and block.dim is not None:
-                for node in running_again(block):
+                for node in running_again(block, self.unread):
                     out[node.index] = (*out.get(node.index, ()), block.dim.name)
         return out
 
@@ -174,7 +176,10 @@ class _Builder:
         return Cluster(
             name,
             keep,
-            {dim: Keep(frozenset(found), keep.blocks, again=True) for dim, found in again.items()},
+            {
+                dim: Keep(frozenset(found), keep.blocks, again=True, unread=self.unread)
+                for dim, found in again.items()
+            },
             *self._dims(nodes),
             early,
             multiplicity,
@@ -220,7 +225,7 @@ class _Builder:
             while block.parent is not None:
                 blocks.add(block.id)
                 block = self.graph.blocks[block.parent]
-        return Keep(frozenset(n.index for n in nodes), frozenset(blocks), homes)
+        return Keep(frozenset(n.index for n in nodes), frozenset(blocks), homes, unread=self.unread)
 
     # -- access to variables ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Set
 
 from costmodels.kernels.fusion import fusion
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.tracing.graph import Graph
 
@@ -29,12 +29,15 @@ class Coupling:
       chain: variable -> its tensors: as read, as parts in loops, and casts of these.
       reads: variable -> the nodes that read it.
       owner: tensor of a chain -> its variable.
+      stacks: tensors that the program's loops stack.
       fusion: what a compiler may run as one kernel.
     """
 
     def __init__(self, graph: Graph, program: Program, returned: Collection[int] = ()) -> None:
         self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph)
         live = {instr.origin.node for instr, _ in program.walk()}
+        loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
+        self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}
         self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]
         self.home: dict[int, Block] = {}
         self.readers: dict[int, list[Node]] = defaultdict(list)
@@ -100,16 +103,17 @@ class Coupling:
     # -- gathers that are shared -----------------------------------------------------------------------------
 
     def _gathers(self) -> None:
-        """Joins operations of a block that need all of one dimension of the same tensor: it is gathered once
-        for all of them."""
+        """Joins operations of a block that may move one dimension of the same tensor, for they need all of it
+        or call it otherwise: it is moved once for all of them."""
         for tensor, readers in self.readers.items():
             first: dict[tuple[int, str], int] = {}
             for node in readers if len(readers) > 1 else ():
                 if isinstance(node.op, Connection) or node.op.expands():
                     continue
                 roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
-                for name in roles.whole:
-                    if name in self.graph.tensor(tensor).shape.names:
+                stay = {n for o in node.outputs for n in self.graph.tensor(o).shape.names}
+                for name in self.graph.tensor(tensor).shape.names:
+                    if name in roles.whole or (node.op.regroups and name not in stay):
                         self._join(first.setdefault((self.home[node.index].id, name), node.index), node.index)
 
     # -- sums that may wait ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ its own body; the backward body then begins with the parts of these stacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import cached_property
 
 from mesh_tf_core.errors import UserError, known_names
@@ -140,9 +140,11 @@ def leading_to(wanted: Iterable[int], block: Block) -> list[Node]:
     return [node for node in block.nodes if _makes(node, needed)]
 
 
-def running_again(block: Block) -> list[Node]:
-    """The nodes, also those of loops inside, that run a second time when a loop's body is recomputed."""
-    needed, found = needed_for(block.saved, block), []
+def running_again(block: Block, unread: Set[int] = frozenset()) -> list[Node]:
+    """The nodes, also those of loops inside, that run a second time when a loop's body is recomputed, but for
+    stacks that nothing reads."""
+    wanted = (tensor for tensor, stack in block.saved.items() if stack not in unread)
+    needed, found = needed_for(wanted, block), list[Node]()
 
     def visit(inside: Block) -> None:
         for node in inside.nodes:

@@ -22,6 +22,7 @@ class Keep:
       homes: (block, tensor): also bring a tensor into its natural placement at the end of a block, as readers
         would.
       again: it is what runs a second time when a loop is recomputed.
+      unread: stacks of saved values that nothing reads in the whole graph: no loop makes them.
       plans: what was worked out of the nodes: a search lowers the same ones under thousands of layouts.
     """
 
@@ -29,6 +30,7 @@ class Keep:
     blocks: frozenset[int]
     homes: frozenset[tuple[int, int]] = frozenset()
     again: bool = False
+    unread: frozenset[int] = frozenset()
     plans: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)
     _homes: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
@@ -73,7 +75,9 @@ class Keep:
         assert block is not None
         if block.id not in self._made:
             stacked, summed, saved = (
-                tuple((i, o) for i, o in pairs if _source(i, scan, graph) in self.nodes)
+                tuple(
+                    (i, o) for i, o in pairs if o not in self.unread and _source(i, scan, graph) in self.nodes
+                )
                 for pairs in (block.stacked, block.summed, block.saved.items())
             )
             self._made[block.id] = stacked, summed, saved

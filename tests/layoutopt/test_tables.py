@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import pricer
+from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
+from examples.transformer_seq2seq import model as translator
 from layoutopt.evaluator import evaluate
-from layoutopt.formulation.extract import Extraction, extract
+from layoutopt.formulation.extract import Draft, Extraction, extract
+from layoutopt.optimize.memoised import Quotes
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.domains import domains
@@ -110,3 +114,25 @@ def test_the_problem_does_not_grow_with_the_layers() -> None:
     for again in (frozenset[str](), frozenset({"layers"})):
         sizes = [[len(row.entries) for row in found.memory.rows(again)] for found in (few, many)]
         assert sizes[0] == sizes[1]
+
+
+SHARED: dict[str, tuple[Callable[[], mtf.Model], str, mtf.Options]] = {
+    "a stack that nothing reads": (lambda: experts(**SMALL), "expert_batch:x", mtf.Options()),
+    "a stack that nothing reads, made anew": (
+        lambda: experts(**SMALL),
+        "router:x",
+        mtf.Options(recompute=frozenset({"layers"})),
+    ),
+    "positions of two lengths": (lambda: translator(**SMALL), "positions:x+y", mtf.Options()),
+}
+"""What several operations share, or none needs: model, layout and options that show it."""
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_operations_share_is_counted_once(name: str) -> None:
+    build, layout, options = SHARED[name]
+    model, mesh, hardware = build(), mtf.Mesh("x:2;y:2"), load_hardware("h100")
+    graph, prices = model.training_step().graph, pricer(hardware, mesh)
+    tables = Quotes(Draft(model, mesh, decisions(graph, domains(graph, mesh)), prices))
+    cost = evaluate(model, mesh, mtf.Layout(layout), hardware, options, prices).cost
+    assert tables.seconds(mtf.Layout(layout), options) == pytest.approx(cost.step_seconds, rel=PRICE)
