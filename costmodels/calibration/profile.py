@@ -36,7 +36,7 @@ COARSE = {
     "data": "kernel.copy",
     "random": "kernel.binary.same",
 }
-"""Curves of whole operations, for what is not priced call by call."""
+"""Curves of whole operations, for what is not priced op by op."""
 
 
 def profile(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from costmodels.kernels.fusion import ALONE
-from costmodels.kernels.groups import Around, Group, Lone
+from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import Kernel
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 
@@ -49,7 +49,7 @@ class Fused:
     casts: Mapping[int, int]
 
 
-Unit: TypeAlias = "Instr | Group | Lone"
+Unit: TypeAlias = "Instr | Group | VariableCast"
 """What is priced on its own."""
 
 
@@ -66,13 +66,13 @@ def fused(program: Program, again: bool = False, streams: bool = False) -> Fused
     passed: set[int] = set()
     for item, times in found.run():
         made: Sequence[Instr | Kernel] = (item,) if isinstance(item, Instr) else ()
-        if isinstance(item, Lone):
+        if isinstance(item, VariableCast):
             made = item.kernels(program.local)
         elif isinstance(item, Group):
-            plan, sizes = item.plan(program.local)
-            outcome = plan.outcome(sizes.bytes)
-            made = plan.kernels(outcome, sizes)
-            for values, more in zip((inner, passed), plan.inside(outcome), strict=True):
+            partition, sizes = item.partition(program.local)
+            outcome = partition.outcome(sizes.bytes)
+            made = partition.kernels(outcome, sizes)
+            for values, more in zip((inner, passed), partition.inside(outcome), strict=True):
                 values.update(more)
         items += [(one, times) for one in made]
     return Fused(tuple(items), frozenset(inner), frozenset(passed), found.casts)
@@ -88,7 +88,7 @@ class _Fuser:
 
     def __init__(self, program: Program, again: bool, streams: bool) -> None:
         self.program, self.again = program, again
-        self.around = Around(program, streams)
+        self.context = GroupContext(program, streams)
         self.items: list[tuple[Unit, float]] = []
         self.casts: dict[int, int] = {}
 
@@ -105,24 +105,24 @@ class _Fuser:
         looped: bool = False,
     ) -> None:
         """One block; `ends` are values that leave it, `stacked` those that its loop stacks."""
-        around = self.around
+        context = self.context
         groups: dict[tuple[int, bool], Group] = {}
         own: dict[int, Group] = {}
         for instr in code:
             if self._is_narrow(instr):
                 self.casts[instr.outputs[0]] = instr.inputs[0]
             if isinstance(instr, Local) and (instr.op.free or instr.outputs[0] in self.casts):
-                around.same.update((o, around.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
+                context.same.update((o, context.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
                 continue
             group = self._group(instr, groups)
             if group is not None:
                 own[id(instr)] = group
-            around.producer.update(dict.fromkeys(instr.outputs, instr))
+            context.producer.update(dict.fromkeys(instr.outputs, instr))
             for i in instr.inputs:
-                around.readers[around.source(i)].add(group)
+                context.readers[context.source(i)].add(group)
         for i in ends:
-            around.readers[around.source(i)].add(None)
-        around.stacked.update(map(around.source, stacked))
+            context.readers[context.source(i)].add(None)
+        context.stacked.update(map(context.source, stacked))
         whole = {id(g.instrs[-1]): g for g in groups.values()}
         casts = self.casts
         for group in whole.values():
@@ -141,34 +141,34 @@ class _Fuser:
     def _is_narrow(self, instr: Instr) -> bool:
         """Whether it is a gradient's cast, rule (6)."""
         node = instr.origin.node
-        return isinstance(instr, Local) and instr.op.converts and node in self.around.fusion.narrows
+        return isinstance(instr, Local) and instr.op.converts and node in self.context.fusion.narrows
 
-    def _alone(self, instr: Instr, looped: bool) -> Iterable[Instr | Lone]:
+    def _alone(self, instr: Instr, looped: bool) -> Iterable[Instr | VariableCast]:
         """What is not in a group, and what becomes of casts by rule (6)."""
         if not isinstance(instr, Local) or not instr.op.converts:
             yield instr
         elif instr.outputs[0] in self.casts:
             return
-        elif self.program.values[instr.outputs[0]].tensor not in self.around.fusion.stored:
+        elif self.program.values[instr.outputs[0]].tensor not in self.context.fusion.stored:
             yield instr
         elif not looped:
             self.casts[instr.outputs[0]] = instr.inputs[0]
-            yield Lone(self.around, instr, self.casts)
+            yield VariableCast(self.context, instr, self.casts)
         elif instr.origin.phase == "forward" and not self.again:
             yield instr
 
     def _group(self, instr: Instr, groups: dict[tuple[int, bool], Group]) -> Group | None:
         """The group that an instruction belongs to, with it in it."""
-        number = self.around.fusion.group.get(instr.origin.node)
+        number = self.context.fusion.group.get(instr.origin.node)
         if number is None or not isinstance(instr, Local):
             return None
-        kind = self.around.role(instr)
+        kind = self.context.role(instr)
         if kind == ALONE:
             return None
         again = self.again or instr.origin.phase == "recompute"
         group = groups.get((number, again))
         if group is None:
-            group = groups[number, again] = Group(self.around, again)
+            group = groups[number, again] = Group(self.context, again)
         group.instrs.append(instr)
         group.roles.append(kind)
         return group

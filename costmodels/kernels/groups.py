@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from costmodels.kernels.fusion import PRODUCT, REDUCE, Fusion, fusion_of, role
-from costmodels.kernels.partition import Kernel, Key, Plan, Sizes, Step, Types
+from costmodels.kernels.partition import Kernel, Key, Partition, Sizes, Step, Types
 from costmodels.kernels.quantities import Part, parts_of
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
@@ -23,7 +23,7 @@ def streamed(fusion: Fusion, value: Value) -> bool:
 
 
 @dataclass
-class Around:
+class GroupContext:
     """What a group is told of the program that it is in.
 
     Attributes:
@@ -72,10 +72,10 @@ class Around:
 
 
 @dataclass(frozen=True)
-class Lone:
+class VariableCast:
     """A cast of a variable outside of loops, rule (6): a kernel that stands for what is read more."""
 
-    around: Around
+    context: GroupContext
     instr: Local
     casts: Mapping[int, int]
 
@@ -90,38 +90,38 @@ class Lone:
 
     @property
     def _width(self) -> int:
-        return self.around.width(self.instr.inputs[0], self.casts)
+        return self.context.width(self.instr.inputs[0], self.casts)
 
 
 class Group:
     """One group of a block: its instructions, and the kernels that they fall into."""
 
-    def __init__(self, around: Around, again: bool) -> None:
-        self.around = around
+    def __init__(self, context: GroupContext, again: bool) -> None:
+        self.context = context
         self.instrs: list[Local] = []
         self.roles: list[str] = []
         self.casts: Mapping[int, int] = {}
-        fusion = around.fusion
+        fusion = context.fusion
         self.leaving = fusion.again if again else fusion.leaving
-        self._plans: dict[Hashable, Plan] = {}
+        self._partitions: dict[Hashable, Partition] = {}
 
     def kernels(self, local: Types) -> list[Kernel]:
         """What it falls into where values have pieces of some types."""
-        plan, sizes = self.plan(local)
-        return plan.kernels(plan.outcome(sizes.bytes), sizes)
+        partition, sizes = self.partition(local)
+        return partition.kernels(partition.outcome(sizes.bytes), sizes)
 
-    def plan(self, local: Types) -> tuple[Plan, Sizes]:
+    def partition(self, local: Types) -> tuple[Partition, Sizes]:
         """Its steps, and their sizes."""
         parts = [parts_of(i.op, tuple(map(local, i.inputs))) if i.op.expands() else () for i in self.instrs]
         key = tuple(tuple((p.kind, p.inputs, p.output) for p in found) for found in parts)
-        if key not in self._plans:
-            self._plans[key] = self._planned(parts)
-        return self._plans[key], self._sizes(parts, local)
+        if key not in self._partitions:
+            self._partitions[key] = self._partitioned(parts)
+        return self._partitions[key], self._sizes(parts, local)
 
     def signature(self) -> tuple[Hashable, Sequence[int]]:
         """What its kernels follow from: the operations, how they are connected, what is needed of their
         results; and the values, of which only the types of the pieces matter."""
-        around = self.around
+        context = self.context
         number: dict[int, int] = {}
         after: dict[int, Hashable] = {}
         made: set[int] = set()
@@ -132,31 +132,31 @@ class Group:
         def follows(value: int) -> Hashable:
             """The results of this group that a value from outside comes from, rule (1)."""
             if value not in after:
-                maker = around.producer.get(value)
+                maker = context.producer.get(value)
                 ways: tuple[Hashable, ...] = ()
                 if maker is not None and not isinstance(maker, Loop) and self._passes(maker):
-                    sources = map(around.source, maker.inputs)
+                    sources = map(context.source, maker.inputs)
                     ways = tuple(called(s) if s in made else follows(s) for s in sources)
                 after[value] = tuple(w for w in ways if w is not None) or None
             return after[value]
 
         parts: list[Hashable] = []
         for instr, kind in zip(self.instrs, self.roles, strict=True):
-            sources = [around.source(i) for i in instr.inputs]
+            sources = [context.source(i) for i in instr.inputs]
             inputs = tuple((called(i), called(s)) for i, s in zip(instr.inputs, sources, strict=True))
             outside = tuple(follows(s) for s in sources if s not in made)
             made.update(instr.outputs)
             parts.append((instr.op, kind, inputs, outside, tuple(map(called, instr.outputs))))
-        needed = tuple((self._needed(o), o in around.stacked) for i in self.instrs for o in i.outputs)
-        widths = tuple(around.width(i, self.casts) for i in number)
+        needed = tuple((self._needed(o), o in context.stacked) for i in self.instrs for o in i.outputs)
+        widths = tuple(context.width(i, self.casts) for i in number)
         return (tuple(parts), needed, widths), tuple(number)
 
     @cached_property
     def _widths(self) -> dict[int, int]:
-        """Of all values that its steps work on; see `Around.width`."""
+        """Of all values that its steps work on; see `GroupContext.width`."""
         values = {v for instr in self.instrs for v in (*instr.inputs, *instr.outputs)}
-        values.update(map(self.around.source, tuple(values)))
-        return {v: self.around.width(v, self.casts) for v in values}
+        values.update(map(self.context.source, tuple(values)))
+        return {v: self.context.width(v, self.casts) for v in values}
 
     def _sizes(self, parts: Sequence[Sequence[Part]], local: Types) -> Sizes:
         widths = self._widths
@@ -177,9 +177,9 @@ class Group:
                 bytes[instr.outputs[0], part.output] = 0 if whole else part.bytes
         return Sizes(bytes, flops, elements)
 
-    def _planned(self, parts: Sequence[Sequence[Part]]) -> Plan:
+    def _partitioned(self, parts: Sequence[Sequence[Part]]) -> Partition:
         """Its steps in their kernels, rules (1) and (2)."""
-        around = self.around
+        context = self.context
         steps: list[Step] = []
         made: set[Key] = set()
         within: set[Key] = set()
@@ -189,10 +189,10 @@ class Group:
             """The first kernel of the group that may compute with a value."""
             if key in ready or not isinstance(key, int):
                 return ready[key]
-            maker = around.producer.get(key)
+            maker = context.producer.get(key)
             found = 0
             if maker is not None and not isinstance(maker, Loop) and self._passes(maker):
-                sources = map(around.source, maker.inputs)
+                sources = map(context.source, maker.inputs)
                 found = max((first(s) + 1 for s in sources if s in made or first(s) > 0), default=0)
             ready[key] = found
             return found
@@ -205,13 +205,13 @@ class Group:
                 ready.update(dict.fromkeys(outputs, number + (what == REDUCE)))
                 within.update(made.intersection(inputs))
         leaving = frozenset(k for k in made if self._leaves(k, within))
-        return Plan(steps, leaving, frozenset(filter(self._stacked, made)))
+        return Partition(steps, leaving, frozenset(filter(self._stacked, made)))
 
     def _links(
         self, instr: Local, kind: str, parts: Sequence[Part]
     ) -> list[tuple[str, tuple[Key, ...], tuple[Key, ...]]]:
         """Kind, inputs and outputs of an instruction, or of each of the smaller ones that it equals."""
-        given = tuple(map(self.around.source, instr.inputs))
+        given = tuple(map(self.context.source, instr.inputs))
         if not parts:
             return [(kind, given, instr.outputs)]
         (out,) = instr.outputs
@@ -223,24 +223,24 @@ class Group:
 
     def _passes(self, maker: Instr) -> bool:
         """Whether an instruction may lead from this group back to it: a move, or part of one of its nodes."""
-        number = self.around.fusion.group.get
+        number = self.context.fusion.group.get
         return not isinstance(maker, Local) or number(maker.origin.node) == number(self.instrs[0].origin.node)
 
     def _leaves(self, key: Key, within: set[Key]) -> bool:
         """Rule (3): somebody else needs it (if nobody here does, then somebody whom we do not see)."""
         if not isinstance(key, int):
             return False
-        return self._needed(key) or key not in within or key in self.around.stacked
+        return self._needed(key) or key not in within or key in self.context.stacked
 
     def _stacked(self, key: Key) -> bool:
         """Rule (4): nobody but its loop needs it."""
-        return isinstance(key, int) and key in self.around.stacked and not self._needed(key)
+        return isinstance(key, int) and key in self.context.stacked and not self._needed(key)
 
     def _needed(self, value: int) -> bool:
         """Whether anybody outside of the group reads a value, as far as we see or are told."""
-        if self.around.program.values[value].tensor in self.leaving:
+        if self.context.program.values[value].tensor in self.leaving:
             return True
-        return any(reader is not self for reader in self.around.readers[value])
+        return any(reader is not self for reader in self.context.readers[value])
 
 
 @lru_cache(maxsize=1 << 16)

@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a plan follows from besides its steps: the bytes of every value; by step its FLOPs and the
+    """What a partition follows from besides its steps: the bytes of every value; by step its FLOPs and the
     elements of the largest array that it works on."""
 
     bytes: Mapping[Key, int]
@@ -67,7 +67,7 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What is written; by kernel what it reads, what of `written` it makes, and the steps that it runs (by
-    position in the plan)."""
+    position in the partition)."""
 
     written: Set[Key]
     reads: Sequence[Sequence[Key]]
@@ -75,7 +75,7 @@ class Outcome:
     runs: Sequence[Sequence[int]]
 
 
-class Plan:
+class Partition:
     """The steps of a group in order.
 
     Args:
@@ -134,19 +134,19 @@ class _Settling:
       weighed: whether sizes were asked.
     """
 
-    def __init__(self, plan: Plan, size: Mapping[Key, int]) -> None:
-        self.plan, self.size, self.weighed = plan, size, False
-        self.written = set(plan.leaving)
-        self.reads: dict[int, dict[Key, None]] = {number: {} for number in plan.numbers}
-        self.runs: dict[int, dict[int, None]] = {number: {} for number in plan.numbers}
+    def __init__(self, partition: Partition, size: Mapping[Key, int]) -> None:
+        self.partition, self.size, self.weighed = partition, size, False
+        self.written = set(partition.leaving)
+        self.reads: dict[int, dict[Key, None]] = {number: {} for number in partition.numbers}
+        self.runs: dict[int, dict[int, None]] = {number: {} for number in partition.numbers}
 
     def run(self) -> Outcome:
-        plan = self.plan
-        for i, step in enumerate(plan.steps):
+        partition = self.partition
+        for i, step in enumerate(partition.steps):
             self._compute(i, step.number)
-        makes: dict[int, list[Key]] = {number: [] for number in plan.numbers}
-        for key in self.written - plan.stacked:
-            makes[plan.steps[plan.maker[key]].number].append(key)
+        makes: dict[int, list[Key]] = {number: [] for number in partition.numbers}
+        for key in self.written - partition.stacked:
+            makes[partition.steps[partition.maker[key]].number].append(key)
         reads, runs = tuple(map(tuple, self.reads.values())), tuple(map(tuple, self.runs.values()))
         return Outcome(frozenset(self.written), reads, tuple(makes.values()), runs)
 
@@ -154,16 +154,16 @@ class _Settling:
         """Runs a step in a kernel, and what it needs."""
         if i not in self.runs[number]:
             self.runs[number][i] = None
-            for key in self.plan.steps[i].inputs:
+            for key in self.partition.steps[i].inputs:
                 self._need(key, number)
 
     def _need(self, key: Key, number: int) -> None:
         """Brings a value into a kernel."""
-        i = self.plan.maker.get(key)
+        i = self.partition.maker.get(key)
         if i is None:
             self.reads[number][key] = None
             return
-        step = self.plan.steps[i]
+        step = self.partition.steps[i]
         if step.number == number and step.kind != REDUCE:
             return
         if key not in self.written and step.kind == MAP and self._again_moves(key) < 2 * self._weigh(key):
@@ -178,17 +178,17 @@ class _Settling:
 
     def _again_moves(self, key: Key) -> int:
         """Bytes moved if a later kernel computes a value again, from what is or would then be written."""
-        plan = self.plan
+        partition = self.partition
         moved, seen, waiting = 0, {key}, [key]
         while waiting:
-            for k in plan.steps[plan.maker[waiting.pop()]].inputs:
+            for k in partition.steps[partition.maker[waiting.pop()]].inputs:
                 if k in seen:
                     continue
                 seen.add(k)
-                i = plan.maker.get(k)
+                i = partition.maker.get(k)
                 if i is None or k in self.written:
                     moved += self._weigh(k)
-                elif plan.steps[i].kind == MAP:
+                elif partition.steps[i].kind == MAP:
                     waiting.append(k)
                 else:
                     moved += 2 * self._weigh(k)

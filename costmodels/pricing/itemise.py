@@ -20,7 +20,7 @@ from costmodels.hardware import Hardware
 from costmodels.kernels.array_functions import NoArrayFunctionError
 from costmodels.kernels.fused import Fused, fused, grouped
 from costmodels.kernels.fusion import Fusion, fusion_of
-from costmodels.kernels.groups import Group, Lone, streamed
+from costmodels.kernels.groups import Group, VariableCast, streamed
 from costmodels.kernels.partition import Kernel, Types
 from costmodels.kernels.quantities import of_kernel, of_local, of_stack
 from costmodels.pricing.items import Called, Computed, Item, Sent, Started
@@ -52,7 +52,7 @@ class Stack:
     value: int
 
 
-Unit: TypeAlias = "Local | Collective | Kernel | Group | Lone | Stack"
+Unit: TypeAlias = "Local | Collective | Kernel | Group | VariableCast | Stack"
 """What is priced on its own; a group is one unit with an item for each of its kernels."""
 
 
@@ -142,10 +142,12 @@ class Itemiser:
             elif isinstance(what, Loop):
                 for value in self._stacked(program, what):
                     yield Stack(what, value), times, None
-            elif isinstance(what, Kernel | Group | Lone) or (isinstance(what, Local) and not what.op.free):
+            elif isinstance(what, Kernel | Group | VariableCast) or (
+                isinstance(what, Local) and not what.op.free
+            ):
                 yield what, times, None
 
-    def _timed(self, program: Program, again: bool) -> Iterable[tuple[Instr | Group | Lone, float]]:
+    def _timed(self, program: Program, again: bool) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
         return grouped(program, again, self.streams) if self.fuses else program.expected()
 
     def _stacked(self, program: Program, loop: Loop) -> Iterator[int]:
@@ -167,7 +169,7 @@ class Itemiser:
         """
         if isinstance(unit, Kernel):
             return (_of_kernel(unit, local),)
-        if isinstance(unit, Group | Lone):
+        if isinstance(unit, Group | VariableCast):
             return tuple(_of_kernel(kernel, local) for kernel in unit.kernels(local))
         if isinstance(unit, Local):
             return (self._of_local(unit, find, local),)

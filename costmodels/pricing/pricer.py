@@ -80,7 +80,7 @@ class Pricer:
         """The price of a step; `kernels` as in `lines`."""
         start = self.itemiser.start(program)
         lines = [*self.lines(program, kernels=kernels)]
-        if start is not None and (fixed := self.seconds_of(start)):
+        if start is not None and (fixed := self.seconds_of(start)[0]):
             lines.append(Line("step", "", Origin(-1, "step", "update"), 1, start, fixed, fixed))
         return Cost(tuple(lines))
 
@@ -95,8 +95,7 @@ class Pricer:
         find, local, mesh = program.values.__getitem__, program.local, program.mesh
         for unit, times, sending in self.itemiser.units(program, again, kernels):
             (item,) = self.itemiser.items(unit, sending, find, local, mesh)
-            seconds = self.seconds_of(item)
-            yield Line(*label(unit), times, item, seconds, seconds * self._exposed(item))
+            yield Line(*label(unit), times, item, *self.seconds_of(item))
 
     def seconds(self, program: Program, again: bool = False) -> float:
         """Seconds of the instructions alone: the price of a step without its fixed part; `again` as in
@@ -106,7 +105,7 @@ class Pricer:
     def fixed_seconds(self, program: Program) -> float:
         """What a step takes under every layout, priced op by op."""
         start = self.itemiser.start(program)
-        return 0.0 if start is None else self.seconds_of(start)
+        return 0.0 if start is None else self.seconds_of(start)[0]
 
     def total(self, cost: ItemisedCost) -> float:
         """Seconds of an itemised cost from any mesh, with the axes' names of this one."""
@@ -115,8 +114,7 @@ class Pricer:
             seconds = self._instances.get(instance)
             if seconds is None:
                 items = instance.items(self.itemiser, self._piece, self.placement.mesh)
-                seconds = sum(self.seconds_of(item) * self._exposed(item) for item in items)
-                self._instances[instance] = seconds
+                seconds = self._instances[instance] = sum([self.seconds_of(item)[1] for item in items])
             total += times * seconds
         return total
 
@@ -130,25 +128,21 @@ class Pricer:
 
     # -- items -----------------------------------------------------------------------------------------------
 
-    def seconds_of(self, item: Item) -> float:
-        """Seconds of one run of an item, hidden or not."""
+    def seconds_of(self, item: Item) -> tuple[float, float]:
+        """Seconds of one run of an item, and those of them that the step waits for, equation (3)."""
         if isinstance(item, Computed):
-            return self._computed(item.quantity)
-        if isinstance(item, Called):
-            return self._op_by_op.called(item)
-        if isinstance(item, Sent):
-            return self._sent(item)
-        return self._op_by_op.started(item)
-
-    def _exposed(self, item: Item) -> float:
-        """The fraction of its seconds that the step waits for, equation (3)."""
-        return 1.0 - self.hardware.hidden_fraction(item.purpose) if item.purpose else 1.0
-
-    def _computed(self, quantity: Quantity) -> float:
-        seconds = self._compute.get(quantity)
-        if seconds is None:
-            seconds = self._compute[quantity] = compute_seconds(self.hardware, quantity, self.devices)
-        return seconds
+            seconds = self._compute.get(item.quantity)
+            if seconds is None:
+                seconds = compute_seconds(self.hardware, item.quantity, self.devices)
+                self._compute[item.quantity] = seconds
+        elif isinstance(item, Sent):
+            seconds = self._sent(item)
+            return seconds, seconds * (1.0 - self.hardware.hidden_fraction(item.purpose))
+        elif isinstance(item, Called):
+            seconds = self._op_by_op.called(item)
+        else:
+            seconds = self._op_by_op.started(item)
+        return seconds, seconds
 
     def payloads(self, item: Sent) -> Sequence[int]:
         """Bytes that a collective is priced by. On a torus, pieces that go further than to the next chip

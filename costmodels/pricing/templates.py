@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from costmodels.kernels.fusion import Fusion, fusion_of
-from costmodels.kernels.groups import Group, Lone, streamed
+from costmodels.kernels.groups import Group, VariableCast, streamed
 from costmodels.pricing.itemise import Itemiser, Placed, Sending, Stack, Unit, of_collective, split_names
 from costmodels.pricing.items import Item
 from mesh_tf_core.ir.dims import Shape
@@ -166,7 +166,7 @@ def structural_key(program: Program, streams: bool) -> tuple[Hashable, list[Coll
 
 def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
     """Operations and connections, and the values of which only the types of the pieces matter."""
-    if isinstance(unit, Group | Lone):
+    if isinstance(unit, Group | VariableCast):
         return unit.signature()
     if isinstance(unit, Local):
         what = unit.op, len(unit.inputs), unit.origin.phase == "forward"

@@ -70,7 +70,7 @@ def test_the_profile_says_how_it_came_about(content):
     json.dumps(content)
 
 
-def test_programs_are_priced_call_by_call(content, tmp_path):
+def test_programs_are_priced_op_by_op(content, tmp_path):
     prices = pricer(write_profile(content, tmp_path / "p.json"), MESH)
     assert prices.itemiser.op_by_op
     x = TensorType(Shape([Dim("a", 256), Dim("b", 256)]), "float32")

@@ -1,4 +1,4 @@
-"""Search on a machine that is priced call by call: what is minimised is what is priced."""
+"""Search on a machine that is priced op by op: what is minimised is what is priced."""
 
 from __future__ import annotations
 
