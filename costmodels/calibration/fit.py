@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from costmodels.calibration.probes import COLLECTIVES, Group, Probe
+from costmodels.calibration.probes import Group, Probe
 from costmodels.hardware import Curve, monotone
 from costmodels.kernels.array_functions import Call, call_seconds
+from costmodels.network.collectives import COLLECTIVES
 from mesh_tf_core.ir.layout import Axes
 
 Measurement = Mapping[str, Any]

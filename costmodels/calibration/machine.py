@@ -30,13 +30,16 @@ def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what the measurements depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("tensorflow", "numpy", "layoutopt"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
+    packages = ("tensorflow", "numpy", "layoutopt")
+    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
+
+
+def version_of(package: str) -> str:
+    """The installed version, or that there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"
 
 
 def memory_bytes() -> int:

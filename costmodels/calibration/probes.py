@@ -20,6 +20,7 @@ from costmodels.calibration.programs import (
     warming,
 )
 from costmodels.kernels.array_functions import Call, calls
+from costmodels.network.collectives import COLLECTIVES
 from costmodels.network.topology import processes_spanned
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
@@ -39,7 +40,6 @@ from mesh_tf_core.ops.unary import Unary, UnaryGrad
 Group = tuple[int, int]
 """A kind of group: how many devices, over how many processes."""
 KB, MB = 1024, 1 << 20
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
 
 
 @dataclass(frozen=True)

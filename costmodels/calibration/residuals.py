@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from costmodels.calibration.fit import Fit, Fitted, repeat
-from costmodels.calibration.probes import COLLECTIVES, Group, Probe, groups, probes
+from costmodels.calibration.probes import Group, Probe, groups, probes
 from costmodels.calibration.tpu_probes import CHECK, PRODUCT
 from costmodels.hardware import Hardware
+from costmodels.network.collectives import COLLECTIVES
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 

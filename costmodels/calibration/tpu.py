@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from costmodels.calibration.machine import version_of
 from costmodels.calibration.runner import Progress
 from costmodels.calibration.tpu_compiled import CompiledProbes, compile_probes, known_target, shipped_probes
 from costmodels.calibration.tpu_fit import Sample, TpuFit, error, fit_tpu
@@ -134,7 +134,7 @@ def _profile(
     content["calibration"] = {
         "date": compiled.date,
         "machine": {"compiled_for": compiled.topology, "measured": False},
-        "versions": {**compiled.versions, "layoutopt": _own_version()},
+        "versions": {**compiled.versions, "layoutopt": version_of("layoutopt")},
         "fit": {"method": METHOD, "held_out_error": held_out, "typical": typical, "uncertainty": sure},
         "measurements": [
             {
@@ -159,10 +159,3 @@ def _profile(
         f"Held-out error of probes that the fit did not see: {held_out:.1%}.",
     ]
     return content
-
-
-def _own_version() -> str:
-    try:
-        return version("layoutopt")
-    except PackageNotFoundError:
-        return "not installed as a package"

@@ -2,7 +2,8 @@
 
 A *device* is what a mesh counts and what runs one copy of the program: a GPU, a TPU chip, or half a chip
 where the two cores have separate memory (TPU v2, v3, v7). Files give numbers per chip, as sources print them;
-`Hardware` gives them per device.
+`Hardware` gives them per device. A field says what its number measures; the form of the file follows from
+that (`costmodels.hardware.schema`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from costmodels.hardware.curve import Curve
 
@@ -39,21 +40,49 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
+class Measures:
+    """What a number of a file measures (`costmodels.hardware.units`), and its limits in SI units."""
+
+    quantity: str
+    low: float
+    high: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How many elements a list or mapping of a file has."""
+
+    least: int
+    most: int | None = None
+
+
+Rate = Annotated[Number, Measures("compute rate", 1.0)]
+Bandwidth = Annotated[Number, Measures("bandwidth", 1.0)]
+Memory = Annotated[Number, Measures("memory", 0.0)]
+Time = Annotated[Number, Measures("time", 0.0)]
+Fraction = Annotated[Number, Measures("fraction", 0.0, 1.0)]
+PositiveFraction = Annotated[Number, Measures("fraction", 1e-6, 1.0)]
+Count = Annotated[Number, Measures("count", 1.0)]
+ByGroup = Annotated[tuple[tuple[int, Bandwidth], ...], Length(1)]
+"""Bandwidths by the number of devices in a group."""
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixUnit:
     """What multiplies matrices: the sizes m, n, k are padded to; `processors` work on tiles in waves."""
 
-    m: Number
-    n: Number
-    k: Number
-    processors: Number | None = None
+    m: Count
+    n: Count
+    k: Count
+    processors: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Registers:
     """Memory tiles of a vector unit: `lanes` × `sublanes` elements of a dtype; bytes pad to whole tiles."""
 
-    lanes: Number
-    sublanes: Pairs[Number]
+    lanes: Count
+    sublanes: Pairs[Count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +104,20 @@ class Chip:
     launch them (one program is compiled for the step).
     """
 
-    devices: Number
-    peak_flops: Pairs[Number]
-    memory: Number
-    memory_reserve: Number
-    memory_bandwidth: Number
-    memory_efficiency: Number
-    launch_overhead: Number
+    devices: Count
+    peak_flops: Annotated[Pairs[Rate], Length(1)]
+    memory: Memory
+    memory_reserve: Memory
+    memory_bandwidth: Bandwidth
+    memory_efficiency: PositiveFraction
+    launch_overhead: Time
     matrix_unit: MatrixUnit
     matmul_efficiency: Efficiency
-    vector_flops: Number | None = None
-    element_time: Number | None = None
+    vector_flops: Rate | None = None
+    element_time: Time | None = None
     registers: Registers | None = None
-    host_cores: Number | None = None
-    launch_interval: Number | None = None
+    host_cores: Count | None = None
+    launch_interval: Time | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +128,23 @@ class Wraparound:
     'full_slice' (only the largest slice), 'never'.
     """
 
-    rule: str
-    value: Number | None
+    rule: Literal["axis_size", "multiples", "full_slice", "never"]
+    value: Count | None
 
 
 @dataclass(frozen=True, slots=True)
 class Torus:
     """Chips on a 2-D or 3-D torus, slices joined by a data-centre network; bandwidths are one way."""
 
-    axes: tuple[Number, ...]
-    links_per_axis: Number
-    link_bandwidth_spec: Number | None
-    link_bandwidth: Number
-    hop_latency: Number
+    axes: Annotated[tuple[Count, ...], Length(1, 3)]
+    links_per_axis: Count
+    link_bandwidth_spec: Bandwidth | None
+    link_bandwidth: Bandwidth
+    hop_latency: Time
     wraparound: Wraparound
-    network_bandwidth: Number
-    network_latency: Number
-    core_bandwidth: Number | None = None
+    network_bandwidth: Bandwidth
+    network_latency: Time
+    core_bandwidth: Bandwidth | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +152,22 @@ class Protocol:
     """One protocol of a GPU collective library: latency of a ring or tree and of a step, bandwidth."""
 
     name: str
-    ring_latency: Number
-    tree_latency: Number
-    ring_step_node: Number
-    ring_step_network: Number
-    tree_step_node: Number
-    tree_step_network: Number
-    bandwidth_factor: Number
-    bandwidth_limit: Number | None = None
+    ring_latency: Time
+    tree_latency: Time
+    ring_step_node: Time
+    ring_step_network: Time
+    tree_step_node: Time
+    tree_step_network: Time
+    bandwidth_factor: PositiveFraction
+    bandwidth_limit: Bandwidth | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchReduce:
     """All-reduce done by the switch: algorithm bandwidth by group size, and its latency."""
 
-    bandwidth: tuple[tuple[int, Number], ...]
-    latency: Number
+    bandwidth: ByGroup
+    latency: Time
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +178,16 @@ class Cluster:
     `network_launch` is added to one that leaves the node.
     """
 
-    node_size: Number
-    node_bandwidth_spec: Number
-    node_bandwidth: tuple[tuple[int, Number], ...]
-    nic_bandwidth: Number
-    node_egress: Number
-    network_efficiency: Number
-    launch: Number
-    network_launch: Number
-    tree_efficiency: Number
-    protocols: tuple[Protocol, ...]
+    node_size: Count
+    node_bandwidth_spec: Bandwidth
+    node_bandwidth: ByGroup
+    nic_bandwidth: Bandwidth
+    node_egress: Bandwidth
+    network_efficiency: PositiveFraction
+    launch: Time
+    network_launch: Time
+    tree_efficiency: PositiveFraction
+    protocols: Annotated[tuple[Protocol, ...], Length(1)]
     switch_reduce: SwitchReduce | None = None
 
 
@@ -167,9 +196,9 @@ class SharedMemory:
     """Devices that exchange data through one memory by copies; or, if the numbers were measured so, through
     collectives between processes that hold `devices_per_process` of them each, in the order of ranks."""
 
-    copy_bandwidth: Number
-    latency: Number
-    devices_per_process: Number | None = None
+    copy_bandwidth: Bandwidth
+    latency: Time
+    devices_per_process: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +262,7 @@ class Hardware:
     topology: Torus | Cluster | SharedMemory
     fuses: bool = False
     streams_attention: bool = False
-    overlap: Pairs[Number] = ()
+    overlap: Pairs[Fraction] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()
     calibration: Calibration | None = None

@@ -1,4 +1,4 @@
-"""The hardware file: what its JSON may hold. Only this module knows its form; the rest sees `Hardware`.
+"""The hardware file: what its JSON may hold. It follows from the fields of `costmodels.hardware.model`.
 
 `read` checks everything and reports every fault at once, each with its path in the file.
 """
@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache, reduce
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from operator import or_
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +21,7 @@ from pydantic import (
     PositiveInt,
     StringConstraints,
     ValidationError,
+    create_model,
     model_validator,
 )
 
@@ -24,8 +29,6 @@ from costmodels.hardware import model
 from costmodels.hardware.curve import Curve, curve_fault
 from costmodels.hardware.units import UNITS, to_si, units_of
 
-FORMAT = "layoutopt-hardware/1"
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute"]
 Purpose = Literal["gradient", "parameter", "activation"]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -49,10 +52,11 @@ class _NumberFile(_File):
         return to_si(self.value, self.unit)
 
 
-def _measures(quantity: str, low: float, high: float = float("inf")) -> Any:
-    """A number of `quantity` whose SI value lies between `low` and `high`."""
+def _number(measures: model.Measures) -> Any:
+    """A number that measures something, within its limits."""
 
     def check(number: _NumberFile) -> _NumberFile:
+        quantity, low, high = measures.quantity, measures.low, measures.high
         if number.unit not in UNITS or UNITS[number.unit][0] != quantity:
             raise ValueError(
                 f"unit {number.unit!r} is not a {quantity}; use one of {', '.join(units_of(quantity))}"
@@ -63,27 +67,6 @@ def _measures(quantity: str, low: float, high: float = float("inf")) -> Any:
         return number
 
     return Annotated[_NumberFile, AfterValidator(check)]
-
-
-Rate: Any = _measures("compute rate", 1.0)
-Bandwidth: Any = _measures("bandwidth", 1.0)
-Memory: Any = _measures("memory", 0.0)
-Time: Any = _measures("time", 0.0)
-Fraction: Any = _measures("fraction", 0.0, 1.0)
-PositiveFraction: Any = _measures("fraction", 1e-6, 1.0)
-Count: Any = _measures("count", 1.0)
-
-
-class _MatrixUnitFile(_File):
-    m: Count
-    n: Count
-    k: Count
-    processors: Count | None = None
-
-
-class _RegistersFile(_File):
-    lanes: Count
-    sublanes: dict[Text, Count]
 
 
 class _EfficiencyFile(_File):
@@ -104,107 +87,87 @@ class _EfficiencyFile(_File):
         return self
 
 
-class _ChipFile(_File):
-    devices: Count
-    peak_flops: Annotated[dict[Text, Rate], Field(min_length=1)]
-    memory: Memory
-    memory_reserve: Memory
-    memory_bandwidth: Bandwidth
-    memory_efficiency: PositiveFraction
-    launch_overhead: Time
-    launch_interval: Time | None = None
-    matrix_unit: _MatrixUnitFile
-    matmul_efficiency: _EfficiencyFile
-    vector_flops: Rate | None = None
-    element_time: Time | None = None
-    registers: _RegistersFile | None = None
-    host_cores: Count | None = None
+class _Form(_File):
+    """The form of a dataclass of `costmodels.hardware.model`: its fields, numbers as sources print them."""
+
+    frozen_as: ClassVar[type]
 
     @model_validator(mode="after")
-    def _room(self) -> _ChipFile:
-        if self.memory_reserve.si >= self.memory.si:
-            raise ValueError("memory_reserve leaves no memory")
+    def _possible(self) -> _Form:
+        if self.frozen_as in _CHECKS and (fault := _CHECKS[self.frozen_as](self)):
+            raise ValueError(fault)
         return self
 
 
-class _WraparoundFile(_File):
-    rule: Literal["axis_size", "multiples", "full_slice", "never"]
-    value: Count | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> _WraparoundFile:
-        if self.rule in ("axis_size", "multiples") and self.value is None:
-            raise ValueError(f"rule {self.rule!r} needs a value")
-        return self
-
-
-class _TorusFile(_File):
-    kind: Literal["torus"]
-    axes: Annotated[list[Count], Field(min_length=1, max_length=3)]
-    links_per_axis: Count
-    link_bandwidth_spec: Bandwidth | None = None
-    link_bandwidth: Bandwidth
-    hop_latency: Time
-    wraparound: _WraparoundFile
-    network_bandwidth: Bandwidth
-    network_latency: Time
-    core_bandwidth: Bandwidth | None = None
-
-    @model_validator(mode="after")
-    def _physical(self) -> _TorusFile:
-        spec = self.link_bandwidth_spec
-        if spec is not None and self.link_bandwidth.si > spec.si * (1 + 1e-9):
-            raise ValueError("link_bandwidth is above link_bandwidth_spec, the physical limit")
-        return self
+@cache
+def _form(cls: type) -> Any:
+    hints = get_type_hints(cls, include_extras=True)
+    own: dict[str, Any] = {"kind": (Literal[_KINDS[cls]], ...)} if cls in _KINDS else {}
+    for name, hint in hints.items():
+        own[name] = (_field(hint), None if _optional(hint) else ...)
+    form: Any = create_model(f"_{cls.__name__}Form", __base__=_Form, **own)
+    form.frozen_as = cls
+    return form
 
 
-class _ProtocolFile(_File):
-    name: Text
-    ring_latency: Time
-    tree_latency: Time
-    ring_step_node: Time
-    ring_step_network: Time
-    tree_step_node: Time
-    tree_step_network: Time
-    bandwidth_factor: PositiveFraction
-    bandwidth_limit: Bandwidth | None = None
+def _optional(hint: Any) -> bool:
+    return NoneType in get_args(hint)
 
 
-BandwidthByGroup = Annotated[dict[PositiveInt, Bandwidth], Field(min_length=1)]
+def _field(hint: Any) -> Any:
+    """What a file holds for a field of the model."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        base, limit = parts
+        if isinstance(limit, model.Measures):
+            return _number(limit)
+        return Annotated[_field(base), Field(min_length=limit.least, max_length=limit.most)]
+    if _optional(hint):
+        return _field(next(part for part in parts if part is not NoneType)) | None
+    if origin is tuple:
+        pair = get_args(parts[0]) if get_origin(parts[0]) is tuple else ()
+        return dict[_field(pair[0]), _field(pair[1])] if pair else list[_field(parts[0])]  # type: ignore[misc]
+    if hint is model.Efficiency:
+        return _EfficiencyFile
+    return _form(hint) if hint.__module__ == model.__name__ else {str: Text, int: PositiveInt}.get(hint, hint)
 
 
-class _SwitchReduceFile(_File):
-    bandwidth: BandwidthByGroup
-    latency: Time
+def _chip(chip: Any) -> str | None:
+    return "memory_reserve leaves no memory" if chip.memory_reserve.si >= chip.memory.si else None
 
 
-class _ClusterFile(_File):
-    kind: Literal["cluster"]
-    node_size: Count
-    node_bandwidth_spec: Bandwidth
-    node_bandwidth: BandwidthByGroup
-    nic_bandwidth: Bandwidth
-    node_egress: Bandwidth
-    network_efficiency: PositiveFraction
-    launch: Time
-    network_launch: Time
-    tree_efficiency: PositiveFraction
-    protocols: Annotated[list[_ProtocolFile], Field(min_length=1)]
-    switch_reduce: _SwitchReduceFile | None = None
-
-    @model_validator(mode="after")
-    def _physical(self) -> _ClusterFile:
-        for size, number in self.node_bandwidth.items():
-            if number.si > self.node_bandwidth_spec.si * (1 + 1e-9):
-                raise ValueError(f"node_bandwidth.{size} is above node_bandwidth_spec, the physical limit")
-        return self
+def _wraparound(ends: Any) -> str | None:
+    needed = ends.rule in ("axis_size", "multiples") and ends.value is None
+    return f"rule {ends.rule!r} needs a value" if needed else None
 
 
-class _SharedMemoryFile(_File):
-    kind: Literal["shared_memory"]
-    copy_bandwidth: Bandwidth
-    latency: Time
-    devices_per_process: Count | None = None
+def _torus(torus: Any) -> str | None:
+    spec = torus.link_bandwidth_spec
+    above = spec is not None and torus.link_bandwidth.si > spec.si * (1 + 1e-9)
+    return "link_bandwidth is above link_bandwidth_spec, the physical limit" if above else None
+
+
+def _cluster(cluster: Any) -> str | None:
+    for size, number in cluster.node_bandwidth.items():
+        if number.si > cluster.node_bandwidth_spec.si * (1 + 1e-9):
+            return f"node_bandwidth.{size} is above node_bandwidth_spec, the physical limit"
+    return None
+
+
+_CHECKS: dict[type, Callable[[Any], str | None]] = {
+    model.Chip: _chip,
+    model.Wraparound: _wraparound,
+    model.Torus: _torus,
+    model.Cluster: _cluster,
+}
+_KINDS: dict[type, str] = {
+    model.Torus: "torus",
+    model.Cluster: "cluster",
+    model.SharedMemory: "shared_memory",
+}
+_ChipForm: Any = _form(model.Chip)
+_TopologyForm: Any = Annotated[reduce(or_, map(_form, _KINDS)), Field(discriminator="kind")]
+_Fraction: Any = _field(model.Fraction)
 
 
 class _CurveFile(_File):
@@ -251,7 +214,8 @@ class _CalibrationFile(_File):
     base: Text
 
 
-class _HardwareFile(_File):
+class _HardwareFile(_Form):
+    frozen_as = model.Hardware
     format: Literal["layoutopt-hardware/1"]
     name: Text
     kind: Literal["tpu", "gpu", "cpu"]
@@ -260,9 +224,9 @@ class _HardwareFile(_File):
     calibrated: bool
     fuses: bool = False
     streams_attention: bool = False
-    chip: _ChipFile
-    topology: Annotated[_TorusFile | _ClusterFile | _SharedMemoryFile, Field(discriminator="kind")]
-    overlap: dict[Purpose, Fraction] = {}
+    chip: _ChipForm
+    topology: _TopologyForm
+    overlap: dict[Purpose, _Fraction] = {}
     collective_curves: list[_CollectiveCurveFile] = []
     compute_curves: list[_ComputeCurveFile] = []
     calibration: _CalibrationFile | None = None
@@ -273,20 +237,6 @@ class _HardwareFile(_File):
         if self.calibrated and self.calibration is None:
             raise ValueError("'calibrated' is true but there is no 'calibration' that says how")
         return self
-
-
-_FROZEN: dict[type[_File], type] = {
-    _MatrixUnitFile: model.MatrixUnit,
-    _RegistersFile: model.Registers,
-    _ChipFile: model.Chip,
-    _WraparoundFile: model.Wraparound,
-    _TorusFile: model.Torus,
-    _ProtocolFile: model.Protocol,
-    _SwitchReduceFile: model.SwitchReduce,
-    _ClusterFile: model.Cluster,
-    _SharedMemoryFile: model.SharedMemory,
-    _HardwareFile: model.Hardware,
-}
 
 
 def read(content: Any) -> tuple[model.Hardware | None, list[str]]:
@@ -324,13 +274,13 @@ def _freeze(value: Any) -> Any:
             for k, v in value.model_dump().items()
         }
         return model.Calibration(**texts)
-    if isinstance(value, _File):
+    if isinstance(value, _Form):
         names = [
             n
             for n in type(value).model_fields
             if n != "format" and not (n == "kind" and value.__class__ is not _HardwareFile)
         ]
-        return _FROZEN[type(value)](**{name: _freeze(getattr(value, name)) for name in names})
+        return value.frozen_as(**{name: _freeze(getattr(value, name)) for name in names})
     if isinstance(value, dict):
         return tuple((key, _freeze(item)) for key, item in sorted(value.items()))
     if isinstance(value, list):
