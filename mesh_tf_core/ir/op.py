@@ -15,6 +15,7 @@ import inspect
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar, Protocol
 
 from mesh_tf_core.ir.dims import Shape
@@ -245,8 +246,9 @@ def _check(cls: type[Op], abstract: bool) -> None:
             raise TypeError(f"{what}: {name} is {value!r}; it may be {listed}")
     for name, annotation in inspect.get_annotations(cls).items():
         if "ClassVar" in str(annotation):
-            if name not in Op.FACTS and not name.startswith("_"):
-                raise TypeError(f"{what}: {name!r} is no fact of the contract; it has {', '.join(Op.FACTS)}")
+            meant = get_close_matches(name, Op.FACTS, 1, 0.75)
+            if meant and name not in Op.FACTS:
+                raise TypeError(f"{what}: {name!r} is no fact of the contract; did you mean {meant[0]!r}?")
         elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
             raise TypeError(f"{what}: {name!r} of type {annotation} has no hash; use a tuple")
 

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
+from mesh_tf_core.training.auto import Planned, provided
 from mesh_tf_core.training.evaluation import Evaluation
 from mesh_tf_core.training.prefetch import Groups, Prefetch
 from mesh_tf_core.training.saving import Saver
@@ -33,24 +34,12 @@ SKIPPED = 20
 """Steps in a row that a loss scale may leave out before the run is given up."""
 
 
-class Planned(Protocol):
-    """What a plan decides; `layoutopt.search` gives one."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def options(self) -> Options: ...
-
-
 class Trainer:
     """Runs training steps of a model.
 
     Args:
-      mesh, layout: where and how; `layout="auto"` searches the best one for this machine (needs `layoutopt`).
+      mesh, layout: where and how; `layout="auto"` searches the best one for this machine (after
+        `import layoutopt`).
         A plan in place of the mesh decides everything: `Trainer(model, plan)`.
       options: storage, recomputation and microbatches.
       engine: `auto`, `local` (TensorFlow), `jax`, `tpu` or `lockstep` (NumPy, exact and slow); see
@@ -100,18 +89,13 @@ class Trainer:
         self._skipped = 0
 
     def _searched(self) -> tuple[Layout, Options]:
-        try:
-            from importlib import import_module
-
-            search = import_module("layoutopt").search
-        except ImportError:
-            raise UserError('layout="auto" needs the layoutopt package; give a layout instead') from None
+        search = provided()
         if self.cluster is None:
-            self.plan = search(self.model, mesh=self.mesh)
+            found = search.best(self.model, self.mesh)
         else:
             start_cluster(self.cluster, self.mesh.devices)
-            found = self.cluster.share("the search", lambda: search(self.model, mesh=self.mesh).to_json())
-            self.plan = import_module("layoutopt.plan.build").parse_plan(found, "worker 0")
+            found = self.cluster.share("the search", lambda: search.best(self.model, self.mesh))
+        self.plan = search.read(found)
         return self.plan.layout, self.plan.options
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,8 +108,7 @@ def bare() -> None:
         (of_unknown_linearity, r"operation Half: linear is 'mostly'; it may be False, True$"),
         (
             with_a_misspelt_fact,
-            r"operation Half: 'liner' is no fact of the contract; it has kind, free, linear, converts, "
-            r"streams, regroups$",
+            r"operation Half: 'liner' is no fact of the contract; did you mean 'linear'\?$",
         ),
         (
             with_a_short_lower,
@@ -135,6 +134,7 @@ def test_what_an_operation_is_without_its_optional_facets() -> None:
     @dataclass(frozen=True)
     class Same(Whole):
         size: int = 3
+        seen: ClassVar[list[int]] = []
 
     op, x = Same(), TensorType(mtf.Shape([A]), "float32")
     assert not op.lowers() and not op.expands()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.program import AllReduce, Collective, Program, ReduceScatter, Slice
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
@@ -101,3 +103,18 @@ def test_a_sum_that_is_read_early_does_not_wait() -> None:
     program = verify(mtf.lower(g, mtf.Mesh("x:2"), mtf.Layout("a:x")))
     sums = [i for i in program.code if isinstance(i, AllReduce)]
     assert [len(i.inputs) for i in sums] == [1, 1]
+
+
+@pytest.mark.parametrize("dtype, expected", [("int32", 4.0), ("bool", 4.0), ("bfloat16", 4.8125)])
+def test_within_microbatches_a_sum_waits_behind_no_conversion_that_drops_fractions(
+    dtype: str, expected: float
+) -> None:
+    """Of sums 0.6 + 0.6: 1 is their whole part, 0 + 0 that of their terms."""
+    g, b, d = mtf.Graph("m"), mtf.Dim("batch", 4), mtf.Dim("d", 4)
+    x, w = g.input("x", [b, d], "float32"), g.variable("w", [d], mtf.ONES)
+    kept = mtf.reduce_sum(mtf.einsum([x, w], [b]).cast(dtype).cast("float32"))
+    model = mtf.Model(mtf.reduce_sum(mtf.einsum([x, w], [b])), metrics={"kept": kept})
+    program = model.lower(mtf.Mesh("a:2"), mtf.Layout("d:a"), mtf.Options(microbatches=2))
+    engine = LockstepEngine(program)
+    engine.initialize()
+    assert float(engine.step({"x": np.full((2, 2, 4), 0.3, np.float32)})["kept"]) == expected

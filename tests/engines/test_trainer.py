@@ -10,7 +10,7 @@ import pytest
 
 import layoutopt
 import mesh_tf_core as mtf
-from mesh_tf_core.training import checkpoint
+from mesh_tf_core.training import auto, checkpoint
 from mesh_tf_core.training.checkpoint import CheckpointWarning
 from tests.engines.programs import network
 
@@ -221,3 +221,17 @@ def test_the_share_of_waiting_for_input_is_measured() -> None:
     assert run.waited == 0
     run.fit(batches(), 3)
     assert 0 < run.waited < 1
+
+
+def test_auto_asks_the_search_that_layoutopt_provides():
+    found = mtf.Trainer(network(), "a:2", layout="auto", engine="lockstep")
+    assert isinstance(found.plan, layoutopt.Plan) and found.plan.solver.status == "OPTIMAL"
+    assert (found.layout, found.options) == (found.plan.layout, found.plan.options)
+
+
+def test_auto_without_a_search_says_what_to_import(monkeypatch):
+    monkeypatch.setattr(auto, "_provided", [])
+    with pytest.raises(
+        mtf.UserError, match=r"auto.* needs a search, and none is imported; write `import layoutopt`"
+    ):
+        mtf.Trainer(network(), "a:2", layout="auto", engine="lockstep")
