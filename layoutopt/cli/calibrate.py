@@ -122,6 +122,7 @@ def _this_machine(
 ) -> None:
     from costmodels.hardware import write_profile
     from costmodels.hardware.profiles import profiles_directory
+    from layoutopt.plan.results import CalibrateResult
 
     target = out or profiles_directory() / f"{THIS_MACHINE}.json"
     check_out(target)
@@ -131,7 +132,7 @@ def _this_machine(
     content = _measured(terminal, mesh, thorough, partial, cluster)
     machine = write_profile(content, target)
     terminal.say(f"wrote {target}")
-    terminal.result({"profile": target, **_summary(content)})
+    terminal.result(CalibrateResult(profile=str(target), **_summary(content)))
     if not terminal.as_json:
         _show(terminal, machine, content, out)
 

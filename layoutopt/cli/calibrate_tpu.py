@@ -22,6 +22,7 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
     from costmodels.calibration.tpu_compiled import known_target, shipped_probes
     from costmodels.hardware import write_profile
     from costmodels.hardware.profiles import profiles_directory
+    from layoutopt.plan.results import CalibrateTpuResult
 
     known_target(target)
     check_out(out)
@@ -44,7 +45,7 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
     if out is not None:
         write_profile(made.content, out)
         terminal.say(f"wrote {out}; --hardware {out} predicts from it")
-    terminal.result({"profile": out, **_summary(made)})
+    terminal.result(CalibrateTpuResult(profile=None if out is None else str(out), **_summary(made)))
     if not terminal.as_json:
         _show(terminal, made)
         if out is None:

@@ -24,16 +24,17 @@ from layoutopt.cli.options import (
     read_layout,
     read_memory,
 )
-from layoutopt.cli.results import layout_json, layout_text, model_json, options_json, words
+from layoutopt.cli.results import given_json, layout_text, options_json, words
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from costmodels.pricing.pricer import Cost, Pricer
-    from layoutopt.analysis.lint import Finding
+    from layoutopt.analysis import lint as linting
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
+    from layoutopt.plan.results import CostLine
 
 EXAMPLES = examples(
     'layoutopt cost examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
@@ -61,6 +62,7 @@ def cost(
     from layoutopt.analysis.lint import lint
     from layoutopt.evaluator import evaluate
     from layoutopt.models.loading import load_model
+    from layoutopt.plan.results import CostResult, Finding
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware)
@@ -72,20 +74,19 @@ def cost(
     opened = opened_lines(found.cost, prices) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)
+    more: dict[str, Any] = {"notes": list(found.cost.notes)} if found.cost.notes else {}
+    if lines:
+        more["lines"] = opened
     terminal.result(
-        {
-            "model": model_json(loaded.model),
-            "mesh": given.mesh.as_dict(),
-            "layout": layout_json(given.layout),
-            **options_json(given.options),
-            "hardware": machine.name,
-            "predicted": found.predicted.model_dump(mode="json"),
-            "feasible": reason is None,
-            "reason": reason,
-            "findings": [asdict(doubt) for doubt in doubts],
-            **({"notes": list(found.cost.notes)} if found.cost.notes else {}),
-            **({"lines": opened} if lines else {}),
-        }
+        CostResult(
+            **given_json(loaded.model, given),
+            hardware=machine.name,
+            predicted=found.predicted,
+            feasible=reason is None,
+            reason=reason,
+            findings=[Finding(**asdict(doubt)) for doubt in doubts],
+            **more,
+        )
     )
     if not as_json:
         _show(terminal, loaded, found, machine, limit, reason, options_json(given.options))
@@ -98,31 +99,32 @@ def cost(
             terminal.show("", f"note: {note}")
 
 
-def opened_lines(cost: Cost, prices: Pricer) -> list[dict[str, Any]]:
+def opened_lines(cost: Cost, prices: Pricer) -> list[CostLine]:
     """Every priced line with its formula, in the order of the program."""
     from costmodels.pricing.explanation import formula
+    from layoutopt.plan.results import CostLine
 
     return [
-        {
-            "operation": x.name,
-            "fused": x.text.split(" + ") if " + " in x.text else [],
-            "scope": x.origin.scope,
-            "phase": x.origin.phase,
-            "axes": list(x.axes),
-            "class": x.purpose,
-            "runs": x.times,
-            "seconds": x.seconds,
-            "exposed_seconds": x.exposed,
-            "flops": x.flops,
-            "bytes": x.bytes,
-            "sent_bytes": x.sent,
-            "formula": formula(prices, x),
-        }
+        CostLine(
+            operation=x.name,
+            fused=x.text.split(" + ") if " + " in x.text else [],
+            scope=x.origin.scope,
+            phase=x.origin.phase,
+            axes=list(x.axes),
+            purpose=x.purpose,
+            runs=x.times,
+            seconds=x.seconds,
+            exposed_seconds=x.exposed,
+            flops=x.flops,
+            bytes=x.bytes,
+            sent_bytes=x.sent,
+            formula=formula(prices, x),
+        )
         for x in cost.lines
     ]
 
 
-def _show_doubts(terminal: Terminal, doubts: list[Finding]) -> None:
+def _show_doubts(terminal: Terminal, doubts: list[linting.Finding]) -> None:
     for doubt in doubts:
         fix = f"; {doubt.fix}" if doubt.fix else ""
         terminal.show("", f"{doubt.kind}: {doubt.message}{fix}")

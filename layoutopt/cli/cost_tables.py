@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -13,6 +13,7 @@ from layoutopt.cli.units import bytes_text, rate_text, seconds_text, share_text
 if TYPE_CHECKING:
     from costmodels.liveness import Memory
     from costmodels.pricing.pricer import Cost, Line
+    from layoutopt.plan.results import CostLine
 
 PHASES = ("forward", "recompute", "backward", "update")
 
@@ -139,15 +140,15 @@ def _exposed(lines: Iterable[Line]) -> float:
     return sum(x.exposed * x.times for x in lines)
 
 
-def line_table(lines: Iterable[dict[str, Any]]) -> Table:
-    """Every priced line (`cli.cost.opened_lines`): what runs, how often, how long, and why so long."""
+def line_table(lines: Iterable[CostLine]) -> Table:
+    """Every priced line: what runs, how often, how long, and why so long."""
     rows = [
         (
-            "/".join(filter(None, (x["scope"], " + ".join(x["fused"]) or x["operation"]))),
-            x["phase"],
-            f"{x['runs']:,g}",
-            seconds_text(x["seconds"]),
-            x["formula"],
+            "/".join(filter(None, (x.scope, " + ".join(x.fused) or x.operation))),
+            x.phase,
+            f"{x.runs:,g}",
+            seconds_text(x.seconds or 0.0),
+            x.formula,
         )
         for x in lines
     ]

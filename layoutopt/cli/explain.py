@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from layoutopt.analysis.certificate import Certificate
     from layoutopt.analysis.explain import Answer, Difference
     from layoutopt.evaluator import Evaluation
+    from layoutopt.plan.results import Against, ExplainResult, Worth
 
 EXAMPLES = examples(
     "layoutopt explain plan.json",
@@ -193,7 +194,7 @@ def _tell(
     more = changed.details() if changed else {}
     if proof is not None:
         more["proof"] = proven(proof)
-    terminal.result({**_json(found, said, judged, other, rows, answers), **more})
+    terminal.result(_result(found, said, judged, other, rows, answers, more))
     if terminal.as_json:
         return
     checked = "lowered and priced again: the same" if not said else "; ".join(said)
@@ -311,61 +312,72 @@ def _signed(seconds: float) -> str:
     return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{seconds_text(abs(seconds))}"
 
 
-def _json(
+def _result(
     found: Planned,
     said: list[str],
     judged: Evaluation,
     other: Evaluation | None,
     rows: list[Difference],
     answers: dict[str, list[Answer]],
-) -> dict[str, Any]:
-    step, peak, memory = judged.cost.step_seconds, judged.memory.peak, for_memory(found)
+    more: dict[str, Any],
+) -> ExplainResult:
+    from layoutopt.plan.results import Binding, ExplainResult
 
-    def worth(a: Answer) -> dict[str, Any]:
-        return {
-            "rule": a.condition,
-            "step_seconds": a.seconds,
-            "peak_bytes": a.peak,
-            "costs_seconds": None if a.seconds is None or memory else max(a.seconds - step, 0.0),
-            "costs_bytes": max(a.peak - peak, 0) if memory and a.peak is not None else None,
-            "layout": a.layout,
-            "proven": a.proven,
-            "reason": a.reason or None,
-        }
-
+    step, peak = judged.cost.step_seconds, judged.memory.peak
     free = next((a.seconds for a in answers["limit"]), None)
-    alike = None if other is None else _alike(found, other)
-    return {
-        "layout": found.plan.data.layout,
-        "step_seconds": step,
-        "agrees": not said,
-        "disagreements": said,
-        "memory": {
-            "peak_bytes": peak,
-            "peak": _peak(judged.memory),
-            "limit_bytes": found.limit,
-            "binds": free is not None and free < step * (1 - 1e-9),
-            "step_seconds_without_limit": free,
-        },
-        "splits": [worth(a) for a in answers["splits"]],
-        "pins": [worth(a) for a in answers["pins"]],
-        "against": None
-        if other is None
-        else {
-            "layout": str(other.program.layout),
-            "step_seconds": other.cost.step_seconds,
-            "step_seconds_with_the_plans_options": alike.cost.step_seconds if alike else None,
-            "peak_bytes": other.memory.peak,
-            "differences": [
-                {
-                    "scope": d.scope,
-                    "operation": d.name,
-                    "phase": d.phase,
-                    "axes": d.where,
-                    "plan_seconds": d.ours,
-                    "other_seconds": d.theirs,
-                }
-                for d in rows
-            ],
-        },
-    }
+    return ExplainResult(
+        layout=found.plan.data.layout,
+        step_seconds=step,
+        agrees=not said,
+        disagreements=said,
+        memory=Binding(
+            peak_bytes=peak,
+            peak=_peak(judged.memory),
+            limit_bytes=found.limit,
+            binds=free is not None and free < step * (1 - 1e-9),
+            step_seconds_without_limit=free,
+        ),
+        splits=[_cost_of(a, judged, for_memory(found)) for a in answers["splits"]],
+        pins=[_cost_of(a, judged, for_memory(found)) for a in answers["pins"]],
+        against=None if other is None else _beside(found, other, rows),
+        **more,
+    )
+
+
+def _cost_of(a: Answer, judged: Evaluation, memory: bool) -> Worth:
+    from layoutopt.plan.results import Worth
+
+    step, peak = judged.cost.step_seconds, judged.memory.peak
+    return Worth(
+        rule=a.condition,
+        step_seconds=a.seconds,
+        peak_bytes=a.peak,
+        costs_seconds=None if a.seconds is None or memory else max(a.seconds - step, 0.0),
+        costs_bytes=max(a.peak - peak, 0) if memory and a.peak is not None else None,
+        layout=a.layout,
+        proven=a.proven,
+        reason=a.reason or None,
+    )
+
+
+def _beside(found: Planned, other: Evaluation, rows: list[Difference]) -> Against:
+    from layoutopt.plan.results import Against, OperationDifference
+
+    alike = _alike(found, other)
+    return Against(
+        layout=str(other.program.layout),
+        step_seconds=other.cost.step_seconds,
+        step_seconds_with_the_plans_options=alike.cost.step_seconds if alike else None,
+        peak_bytes=other.memory.peak,
+        differences=[
+            OperationDifference(
+                scope=d.scope,
+                operation=d.name,
+                phase=d.phase,
+                axes=d.where,
+                plan_seconds=d.ours,
+                other_seconds=d.theirs,
+            )
+            for d in rows
+        ],
+    )

@@ -41,6 +41,7 @@ def export(
     """Write a plan's layout in the form that another library takes."""
     from layoutopt.plan.export import Exported, placed
     from layoutopt.plan.export import export as written
+    from layoutopt.plan.results import ExportResult
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
@@ -49,7 +50,7 @@ def export(
     program = found.loaded.model.lower(own.mesh, own.layout, own.options)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
     text = written(Exported(title, own.mesh, own.layout, *placed(program)), to.value)
-    terminal.result({"to": to.value, "mesh": own.mesh.as_dict(), "text": text})
+    terminal.result(ExportResult(to=to.value, mesh=own.mesh.as_dict(), text=text))
     if out is not None:
         out.write_text(text, encoding="utf-8")
         terminal.say(f"wrote {out}")

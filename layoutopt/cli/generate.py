@@ -25,7 +25,6 @@ from layoutopt.cli.options import (
     is_plan,
     read_layout,
 )
-from layoutopt.cli.results import layout_json, model_json
 from layoutopt.cli.running import open_trainer
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.units import seconds_text
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from layoutopt.models.loading import Loaded
+    from layoutopt.plan.results import Continuation, Continued
     from mesh_tf_core.training import Trainer
 
 EXAMPLES = examples(
@@ -66,19 +66,22 @@ def generate(
     with terminal.waiting("generating"):
         found = trainer.step(feeds)
     seconds = time.perf_counter() - began
+    from layoutopt.plan.build import axes_of, model_info
+    from layoutopt.plan.results import Continued, GenerateResult
+
     texts = [
-        {"prompt": text, "continuations": _continuations(loaded, found, row, begun[row])}
+        Continued(prompt=text, continuations=_continuations(loaded, found, row, begun[row]))
         for row, text in enumerate(prompt)
     ]
     terminal.result(
-        {
-            "model": model_json(loaded.model),
-            "mesh": given.mesh.as_dict(),
-            "layout": layout_json(given.layout),
-            "step": step,
-            "seconds": seconds,
-            "texts": texts,
-        }
+        GenerateResult(
+            model=model_info(loaded.model),
+            mesh=given.mesh.as_dict(),
+            layout=axes_of(given.layout),
+            step=step,
+            seconds=seconds,
+            texts=texts,
+        )
     )
     terminal.say(f"step {step} of {checkpoint}, {seconds_text(seconds)} with compiling")
     _show(terminal, texts)
@@ -167,24 +170,24 @@ def _restored(trainer: Trainer, checkpoint: Path) -> int:
     return trainer.step_number
 
 
-def _continuations(loaded: Loaded, found: Mapping[str, Any], row: int, begun: int) -> list[dict[str, Any]]:
+def _continuations(loaded: Loaded, found: Mapping[str, Any], row: int, begun: int) -> list[Continuation]:
     """The texts of one prompt, best first: one, or those of the beams."""
     import numpy as np
+
+    from layoutopt.plan.results import Continuation
 
     length = found["tokens"].shape[-1]
     tokens = found["tokens"][row].reshape(-1, length)
     scores = np.reshape(found["scores"][row], -1)
     return [
-        {
-            "text": loaded.call("decode", tokens=ids[begun:].tolist()),
-            "score": float(score),
-            "tokens": ids.tolist(),
-        }
+        Continuation(
+            text=loaded.call("decode", tokens=ids[begun:].tolist()), score=float(score), tokens=ids.tolist()
+        )
         for ids, score in zip(tokens, scores, strict=True)
     ]
 
 
-def _show(terminal: Terminal, texts: Sequence[Mapping[str, Any]]) -> None:
+def _show(terminal: Terminal, texts: Sequence[Continued]) -> None:
     for text in texts:
-        for found in text["continuations"]:
-            terminal.show(f"── {text['prompt']!r}, score {found['score']:.3f}", found["text"])
+        for found in text.continuations:
+            terminal.show(f"── {text.prompt!r}, score {found.score:.3f}", found.text)

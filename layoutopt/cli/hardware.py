@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, rate_text
 
 if TYPE_CHECKING:
-    from costmodels.hardware import Hardware, Number
+    from costmodels.hardware import Hardware
 
 EXAMPLES = examples("layoutopt hardware", "layoutopt hardware tpu-v5e", "layoutopt hardware h100 --json")
 
@@ -38,9 +39,10 @@ def hardware(
 
 def _list(terminal: Terminal) -> None:
     from costmodels.hardware import hardware_names
+    from layoutopt.plan.results import HardwareList, HardwareSummary
 
     machines = [read_hardware(name) for name in hardware_names()]
-    terminal.result({"hardware": [_summary(m) for m in machines]})
+    terminal.result(HardwareList(hardware=[HardwareSummary(**_summary(m)) for m in machines]))
     rows = [
         (
             m.name,
@@ -67,16 +69,18 @@ def _list(terminal: Terminal) -> None:
 
 
 def _one(terminal: Terminal, machine: Hardware) -> None:
+    from layoutopt.plan.results import HardwareResult, SourcedCurve, SourcedNumber
+
     terminal.result(
-        {
+        HardwareResult(
             **_summary(machine),
-            "notes": list(machine.notes),
-            "numbers": [{"path": path, **_number(n)} for path, n in machine.numbers()],
-            "curves": [
-                {"path": path, "source": c.source, "date": c.date, "uncertainty": c.uncertainty}
+            notes=list(machine.notes),
+            numbers=[SourcedNumber(path=path, **asdict(n)) for path, n in machine.numbers()],
+            curves=[
+                SourcedCurve(path=path, source=c.source, date=c.date, uncertainty=c.uncertainty)
                 for path, c in machine.curves()
             ],
-        }
+        )
     )
     rows = [
         ("name", machine.name),
@@ -105,16 +109,6 @@ def _summary(machine: Hardware) -> dict[str, Any]:
         "usable_memory_bytes": int(machine.usable_memory_bytes),
         "memory_bandwidth": machine.memory_bandwidth,
         "peak_flops": {dtype: machine.peak_flops(dtype) for dtype, _ in machine.chip.peak_flops},
-    }
-
-
-def _number(number: Number) -> dict[str, Any]:
-    return {
-        "value": number.value,
-        "given": number.given,
-        "source": number.source,
-        "date": number.date,
-        "uncertainty": number.uncertainty,
     }
 
 

@@ -33,6 +33,8 @@ def init(
         path.write_text(starter, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror}") from None
-    terminal.result({"path": path})
+    from layoutopt.plan.results import InitResult
+
+    terminal.result(InitResult(path=str(path)))
     terminal.show(str(path))
     terminal.say(f'next: layoutopt search {path} --mesh "data:2;model:4"')

@@ -20,7 +20,6 @@ from layoutopt.cli.options import (
     examples,
     read_layout,
 )
-from layoutopt.cli.results import layout_json, model_json
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -54,6 +53,8 @@ def lower(
 ) -> None:
     """Print the SPMD program: what each device computes, sends and keeps."""
     from layoutopt.models.loading import load_model
+    from layoutopt.plan.build import axes_of, model_info
+    from layoutopt.plan.results import LowerResult
 
     terminal = Terminal(as_json)
     loaded = load_model(model, settings or ())
@@ -61,15 +62,15 @@ def lower(
     program = loaded.model.lower(given.mesh, given.layout, given.options)
     text = _emit(program, emit)
     terminal.result(
-        {
-            "model": model_json(loaded.model),
-            "mesh": given.mesh.as_dict(),
-            "layout": layout_json(given.layout),
-            "emit": emit.value,
-            "instructions": _counted(program),
-            "communication_bytes_per_device": program.communication_bytes(),
-            "program": text,
-        }
+        LowerResult(
+            model=model_info(loaded.model),
+            mesh=given.mesh.as_dict(),
+            layout=axes_of(given.layout),
+            emit=emit.value,
+            instructions=_counted(program),
+            communication_bytes_per_device=program.communication_bytes(),
+            program=text,
+        )
     )
     if not as_json:
         typer.echo(text, nl=not text.endswith("\n"))

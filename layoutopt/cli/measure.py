@@ -24,8 +24,8 @@ from layoutopt.cli.options import (
     read_layout,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.results import layout_json, layout_text
-from layoutopt.cli.running import batches, items_of, open_trainer, timed_steps
+from layoutopt.cli.results import layout_text
+from layoutopt.cli.running import Timed, batches, items_of, open_trainer, timed_steps
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.units import bytes_text, seconds_text
 
@@ -57,6 +57,8 @@ def measure(
     """Run a layout's step on this machine and time it; count what the devices send."""
     from layoutopt.evaluator import evaluate
     from layoutopt.models.loading import load_model
+    from layoutopt.plan.build import axes_of
+    from layoutopt.plan.results import MeasureResult
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware)
@@ -64,41 +66,44 @@ def measure(
     given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
     predicted = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
     trainer = open_trainer(terminal, loaded, given)
-    found = _timed(terminal, loaded, trainer, warm_up, steps)
-    terminal.result({"mesh": given.mesh.as_dict(), "layout": layout_json(given.layout), **found})
+    timed = _timed(terminal, loaded, trainer, warm_up, steps)
+    engine = trainer.engine
+    terminal.result(
+        MeasureResult(
+            mesh=given.mesh.as_dict(),
+            layout=axes_of(given.layout),
+            step_seconds=timed.median,
+            step_seconds_all=list(timed.seconds),
+            compile_seconds=engine.compile_seconds,
+            loss=list(timed.losses),
+            communication_bytes_per_device=engine.communication_bytes,
+            peak_memory_bytes=engine.peak_memory_bytes,
+        )
+    )
     if not as_json:
-        _show(terminal, loaded, predicted, found, machine.name)
+        _show(terminal, loaded, predicted, timed, engine, machine.name)
 
 
-def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, steps: int) -> dict[str, Any]:
+def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, steps: int) -> Timed:
     """Times steps from the initial values on; the data is ready before the clock starts."""
     fed = list(itertools.islice(batches(terminal, loaded), steps))
     with Steps(terminal, "measuring", warm_up + steps) as bar:
-        timed = timed_steps(
+        return timed_steps(
             trainer,
             fed,
             warm_up,
             lambda done, took: bar.update(done, f"{seconds_text(took)} a step" if took else "warming up"),
         )
-    engine = trainer.engine
-    return {
-        "step_seconds": timed.median,
-        "step_seconds_all": timed.seconds,
-        "compile_seconds": engine.compile_seconds,
-        "loss": timed.losses,
-        "communication_bytes_per_device": engine.communication_bytes,
-        "peak_memory_bytes": engine.peak_memory_bytes,
-    }
 
 
 def _show(
-    terminal: Terminal, loaded: Loaded, predicted: Evaluation, found: dict[str, Any], hardware: str
+    terminal: Terminal, loaded: Loaded, predicted: Evaluation, timed: Timed, engine: Any, hardware: str
 ) -> None:
-    seconds, step = found["step_seconds_all"], found["step_seconds"]
+    seconds, step = timed.seconds, timed.median
     items, name = items_of(loaded.model)
     said = predicted.cost.step_seconds
     sent = predicted.program.communication_bytes()
-    equal = "as predicted" if sent == found["communication_bytes_per_device"] else f"predicted: {_sent(sent)}"
+    equal = "as predicted" if sent == engine.communication_bytes else f"predicted: {_sent(sent)}"
     terminal.show(
         facts(
             [
@@ -115,12 +120,12 @@ def _show(
                 ),
                 ("predicted", f"{seconds_text(said)} for {hardware} ({said / step:.2f} of the measured)"),
                 ("rate", f"{items / step:,.0f} {name}/s"),
-                ("compiling", seconds_text(found["compile_seconds"])),
-                ("sent", f"per device: {_sent(found['communication_bytes_per_device'])} ({equal})"),
-                ("memory", _memory(found["peak_memory_bytes"], predicted.memory.peak)),
+                ("compiling", seconds_text(engine.compile_seconds)),
+                ("sent", f"per device: {_sent(engine.communication_bytes)} ({equal})"),
+                ("memory", _memory(engine.peak_memory_bytes, predicted.memory.peak)),
                 (
                     "loss",
-                    f"{found['loss'][0]:.4f} at first, {found['loss'][-1]:.4f} after {len(seconds)} steps",
+                    f"{timed.losses[0]:.4f} at first, {timed.losses[-1]:.4f} after {len(seconds)} steps",
                 ),
             ]
         )

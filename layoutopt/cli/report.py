@@ -48,6 +48,8 @@ def report(
     quiet: QuietOption = False,
 ) -> None:
     """Write a report that opens in any browser: which layout, how fast, does it fit, how sure."""
+    from layoutopt.plan.results import ReportResult
+
     terminal = Terminal(as_json, quiet)
     check_out(out)
     found = [_complete(terminal, path, model) for path in plans]
@@ -56,7 +58,7 @@ def report(
         files += _written(terminal, found, figures, "figures")
     if tables is not None:
         files += _written(terminal, found, tables, "tables")
-    terminal.result({"files": files})
+    terminal.result(ReportResult(files=[str(file) for file in files]))
     terminal.show(str(out))
 
 

@@ -1,34 +1,32 @@
-"""The JSON objects that several commands print."""
+"""What several commands print alike."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from layoutopt.cli.options import Given
     from mesh_tf_core import Layout, Model, Options
 
 
-def model_json(model: Model) -> dict[str, Any]:
-    """Which model: name, fingerprint of its step, hyperparameters, number of trained parameters."""
+def given_json(model: Model, given: Given) -> dict[str, Any]:
+    """The fields of a result that say what was asked: model, mesh, layout, and options that are not plain."""
+    from layoutopt.plan.build import axes_of, model_info
+
     return {
-        "name": model.name,
-        "fingerprint": model.fingerprint,
-        "hparams": dict(model.hparams),
-        "parameters": model.parameters,
+        "model": model_info(model),
+        "mesh": given.mesh.as_dict(),
+        "layout": axes_of(given.layout),
+        **options_json(given.options),
     }
-
-
-def layout_json(layout: Layout) -> dict[str, list[str]]:
-    """Dimension -> mesh axes."""
-    return {name: list(axes) for name, axes in layout.items()}
 
 
 def options_json(options: Options) -> dict[str, Any]:
     """What is decided besides the layout, as a plan file says it; only what is not plain."""
-    from mesh_tf_core.lower.storage import STAGES
+    from layoutopt.plan.build import storage_of
 
     found = {
-        "storage": {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage},
+        "storage": storage_of(options),
         "recompute": sorted(options.recompute),
         "microbatches": options.microbatches if options.microbatches > 1 else None,
     }

@@ -167,7 +167,7 @@ def search(
         full = with_details(plan, loaded.model, machine, limit, model)
     if out is not None:
         full.save(out)  # before what is shown, whose reader may leave
-    terminal.result(plan.to_json())
+    terminal.result(plan.data)
     if not as_json:
         show_plan(terminal, plan, limit)
     if out is not None:

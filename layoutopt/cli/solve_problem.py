@@ -41,6 +41,7 @@ def solve_problem(
     quiet: QuietOption = False,
 ) -> None:
     """Solve a problem in the general form, or in the contest's."""
+    from layoutopt.plan.results import ProblemSolver, SolveProblemResult
     from layoutopt.problem import load, solve
 
     terminal = Terminal(as_json, quiet)
@@ -50,18 +51,18 @@ def solve_problem(
     _refuse(problem, found)
     assert found.choices is not None
     terminal.result(
-        {
-            "name": problem.name,
-            "solver": {
-                "name": found.solver,
-                "status": found.status.value,
-                "objective": found.objective,
-                "bound": found.bound,
-                "gap": found.gap,
-                "wall_seconds": found.wall_seconds,
-            },
-            "choices": list(found.choices),
-        }
+        SolveProblemResult(
+            name=problem.name,
+            solver=ProblemSolver(
+                name=found.solver,
+                status=found.status.value,
+                objective=found.objective,
+                bound=found.bound,
+                gap=found.gap,
+                wall_seconds=found.wall_seconds,
+            ),
+            choices=list(found.choices),
+        )
     )
     _show(terminal, problem, found)
 

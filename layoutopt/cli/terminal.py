@@ -69,7 +69,7 @@ class Terminal:
             for part in parts:
                 self.out.print(Text(part) if isinstance(part, str) else part, highlight=False)
 
-    def result(self, data: Mapping[str, Any] | Data) -> None:
+    def result(self, data: Data) -> None:
         """The result for programs; nothing without `--json`."""
         if self.as_json:
             sys.stdout.write(json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=False) + "\n")

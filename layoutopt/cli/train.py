@@ -33,7 +33,7 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.progress import Bounds, Steps
-from layoutopt.cli.results import layout_json, layout_text, model_json
+from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import items_of, judged_model, open_trainer, start_devices
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.units import duration_text, seconds_text
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
+    from layoutopt.plan.results import TrainResult
     from mesh_tf_core.cluster import Cluster
     from mesh_tf_core.training import Trainer
 
@@ -107,7 +108,7 @@ def train(
         run.train(trainer, checkpoint, every)
         run.judge(trainer, held_out)
     if shown:
-        terminal.result(run.json())
+        terminal.result(run.result())
         run.show()
 
 
@@ -230,23 +231,27 @@ class _Run:
 
     # -- results ---------------------------------------------------------------------------------------------
 
-    def json(self) -> dict[str, Any]:
+    def result(self) -> TrainResult:
         """The object of `--json`."""
-        return {
-            "model": model_json(self.loaded.model),
-            "mesh": self.given.mesh.as_dict(),
-            "layout": layout_json(self.given.layout),
-            "hardware": self.machine.name,
-            "predicted": self.predicted.model_dump(mode="json"),
-            "first_step": self.began_at,
-            "steps": self.began_at + len(self.losses),
-            "loss": self.losses,
-            "step_seconds": self.step_seconds,
-            f"{self.item}_per_second": self.items / self.step_seconds,
-            "waited_for_input": self.waited,
-            "held_out": self.held_out,
-            "reference_losses": self.references,
-        }
+        from layoutopt.plan.build import axes_of, model_info
+        from layoutopt.plan.results import TrainResult
+
+        rate: dict[str, Any] = {f"{self.item}_per_second": self.items / self.step_seconds}
+        return TrainResult(
+            model=model_info(self.loaded.model),
+            mesh=self.given.mesh.as_dict(),
+            layout=axes_of(self.given.layout),
+            hardware=self.machine.name,
+            predicted=self.predicted,
+            first_step=self.began_at,
+            steps=self.began_at + len(self.losses),
+            loss=self.losses,
+            step_seconds=self.step_seconds,
+            waited_for_input=self.waited,
+            held_out=self.held_out,
+            reference_losses=self.references,
+            **rate,
+        )
 
     def show(self) -> None:
         """The end of a run, for people."""

@@ -51,6 +51,7 @@ def validate(
     """Run many layouts on this machine and hold the predicted times against the measured ones."""
     from layoutopt.analysis.validate import validate as run
     from layoutopt.models.loading import load_model
+    from layoutopt.plan.details import Validation
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
@@ -72,7 +73,7 @@ def validate(
     if out is not None:
         out.write_text(json.dumps(plain(found), indent=1) + "\n", encoding="utf-8")
         terminal.say(f"wrote {out}")
-    terminal.result(found)
+    terminal.result(Validation.model_validate(found))
     _show(terminal, found, machine.name)
 
 

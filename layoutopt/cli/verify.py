@@ -22,7 +22,7 @@ from layoutopt.cli.options import (
     read_layout,
 )
 from layoutopt.cli.plans import ModelOption, open_plan
-from layoutopt.cli.results import layout_json, layout_text, model_json, options_json
+from layoutopt.cli.results import given_json, layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.units import bytes_text, duration_text, seconds_text, times_text
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from layoutopt.cli.options import Given
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
+    from layoutopt.plan.results import VerifyResult
 
 EXAMPLES = examples(
     'layoutopt verify examples/transformer_lm.py --topology v5e:2x4 --mesh "data:2;model:4" '
@@ -88,7 +89,7 @@ def verify(
     if text is not None and found.compiled is not None:
         text.write_text(found.compiled.text, encoding="utf-8")
         terminal.say(f"wrote {text}")
-    terminal.result(_json(loaded, given, evaluation, found))
+    terminal.result(_result(loaded, given, evaluation, found))
     if not as_json:
         _show(terminal, loaded, given, evaluation, found)
     if found.refusal is not None:
@@ -128,46 +129,43 @@ def _asked(
     return planned.loaded, Given(plan.mesh, plan.layout, plan.options, plan)
 
 
-def _json(loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> dict[str, Any]:
+def _result(loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> VerifyResult:
     from layoutopt.analysis.verify import counted
+    from layoutopt.plan.results import Collectives, Compared, Moved, VerifyResult
 
-    def listed(collectives: Any) -> list[dict[str, Any]]:
-        return [{"kind": k, "group_size": n, "count": c} for k, n, c in counted(collectives)]
+    def listed(collectives: Any) -> list[Collectives]:
+        return [Collectives(kind=k, group_size=n, count=c) for k, n, c in counted(collectives)]
 
     made, refusal = found.compiled, found.refusal
-    return {
-        "topology": found.topology,
-        "compiled": made is not None,
-        "out_of_memory": refusal is not None and refusal.out_of_memory,
-        "reason": refusal and refusal.reason,
-        "model": model_json(loaded.model),
-        "mesh": given.mesh.as_dict(),
-        "layout": layout_json(given.layout),
-        **options_json(given.options),
-        "collectives": listed(made.collectives) if made else [],
-        "predicted_collectives": listed(found.predicted),
-        "moved": [
-            {
-                "family": m.family,
-                "group_size": m.group_size,
-                "count": {"compiler": m.compiler_count, "predicted": m.predicted_count},
-                "bytes": {"compiler": m.compiler_bytes, "predicted": m.predicted_bytes},
-            }
+    return VerifyResult(
+        topology=found.topology,
+        compiled=made is not None,
+        out_of_memory=refusal is not None and refusal.out_of_memory,
+        reason=refusal.reason if refusal else None,
+        **given_json(loaded.model, given),
+        collectives=listed(made.collectives) if made else [],
+        predicted_collectives=listed(found.predicted),
+        moved=[
+            Moved(
+                family=m.family,
+                group_size=m.group_size,
+                count=Compared(compiler=m.compiler_count, predicted=m.predicted_count),
+                bytes=Compared(compiler=m.compiler_bytes, predicted=m.predicted_bytes),
+            )
             for m in found.moved
         ],
-        "same_collectives": found.same_collectives if made else None,
-        "peak_memory_bytes": {
-            "compiler": made.peak_bytes if made else refusal and refusal.used,
-            "predicted": evaluation.memory.peak,
-        },
-        "allocated_bytes": made and made.allocated_bytes,
-        "compute_seconds": {
-            "compiler": made and made.compute_seconds,
-            "predicted": evaluation.cost.compute_seconds,
-        },
-        "unknown_loops": made and made.unknown_loops,
-        "compile_seconds": made and made.compile_seconds,
-    }
+        same_collectives=found.same_collectives if made else None,
+        peak_memory_bytes=Compared(
+            compiler=made.peak_bytes if made else refusal.used if refusal else None,
+            predicted=evaluation.memory.peak,
+        ),
+        allocated_bytes=made.allocated_bytes if made else None,
+        compute_seconds=Compared(
+            compiler=made.compute_seconds if made else None, predicted=evaluation.cost.compute_seconds
+        ),
+        unknown_loops=made.unknown_loops if made else None,
+        compile_seconds=made.compile_seconds if made else None,
+    )
 
 
 def _verdict(found: Verified) -> str:

@@ -17,14 +17,13 @@ from layoutopt.optimize.heuristics import RIVALS
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Space
-from layoutopt.plan.build import Plan
-from layoutopt.plan.schema import Alternative, ModelInfo, PlanFile, Predicted, SolverInfo
+from layoutopt.plan.build import Plan, axes_of, model_info, storage_of
+from layoutopt.plan.schema import Alternative, PlanFile, Predicted, SolverInfo
 from layoutopt.problem import TOLERANCE
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.lower.verify import verify
 
 
@@ -63,15 +62,10 @@ def make_plan(
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
     data = PlanFile(
         format="layoutopt-plan/1",
-        model=ModelInfo(
-            name=request.model.name,
-            fingerprint=request.model.fingerprint,
-            hparams=dict(request.model.hparams),
-            parameters=request.model.parameters,
-        ),
+        model=model_info(request.model),
         mesh=_mesh(best.mesh, names).as_dict(),
-        layout=_form(_renamed(best.layout, names)),
-        storage=_storage(best.options),
+        layout=axes_of(_renamed(best.layout, names)),
+        storage=storage_of(best.options),
         recompute=sorted(best.options.recompute),
         microbatches=best.options.microbatches,
         hardware=request.hardware.name,
@@ -86,10 +80,6 @@ def make_plan(
         ],
     )
     return Plan(data)
-
-
-def _storage(options: Options) -> dict[str, str]:
-    return {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage}
 
 
 def _table_seconds(request: Request, best: Found, space: Space) -> float | None:
@@ -163,10 +153,6 @@ def _renamed(layout: Layout, names: Mapping[str, str]) -> Layout:
     return Layout({n: tuple(names.get(a, a) for a in axes) for n, axes in layout.items()})
 
 
-def _form(layout: Layout) -> dict[str, list[str]]:
-    return {n: list(a) for n, a in layout.items()}
-
-
 def _predicted(judged: Evaluation, names: Mapping[str, str]) -> Predicted:
     found = judged.predicted
     sent = {
@@ -181,10 +167,10 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
     return Alternative(
         name=f"frontier {number + 1}",
         mesh=_mesh(found.mesh, names).as_dict(),
-        layout=_form(_renamed(found.layout, names)),
+        layout=axes_of(_renamed(found.layout, names)),
         predicted=_predicted(found.judged, names),
         feasible=True,
-        storage=_storage(found.options),
+        storage=storage_of(found.options),
         recompute=sorted(found.options.recompute),
         microbatches=found.options.microbatches,
     )
@@ -238,11 +224,11 @@ def _beside(
     return Alternative(
         name=name,
         mesh=called.as_dict(),
-        layout=_form(rules),
+        layout=axes_of(rules),
         predicted=predicted,
         feasible=reason is None,
         reason=reason,
-        storage=_storage(options),
+        storage=storage_of(options),
         recompute=sorted(options.recompute),
         microbatches=options.microbatches,
     )

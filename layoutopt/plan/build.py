@@ -7,12 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layoutopt.plan.schema import Alternative, PlanFile, Predicted, SolverInfo, plan_file, read_plan_file
+from layoutopt.plan.schema import (
+    Alternative,
+    ModelInfo,
+    PlanFile,
+    Predicted,
+    SolverInfo,
+    plan_file,
+    read_plan_file,
+)
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import stage_number
+from mesh_tf_core.lower.storage import STAGES, stage_number
+from mesh_tf_core.model import Model
 
 
 class Plan:
@@ -60,6 +69,26 @@ class Plan:
             f"Plan({self.layout} on {self.mesh}: {p.step_seconds:.4g} s a step, "
             f"{p.peak_memory_bytes / 2**30:.3g} GiB, {self.solver.status})"
         )
+
+
+def model_info(model: Model) -> ModelInfo:
+    """Which model: name, fingerprint of its step, hyperparameters, number of trained parameters."""
+    return ModelInfo(
+        name=model.name,
+        fingerprint=model.fingerprint,
+        hparams=dict(model.hparams),
+        parameters=model.parameters,
+    )
+
+
+def axes_of(layout: Layout) -> dict[str, list[str]]:
+    """A layout as files say it: dimension to mesh axes."""
+    return {name: list(axes) for name, axes in layout.items()}
+
+
+def storage_of(options: Options) -> dict[str, str]:
+    """How variables are stored, as files say it: those that are not stored as the layout says."""
+    return {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage}
 
 
 def options_of(storage: Mapping[str, str], recompute: Sequence[str], microbatches: int) -> Options:

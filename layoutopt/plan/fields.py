@@ -46,7 +46,7 @@ class Data(BaseModel):
 
     def to_json(self) -> dict[str, Any]:
         """What was said, as JSON can hold it; defaults that nobody said are left out."""
-        return self.model_dump(mode="json", exclude_unset=True)
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from layoutopt.cli import app
+from layoutopt.plan import results
+from layoutopt.plan.details import Validation
+from layoutopt.plan.fields import Data
+from layoutopt.plan.schema import PlanFile
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).parent / "layoutopt")
@@ -44,6 +48,50 @@ def run() -> Callable[..., Result]:
     return invoke
 
 
+SCHEMAS: dict[str, type[Data]] = {
+    "search": PlanFile,
+    "cost": results.CostResult,
+    "explain": results.ExplainResult,
+    "measure": results.MeasureResult,
+    "calibrate": results.CalibrateResult,
+    "validate": Validation,
+    "verify": results.VerifyResult,
+    "lower": results.LowerResult,
+    "train": results.TrainResult,
+    "generate": results.GenerateResult,
+    "report": results.ReportResult,
+    "solve-problem": results.SolveProblemResult,
+    "export": results.ExportResult,
+    "init": results.InitResult,
+    "hardware": results.HardwareList,
+}
+"""What each command prints."""
+
+
+def schema_of(args: Sequence[str]) -> type[Data]:
+    if args[0] == "hardware" and len(args) > 1:
+        return results.HardwareResult
+    return results.CalibrateTpuResult if "--target" in args else SCHEMAS[args[0]]
+
+
+def fits(found: dict[str, Any], schema: type[Data]) -> None:
+    """A result is what its schema says: no field is missing, none unknown, and it is written again alike."""
+    read = schema.model_validate(found)
+    assert read.to_json() == found
+    unknown = {name for each in objects(read) for name in each.model_extra or ()}
+    assert {name for name in unknown if not name.endswith("_per_second")} == set()
+
+
+def objects(value: Any) -> Iterator[Data]:
+    """Every object of a result that a schema describes."""
+    if isinstance(value, Data):
+        yield value
+        value = dict(value)
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for inner in inside:
+        yield from objects(inner)
+
+
 @pytest.fixture
 def result(run: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
     """Runs a command with `--json` and gives the one object on stdout."""
@@ -53,6 +101,7 @@ def result(run: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
         assert done.exit_code == 0, done.stderr
         found = json.loads(done.stdout)
         assert isinstance(found, dict)
+        fits(found, schema_of(args))
         return found
 
     return invoke

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from layoutopt.plan import details, results, schema
 from layoutopt.plan.details import Validation
+from layoutopt.plan.fields import Data, refusal
 from layoutopt.plan.schema import plan_file
 from mesh_tf_core.errors import UserError
 from reports.page.answers import answers, axis_uses, subject
@@ -115,6 +118,31 @@ def test_null_and_absence_are_the_same(path: tuple[Any, ...]) -> None:
         except UserError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]
+
+
+KINDS = sorted(
+    {
+        kind
+        for module in (details, results, schema)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Data) and kind is not Data
+    },
+    key=lambda kind: kind.__name__,
+)
+
+
+@settings(max_examples=20)
+@given(st.data())
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_nothing_but_its_own_kind_fits_a_schema(kind: type[Data], data: st.DataObject) -> None:
+    fields = st.fixed_dictionaries({}, optional=dict.fromkeys(kind.model_fields, JSON))
+    value = data.draw(fields | JSON)
+    try:
+        found = kind.model_validate(value)
+    except ValidationError as error:
+        is_one_clear_line(refusal(error, "the file", "write it again with `layoutopt x`"), "the file")
+        return
+    assert kind.model_validate(found.to_json()) == found
 
 
 def test_what_a_newer_version_adds_is_kept() -> None:

@@ -1,0 +1,370 @@
+"""What the commands print with `--json`: one schema each.
+
+Times are in seconds and sizes in bytes, both of one device; what is not finite is null. `search` prints a
+plan file (`layoutopt.plan.schema.PlanFile`), `validate` a `layoutopt.plan.details.Validation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field, PlainValidator
+
+from layoutopt.plan.details import Curve, Proof, Robustness
+from layoutopt.plan.fields import Data, Flag, wrong
+from layoutopt.plan.schema import ModelInfo, Predicted
+
+
+def _finite(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise wrong(f"must be a number or null, found {type(value).__name__}")
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Figure = Annotated[int | float | None, PlainValidator(_finite)]
+"""A number as it was counted, or null."""
+Layout = dict[str, list[str]]
+"""Dimension to mesh axes."""
+Mesh = dict[str, int]
+
+
+class CostLine(Data):
+    """One priced line, in the order of the program; every number is of one of its runs."""
+
+    operation: str
+    fused: list[str]
+    scope: str
+    phase: str
+    axes: list[str]
+    purpose: str = Field(validation_alias=AliasChoices("class", "purpose"), serialization_alias="class")
+    runs: Figure
+    seconds: Figure
+    exposed_seconds: Figure
+    flops: Figure
+    bytes: Figure
+    sent_bytes: Figure
+    formula: str
+
+
+class Finding(Data):
+    """A likely mistake of a layout, with a fix if one is known."""
+
+    kind: str
+    message: str
+    fix: str | None
+    layout: str | None
+
+
+class CostResult(Data):
+    """`cost`: a layout that does not fit is priced too, and says why it is not `feasible`."""
+
+    model: ModelInfo
+    mesh: Mesh
+    layout: Layout
+    storage: dict[str, str] = Field(default_factory=dict)
+    recompute: list[str] = Field(default_factory=list)
+    microbatches: int = 1
+    hardware: str
+    predicted: Predicted
+    feasible: Flag
+    reason: str | None
+    findings: list[Finding]
+    notes: list[str] = Field(default_factory=list)
+    lines: list[CostLine] = Field(default_factory=list)
+
+
+class MeasureResult(Data):
+    """`measure`: bytes are counted by the engine, not predicted; `step_seconds` is the median."""
+
+    mesh: Mesh
+    layout: Layout
+    step_seconds: Figure
+    step_seconds_all: Sequence[Figure]
+    compile_seconds: Figure
+    loss: Sequence[Figure]
+    communication_bytes_per_device: Mapping[str, Figure]
+    peak_memory_bytes: Figure
+
+
+class Collectives(Data):
+    """How many collectives of one kind over groups of one size a step has."""
+
+    kind: str
+    group_size: int
+    count: int
+
+
+class Compared(Data):
+    """A number of the compiler beside ours."""
+
+    compiler: Figure
+    predicted: Figure
+
+
+class Moved(Data):
+    """What the collectives of one family over groups of one size move: how many, and bytes put in."""
+
+    family: str
+    group_size: int
+    count: Compared
+    bytes: Compared
+
+
+class VerifyResult(Data):
+    """`verify`: without a compiled program, its `reason` and what the compiler said of memory."""
+
+    topology: str
+    compiled: Flag
+    out_of_memory: Flag
+    reason: str | None
+    model: ModelInfo
+    mesh: Mesh
+    layout: Layout
+    storage: dict[str, str] = Field(default_factory=dict)
+    recompute: list[str] = Field(default_factory=list)
+    microbatches: int = 1
+    collectives: list[Collectives]
+    predicted_collectives: list[Collectives]
+    moved: list[Moved]
+    same_collectives: Flag | None
+    peak_memory_bytes: Compared
+    allocated_bytes: Figure
+    compute_seconds: Compared
+    unknown_loops: Figure
+    compile_seconds: Figure
+
+
+class ProblemSolver(Data):
+    """What solved a problem, and what it proved."""
+
+    name: str
+    status: str
+    objective: Figure
+    bound: Figure
+    gap: Figure
+    wall_seconds: Figure
+
+
+class SolveProblemResult(Data):
+    """`solve-problem`: the position of every variable's choice."""
+
+    name: str
+    solver: ProblemSolver
+    choices: list[int]
+
+
+class HardwareSummary(Data):
+    """A machine in short, per device."""
+
+    name: str
+    kind: str
+    summary: str
+    device: str
+    topology: str
+    calibrated: Flag
+    memory_bytes: int
+    usable_memory_bytes: int
+    memory_bandwidth: Figure
+    peak_flops: Mapping[str, Figure]
+
+
+class HardwareList(Data):
+    """`hardware`."""
+
+    hardware: list[HardwareSummary]
+
+
+class SourcedNumber(Data):
+    """A number as it is used (SI units) and as its source prints it."""
+
+    path: str
+    value: Figure
+    given: str
+    source: str
+    date: str
+    uncertainty: Figure
+
+
+class SourcedCurve(Data):
+    """Where a measured curve is from."""
+
+    path: str
+    source: str
+    date: str
+    uncertainty: Figure
+
+
+class HardwareResult(HardwareSummary):
+    """`hardware NAME`: every number with its source."""
+
+    notes: list[str]
+    numbers: list[SourcedNumber]
+    curves: list[SourcedCurve]
+
+
+class CalibrateResult(Data):
+    """`calibrate`: the profile of this machine in short."""
+
+    profile: str
+    hardware: str
+    machine: dict[str, Any]
+    versions: dict[str, Any]
+    held_out_error: Figure
+    measurements: int
+
+
+class CalibrateTpuResult(Data):
+    """`calibrate --target`: the profile of a TPU in short; without --out there is no file."""
+
+    profile: str | None
+    hardware: str
+    topology: str
+    versions: dict[str, Any]
+    date: str
+    shipped: Flag
+    launch_seconds: Figure
+    memory_efficiency: Figure
+    element_time: Figure
+    matmul_efficiency: list[tuple[Figure, Figure]]
+    uncertainty: Mapping[str, Figure]
+    held_out_error: Figure
+    typical_error: dict[str, Mapping[str, Figure]]
+    measurements: int
+
+
+class Binding(Data):
+    """What a device holds where it holds most, and whether the limit keeps a faster layout away."""
+
+    peak_bytes: int
+    peak: str
+    limit_bytes: int
+    binds: Flag
+    step_seconds_without_limit: Figure
+
+
+class Worth(Data):
+    """What a rule costs: the best under it, and how much more that takes than the plan."""
+
+    rule: str
+    step_seconds: Figure
+    peak_bytes: Figure
+    costs_seconds: Figure
+    costs_bytes: Figure
+    layout: str
+    proven: Flag
+    reason: str | None
+
+
+class OperationDifference(Data):
+    """Seconds of one kind of operation under the plan and under another layout."""
+
+    scope: str
+    operation: str
+    phase: str
+    axes: str
+    plan_seconds: Figure
+    other_seconds: Figure
+
+
+class Against(Data):
+    """Another layout beside the plan's."""
+
+    layout: str
+    step_seconds: Figure
+    step_seconds_with_the_plans_options: Figure
+    peak_bytes: int
+    differences: list[OperationDifference]
+
+
+class ExplainResult(Data):
+    """`explain`: the last three are there if they were asked for."""
+
+    layout: Layout
+    step_seconds: Figure
+    agrees: Flag
+    disagreements: list[str]
+    memory: Binding
+    splits: list[Worth]
+    pins: list[Worth]
+    against: Against | None
+    sensitivity: tuple[Curve, ...] = ()
+    robustness: Robustness | None = None
+    proof: Proof | None = None
+
+
+class LowerResult(Data):
+    """`lower`: the program as text, and how often each instruction is in it."""
+
+    model: ModelInfo
+    mesh: Mesh
+    layout: Layout
+    emit: str
+    instructions: dict[str, int]
+    communication_bytes_per_device: Mapping[str, Figure]
+    program: str
+
+
+class Continuation(Data):
+    """A text with its tokens; of a higher `score` if it is more likely."""
+
+    text: str
+    score: float = Field(allow_inf_nan=True)
+    tokens: list[int]
+
+
+class Continued(Data):
+    """A prompt and what the model makes of it, the best first."""
+
+    prompt: str
+    continuations: list[Continuation]
+
+
+class GenerateResult(Data):
+    """`generate`: texts from a checkpoint of a training step."""
+
+    model: ModelInfo
+    mesh: Mesh
+    layout: Layout
+    step: int
+    seconds: Figure
+    texts: list[Continued]
+
+
+class TrainResult(Data):
+    """`train`: one more field is the rate, named after what the model counts: 'tokens_per_second'."""
+
+    model: ModelInfo
+    mesh: Mesh
+    layout: Layout
+    hardware: str
+    predicted: Predicted
+    first_step: int
+    steps: int
+    loss: Sequence[Figure]
+    step_seconds: Figure
+    waited_for_input: Figure
+    held_out: Mapping[str, Figure]
+    reference_losses: Mapping[str, Figure]
+
+
+class ExportResult(Data):
+    """`export`: the layout in another library's form."""
+
+    to: str
+    mesh: Mesh
+    text: str
+
+
+class InitResult(Data):
+    """`init`: the file that was written."""
+
+    path: str
+
+
+class ReportResult(Data):
+    """`report`: the files that were written."""
+
+    files: list[str]
