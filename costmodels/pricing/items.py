@@ -8,42 +8,21 @@ tables of the search (`templates`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from costmodels.kernels.compute import Quantity
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
 
 
-class _Local:
-    """An item that sends nothing."""
+class _Compute:
+    """An item that sends nothing; `quantity` is what it does."""
 
     __slots__ = ()
-
-    @property
-    def axes(self) -> Axes:
-        return ()
-
-    @property
-    def sent(self) -> float:
-        return 0.0
-
-    @property
-    def purpose(self) -> str:
-        return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Computed(_Local):
-    """A kernel, or what a loop writes to a stack.
-
-    Attributes:
-      flops: of its operations, each counted once. `quantity` counts what is computed again, too.
-      lacks: why the local engine's array functions do not price it; empty where nobody asked.
-    """
-
+    axes: ClassVar[Axes] = ()
+    sent: ClassVar[float] = 0.0
+    purpose: ClassVar[str] = ""
     quantity: Quantity
-    flops: float
-    lacks: str = ""
 
     @property
     def kind(self) -> str:
@@ -55,7 +34,21 @@ class Computed(_Local):
 
 
 @dataclass(frozen=True, slots=True)
-class Called(_Local):
+class Computed(_Compute):
+    """A kernel, or what a loop writes to a stack.
+
+    Attributes:
+      flops: of its operations, each counted once. `quantity` counts what is computed again, too.
+      lacks: why the local engine's array functions do not price it; empty where nobody asked.
+    """
+
+    quantity: Quantity
+    flops: float
+    lacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Called(_Compute):
     """An instruction as the array functions that the local engine calls for it.
 
     Attributes:
@@ -72,35 +65,17 @@ class Called(_Local):
     quantity: Quantity = field(compare=False)
 
     @property
-    def kind(self) -> str:
-        return self.quantity.op_class
-
-    @property
     def flops(self) -> float:
         return self.quantity.flops
 
-    @property
-    def bytes(self) -> float:
-        return self.quantity.bytes
-
 
 @dataclass(frozen=True, slots=True)
-class Started(_Local):
+class Started(_Compute):
     """The start of a step that stores `writes` variables: the same under every layout."""
 
     writes: int
-
-    @property
-    def kind(self) -> str:
-        return "step"
-
-    @property
-    def flops(self) -> float:
-        return 0.0
-
-    @property
-    def bytes(self) -> float:
-        return 0.0
+    quantity: Quantity = field(default=Quantity(0.0, 0.0, "step", "float32"), init=False)
+    flops: ClassVar[float] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +98,8 @@ class Sent:
     purpose: str = ""
     together: bool = True
     crossings: int = 1
-
-    @property
-    def flops(self) -> float:
-        return 0.0
-
-    @property
-    def bytes(self) -> float:
-        return 0.0
+    flops: ClassVar[float] = 0.0
+    bytes: ClassVar[float] = 0.0
 
 
 Item = Computed | Called | Started | Sent

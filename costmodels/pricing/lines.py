@@ -102,15 +102,6 @@ class Cost:
             for lacks in dict.fromkeys(lacking)
         )
 
-    def communication_bytes(self) -> dict[str, float]:
-        """Bytes sent, by mesh axes joined with '+'."""
-        out: dict[str, float] = {}
-        for x in self.lines:
-            if x.is_communication:
-                key = "+".join(x.axes)
-                out[key] = out.get(key, 0.0) + x.sent * x.times
-        return out
-
     def by(self, key: Callable[[Line], str]) -> dict[str, float]:
         """Exposed seconds grouped by any property of the lines, the largest first."""
         out: dict[str, float] = {}
