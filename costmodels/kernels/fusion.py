@@ -28,6 +28,7 @@ from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Connection, Read
+from mesh_tf_core.lower.nodes import converts_variable, updated
 from mesh_tf_core.lower.rematerialization import running_again
 from mesh_tf_core.tracing.graph import Graph
 
@@ -155,7 +156,7 @@ class _Groups:
             return ALONE
         types = tuple(self.graph.tensor(i).type for i in node.inputs)
         kind = role(op, types)
-        if kind == MAP and op.converts and node.phase != "update" and node.inputs[0] in self.stored:
+        if kind == MAP and converts_variable(node) and node.inputs[0] in self.stored:
             self._store(node.outputs[0])
             return ALONE
         if kind == REDUCE and any(o in self.graph.gradient_of for o in self._outwards(node.outputs)):
@@ -179,7 +180,7 @@ class _Groups:
 
     def _updates(self, node: Node) -> bool:
         """Whether a node belongs to the update of one variable."""
-        return node.phase == "update" and node.scope in self.graph.variables
+        return updated(node, self.graph) is not None
 
     def _begin(self, node: Node, makers: Iterable[int]) -> None:
         n = node.index

@@ -1,4 +1,5 @@
-"""What couples the operations of a graph when it is lowered (see `clusters`)."""
+"""What couples the operations of a graph when it is lowered (see `clusters`): joined here, stated by the
+passes that couple them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from collections.abc import Collection, Set
 from costmodels.kernels.fusion import fusion
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Loop, Program
-from mesh_tf_core.ir.structure import Assign, Connection, Read
+from mesh_tf_core.ir.structure import Assign, Read
+from mesh_tf_core.lower.nodes import converts_variable, moved_dims, updated
+from mesh_tf_core.lower.sums import waiting_nodes
+from mesh_tf_core.lower.uses import Readers
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -40,21 +44,12 @@ class Coupling:
         self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}
         self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]
         self.home: dict[int, Block] = {}
-        self.readers: dict[int, list[Node]] = defaultdict(list)
-        self.outer: dict[int, list[int]] = defaultdict(list)
-        self.leaving: set[int] = set()
+        self.uses = Readers(graph, self.live)
+        self.readers, self.outer, self.leaving = self.uses.of, self.uses.outer, self.uses.leaving
         self.sliced = {outer for block in graph.blocks for outer, _ in block.sliced}
-        for node in self.live:
-            for i in dict.fromkeys(node.inputs):
-                self.readers[i].append(node)
         for block in graph.blocks:
-            for node in block.nodes:
-                self.home[node.index] = block
-            for inner, out in (*block.stacked, *block.summed, *block.saved.items()):
-                self.outer[inner].append(out)
-            self.leaving.update(block.carry_out)
+            self.home.update((node.index, block) for node in block.nodes)
         self.parent: dict[int, int] = {}
-        self.pends: set[int] = set()
         self.chain: dict[str, list[int]] = defaultdict(list)
         self.reads: dict[str, list[Node]] = defaultdict(list)
         self.owner: dict[int, str] = {}
@@ -78,7 +73,7 @@ class Coupling:
             for inner in parts[tensor]:
                 add(inner, name)
             for node in self.readers[tensor]:
-                if node.op.converts and node.phase != "update":
+                if converts_variable(node):
                     add(node.outputs[0], name)
 
         for node in self.live:
@@ -108,51 +103,14 @@ class Coupling:
         for tensor, readers in self.readers.items():
             first: dict[tuple[int, str], int] = {}
             for node in readers if len(readers) > 1 else ():
-                if isinstance(node.op, Connection) or node.op.expands():
-                    continue
-                roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
-                stay = {n for o in node.outputs for n in self.graph.tensor(o).shape.names}
-                for name in self.graph.tensor(tensor).shape.names:
-                    if name in roles.whole or (node.op.regroups and name not in stay):
-                        self._join(first.setdefault((self.home[node.index].id, name), node.index), node.index)
+                for name in moved_dims(node, tensor, self.graph):
+                    self._join(first.setdefault((self.home[node.index].id, name), node.index), node.index)
 
     # -- sums that may wait ----------------------------------------------------------------------------------
 
     def _sums(self) -> None:
-        for node in self.live:
-            if isinstance(node.op, Connection):
-                continue
-            types = [self.graph.tensor(i).type for i in node.inputs]
-            linear = node.op.linear or node.op.converts
-            waits = linear and bool(node.inputs) and all(self._waits(i, node) for i in node.inputs)
-            if waits:
-                for i in node.inputs:
-                    self._join(self._maker(i).index, node.index)
-            roles = node.op.roles(*types)
-            if waits or (roles.reduced and roles.combine == "sum"):
-                self.pends.update(node.outputs)
-
-    def _waits(self, tensor: int, reader: Node) -> bool:
-        """Whether `tensor` may reach its only reader as a pending sum."""
-        inner = self._inner(tensor)
-        if inner not in self.pends or len(self.readers[tensor]) != 1 or tensor in self.leaving:
-            return False
-        if inner != tensor and (self.readers[inner] or len(self.outer[inner]) != 1):
-            return False
-        if inner == tensor and self.outer[tensor]:
-            return False
-        return (self._maker(tensor).phase == "update") == (reader.phase == "update")
-
-    def _inner(self, tensor: int) -> int:
-        """The body tensor that a loop's stacked or summed result comes from, or the tensor itself."""
-        node = self.graph.producer.get(tensor)
-        while node is not None and node.body is not None:
-            pairs = {out: inner for inner, out in (*node.body.stacked, *node.body.summed)}
-            if tensor not in pairs:
-                break
-            tensor = pairs[tensor]
-            node = self.graph.producer.get(tensor)
-        return tensor
+        for maker, reader in waiting_nodes(self.uses):
+            self._join(maker.index, reader.index)
 
     def ties(self, tensor: int) -> set[int]:
         """What loops make of a tensor, and make it of: stacks, sums, parts, state."""
@@ -176,20 +134,14 @@ class Coupling:
             found.extend(self.outer[t])
         return found
 
-    def _maker(self, tensor: int) -> Node:
-        return self.graph.producer[self._inner(tensor)]
-
     # -- updates ---------------------------------------------------------------------------------------------
 
     def _updates(self) -> None:
         first: dict[str, int] = {}
         for node in self.live:
-            if (
-                node.phase == "update"
-                and node.scope in self.graph.variables
-                and not isinstance(node.op, Read)
-            ):
-                self._join(first.setdefault(node.scope, node.index), node.index)
+            name = updated(node, self.graph)
+            if name is not None and not isinstance(node.op, Read):
+                self._join(first.setdefault(name, node.index), node.index)
 
     # -- kernels ---------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.loops import Loops
-from mesh_tf_core.lower.nodes import Plan, expansion, plan_of
+from mesh_tf_core.lower.nodes import Plan, expansion, gathered, plan_of
 from mesh_tf_core.lower.oracle import Facts
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.subgraph import Keep
@@ -121,7 +121,7 @@ class Lowering(Placing):
         reduced = layout.split(roles.reduced) if roles.reduced else []
         self.check_disjoint(op, layout.split(roles.parallel) + reduced)
         whole = layout.split(roles.whole) if roles.whole else []
-        if whole and op.expands():
+        if whole and not gathered(op, roles):
             return self._expanded(op, inputs)
         if whole:
             inputs = [self.without(i, whole) for i in inputs]

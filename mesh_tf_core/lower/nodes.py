@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,6 +34,33 @@ class Plan:
     updates: bool
 
 
+def updated(node: Node, graph: Graph) -> str | None:
+    """The variable whose update a node belongs to: these are lowered in the layout of its state."""
+    return node.scope if node.phase == "update" and node.scope in graph.variables else None
+
+
+def converts_variable(node: Node) -> bool:
+    """Whether a node, given a variable or a part of one, makes the same of it that stays where it is stored.
+    (What an update converts belongs to the update.)"""
+    return node.op.converts and node.phase != "update"
+
+
+def gathered(op: Op, roles: Roles) -> Iterable[str]:
+    """The dimensions that are gathered for an operation where they are split."""
+    return () if op.expands() else roles.whole
+
+
+def moved_dims(node: Node, tensor: int, graph: Graph) -> list[str]:
+    """The dimensions of an operand that may be moved for a node, since it needs all of them or calls them
+    otherwise; once for all nodes of a block that move the same."""
+    op = node.op
+    if isinstance(op, Connection) or op.expands():
+        return []
+    whole = gathered(op, op.roles(*(graph.tensor(i).type for i in node.inputs)))
+    stay = {n for o in node.outputs for n in graph.tensor(o).shape.names}
+    return [n for n in graph.tensor(tensor).shape.names if n in whole or (op.regroups and n not in stay)]
+
+
 def plan_of(node: Node, graph: Graph) -> Plan:
     """The plan of a node of a graph."""
     op, operands = node.op, [graph.tensor(i).type for i in node.inputs]
@@ -42,7 +70,7 @@ def plan_of(node: Node, graph: Graph) -> Plan:
         Origin(node.index, node.scope, "recompute"),
         tuple(graph.tensor(o).type for o in node.outputs),
         None if other else _roles(op, tuple((t.shape, t.dtype) for t in operands)),
-        node.phase == "update" and node.scope in graph.variables,
+        updated(node, graph) is not None,
     )
 
 

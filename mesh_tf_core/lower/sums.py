@@ -17,11 +17,11 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from mesh_tf_core.ir.blocks import MICROBATCH
+from mesh_tf_core.ir.blocks import MICROBATCH, Node
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op
@@ -36,14 +36,48 @@ from mesh_tf_core.ir.program import (
     Slice,
     Value,
 )
+from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.lower.oracle import Facts
-from mesh_tf_core.lower.uses import count_uses
+from mesh_tf_core.lower.uses import Readers, count_uses
 
 
 def rounds(op: Op, dtype: str) -> bool:
     """Whether an operation, with a result of this dtype, gives but for rounding the same before a sum and
     after it: not one that drops fractions."""
     return op.converts and is_float(dtype)
+
+
+def across(phase: str, other: str) -> bool:
+    """Whether an update begins between two phases: no sum waits that long."""
+    return (phase == "update") != (other == "update")
+
+
+def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
+    """Which nodes of a graph these rewrites couple, under some layout: the maker of an operand whose sum may
+    come to stand behind a node by rules (2) and (4), or by rule (3) behind a conversion, and this node."""
+    pending: set[int] = set()
+
+    def waits(tensor: int, reader: Node) -> bool:
+        """Whether `tensor` may reach its only reader as a pending sum."""
+        inner = uses.inner(tensor)
+        if inner not in pending or len(uses.of[tensor]) != 1 or tensor in uses.leaving:
+            return False
+        if inner != tensor and (uses.of[inner] or len(uses.outer[inner]) != 1):
+            return False
+        if inner == tensor and uses.outer[tensor]:
+            return False
+        return not across(uses.maker(tensor).phase, reader.phase)
+
+    for node in uses.nodes:
+        op = node.op
+        if isinstance(op, Connection):
+            continue
+        behind = (op.linear or op.converts) and bool(node.inputs) and all(waits(i, node) for i in node.inputs)
+        for i in node.inputs if behind else ():
+            yield uses.maker(i), node
+        roles = op.roles(*(uses.graph.tensor(i).type for i in node.inputs))
+        if behind or (roles.reduced and roles.combine == "sum"):
+            pending.update(node.outputs)
 
 
 def delay_sums(program: Program, facts: Facts | None = None) -> Program:
@@ -175,7 +209,7 @@ class _Sums:
             return False
         if len(set(instr.inputs)) < len(instr.inputs) or len(instr.outputs) > 1:
             return False
-        if any((r.origin.phase == "update") != (instr.origin.phase == "update") for r in single.values()):
+        if any(across(r.origin.phase, instr.origin.phase) for r in single.values()):
             return False
         return all(i in single for i in instr.inputs) and len({r.axes for r in single.values()}) == 1
 

@@ -1,12 +1,14 @@
-"""Who reads a value: the bookkeeping that passes share."""
+"""Who reads a value of a program, or a tensor of a graph: the bookkeeping that passes share."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.program import Carry, Instr, Loop, Program, Result, Sliced, Value
+from mesh_tf_core.tracing.graph import Graph
 
 
 def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdict[int, int]:
@@ -69,3 +71,44 @@ def compact(program: Program) -> Program:
         feeds={n: order[i] for n, i in program.feeds.items() if i in order},
         results={n: order[i] for n, i in program.results.items()},
     )
+
+
+class Readers:
+    """Who reads the tensors of a graph, and what loops make of them.
+
+    Args:
+      nodes: those that count, in order.
+
+    Attributes:
+      of: tensor -> the nodes that read it.
+      outer: body tensor -> the tensors that a loop makes of it outside.
+      leaving: body tensors that a loop carries on.
+    """
+
+    def __init__(self, graph: Graph, nodes: Sequence[Node]) -> None:
+        self.graph, self.nodes = graph, nodes
+        self.of: dict[int, list[Node]] = defaultdict(list)
+        self.outer: dict[int, list[int]] = defaultdict(list)
+        self.leaving: set[int] = set()
+        for node in nodes:
+            for i in dict.fromkeys(node.inputs):
+                self.of[i].append(node)
+        for block in graph.blocks:
+            for inner, out in (*block.stacked, *block.summed, *block.saved.items()):
+                self.outer[inner].append(out)
+            self.leaving.update(block.carry_out)
+
+    def inner(self, tensor: int) -> int:
+        """The body tensor that a loop's stacked or summed result comes from, or the tensor itself."""
+        node = self.graph.producer.get(tensor)
+        while node is not None and node.body is not None:
+            pairs = {out: inner for inner, out in (*node.body.stacked, *node.body.summed)}
+            if tensor not in pairs:
+                break
+            tensor = pairs[tensor]
+            node = self.graph.producer.get(tensor)
+        return tensor
+
+    def maker(self, tensor: int) -> Node:
+        """The node that computes a tensor, in whatever loop."""
+        return self.graph.producer[self.inner(tensor)]
