@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import letter
 from mesh_tf_core.errors import UserError
 from reports import figures, tables
 from reports.figures.sheet import settings
 from reports.reader import plan_of
-from reports.units import letter
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

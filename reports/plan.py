@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layoutopt.plan.schema import Alternative, PlanFile, stored_as
-from reports.units import quantity, some
+from layoutopt.plan.units import quantity, some
 
 
 def answer_of(plan: PlanFile) -> Alternative:

@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from layoutopt.plan.details import Validation
-from layoutopt.plan.fields import clean, refusal
+from layoutopt.plan.fields import refusal
 from layoutopt.plan.schema import AGAIN, FORMAT, PlanFile, check_depth, load_json, plan_file
+from layoutopt.plan.units import clean
 
 __all__ = ["FORMAT", "plan_of", "read_plan", "validation_of"]
 

@@ -19,6 +19,8 @@ from layoutopt.analysis.explain import Asked
 from layoutopt.plan import details
 from layoutopt.plan.build import Plan, options_of
 from layoutopt.plan.details import Robustness
+from layoutopt.plan.schema import stored_as
+from layoutopt.plan.units import mesh_option
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -102,11 +104,10 @@ def sensitivity(
 
 def _trial(value: float, plan: Plan) -> Trial:
     data = plan.data
-    stages = sorted(Counter(data.storage.values()).items())
-    besides = [f"{stage} x{count}" for stage, count in stages]
+    besides = [f"{stage} x{len(names)}" for stage, names in sorted(stored_as(data.storage).items())]
     besides += [f"recompute {name}" for name in data.recompute]
     besides += [f"{data.microbatches} microbatches"] if data.microbatches > 1 else []
-    sizes = ";".join(f"{axis}:{size}" for axis, size in data.mesh.items())
+    sizes = mesh_option(data.mesh)
     decided = f"{sizes} | {plan.layout} | {sorted(data.storage.items())} | {besides}"
     proven = plan.solver.status == "OPTIMAL"
     return Trial(

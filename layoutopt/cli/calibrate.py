@@ -25,7 +25,7 @@ from layoutopt.cli.options import (
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.running import start_devices
 from layoutopt.cli.terminal import Terminal, facts
-from layoutopt.cli.units import bytes_text, rate_text, seconds_text
+from layoutopt.plan.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware

@@ -9,7 +9,7 @@ from layoutopt.cli.options import check_out
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.running import hushed
 from layoutopt.cli.terminal import Terminal, facts, table
-from layoutopt.cli.units import rate_text, seconds_text
+from layoutopt.plan.units import rate_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.calibration.tpu import TpuCalibration

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from layoutopt.cli.plans import Planned, asked_of
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.terminal import Terminal, table
-from layoutopt.cli.units import bytes_text, seconds_text, times_text
+from layoutopt.plan.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
     from layoutopt.analysis.certificate import Certificate

@@ -26,7 +26,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.results import given_json, layout_text, options_json, words
 from layoutopt.cli.terminal import Terminal, facts
-from layoutopt.cli.units import bytes_text, rate_text, seconds_text
+from layoutopt.plan.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware

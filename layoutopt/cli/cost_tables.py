@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from layoutopt.cli.terminal import table
-from layoutopt.cli.units import bytes_text, rate_text, seconds_text, share_text
+from layoutopt.plan.units import bytes_text, rate_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from costmodels.liveness import Memory

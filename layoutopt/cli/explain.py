@@ -23,7 +23,7 @@ from layoutopt.cli.plans import (
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
-from layoutopt.cli.units import bytes_text, seconds_text, share_text
+from layoutopt.plan.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from costmodels.liveness import Memory

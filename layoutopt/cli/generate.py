@@ -27,7 +27,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.running import open_trainer
 from layoutopt.cli.terminal import Terminal
-from layoutopt.cli.units import seconds_text
+from layoutopt.plan.units import seconds_text
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ import typer
 
 from layoutopt.cli.options import JsonOption, complete_hardware, examples, read_hardware
 from layoutopt.cli.terminal import Terminal, facts, table
-from layoutopt.cli.units import bytes_text, rate_text
+from layoutopt.plan.units import bytes_text, rate_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware

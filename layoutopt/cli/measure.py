@@ -27,7 +27,7 @@ from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import Timed, batches, items_of, open_trainer, timed_steps
 from layoutopt.cli.terminal import Terminal, facts
-from layoutopt.cli.units import bytes_text, seconds_text
+from layoutopt.plan.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from layoutopt.evaluator import Evaluation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,15 @@ from rich.table import Table
 
 from layoutopt.cli.plans import where_of
 from layoutopt.cli.terminal import Terminal, facts, table
-from layoutopt.cli.units import bytes_text, duration_text, rate_text, seconds_text, times_text
+from layoutopt.plan.units import (
+    bytes_text,
+    duration_text,
+    layout_text,
+    mesh_option,
+    rate_text,
+    seconds_text,
+    times_text,
+)
 
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
@@ -63,18 +70,18 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
 
 def besides_text(storage: Mapping[str, str], recompute: Sequence[str], microbatches: int) -> str:
     """What was decided besides the layout: stages with the number of variables; '' if it is all plain."""
-    stages = Counter(stage for stage in storage.values())
-    parts = [f"{stage} ×{count}" for stage, count in sorted(stages.items())]
+    from layoutopt.plan.schema import stored_as
+
+    parts = [f"{stage} ×{len(names)}" for stage, names in sorted(stored_as(storage).items())]
     parts += [f"recompute {name}" for name in recompute]
     parts += [f"{microbatches} microbatches"] if microbatches > 1 else []
     return "; ".join(parts)
 
 
 def _storage_rows(storage: Mapping[str, str]) -> list[tuple[str, str]]:
-    stages: dict[str, list[str]] = {}
-    for name, stage in storage.items():
-        stages.setdefault(stage, []).append(name)
-    return [(stage, ", ".join(names)) for stage, names in sorted(stages.items())]
+    from layoutopt.plan.schema import stored_as
+
+    return [(stage, ", ".join(names)) for stage, names in sorted(stored_as(storage).items())]
 
 
 def proof(plan: Plan) -> str:
@@ -92,9 +99,7 @@ def proof(plan: Plan) -> str:
 
 def rules_text(layout: Mapping[str, Sequence[str]]) -> str:
     """A layout as `--layout` takes it, with room to break the line; says so if nothing is split."""
-    return (
-        "; ".join(f"{name}:{'+'.join(axes)}" for name, axes in layout.items() if axes) or "nothing is split"
-    )
+    return layout_text(layout).replace(";", "; ") or "nothing is split"
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ def _table(
     same_mesh = len({tuple(row.mesh.items()) for row in rows}) == 1
     columns: list[tuple[str, Callable[[_Row], str]]] = [(first, lambda row: row.name)]
     if not same_mesh:
-        columns.append(("mesh", lambda row: "; ".join(f"{axis}:{size}" for axis, size in row.mesh.items())))
+        columns.append(("mesh", lambda row: mesh_option(row.mesh).replace(";", "; ")))
     columns.append(("splits", lambda row: rules_text(row.layout)))
     if any(row.besides for row in rows):
         columns.append(("besides", lambda row: row.besides))

@@ -13,7 +13,7 @@ from layoutopt.cli.details import with_details
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
 from layoutopt.cli.plans import ModelOption, open_plan
 from layoutopt.cli.terminal import Terminal
-from layoutopt.cli.units import bytes_text
+from layoutopt.plan.units import bytes_text
 
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan

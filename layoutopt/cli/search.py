@@ -29,7 +29,7 @@ from layoutopt.cli.options import (
 from layoutopt.cli.plan_tables import show_plan
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal
-from layoutopt.cli.units import bytes_text, seconds_text
+from layoutopt.plan.units import bytes_text, seconds_text
 
 EXAMPLES = examples(
     'layoutopt search examples/transformer_lm.py --mesh "data:2;model:4" --out plan.json',

@@ -11,7 +11,7 @@ import typer
 from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal, facts, table
-from layoutopt.cli.units import duration_text
+from layoutopt.plan.units import duration_text
 
 if TYPE_CHECKING:
     from layoutopt.problem import Problem, Solution

@@ -36,7 +36,7 @@ from layoutopt.cli.progress import Bounds, Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import items_of, judged_model, open_trainer, start_devices
 from layoutopt.cli.terminal import Terminal, facts
-from layoutopt.cli.units import duration_text, seconds_text
+from layoutopt.plan.units import duration_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware

@@ -25,7 +25,7 @@ from layoutopt.cli.options import (
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.running import batches, start_devices
 from layoutopt.cli.terminal import Terminal, facts, plain, table
-from layoutopt.cli.units import seconds_text
+from layoutopt.plan.units import seconds_text
 
 EXAMPLES = examples(
     'layoutopt validate examples/mlp.py --mesh "data:2;model:2" --layouts 6',

@@ -24,7 +24,7 @@ from layoutopt.cli.options import (
 from layoutopt.cli.plans import ModelOption, open_plan
 from layoutopt.cli.results import given_json, layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
-from layoutopt.cli.units import bytes_text, duration_text, seconds_text, times_text
+from layoutopt.plan.units import bytes_text, duration_text, seconds_text, times_text
 
 if TYPE_CHECKING:
     from layoutopt.analysis.verify import Verified

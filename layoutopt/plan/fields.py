@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from layoutopt.plan.units import clean
 from mesh_tf_core.errors import UserError
 
 LARGEST = 1e100
@@ -165,8 +166,3 @@ def _trouble(error: ErrorDetails) -> str:
     if kind in MUST:
         return f"must be {MUST[kind]}, found {found}"
     return error["msg"]
-
-
-def clean(text: str) -> str:
-    """Text that every page, XML file and terminal can show: no controls, no marks that turn writing round."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)

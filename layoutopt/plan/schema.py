@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from layoutopt.plan.details import Details
-from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, clean, refusal, wrong
+from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, refusal, wrong
+from layoutopt.plan.units import clean
 from mesh_tf_core.errors import UserError
 
 FORMAT = "layoutopt-plan/1"
@@ -236,16 +237,6 @@ def plan_file(found: Any, what: str = "the plan") -> PlanFile:
         return PlanFile.model_validate(found)
     except ValidationError as error:
         raise refusal(error, what, AGAIN) from None
-
-
-def layout_text(layout: Mapping[str, Sequence[str]]) -> str:
-    """A layout as the command line takes it: 'batch:data+pod;heads:model'."""
-    return ";".join(f"{dim}:{'+'.join(axes)}" for dim, axes in layout.items() if axes)
-
-
-def mesh_text(mesh: Mapping[str, int]) -> str:
-    """A mesh as the command line takes it: 'data:2;model:4'."""
-    return ";".join(f"{axis}:{size}" for axis, size in mesh.items())
 
 
 def stored_as(storage: Mapping[str, str]) -> dict[str, list[str]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from layoutopt.plan.units import shorten
 from reports.figures.sheet import BODY, MARGIN, SMALL, WIDTH, Sheet, text_width
-from reports.units import shorten
 
 ROW = 42.0
 THICK = 13.0

@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import Calibration, Measured, Sample, Validation
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import (
+    digits,
+    layout_text,
+    percent,
+    plural,
+    rounded,
+    seconds,
+    shorten,
+    signed_percent,
+)
 from reports.evidence import typical, typical_of
 from reports.figures.scales import log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
 from reports.theme import LIGHT
-from reports.units import digits, layout_text, percent, plural, rounded, seconds, shorten, signed_percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import MemoryTimeline
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import memory, percent, rounded, shorten, some
 from reports.figures.bars import Bar, Bars, Part, cut_scale
 from reports.figures.scales import byte_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, text_width, ticks
 from reports.theme import LIGHT
-from reports.units import memory, percent, rounded, shorten, some
 from reports.views.choices import Ranked, ranked
 from reports.views.timeline import holdings_at_peak, phases, stretched, thinned
 

@@ -9,10 +9,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import plural, shorten, some, traffic
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, text_width
 from reports.plan import dims_on, lies_on
 from reports.theme import axis_token
-from reports.units import plural, shorten, some, traffic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import percent, seconds, shorten
 from reports.figures.bars import Bar, Bars, Part
 from reports.figures.time import key_of
-from reports.units import percent, seconds, shorten
 from reports.views.work import Work, work
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import memory, percent, plural, shorten
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, text_width
 from reports.theme import axis_token
-from reports.units import memory, percent, plural, shorten
 from reports.views.dims import dimension_rows
 from reports.views.variables import Alike, grouped, shape_text, split_text, totals
 

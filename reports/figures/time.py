@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import Shares
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import percent, plural, seconds, shorten, times
 from reports.figures.bars import Bar, Bars, Part, cut_scale
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet
-from reports.units import percent, plural, seconds, shorten, times
 from reports.views.choices import Ranked, best_alternative, ranked
 from reports.views.work import collective_name, is_collective, shares
 

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import Curve, Trial
 from layoutopt.plan.schema import PlanFile
-from reports.figures.scales import byte_steps, log_steps, padded, round_steps
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
-from reports.theme import LIGHT
-from reports.units import (
+from layoutopt.plan.units import (
     SPACE,
     count,
     digits,
@@ -23,6 +20,9 @@ from reports.units import (
     signed_percent,
     times,
 )
+from reports.figures.scales import byte_steps, log_steps, padded, round_steps
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
+from reports.theme import LIGHT
 from reports.views.choices import OnFrontier, frontier
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from layoutopt.plan.details import Calibration, Proof, Robustness, Validation
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import count, memory, percent, plural, seconds, shorten, some, times
 from reports.evidence import typical_of
 from reports.page.cells import Chip
 from reports.plan import dims_on, rules
 from reports.theme import axis_token
-from reports.units import count, memory, percent, plural, seconds, shorten, some, times
 from reports.views.choices import best_alternative
 
 GOOD_ERROR = 0.15

@@ -6,13 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from layoutopt.plan.schema import PlanFile
-from reports.figures.pieces import piece_shares
-from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
-from reports.page.answers import fit, proof, sureness
-from reports.page.cells import Block, Cell, Column, Grid, chips
-from reports.plan import one_model
-from reports.svg import figure_svg
-from reports.units import (
+from layoutopt.plan.units import (
     against,
     count,
     flops,
@@ -26,6 +20,12 @@ from reports.units import (
     signed_percent,
     traffic,
 )
+from reports.figures.pieces import piece_shares
+from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
+from reports.page.answers import fit, proof, sureness
+from reports.page.cells import Block, Cell, Column, Grid, chips
+from reports.plan import one_model
+from reports.svg import figure_svg
 from reports.views.dims import DimensionRow, dimension_rows
 from reports.views.variables import grouped, shape_text, split_text
 

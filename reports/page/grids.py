@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layoutopt.plan.schema import PlanFile
-from reports.figures.pieces import piece_shares
-from reports.figures.tradeoffs import factor_value, layout_letters
-from reports.page.cells import Cell, Chip, Column, Grid, chips
-from reports.plan import dims_on, extras, lies_on, number_text
-from reports.theme import axis_token
-from reports.units import (
+from layoutopt.plan.units import (
     count,
     flops,
     layout_text,
@@ -24,6 +19,11 @@ from reports.units import (
     times,
     traffic,
 )
+from reports.figures.pieces import piece_shares
+from reports.figures.tradeoffs import factor_value, layout_letters
+from reports.page.cells import Cell, Chip, Column, Grid, chips
+from reports.plan import dims_on, extras, lies_on, number_text
+from reports.theme import axis_token
 from reports.views.choices import Ranked, frontier, ranked
 from reports.views.dims import dimension_rows
 from reports.views.timeline import holdings_at_peak

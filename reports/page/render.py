@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import letter, mesh_text, plural, shorten
 from mesh_tf_core.errors import UserError
 from reports import theme
 from reports.page import compare
 from reports.page.answers import answers, axis_uses, subject
 from reports.page.sections import sections
 from reports.reader import plan_of, validation_of
-from reports.units import letter, mesh_text, plural, shorten
 
 if TYPE_CHECKING:
     from jinja2 import Environment

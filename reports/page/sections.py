@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import digits, layout_text, letter, mesh_option, percent, seconds, shorten, words_of
 from reports import figures
 from reports.figures import Chart
 from reports.page import compare, grids
@@ -14,7 +15,6 @@ from reports.page.cells import Block, Grid, Panel, Section
 from reports.page.leads import LEADS
 from reports.plan import rules, words
 from reports.svg import figure_svg
-from reports.units import digits, layout_text, letter, percent, seconds, shorten, words_of
 
 LONGEST = 8000
 """Characters of a layout; no layout of real names is as long."""
@@ -185,7 +185,7 @@ def _record(plan: PlanFile, name: str) -> tuple[Block, ...]:
         ("Rules of the search", rules(plan)),
         ("Proof checked again", plan.details.proof.words if plan.details.proof else ""),
         ("Hardware", plan.hardware),
-        ("Mesh", ";".join(f"{axis}:{size}" for axis, size in plan.mesh.items())),
+        ("Mesh", mesh_option(plan.mesh)),
         ("Layout", shorten(layout_text(plan.layout), LONGEST) or "replicated"),
         ("Storage", words_of(plan.storage)),
         ("Recomputed", ", ".join(plan.recompute)),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.units import layout_text, mesh_option
 from reports.plan import number
-from reports.units import layout_text
 from reports.views import choices, work
 from reports.views.dims import dimension_rows
 from reports.views.timeline import holdings_at_peak
@@ -31,7 +31,7 @@ def summary(plan: PlanFile) -> Table:
         ("fingerprint", plan.model.fingerprint),
         ("parameters", plan.model.parameters or None),
         ("devices", plan.devices),
-        ("mesh", _mesh(plan.mesh)),
+        ("mesh", mesh_option(plan.mesh)),
         ("layout", layout_text(plan.layout)),
         ("hardware", plan.hardware),
         ("microbatches", plan.microbatches),
@@ -61,10 +61,6 @@ def summary(plan: PlanFile) -> Table:
     return Table(("fact", "value"), facts)
 
 
-def _mesh(mesh: Mapping[str, int]) -> str:
-    return ";".join(f"{axis}:{size}" for axis, size in mesh.items())
-
-
 def layouts(plan: PlanFile) -> Table:
     """The answer first."""
     out: list[tuple[Value, ...]] = []
@@ -84,7 +80,7 @@ def layouts(plan: PlanFile) -> Table:
         out.append(
             (
                 r.choice.name,
-                _mesh(r.choice.mesh),
+                mesh_option(r.choice.mesh),
                 layout_text(r.choice.layout),
                 r.choice.feasible,
                 (r.choice.reason or ""),
@@ -197,7 +193,7 @@ def frontier(plan: PlanFile) -> Table:
     out = [
         (
             f.choice.name,
-            _mesh(f.choice.mesh),
+            mesh_option(f.choice.mesh),
             layout_text(f.choice.layout),
             float(f.predicted.peak_memory_bytes),
             f.predicted.step_seconds,

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutopt.cli.units import (
-    BYTES,
+from layoutopt.cli.units import BYTES, parse_bytes
+from layoutopt.plan.units import (
     bytes_text,
     duration_text,
-    parse_bytes,
     rate_text,
     seconds_text,
     share_text,

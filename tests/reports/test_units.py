@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reports import units
+from layoutopt.plan import units
 
 
 @pytest.mark.parametrize(

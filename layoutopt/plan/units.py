@@ -1,4 +1,8 @@
-"""Numbers and names as people read them: three digits, SI time, binary memory, decimal traffic."""
+"""Numbers and names as people read them: three digits, SI time, binary memory, decimal traffic.
+
+On pages (`seconds`, `memory`, …) a number and its unit stay on one line, and long times are in minutes and
+hours. In the terminal (`seconds_text`, `bytes_text`, …) spaces are plain, and times are in seconds and less.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,17 @@ def digits(value: float, significant: int = 3) -> str:
 
 
 def _scaled(value: float, base: float, names: Sequence[str]) -> str:
+    value, name = _in_unit(value, base, names, base * 0.9995)
+    text = digits(value) if name != names[0] or value != int(value) else str(int(value))
+    return f"{text}{SPACE}{name}".rstrip()
+
+
+def _in_unit(value: float, base: float, names: Sequence[str], end: float) -> tuple[float, str]:
+    """A value in the first of the units, each `base` times the one before, in which it is less than `end`."""
     power = 0
-    while abs(value) >= base * 0.9995 and power < len(names) - 1:
-        value /= base
-        power += 1
-    text = digits(value) if power or value != int(value) else str(int(value))
-    return f"{text}{SPACE}{names[power]}".rstrip()
+    while abs(value) >= end and power < len(names) - 1:
+        value, power = value / base, power + 1
+    return value, names[power]
 
 
 def seconds(value: float) -> str:
@@ -151,6 +160,11 @@ def letter(position: int) -> str:
     return (letter(head - 1) if head else "") + chr(65 + tail)
 
 
+def mesh_option(mesh: Mapping[str, int]) -> str:
+    """The mesh as the command line takes it: 'data:8;model:4'."""
+    return ";".join(f"{axis}:{size}" for axis, size in mesh.items())
+
+
 def mesh_text(mesh: Mapping[str, int]) -> str:
     """'data 8 × model 4'; a mesh of one device has no axes."""
     return " × ".join(f"{name}{SPACE}{size}" for name, size in mesh.items()) or "one device"
@@ -159,3 +173,53 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 def layout_text(layout: Mapping[str, Sequence[str]]) -> str:
     """The layout as the command line takes it: 'batch:data+pod;heads:model'."""
     return ";".join(f"{dim}:{'+'.join(axes)}" for dim, axes in layout.items() if axes)
+
+
+def bytes_text(amount: float) -> str:
+    """1536 as '1.50 KiB'."""
+    amount, unit = _in_unit(amount, 1024.0, _BINARY[:5], 1024.0)
+    return f"{amount:.0f} B" if unit == "B" else f"{_three_digits(amount)} {unit}"
+
+
+def rate_text(amount: float, unit: str) -> str:
+    """2.3e13 FLOP/s as '23.0 TFLOP/s'."""
+    amount, prefix = _in_unit(amount, 1000.0, ("", "k", "M", "G", "T", "P"), 1000.0)
+    return f"{_three_digits(amount)} {prefix}{unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """0.00186 as '1.86 ms'."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if abs(seconds) * factor >= 1 or unit == "µs":
+            break
+    amount = seconds * factor
+    return f"{_three_digits(amount)} {unit}" if amount else "0 s"
+
+
+def share_text(part: float, whole: float) -> str:
+    """A part as a percentage of the whole."""
+    return f"{100 * part / whole:.1f}%" if whole else "–"
+
+
+def times_text(part: float, whole: float) -> str:
+    """A part as a multiple of the whole."""
+    if not whole:
+        return "–"
+    return f"{part / whole:.2f}×" if part < 10 * whole else f"{part / whole:.0f}×"
+
+
+def duration_text(seconds: float) -> str:
+    """Time left or spent, for people: '42 s', '3 min 05 s', '2 h 10 min'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _three_digits(amount: float) -> str:
+    """At most three significant digits below 1000, of which none is cut off before the point."""
+    return f"{amount:.{2 if abs(amount) < 10 else 1 if abs(amount) < 100 else 0}f}"
