@@ -125,7 +125,7 @@ class _Block:
             return [tf.convert_to_tensor(values[i]) for i in loop.leaving]
 
         state = [env[c.init] for c in loop.carried]
-        sources = [tf.unstack(env[outer]) for outer, _ in loop.sliced]
+        sources = [tf.unstack(env[s.outer]) for s in loop.sliced]
         made: dict[int, list[Any]] = {}
         function: Any = None
         for step in reversed(order) if loop.reverse else order:
@@ -151,7 +151,7 @@ class _Block:
             return list(function(self.rank, turn, *args.values()))
 
         def skip() -> list[Any]:
-            rest = [i for i, _ in loop.results]
+            rest = [r.inner for r in loop.results]
             zeros = [tf.zeros(t.shape.sizes, t.dtype) for t in map(self.trace.program.local, rest)]
             return [*(tf.identity(args[c.enter]) for c in loop.carried), *zeros]
 

@@ -94,18 +94,18 @@ class _Device(WholeReplica):
         start = (
             tf.constant(0),
             [tf.convert_to_tensor(env[c.init]) for c in loop.carried],
-            self._zeros([o for _, o in loop.summed]),
-            self._zeros([o for _, o in loop.stacked]),
+            self._zeros([s.outer for s in loop.summed]),
+            self._zeros([s.outer for s in loop.stacked]),
         )
         _, final, sums, stacks = tf.while_loop(lambda i, *_: i < n, body, start, parallel_iterations=1)
         env.update(zip((c.final for c in loop.carried), final, strict=True))
-        env.update(zip((o for _, o in loop.summed), sums, strict=True))
-        env.update(zip((o for _, o in loop.stacked), stacks, strict=True))
+        env.update(zip((s.outer for s in loop.summed), sums, strict=True))
+        env.update(zip((s.outer for s in loop.stacked), stacks, strict=True))
 
     def _iteration(self, loop: Loop, env: Env, carried: list[Any], times: float) -> list[list[Any]]:
         """What leaves one run of the body (carried, summed, stacked), unless the loop says that it does not
         run."""
-        parts = ([i for i, _ in loop.summed], [i for i, _ in loop.stacked])
+        parts = ([s.inner for s in loop.summed], [s.inner for s in loop.stacked])
 
         def run() -> list[list[Any]]:
             self.block(loop.body, env, times * loop.times)
