@@ -14,9 +14,11 @@ from layoutopt.optimize.planning import make_plan
 from layoutopt.optimize.request import OBJECTIVES, Better, Progress, Request, Rules
 from layoutopt.optimize.search import Places
 from layoutopt.optimize.subproblem import Found
-from layoutopt.optimize.subproblems import meshes, spaces
+from layoutopt.optimize.subproblems import spaces
 from layoutopt.plan.build import Plan
-from layoutopt.space.domains import parse_forbid, parse_rules
+from layoutopt.space.kind import Allowed
+from layoutopt.space.mesh_shapes import meshes
+from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.storage import STAGES
@@ -43,6 +45,7 @@ def search(
     microbatches: Sequence[int] = (1, 2, 4, 8),
     on_better: Better | None = None,
     keep_best: bool = False,
+    orders: str = "mesh",
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -59,6 +62,8 @@ def search(
       recompute: whether the bodies of loops may, must or must not run again in backward.
       microbatches: numbers of parts that the batch may be split into; those that do not divide it are left
       out.
+      orders: whether a split over several axes has these in the order of the mesh ("mesh") or in every order
+      ("all", which takes longer). A pin may have any order.
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven.
 
     Raises:
@@ -72,26 +77,29 @@ def search(
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
     lists = storage, recompute, microbatches
     _check(mesh, devices, memory, objective, top, time_limit, max_axes, pins, forbid, *lists)
+    allowed = Allowed(
+        parse_rules(pins),
+        parse_forbid(forbid),
+        orders,
+        tuple(dict.fromkeys(storage)),
+        tuple(recompute),
+        tuple(sorted(set(microbatches))),
+    )
     request = Request(
         model,
         chosen,
         chosen.usable_memory_bytes if memory is None else float(memory),
         objective,
-        parse_rules(pins),
-        parse_forbid(forbid),
+        allowed,
         top,
         None if time_limit is None else started + time_limit,
         on_progress,
         on_better,
-        tuple(dict.fromkeys(storage)),
-        tuple(recompute),
-        tuple(sorted(set(microbatches))),
     )
-    r = request
     shapes = meshes(mesh, devices, max_axes, chosen)
     places = Places(request, renames=mesh is None)
     try:
-        best = places.run(spaces(model, shapes, r.pins, r.forbid, r.storage, r.recompute, r.microbatches))
+        best = places.run(spaces(model, shapes, allowed))
     except KeyboardInterrupt:
         if not keep_best:
             raise

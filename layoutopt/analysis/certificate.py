@@ -22,10 +22,12 @@ from layoutopt.analysis.explain import Asked
 from layoutopt.optimize.evaluation import Judge
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
-from layoutopt.optimize.subproblems import Space, meshes, spaces
+from layoutopt.optimize.subproblems import Space, spaces
 from layoutopt.plan.build import Plan
 from layoutopt.problem import Choices, Row
-from layoutopt.space.domains import parse_forbid, parse_rules
+from layoutopt.space.kind import Allowed
+from layoutopt.space.mesh_shapes import meshes
+from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
@@ -104,8 +106,14 @@ def certify(
     whole: dict[Mesh, list[tuple[int, float]]] = {}
     judge = Judge(model, hardware)
     shapes = meshes(mesh, devices, max_axes, hardware)
-    pins, forbid = parse_rules(asked.pins), parse_forbid(asked.forbid)
-    for space in spaces(model, shapes, pins, forbid, asked.storage, asked.recompute, asked.microbatches):
+    allowed = Allowed(
+        parse_rules(asked.pins),
+        parse_forbid(asked.forbid),
+        storage=asked.storage,
+        recompute=asked.recompute,
+        microbatches=asked.microbatches,
+    )
+    for space in spaces(model, shapes, allowed):
         seconds = plan.predicted.step_seconds * (1 - EXACT)
         known = [(m, b) for m, b in whole.get(space.mesh, []) if space.parts % m == 0 and b >= seconds]
         if known:

@@ -17,7 +17,7 @@ from costmodels.pricing.pricer import Cost
 from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
-from layoutopt.space.domains import parse_rules
+from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model

@@ -16,7 +16,7 @@ from typing import Any
 
 from layoutopt.evaluator import gib
 from layoutopt.plan.build import Plan
-from layoutopt.space.domains import parse_forbid, parse_rules
+from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh

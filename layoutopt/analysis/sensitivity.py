@@ -19,8 +19,8 @@ from layoutopt.analysis.explain import Asked
 from layoutopt.plan import details
 from layoutopt.plan.build import Plan, options_of
 from layoutopt.plan.details import Robustness
-from layoutopt.plan.schema import stored_as
 from layoutopt.plan.units import mesh_option
+from layoutopt.space.decisions import describe
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -104,15 +104,11 @@ def sensitivity(
 
 def _trial(value: float, plan: Plan) -> Trial:
     data = plan.data
-    besides = [f"{stage} x{len(names)}" for stage, names in sorted(stored_as(data.storage).items())]
-    besides += [f"recompute {name}" for name in data.recompute]
-    besides += [f"{data.microbatches} microbatches"] if data.microbatches > 1 else []
+    besides = describe(plan.options)
     sizes = mesh_option(data.mesh)
     decided = f"{sizes} | {plan.layout} | {sorted(data.storage.items())} | {besides}"
     proven = plan.solver.status == "OPTIMAL"
-    return Trial(
-        value, data.predicted.step_seconds, proven, sizes, str(plan.layout), "; ".join(besides), decided
-    )
+    return Trial(value, data.predicted.step_seconds, proven, sizes, str(plan.layout), besides, decided)
 
 
 def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS) -> Robustness:

@@ -18,7 +18,7 @@ from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.analysis.validation import Row, sample_layouts, summary
 from layoutopt.optimize.baselines import named_layouts
-from layoutopt.space.domains import domains
+from layoutopt.space.splits import domains
 from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from layoutopt.optimize.baselines import named_layouts
-from layoutopt.space.domains import domains
+from layoutopt.space.splits import domains
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh

@@ -17,7 +17,8 @@ from collections.abc import Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from layoutopt.formulation.dependencies import Coupling
-from layoutopt.space.decisions import recompute_name, storage_class
+from layoutopt.space.recompute import recompute_name
+from layoutopt.space.storage import storage_class
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType

@@ -29,7 +29,8 @@ from layoutopt.formulation.memory_constraints import MemoryRows
 from layoutopt.formulation.shared import Ground
 from layoutopt.formulation.tables import Entry, Table, Tabler, legal
 from layoutopt.problem import Problem, Sparse, Term, Variable
-from layoutopt.space.decisions import Choice, Decisions
+from layoutopt.space.decisions import Decisions
+from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options

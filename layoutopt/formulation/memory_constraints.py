@@ -18,7 +18,8 @@ from layoutopt.formulation.memory_points import Key, Sizes
 from layoutopt.formulation.memory_shares import Shares
 from layoutopt.formulation.shared import Ground
 from layoutopt.problem import Entry, Row, Sparse
-from layoutopt.space.decisions import Decisions, recompute_name
+from layoutopt.space.decisions import Decisions
+from layoutopt.space.recompute import recompute_name
 from mesh_tf_core.ir.mesh import Mesh
 
 

@@ -35,7 +35,8 @@ from layoutopt.formulation.dependencies import Coupling
 from layoutopt.formulation.memory_gradients import NEVER, gradients
 from layoutopt.formulation.memory_shares import Kind
 from layoutopt.formulation.memory_transients import Moves, moved_dims
-from layoutopt.space.decisions import recompute_name, storage_class, stored_classes
+from layoutopt.space.recompute import recompute_name
+from layoutopt.space.storage import storage_class, stored_classes
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import itemsize

@@ -11,7 +11,9 @@ import numpy as np
 from layoutopt.formulation.memory_transients import Holds, Moves
 from layoutopt.formulation.tables import assignments
 from layoutopt.problem import Entry, Sparse
-from layoutopt.space.decisions import Choice, Decisions, storage_class
+from layoutopt.space.decisions import Decisions
+from layoutopt.space.kind import Choice
+from layoutopt.space.storage import storage_class
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.initializers import Variable

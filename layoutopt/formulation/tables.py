@@ -17,7 +17,8 @@ from costmodels.pricing.pricer import Pricer
 from costmodels.pricing.templates import ItemisedCost
 from layoutopt.formulation.clusters import Cluster
 from layoutopt.formulation.lowering_cache import Naming, Namings, Part, parts_of
-from layoutopt.space.decisions import Choice, Decisions
+from layoutopt.space.decisions import Decisions
+from layoutopt.space.kind import Choice
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh

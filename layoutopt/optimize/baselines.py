@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from layoutopt.space.domains import domains
-from mesh_tf_core.errors import UserError
+from layoutopt.space.splits import domains
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -15,9 +14,6 @@ from mesh_tf_core.model import Model
 EXPERT_DIMS = ("vocab", "d_ff", "heads", "experts")
 """Dimensions that Mesh-TensorFlow's and Megatron-LM's layouts split over the model axis (Shazeer et al. 2018,
 section 5; Shoeybi et al. 2019, section 3)."""
-
-
-MOST_DEVICES = 1 << 20
 
 
 def named_layouts(
@@ -73,37 +69,6 @@ def _declared(model: Model, mesh: Mesh) -> Iterator[tuple[str, Mesh, Layout]]:
         axes = {a for found in layout.values() for a in found}
         if own.devices == mesh.devices and axes <= set(own.names):
             yield name, own, layout
-
-
-def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, ...]]:
-    """Factorisations of a number of devices into at most `max_axes` axes of size >= 2.
-
-    Args:
-      ordered: keep different orders of the same sizes apart (they lie on the hardware differently).
-    """
-    if devices < 1:
-        raise UserError(f"--devices {devices}: needs at least one device")
-    if devices > MOST_DEVICES:
-        raise UserError(f"--devices {devices}: at most {MOST_DEVICES} are searched")
-    if max_axes < 1:
-        raise UserError(f"--max-axes {max_axes}: needs at least one axis")
-    divisors = [n for n in range(2, devices + 1) if devices % n == 0]
-    found: set[tuple[int, ...]] = set()
-
-    def split(left: int, sizes: tuple[int, ...]) -> None:
-        if left == 1:
-            found.add(sizes or (1,))
-            return
-        if len(sizes) == max_axes:
-            return
-        for size in divisors:
-            if left % size == 0:
-                split(left // size, (*sizes, size))
-
-    split(devices, ())
-    if ordered:
-        return sorted(found)
-    return sorted({tuple(sorted(sizes, reverse=True)) for sizes in found})
 
 
 def axis_names(layout: Layout, mesh: Mesh, batch: str | None) -> dict[str, str]:

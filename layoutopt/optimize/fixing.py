@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from layoutopt.formulation.clusters import Cluster
 from layoutopt.formulation.extract import Draft
@@ -101,7 +100,7 @@ def faster(
 
 def _share(draft: Draft, cluster: Cluster) -> float:
     """What a cluster costs while nothing is split, of all layers."""
-    plain = replace(draft.decided, options={n: found[:1] for n, found in draft.decided.options.items()})
+    plain = draft.decided.within({n: found[:1] for n, found in draft.decided.options.items()})
     entries = draft.tabler.table(cluster, plain).entries
     return cluster.multiplicity * sum(entry.seconds for entry in entries.values())
 
@@ -116,4 +115,4 @@ def _below(most: float, costs: Sequence[Floats], decided: Decisions) -> Decision
     options = dict(decided.options)
     for name, found in zip(decided.free, costs, strict=True):
         options[name] = tuple(o for o, cost in zip(options[name], found, strict=True) if cost <= most)
-    return replace(decided, options=options)
+    return decided.within(options)

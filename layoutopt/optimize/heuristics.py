@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from layoutopt.formulation.extract import outline
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import MeshSearch
 from layoutopt.optimize.subproblems import Space
-from layoutopt.space.decisions import RECOMPUTE, STORAGE, Choice, Decisions
+from layoutopt.space.decisions import Decisions
+from layoutopt.space.kind import Choice
+from layoutopt.space.splits import Split
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 
@@ -32,7 +33,7 @@ def model_parallel(request: Request, space: Space) -> Rival | None:
     batch = request.model.batch_dim
     if batch not in space.decided.free or () not in space.decided.options[batch]:
         return None
-    decided = replace(space.decided, options={**space.decided.options, batch: ((),)})
+    decided = space.decided.within({batch: ((),)})
     whole, quotes = Space(space.mesh, decided), request.judge.quotes(space.mesh, space.decided)
     _, search = faster(request.judge, whole, math.inf, quotes.seconds, request.deadline)
     found = None if search is None else search.fastest(math.inf, deadline=request.deadline).found
@@ -44,7 +45,7 @@ def greedy(request: Request, space: Space) -> Rival:
     decided = space.decided
     quotes = request.judge.quotes(space.mesh, decided)
     plain = Options(microbatches=decided.microbatches)
-    layout = Layout({n: found[0] for n, found in decided.options.items() if _splits(n) and found[0]})
+    layout = Layout({n: decided.options[n][0] for n in decided.of(Split)})
     seconds = quotes.seconds(layout, plain)
     while True:
         wider = ((quotes.seconds(more, plain), str(more), more) for more in _one_more(decided, layout))
@@ -54,14 +55,10 @@ def greedy(request: Request, space: Space) -> Rival:
         seconds, layout = best[0], best[2]
 
 
-def _splits(name: str) -> bool:
-    return not name.startswith((STORAGE, RECOMPUTE))
-
-
 def _one_more(decided: Decisions, layout: Layout) -> Iterator[Layout]:
     """Every layout with one dimension split over more axes."""
     rules = dict(layout.items())
-    for name in filter(_splits, decided.free):
+    for name in decided.of(Split):
         for choice in decided.options[name]:
             if set(choice) > set(layout.axes(name)):
                 yield Layout({**rules, name: choice})
@@ -69,7 +66,7 @@ def _one_more(decided: Decisions, layout: Layout) -> Iterator[Layout]:
 
 def least_memory(request: Request, space: Space) -> Rival | None:
     """The splits with a small peak; None if there are none in time."""
-    plain: dict[str, Choice] = {n: () for n in space.decided.free if not _splits(n)}
+    plain: dict[str, Choice] = {n: () for n in space.decided.free if n not in space.decided.of(Split)}
     if any(() not in space.decided.options[n] for n in plain):
         return None
     prices, ground = request.judge.prices(space.mesh), request.judge.ground(space.parts)

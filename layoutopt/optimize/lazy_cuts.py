@@ -27,7 +27,8 @@ from layoutopt.formulation.dependencies import Coupling
 from layoutopt.formulation.extract import Extraction
 from layoutopt.formulation.memory_points import Key
 from layoutopt.problem import Entry, Row, Sparse
-from layoutopt.space.decisions import RECOMPUTE, storage_class
+from layoutopt.space.recompute import Recompute
+from layoutopt.space.storage import storage_class
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.program import Collective, Instr, Program, Slice
 
@@ -126,7 +127,7 @@ def _decisions(found: Extraction, numbers: Iterable[int]) -> frozenset[str]:
     """What is decided about the clusters of some nodes."""
     coupling = found.memory.coupling
     roots = {coupling.root(number) for number in numbers}
-    decided = {name for name in found.names if name.startswith(RECOMPUTE)}
+    decided = set(found.names).intersection(found.decided.of(Recompute))
     for node in coupling.live:
         if coupling.root(node.index) in roots:
             decided.update(_about(coupling, node))

@@ -9,9 +9,9 @@ from functools import cached_property
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.evaluation import Judge
-from mesh_tf_core.errors import UserError
+from layoutopt.space.decisions import KINDS
+from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.lower.storage import STAGES, stage_number
 from mesh_tf_core.model import Model
 
 Progress = Callable[[str, float, float], None]
@@ -31,6 +31,7 @@ class Request:
 
     Attributes:
       limit: bytes a device may hold.
+      allowed: what may be chosen.
       deadline: of the monotonic clock.
     """
 
@@ -38,28 +39,15 @@ class Request:
     hardware: Hardware
     limit: float
     objective: str
-    pins: Mapping[str, Axes]
-    forbid: Mapping[str, Axes]
+    allowed: Allowed
     top: int
     deadline: float | None
     on_progress: Progress | None
     on_better: Better | None
-    storage: tuple[str, ...]
-    recompute: tuple[bool, ...]
-    microbatches: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.storage:
-            raise UserError(f"storage names no stage; allow one or more of {', '.join(STAGES)}")
-        for stage in self.storage:
-            stage_number(stage)
-        if not self.recompute:
-            raise UserError("recompute is empty; allow False, True or both")
-        for parts in self.microbatches or (0,):
-            if not isinstance(parts, int) or parts < 1:
-                raise UserError(
-                    f"microbatches {self.microbatches}: needs whole numbers of at least 1, as 1, 2, 4"
-                )
+        for kind in KINDS:
+            kind.check(self.allowed)
 
     @cached_property
     def judge(self) -> Judge:

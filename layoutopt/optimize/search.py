@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -31,12 +30,11 @@ from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found, MeshSearch
 from layoutopt.optimize.subproblems import Space
 from layoutopt.problem import Solution, Status
-from layoutopt.space.decisions import RECOMPUTE, Decisions
+from layoutopt.space.decisions import Decisions, describe
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import STAGES
 
 NAMED_SHARE = 0.25
 """Part of a time limit in which layouts by name are priced before anything is solved."""
@@ -211,7 +209,7 @@ class Places:
         def propose(layout: Layout, options: Options) -> float:
             self._try(space.mesh, layout, options)
             if not math.isfinite(self._known(limit)):
-                self._try(space.mesh, layout, _leanest(space))
+                self._try(space.mesh, layout, space.decided.leanest)
             return self._known(limit)
 
         bound, search = faster(request.judge, space, upper, propose, request.deadline)
@@ -293,7 +291,9 @@ class Places:
                     if time.monotonic() > until:
                         return
                     wanted = (
-                        _leanest(place.space) if lean else replace(options, microbatches=place.space.parts)
+                        place.space.decided.leanest
+                        if lean
+                        else replace(options, microbatches=place.space.parts)
                     )
                     self._try(mesh, layout, wanted)
 
@@ -358,19 +358,8 @@ class Places:
 
 def _in_words(found: Found) -> str:
     """A layout and what was decided besides, short."""
-    options = found.options
-    stages = sorted(Counter(STAGES[stage] for stage in options.storage.values() if stage).items())
-    besides = [f"{stage} x{count}" for stage, count in stages]
-    besides += [f"recompute {dim}" for dim in sorted(options.recompute)]
-    besides += [f"{options.microbatches} microbatches"] if options.microbatches > 1 else []
-    return "; ".join([f"{str(found.layout) or 'nothing split'} on {found.mesh}", *besides])
-
-
-def _leanest(space: Space) -> Options:
-    """The options with the least memory: all variables split, all loops run again."""
-    classes = space.decided.classes.values()
-    loops = (n.removeprefix(RECOMPUTE) for n in space.decided.options if n.startswith(RECOMPUTE))
-    return Options({v: 3 for names in classes for v in names}, frozenset(loops), space.parts)
+    layout = f"{str(found.layout) or 'nothing split'} on {found.mesh}"
+    return "; ".join(filter(None, (layout, describe(found.options))))
 
 
 def _allows(decided: Decisions, layout: Layout, options: Options) -> bool:

@@ -36,7 +36,8 @@ from layoutopt.problem import (
     eliminate,
     solve,
 )
-from layoutopt.space.decisions import Choice, Decisions
+from layoutopt.space.decisions import Decisions
+from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from costmodels.hardware import Cluster, Hardware
-from layoutopt.optimize.baselines import mesh_shapes
 from layoutopt.space.decisions import Decisions, decisions
-from layoutopt.space.domains import domains
+from layoutopt.space.kind import Allowed
+from layoutopt.space.microbatches import numbers
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
@@ -28,24 +26,7 @@ class Space:
         return self.decided.microbatches
 
 
-def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware: Hardware) -> list[Mesh]:
-    """The mesh that is given, or all shapes of a number of devices, with axes axis0, axis1, …"""
-    if mesh is not None:
-        return [Mesh(mesh) if isinstance(mesh, str) else mesh]
-    assert devices is not None
-    shapes = mesh_shapes(devices, max_axes, isinstance(hardware.topology, Cluster))
-    return [Mesh([(f"axis{i}", n) for i, n in enumerate(s)]) for s in shapes]
-
-
-def spaces(
-    model: Model,
-    shapes: Sequence[Mesh],
-    pins: Mapping[str, Axes],
-    forbid: Mapping[str, Axes],
-    storage: Sequence[str],
-    recompute: Sequence[bool],
-    microbatches: Sequence[int],
-) -> Iterator[Space]:
+def spaces(model: Model, shapes: Sequence[Mesh], allowed: Allowed) -> Iterator[Space]:
     """Every problem of a search, the fewest microbatches of every mesh first.
 
     More microbatches than can be had are left out: the model cannot be split so, or what is pinned does not
@@ -55,29 +36,12 @@ def spaces(
       UserError: the batch cannot be split into any of these numbers, or what is pinned or forbidden does not
         suit even the fewest.
     """
-    numbers = _parts(model, microbatches)
-    for parts in numbers:
+    parts = numbers(model, allowed.microbatches)
+    for number in parts:
         for mesh in shapes:
             try:
-                graph = model.training_step(parts).graph
-                splits = domains(graph, mesh, pins, forbid)
+                graph = model.training_step(number).graph
+                yield Space(mesh, decisions(graph, mesh, replace(allowed, microbatches=(number,))))
             except UserError:
-                if parts == numbers[0]:
+                if number == parts[0]:
                     raise
-                continue
-            yield Space(mesh, decisions(graph, splits, storage, recompute, parts))
-
-
-def _parts(model: Model, microbatches: Sequence[int]) -> list[int]:
-    """The numbers of microbatches that divide the batch."""
-    size = 1
-    if model.batch_dim is not None:
-        size = min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
-    found = [m for m in sorted(set(microbatches)) if size % m == 0]
-    if not found:
-        has = "the model has no batch" if model.batch_dim is None else f"{model.batch_dim!r} has size {size}"
-        raise UserError(
-            f"--microbatches {','.join(map(str, microbatches))}: {has}, which none of these divides; "
-            f"allow 1{' or another divisor' if size > 1 else ''}"
-        )
-    return found

@@ -18,7 +18,6 @@ from costmodels.pricing.pricer import Pricer, price, pricer
 from costmodels.pricing.templates import ItemisedCost, Templates
 from layoutopt.api import search
 from layoutopt.space.decisions import decisions
-from layoutopt.space.domains import domains
 from mesh_tf_core.ops.basic import Scale
 from tests.layoutopt.models import EXAMPLES, some_choices
 
@@ -69,7 +68,7 @@ def test_an_itemised_cost_adds_up_to_the_lines(name: str, hardware: str) -> None
     """One store of templates for several layouts, so that what one layout taught the next is tried too."""
     model, machine = EXAMPLES[name](), HARDWARE[hardware]()
     graph = model.training_step(1).graph
-    decided = decisions(graph, domains(graph, MESH))
+    decided = decisions(graph, MESH)
     prices, rng = pricer(machine, MESH), random.Random(f"{name} {hardware}")
     templates, tried = Templates(prices.itemiser), 0
     while tried < 3:

@@ -17,7 +17,6 @@ from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import extract
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
-from layoutopt.space.domains import domains
 from tests.layoutopt.models import EXAMPLES, some_choices
 
 MESH = mtf.Mesh("data:2;model:2")
@@ -80,7 +79,7 @@ def test_hidden_seconds_are_fractions_of_each_class() -> None:
 def test_the_tables_add_up_when_classes_are_hidden(name: str) -> None:
     hardware, model = hiding(gradient=0.7, parameter=0.8, activation=0.3), EXAMPLES[name]()
     graph = model.training_step(1).graph
-    decided = decisions(graph, domains(graph, MESH))
+    decided = decisions(graph, MESH)
     prices, rng = pricer(hardware, MESH), random.Random(name)
     whole = extract(model, MESH, decided, prices)
     compared = 0

@@ -15,8 +15,9 @@ from examples.mlp import model as mlp
 from examples.reformer_lm import model as reformer
 from examples.transformer_lm import model as transformer
 from layoutopt.evaluator import evaluate
-from layoutopt.space.decisions import Choice, Decisions, decisions
-from layoutopt.space.domains import domains
+from layoutopt.space.decisions import Decisions, decisions
+from layoutopt.space.kind import Allowed, Choice
+from layoutopt.space.splits import domains
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.optimizers import by_name
 
@@ -226,7 +227,9 @@ class Question:
     def decided(self, model: mtf.Model) -> Iterator[Decisions]:
         for parts in self.microbatches:
             graph = model.training_step(parts).graph
-            yield decisions(graph, domains(graph, self.mesh, self.pins), self.storage, self.recompute, parts)
+            yield decisions(
+                graph, self.mesh, Allowed(self.pins, {}, "mesh", self.storage, self.recompute, (parts,))
+            )
 
 
 def random_question(model: mtf.Model, seed: int, most: int) -> Question:

@@ -12,6 +12,7 @@ from layoutopt import Plan, search
 from layoutopt.optimize.search import Places
 from layoutopt.optimize.subproblem import MeshSearch, Outcome
 from layoutopt.optimize.subproblems import spaces
+from layoutopt.space.kind import Allowed
 from tests.layoutopt.models import (
     EXAMPLES,
     HARDWARE,
@@ -96,7 +97,7 @@ def test_what_is_not_proven_of_less_memory_is_still_bounded(monkeypatch: pytest.
     """A layout that is known beforehand does not end the search for a leaner one."""
     monkeypatch.setattr(MeshSearch, "fastest", lambda self, limit, **_: Outcome(None, 0.0, False))
     model, hardware = EXAMPLES["mlp"](), load_hardware("tpu-v3")
-    (space, *_) = spaces(model, [mtf.Mesh("x:4")], {}, {}, ("layout",), (False,), (1,))
+    (space, *_) = spaces(model, [mtf.Mesh("x:4")], Allowed(storage=("layout",), recompute=(False,)))
     found, low = MeshSearch(model, space.mesh, space.decided, hardware).least_memory(below=1e9)
     assert 0 < low <= found[-1].peak < 1e9
 

@@ -13,8 +13,8 @@ from examples.moe_lm import model as experts
 from examples.resnet import model as resnet
 from layoutopt.optimize.lazy_cuts import lesson
 from layoutopt.optimize.subproblem import MeshSearch
-from layoutopt.space.decisions import Choice, decisions
-from layoutopt.space.domains import domains
+from layoutopt.space.decisions import decisions
+from layoutopt.space.kind import Allowed, Choice
 from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, random_model, some_choices
 
 ROUNDING = 1e-3
@@ -23,7 +23,7 @@ ROUNDING = 1e-3
 
 def opened(model: mtf.Model, mesh: str, parts: int, hardware: str) -> MeshSearch:
     graph, on = model.training_step(parts).graph, mtf.Mesh(mesh)
-    decided = decisions(graph, domains(graph, on), microbatches=parts)
+    decided = decisions(graph, on, Allowed(microbatches=(parts,)))
     return MeshSearch(model, on, decided, load_hardware(hardware))
 
 

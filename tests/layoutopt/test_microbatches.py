@@ -10,9 +10,8 @@ from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.optimize.subproblem import MeshSearch
 from layoutopt.space.decisions import decisions
-from layoutopt.space.domains import domains
+from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.storage import STAGES
 from tests.layoutopt.models import EXAMPLES
 
 
@@ -20,7 +19,7 @@ def bound(name: str, mesh: Mesh, parts: int, hardware: str) -> float:
     """No layout of an example takes fewer seconds with so many microbatches."""
     model = EXAMPLES[name]()
     graph = model.training_step(parts).graph
-    decided = decisions(graph, domains(graph, mesh), STAGES, (False, True), parts)
+    decided = decisions(graph, mesh, Allowed(microbatches=(parts,)))
     return MeshSearch(model, mesh, decided, load_hardware(hardware)).relaxed()
 
 

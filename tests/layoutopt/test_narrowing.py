@@ -20,7 +20,7 @@ from layoutopt.optimize.subproblems import Space
 from layoutopt.problem import eliminate
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
-from layoutopt.space.domains import domains
+from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 from tests.layoutopt.models import EXAMPLES, HARDWARE, random_model, some_choices
@@ -30,7 +30,7 @@ PRICE = 1e-12
 
 def space_of(model: mtf.Model, mesh: str, parts: int = 1) -> Space:
     graph, on = model.training_step(parts).graph, mtf.Mesh(mesh)
-    return Space(on, decisions(graph, domains(graph, on), microbatches=parts))
+    return Space(on, decisions(graph, on, Allowed(microbatches=(parts,))))
 
 
 def check(model: mtf.Model, space: Space, hardware: Hardware, above: float, few: bool) -> None:

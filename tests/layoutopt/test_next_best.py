@@ -12,10 +12,13 @@ from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from layoutopt import search
 from layoutopt.optimize.evaluation import Judge
-from layoutopt.optimize.subproblems import meshes, spaces
+from layoutopt.optimize.subproblems import spaces
+from layoutopt.space.kind import Allowed
+from layoutopt.space.mesh_shapes import meshes
 from mesh_tf_core.errors import LayoutError
 
 STAGES, PARTS = ("layout", "zero3"), (1, 2)
+ALLOWED = Allowed(storage=STAGES, recompute=(False,), microbatches=PARTS)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,7 @@ def priced(model: mtf.Model, hardware: str, devices: int) -> Iterator[tuple[floa
     machine = load_hardware(hardware)
     judge = Judge(model, machine)
     shapes = meshes(None, devices, 2, machine)
-    for space in spaces(model, shapes, {}, {}, STAGES, (False,), PARTS):
+    for space in spaces(model, shapes, ALLOWED):
         names = space.decided.free
         for chosen in itertools.product(*(space.decided.options[n] for n in names)):
             layout, options = space.decided.read(dict(zip(names, chosen, strict=True)))

@@ -12,6 +12,7 @@ from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.optimize.subproblem import MeshSearch
 from layoutopt.problem import Status, solve
+from layoutopt.space.kind import Allowed
 from tests.layoutopt.models import (
     EXAMPLES,
     HARDWARE,
@@ -93,11 +94,10 @@ def test_both_solvers_agree_on_every_example(name: str) -> None:
 
 def solvers_agree(name: str, mesh_text: str, parts: int) -> None:
     from layoutopt.space.decisions import decisions
-    from layoutopt.space.domains import domains
 
     model, mesh, hardware = EXAMPLES[name](), mtf.Mesh(mesh_text), load_hardware("tpu-v3")
     graph = model.training_step(parts).graph
-    decided = decisions(graph, domains(graph, mesh), microbatches=parts)
+    decided = decisions(graph, mesh, Allowed(microbatches=(parts,)))
     search = MeshSearch(model, mesh, decided, hardware)
     problem = search.limited(math.inf)
     free = solve(problem, solver="cp-sat")

@@ -16,8 +16,8 @@ from layoutopt.formulation.clusters import Cluster, clusters
 from layoutopt.formulation.dependencies import Coupling
 from layoutopt.formulation.lowering_cache import parts_of
 from layoutopt.formulation.tables import Entry, Tabler
-from layoutopt.space.decisions import Choice, Decisions, decisions
-from layoutopt.space.domains import domains
+from layoutopt.space.decisions import Decisions, decisions
+from layoutopt.space.kind import Allowed, Choice
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.combine import together, waiting
 from tests.layoutopt.models import EXAMPLES, HARDWARE, random_model
@@ -57,7 +57,7 @@ def compare(
     step, rng = model.training_step(parts), random.Random(seed)
     for mesh in map(mtf.Mesh, shapes):
         prices = pricer(hardware, mesh)
-        decided = decisions(step.graph, domains(step.graph, mesh), microbatches=parts)
+        decided = decisions(step.graph, mesh, Allowed(microbatches=(parts,)))
         program = model.lower(mesh, mtf.Layout(), Options(microbatches=parts))
         tabler = Tabler(step.graph, mesh, prices)
         for cluster in clusters(Coupling(step.graph, program, [t.id for t in step.results.values()])):

@@ -9,7 +9,7 @@ import pytest
 import mesh_tf_core as mtf
 from examples.mlp import model as mlp
 from layoutopt import search
-from layoutopt.space.domains import parse_forbid, parse_rules
+from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import UserError
 
 

@@ -67,7 +67,6 @@ def test_prohibitions_are_honoured(model: mtf.Model) -> None:
             {"pins": "batch:data", "forbid": "batch:data"},
             "--forbid batch:data forbids the same split; drop one",
         ),
-        ({"pins": "batch:model+data"}, r"order of the mesh, data\+model"),
         ({"memory": 0}, "needs a positive number of bytes"),
         ({"top": 0}, "--top 0: needs at least 1"),
         ({"time_limit": 0}, "--time-limit 0: needs a positive number"),

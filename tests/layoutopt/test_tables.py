@@ -18,7 +18,7 @@ from layoutopt.formulation.extract import Draft, Extraction, extract
 from layoutopt.optimize.memoised import Quotes
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
-from layoutopt.space.domains import domains
+from layoutopt.space.kind import Allowed
 from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, random_model, some_choices
 
 PRICE = 1e-9
@@ -27,7 +27,7 @@ ROUNDING = 1 + 1e-12
 
 def extraction(model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware) -> Extraction:
     graph = model.training_step(parts).graph
-    decided = decisions(graph, domains(graph, mesh), microbatches=parts)
+    decided = decisions(graph, mesh, Allowed(microbatches=(parts,)))
     return extract(model, mesh, decided, pricer(hardware, mesh))
 
 
@@ -133,6 +133,6 @@ def test_what_operations_share_is_counted_once(name: str) -> None:
     build, layout, options = SHARED[name]
     model, mesh, hardware = build(), mtf.Mesh("x:2;y:2"), load_hardware("h100")
     graph, prices = model.training_step().graph, pricer(hardware, mesh)
-    tables = Quotes(Draft(model, mesh, decisions(graph, domains(graph, mesh)), prices))
+    tables = Quotes(Draft(model, mesh, decisions(graph, mesh), prices))
     cost = evaluate(model, mesh, mtf.Layout(layout), hardware, options, prices).cost
     assert tables.seconds(mtf.Layout(layout), options) == pytest.approx(cost.step_seconds, rel=PRICE)

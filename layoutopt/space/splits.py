@@ -1,28 +1,56 @@
-"""What each dimension may be split over: tuples of mesh axes that divide it, less what the user pins and
-forbids."""
+"""What each dimension is split over: tuples of mesh axes that divide it, less what the user pins and forbids.
+
+The axes are in the order of the mesh unless all orders are asked for. A pin may have another order.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
 
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
 NOWHERE = ("none", "-")
 """Written as an axis in a pin, `batch:none`: not split at all."""
+ORDERS = ("mesh", "all")
+ANYTHING = Allowed()
 
 
-def domains(
-    graph: Graph, mesh: Mesh, pins: Mapping[str, Axes] | None = None, forbid: Mapping[str, Axes] | None = None
-) -> dict[str, tuple[Axes, ...]]:
+@dataclass(frozen=True)
+class Split(Decision):
+    """The mesh axes that one dimension is split over, wherever it appears."""
+
+    @classmethod
+    def check(cls, allowed: Allowed) -> None:
+        if allowed.orders not in ORDERS:
+            raise UserError(f"orders {allowed.orders!r}: choose one of {', '.join(ORDERS)}")
+
+    @classmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+        for dim, options in domains(graph, mesh, allowed).items():
+            yield cls(dim, options)
+
+    @property
+    def leanest(self) -> Choice:
+        # What splits hold depends on each other; who asks has a layout.
+        return self.options[0]
+
+    def apply(self, choice: Choice, to: Chosen) -> None:
+        to.splits[self.subject] = choice
+
+    def read(self, layout: Layout, options: Options) -> Choice:
+        return layout.axes(self.subject)
+
+
+def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, tuple[Axes, ...]]:
     """Dimension name -> the tuples of axes it may be split over, `()` first.
-
-    Args:
-      pins: dimension -> the axes it must be split over (`()`: none).
-      forbid: dimension -> axes it may not be split over.
 
     Raises:
       UserError: a pin or prohibition on an unknown dimension or axis, or a pin that the dimension's size
@@ -30,7 +58,7 @@ def domains(
     """
     sizes = graph.dims()
     counted = {b.dim.name for b in graph.blocks if b.dim is not None}
-    pins, forbid = dict(pins or {}), dict(forbid or {})
+    pins, forbid = allowed.pins, allowed.forbid
     for what, rules in (("pin", pins), ("forbid", forbid)):
         for name, axes in rules.items():
             if name not in sizes:
@@ -41,20 +69,22 @@ def domains(
                 mesh.size(axis)
     out: dict[str, tuple[Axes, ...]] = {}
     for name, found in sizes.items():
-        options = [()] if name in counted else list(_options(mesh, found, set(forbid.get(name, ()))))
+        banned = set(forbid.get(name, ()))
+        options = [()] if name in counted else list(_options(mesh, found, banned, allowed.orders))
         if name in pins:
             wanted = pins[name]
-            if wanted not in options:
+            if set(wanted) not in map(set, options):
                 raise UserError(_why_not(name, wanted, mesh, found, name in counted, forbid.get(name, ())))
             options = [wanted]
         out[name] = tuple(options)
     return out
 
 
-def _options(mesh: Mesh, sizes: set[int], forbidden: set[str]) -> Iterator[Axes]:
+def _options(mesh: Mesh, sizes: set[int], forbidden: set[str], orders: str) -> Iterator[Axes]:
+    tuples = itertools.combinations if orders == "mesh" else itertools.permutations
     usable = [a for a in mesh.names if mesh.size(a) > 1 and a not in forbidden]
     for count in range(len(usable) + 1):
-        for axes in itertools.combinations(usable, count):
+        for axes in tuples(usable, count):
             if all(size % mesh.group_size(axes) == 0 for size in sizes):
                 yield axes
 
@@ -72,9 +102,7 @@ def _why_not(name: str, axes: Axes, mesh: Mesh, sizes: set[int], counted: bool, 
                 f"{asked}: {name!r} has size {size}, not divisible by the {ways} devices of {over}; "
                 "choose another axis or size"
             )
-    if any(mesh.size(a) == 1 for a in axes):
-        return f"{asked}: an axis of size 1 splits nothing; leave it out"
-    return f"{asked}: write the axes in the order of the mesh, {'+'.join(a for a in mesh.names if a in axes)}"
+    return f"{asked}: an axis of size 1 splits nothing; leave it out"
 
 
 def parse_rules(rules: str | Mapping[str, Axes] | None) -> dict[str, Axes]:

@@ -1,0 +1,103 @@
+"""What every kind of decision says of itself: its options, what a choice means, how it is read back and told.
+
+A kind is a class in a module of its own, named in `layoutopt.space.decisions.KINDS`; the search knows no more
+of it. Its decisions are those instances of it that `about` finds in a graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.tracing.graph import Graph
+
+Choice = tuple[str, ...]
+"""An option in words; `()` is the plain one where a kind has one."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What may be chosen.
+
+    Attributes:
+      pins: dimension -> the axes it must be split over (`()`: none).
+      forbid: dimension -> axes it may not be split over.
+      orders: "mesh": the axes of a split are in the order of the mesh; "all": in every order.
+      storage: stages that variables may be stored at.
+      recompute: whether loops may, must or must not run again in backward.
+      microbatches: numbers of parts of the batch.
+    """
+
+    pins: Mapping[str, Axes] = field(default_factory=dict)
+    forbid: Mapping[str, Axes] = field(default_factory=dict)
+    orders: str = "mesh"
+    storage: tuple[str, ...] = STAGES
+    recompute: tuple[bool, ...] = (False, True)
+    microbatches: tuple[int, ...] = (1,)
+
+
+@dataclass
+class Chosen:
+    """A layout and options under way: choices are applied to it."""
+
+    splits: dict[str, Axes] = field(default_factory=dict)
+    storage: dict[str, int] = field(default_factory=dict)
+    recompute: set[str] = field(default_factory=set)
+    microbatches: int = 1
+
+    def done(self) -> tuple[Layout, Options]:
+        """What the choices mean."""
+        return Layout(self.splits), Options(self.storage, frozenset(self.recompute), self.microbatches)
+
+
+@dataclass(frozen=True)
+class Decision(ABC):
+    """One thing that is decided.
+
+    Attributes:
+      subject: what it is about.
+      options: what may be chosen, the plain option first.
+      prefix: of the names of this kind's decisions.
+    """
+
+    subject: str
+    options: tuple[Choice, ...]
+    prefix: ClassVar[str] = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in problems: no other decision has it."""
+        return self.prefix + self.subject
+
+    @property
+    def leanest(self) -> Choice:
+        """The option with which a device holds least."""
+        return self.options[-1]
+
+    @classmethod  # noqa: B027  (a kind may have nothing to refuse)
+    def check(cls, allowed: Allowed) -> None:
+        """Raises UserError if what is allowed means nothing to this kind, whatever the model."""
+
+    @classmethod
+    @abstractmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+        """The decisions of this kind about a graph; UserError if what is allowed does not suit it."""
+
+    @abstractmethod
+    def apply(self, choice: Choice, to: Chosen) -> None:
+        """Takes an option."""
+
+    @abstractmethod
+    def read(self, layout: Layout, options: Options) -> Choice:
+        """The option that a layout and options have taken."""
+
+    @classmethod
+    def describe(cls, options: Options) -> list[str]:
+        """What is not plain in some options, in words."""
+        return []

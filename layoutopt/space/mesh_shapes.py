@@ -1,0 +1,52 @@
+"""The shape of the mesh: the one that is given, or every factorisation of a number of devices.
+
+Another shape is another machine, so every shape is a subproblem of its own.
+"""
+
+from __future__ import annotations
+
+from costmodels.hardware import Cluster, Hardware
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.mesh import Mesh
+
+MOST_DEVICES = 1 << 20
+
+
+def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware: Hardware) -> list[Mesh]:
+    """The mesh that is given, or all shapes of a number of devices, with axes axis0, axis1, …"""
+    if mesh is not None:
+        return [Mesh(mesh) if isinstance(mesh, str) else mesh]
+    assert devices is not None
+    shapes = mesh_shapes(devices, max_axes, isinstance(hardware.topology, Cluster))
+    return [Mesh([(f"axis{i}", n) for i, n in enumerate(s)]) for s in shapes]
+
+
+def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, ...]]:
+    """Factorisations of a number of devices into at most `max_axes` axes of size >= 2.
+
+    Args:
+      ordered: keep different orders of the same sizes apart (they lie on the hardware differently).
+    """
+    if devices < 1:
+        raise UserError(f"--devices {devices}: needs at least one device")
+    if devices > MOST_DEVICES:
+        raise UserError(f"--devices {devices}: at most {MOST_DEVICES} are searched")
+    if max_axes < 1:
+        raise UserError(f"--max-axes {max_axes}: needs at least one axis")
+    divisors = [n for n in range(2, devices + 1) if devices % n == 0]
+    found: set[tuple[int, ...]] = set()
+
+    def split(left: int, sizes: tuple[int, ...]) -> None:
+        if left == 1:
+            found.add(sizes or (1,))
+            return
+        if len(sizes) == max_axes:
+            return
+        for size in divisors:
+            if left % size == 0:
+                split(left // size, (*sizes, size))
+
+    split(devices, ())
+    if ordered:
+        return sorted(found)
+    return sorted({tuple(sorted(sizes, reverse=True)) for sizes in found})

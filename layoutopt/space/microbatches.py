@@ -1,0 +1,60 @@
+"""Into how many parts the batch is split that run one after the other.
+
+Another number is another graph, so every number is a subproblem of its own, where nothing is left to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
+from mesh_tf_core.tracing.graph import Graph
+
+
+@dataclass(frozen=True)
+class Microbatches(Decision):
+    """The number of microbatches, as a word."""
+
+    @classmethod
+    def check(cls, allowed: Allowed) -> None:
+        for number in allowed.microbatches or (0,):
+            if not isinstance(number, int) or number < 1:
+                raise UserError(
+                    f"microbatches {allowed.microbatches}: needs whole numbers of at least 1, as 1, 2, 4"
+                )
+
+    @classmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+        yield cls("number of microbatches", tuple((str(number),) for number in allowed.microbatches))
+
+    def apply(self, choice: Choice, to: Chosen) -> None:
+        to.microbatches = int(choice[0])
+
+    def read(self, layout: Layout, options: Options) -> Choice:
+        return (str(options.microbatches),)
+
+    @classmethod
+    def describe(cls, options: Options) -> list[str]:
+        return [f"{options.microbatches} microbatches"] if options.microbatches > 1 else []
+
+
+def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
+    """The numbers of microbatches that divide the batch, in order; UserError if none does."""
+    size = 1
+    if model.batch_dim is not None:
+        size = min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
+    found = [m for m in sorted(set(allowed)) if size % m == 0]
+    if not found:
+        has = "the model has no batch" if model.batch_dim is None else f"{model.batch_dim!r} has size {size}"
+        raise UserError(
+            f"--microbatches {','.join(map(str, allowed))}: {has}, which none of these divides; "
+            f"allow 1{' or another divisor' if size > 1 else ''}"
+        )
+    return found

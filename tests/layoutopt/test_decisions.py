@@ -1,0 +1,78 @@
+"""Every kind of decision: its options, what they mean, how they are read back and told."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import mesh_tf_core as mtf
+from layoutopt import search
+from layoutopt.space.decisions import KINDS, decisions, describe
+from layoutopt.space.kind import Allowed
+from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.recompute import Recompute
+from layoutopt.space.splits import Split, domains
+from layoutopt.space.storage import Storage
+from tests.layoutopt.models import EXAMPLES, some_choices
+
+MESH = mtf.Mesh("x:2;y:2")
+
+
+@pytest.mark.parametrize("orders", ["mesh", "all"])
+@pytest.mark.parametrize("name", ["transformer", "loops in loops"])
+def test_what_is_chosen_is_read_back(name: str, orders: str) -> None:
+    rng = random.Random(3)
+    graph = EXAMPLES[name]().training_step(2).graph
+    decided = decisions(graph, MESH, Allowed(orders=orders, microbatches=(2,)))
+    assert {n for kind in KINDS for n in decided.of(kind)} == set(decided.options)
+    assert all(decided.of(kind) for kind in KINDS)
+    for _ in range(50):
+        chosen = some_choices(decided, rng)
+        assert decided.write(*decided.read(chosen)) == chosen
+
+
+def test_names_and_words_are_those_of_plans() -> None:
+    decided = decisions(EXAMPLES["transformer"]().training_step(4).graph, MESH, Allowed(microbatches=(4,)))
+    assert "batch" in decided.of(Split)
+    assert "storage of layers d_model d_ff" in decided.of(Storage)
+    assert decided.of(Recompute) == ("recompute layers",)
+    assert decided.of(Microbatches) == ("number of microbatches",)
+    assert decided.microbatches == 4
+    lean = decided.leanest
+    assert set(lean.storage.values()) == {3} and lean.recompute == {"layers"} and lean.microbatches == 4
+    assert describe(lean) == f"zero3 x{len(lean.storage)}; recompute layers; 4 microbatches"
+    assert describe(mtf.Options()) == ""
+
+
+def test_the_leanest_options_are_among_those_allowed() -> None:
+    graph = EXAMPLES["transformer"]().training_step().graph
+    lean = decisions(graph, MESH, Allowed(storage=("zero2", "layout"), recompute=(False,))).leanest
+    assert set(lean.storage.values()) == {2} and not lean.recompute
+
+
+def test_fewer_options() -> None:
+    decided = decisions(EXAMPLES["mlp"]().training_step().graph, MESH)
+    fewer = decided.within({"batch": [("x",)]})
+    assert fewer.fixed["batch"] == ("x",) and "batch" not in fewer.free and "batch" in decided.free
+    assert fewer.read({})[0] == mtf.Layout("batch:x")
+
+
+def test_axes_are_in_the_order_of_the_mesh_unless_all_orders_are_asked_for() -> None:
+    graph = EXAMPLES["mlp"]().graph
+    assert domains(graph, MESH)["batch"] == ((), ("x",), ("y",), ("x", "y"))
+    every = domains(graph, MESH, Allowed(orders="all"))["batch"]
+    assert every == ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
+    with pytest.raises(mtf.UserError, match="orders 'some': choose one of mesh, all"):
+        search(EXAMPLES["mlp"](), mesh="x:2", orders="some")
+
+
+def test_a_pin_may_have_any_order() -> None:
+    found = search(
+        EXAMPLES["mlp"](), mesh=MESH, hardware="tpu-v3", pins="batch:y+x", microbatches=(1,), top=3
+    )
+    assert found.layout.axes("batch") == ("y", "x")
+    others = [a for a in found.alternatives if a.name.startswith("number ")]
+    assert len(others) == 2 and all(a.layout["batch"] == ["y", "x"] for a in others)
+    layouts = [str((a.layout, a.storage, a.recompute)) for a in others]
+    assert len(set(layouts)) == len(layouts)
