@@ -167,9 +167,9 @@ class Group:
         for instr, kind, found in zip(self.instrs, self.roles, parts, strict=True):
             if not found:
                 values = (*instr.inputs, *instr.outputs)
-                inputs = tuple(types[i] for i in instr.inputs)
+                inputs = tuple([types[i] for i in instr.inputs])
                 flops.append(0.0 if kind == PRODUCT else _flops(instr.op, inputs))
-                elements.append(max(types[v].shape.size if widths[v] else 0 for v in values))
+                elements.append(max([types[v].shape.size if widths[v] else 0 for v in values]))
             whole = not any(widths[o] for o in instr.outputs)
             for part in found:
                 flops.append(part.flops)

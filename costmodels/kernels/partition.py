@@ -103,9 +103,9 @@ class Partition:
         found = []
         by_kernel = zip(self.members, outcome.reads, outcome.makes, outcome.runs, strict=True)
         for (instrs, ends, product, reduces), reads, makes, runs in by_kernel:
-            read, written = sum(sizes.bytes[k] for k in reads), sum(sizes.bytes[k] for k in makes)
-            vector = sum((sizes.flops[i] for i in runs if self.steps[i].kind != PRODUCT), 0.0)
-            most = max(sizes.elements[i] for i in runs)
+            read, written = sum([sizes.bytes[k] for k in reads]), sum([sizes.bytes[k] for k in makes])
+            vector = sum([sizes.flops[i] for i in runs if self.steps[i].kind != PRODUCT], 0.0)
+            most = max([sizes.elements[i] for i in runs])
             found.append(Kernel(instrs, ends, product, float(read), float(written), vector, reduces, most))
         return found
 

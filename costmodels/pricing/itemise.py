@@ -170,7 +170,7 @@ class Itemiser:
         if isinstance(unit, Kernel):
             return (_of_kernel(unit, local),)
         if isinstance(unit, Group | VariableCast):
-            return tuple(_of_kernel(kernel, local) for kernel in unit.kernels(local))
+            return tuple([_of_kernel(kernel, local) for kernel in unit.kernels(local)])
         if isinstance(unit, Local):
             return (self._of_local(unit, find, local),)
         if isinstance(unit, Stack):
@@ -201,7 +201,7 @@ class Itemiser:
 
 
 def _of_kernel(kernel: Kernel, local: Types) -> Computed:
-    return Computed(of_kernel(kernel, local), sum(of_local(instr, local).flops for instr in kernel.ends))
+    return Computed(of_kernel(kernel, local), sum([of_local(instr, local).flops for instr in kernel.ends]))
 
 
 def of_collective(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh) -> Sent:

@@ -155,7 +155,7 @@ class Pricer:
         """Values that travel together pay for their bytes each, and for one latency (that of one byte)
         together."""
         payloads = self.payloads(item)
-        total = sum(self._message(item.kind, item.axes, payload) for payload in payloads)
+        total = sum([self._message(item.kind, item.axes, payload) for payload in payloads])
         if not item.together:
             return total
         return total - (len(payloads) - 1) * self._message(item.kind, item.axes, 1)

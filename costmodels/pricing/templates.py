@@ -61,7 +61,7 @@ class Instance:
         if self.collective is not None:
             assert template.sending is not None
             return (of_collective(self.collective, template.sending, [t.bytes for t in types], mesh),)
-        key: Hashable = tuple(t.shape.sizes for t in types)
+        key: Hashable = tuple([t.shape.sizes for t in types])
         if itemiser.op_by_op:
             key = key, split_names(self.values)
         items = template.known.get(key)
@@ -111,7 +111,7 @@ class Templates:
         rows = self._rows.get((key, again))
         if rows is None:
             rows = self._rows[key, again] = tuple(self._read(program, sent, again))
-        return tuple((self._instance(row, program.values, sent), row.times) for row in rows)
+        return tuple([(self._instance(row, program.values, sent), row.times) for row in rows])
 
     def _instance(self, row: _Row, values: Sequence[Value], sent: Sequence[Collective]) -> Instance:
         placed = tuple([_placed(values[i], known) for i, known in row.values])
