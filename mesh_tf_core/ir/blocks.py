@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mesh_tf_core.ir.dims import Dim
@@ -92,3 +93,10 @@ class Block:
     saved: dict[int, int] = field(default_factory=dict)
     captured: dict[int, int] = field(default_factory=dict)
     halves: tuple[Half, ...] = ()
+
+    def walk(self, times: int = 1) -> Iterator[tuple[Node, int]]:
+        """Every node once, those of loops inside too, with how often it runs."""
+        for node in self.nodes:
+            yield node, times
+            if node.body is not None and node.body.dim is not None:
+                yield from node.body.walk(times * node.body.dim.size)

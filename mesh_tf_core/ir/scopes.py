@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mesh_tf_core.ir.initializers import Initializer
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.initializers import Initializer, Variable
 
 Initial = Callable[[str, Initializer], Initializer]
 
 
 class Scopes:
-    """The part of a graph that its context managers set."""
+    """The part of a graph that its context managers set, and the variables that are made under it."""
+
+    name: str
 
     def __init__(self) -> None:
+        self.variables: dict[str, Variable] = {}
         self._scope: list[str] = []
         self._phase = "forward"
         self._shared: int | None = None
@@ -102,3 +106,29 @@ class Scopes:
         for change in self._initial:
             initializer = change(name, initializer)
         return initializer
+
+    def lookup(self, name: str) -> Variable:
+        """The variable of this name below the current scope, or of this whole name."""
+        below = self.path(name)
+        if below in self.variables:
+            return self.variables[below]
+        if name not in self.variables:
+            raise UserError(
+                f"graph {self.name!r} has no variable {name!r}; {known_names(name, self.variables)}"
+            )
+        return self.variables[name]
+
+    def _shared_one(self, asked: Variable) -> Variable | None:
+        """The variable of the name of one that is asked for; UserError if it may not stand for both."""
+        found = self.variables.get(asked.name)
+        if found is not None and self._shared is None and self._around is None:
+            raise UserError(
+                f"variable {asked.name!r} exists already; give it another name, use the first one's tensor, "
+                "or make both inside graph.sharing()"
+            )
+        if found is not None and found.type != asked.type:
+            raise UserError(
+                f"variable {asked.name!r} is shared, but was made as {found.type} and is now asked for as "
+                f"{asked.type}; give it another name"
+            )
+        return found

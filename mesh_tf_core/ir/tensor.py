@@ -18,11 +18,9 @@ class Builder(Scopes):
     """What a tensor knows of the graph that it is in: what model code may ask of it.
 
     Attributes:
-      name: for messages.
       gradient_functions: those that the model wrote itself (see `custom_gradient`), by number.
     """
 
-    name: str
     gradient_functions: list[Callable[..., Any]]
 
     def apply(self, op: Any, *inputs: Tensor) -> Any:
@@ -58,10 +56,6 @@ class Builder(Scopes):
           dtype: in which it is stored and updated (the master copy).
           activation_dtype: in which the returned tensor is (None: dtype).
         """
-        raise NotImplementedError
-
-    def lookup(self, name: str) -> Variable:
-        """The variable of this name below the current scope, or of this whole name."""
         raise NotImplementedError
 
     def read(self, variable: Variable) -> Tensor:

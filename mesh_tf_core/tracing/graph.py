@@ -10,11 +10,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
-from mesh_tf_core.ir.initializers import Initializer, Variable
+from mesh_tf_core.ir.initializers import ZEROS, Initializer, Variable
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Builder, Tensor
@@ -40,7 +40,6 @@ class Graph(Builder):
         self.tensors: list[Tensor] = []
         self.producer: dict[int, Node] = {}
         self.blocks: list[Block] = [Block(0)]
-        self.variables: dict[str, Variable] = {}
         self.inputs: dict[str, Tensor] = {}
         self.gradient_of: dict[int, str] = {}
         self.gradient_functions: list[Callable[..., Any]] = []
@@ -99,14 +98,7 @@ class Graph(Builder):
 
     def walk(self) -> Iterator[tuple[Node, int]]:
         """Every node once, with how often it runs in a step."""
-
-        def visit(block: Block, times: int) -> Iterator[tuple[Node, int]]:
-            for node in block.nodes:
-                yield node, times
-                if node.body is not None and node.body.dim is not None:
-                    yield from visit(node.body, times * node.body.dim.size)
-
-        return visit(self.blocks[0], 1)
+        return self.blocks[0].walk()
 
     def dims(self) -> dict[str, set[int]]:
         """Name -> sizes of every dimension that occurs."""
@@ -269,20 +261,7 @@ class Graph(Builder):
         trained = trainable and not self._frozen
         initial = self._changed(full, initializer)
         variable = Variable(full, shape, check_dtype(dtype), initial, trained, len(loops))
-        found = self.variables.get(full)
-        if found is not None and self._shared is None and self._around is None:
-            raise UserError(
-                f"variable {full!r} exists already; give it another name, use the first one's tensor, or "
-                "make both inside graph.sharing()"
-            )
-        if found is not None and found.type != variable.type:
-            raise UserError(
-                f"variable {full!r} is shared, but was made as {found.type} and is now asked for as "
-                f"{variable.type}; give it another name"
-            )
-        if found is None:
-            self.declare(variable)
-        variable = self.variables[full]
+        variable = self._shared_one(variable) or self.declare(variable)
         value = self.read(variable)
         for block in loops:
             value = self._slice(block, value)
@@ -327,24 +306,12 @@ class Graph(Builder):
         else:
             self._assigned.append((variable, value, "/".join(self._scope)))
 
-    def lookup(self, name: str) -> Variable:
-        below = self.path(name)
-        if below in self.variables:
-            return self.variables[below]
-        if name not in self.variables:
-            raise UserError(
-                f"graph {self.name!r} has no variable {name!r}; {known_names(name, self.variables)}"
-            )
-        return self.variables[name]
-
     def random_key(self, *extra: Tensor) -> Tensor:
         self._keys += 1
         indices = [self.tensors[b.index] for b in self._stack if b.index is not None]
         return self.apply(FoldIn(self._keys), self.step(), *indices, *extra)
 
     def step(self) -> Tensor:
-        from mesh_tf_core.ir.initializers import ZEROS
-
         if "step" not in self.variables:
             self.declare(Variable("step", Shape(), "int32", ZEROS, False, 0))
         return self.read(self.variables["step"])
