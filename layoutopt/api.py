@@ -9,12 +9,12 @@ from numbers import Integral, Real
 from typing import Any
 
 from costmodels.hardware import Hardware, load_hardware
-from layoutopt.optimize.k_best import next_best
+from layoutopt.optimize.k_best import k_best
 from layoutopt.optimize.planning import make_plan
 from layoutopt.optimize.request import OBJECTIVES, Better, Progress, Request, Rules
-from layoutopt.optimize.search import Places
+from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
-from layoutopt.optimize.subproblems import spaces
+from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
@@ -97,32 +97,32 @@ def search(
         on_better,
     )
     shapes = meshes(mesh, devices, max_axes, chosen)
-    places = Places(request, renames=mesh is None)
+    candidates = Search(request, renames=mesh is None)
     try:
-        best = places.run(spaces(model, shapes, allowed))
+        best = candidates.run(subproblems(model, shapes, allowed))
     except KeyboardInterrupt:
         if not keep_best:
             raise
-        best = places.stopped()
+        best = candidates.stopped()
     return make_plan(
-        places.request,
+        candidates.request,
         best,
-        places.space_of(best),
-        _others(places, best, top - 1, keep_best),
-        places.frontier,
-        places.bound,
-        places.proven,
-        places.considered,
+        candidates.subproblem_of(best),
+        _others(candidates, best, top - 1, keep_best),
+        candidates.frontier,
+        candidates.bound,
+        candidates.proven,
+        candidates.considered,
         mesh is None,
         time.monotonic() - started,
     )
 
 
-def _others(places: Places, best: Found, count: int, keep_best: bool) -> list[Found]:
+def _others(candidates: Search, best: Found, count: int, keep_best: bool) -> list[Found]:
     """The next best layouts; Ctrl-C leaves those that were found."""
     others: list[Found] = []
     try:
-        for found in itertools.islice(next_best(places, best), count):
+        for found in itertools.islice(k_best(candidates, best), count):
             others.append(found)
     except KeyboardInterrupt:
         if not keep_best:

@@ -5,7 +5,7 @@ A problem, one mesh shape with one number of microbatches, is ruled out in one o
   pieces     fewer microbatches on the same mesh have no faster layout, whatever memory it takes, and pieces
              never cost less than their share of the whole (`Pricer.pieces_cost_more`)
   bound      elimination: its best layout, whatever memory it takes, is not faster; by as many tables as it
-             takes to say so, over the options that may be in something faster (`narrowing`)
+             takes to say so, over the options that may be in something faster (`fixing`)
   listed     all its layouts that are faster were listed, and none of them fits: a memory row is overfull, or
              lowering the whole graph and walking its memory says so
 What takes more than `MOST` layouts to list stays open.
@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
 from layoutopt.analysis.explain import Asked
-from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
-from layoutopt.optimize.subproblems import Space, spaces
+from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.problem import Choices, Row
 from layoutopt.space.kind import Allowed
@@ -104,7 +104,7 @@ def certify(
     """
     mesh = plan.mesh if devices is None else None
     whole: dict[Mesh, list[tuple[int, float]]] = {}
-    judge = Judge(model, hardware)
+    evaluator = Evaluator(model, hardware)
     shapes = meshes(mesh, devices, max_axes, hardware)
     allowed = Allowed(
         parse_rules(asked.pins),
@@ -113,21 +113,23 @@ def certify(
         recompute=asked.recompute,
         microbatches=asked.microbatches,
     )
-    for space in spaces(model, shapes, allowed):
+    for subproblem in subproblems(model, shapes, allowed):
         seconds = plan.predicted.step_seconds * (1 - EXACT)
-        known = [(m, b) for m, b in whole.get(space.mesh, []) if space.parts % m == 0 and b >= seconds]
+        known = [
+            (m, b) for m, b in whole.get(subproblem.mesh, []) if subproblem.parts % m == 0 and b >= seconds
+        ]
         if known:
-            yield Ruled(str(space.mesh), space.parts, "pieces", known[0][1])
+            yield Ruled(str(subproblem.mesh), subproblem.parts, "pieces", known[0][1])
             continue
-        found = _ruled(judge, space, seconds, limit)
-        if judge.prices(space.mesh).pieces_cost_more and found.how == "bound":
-            whole.setdefault(space.mesh, []).append((space.parts, found.bound))
+        found = _ruled(evaluator, subproblem, seconds, limit)
+        if evaluator.prices(subproblem.mesh).pieces_cost_more and found.how == "bound":
+            whole.setdefault(subproblem.mesh, []).append((subproblem.parts, found.bound))
         yield found
 
 
-def _ruled(judge: Judge, space: Space, seconds: float, limit: float) -> Ruled:
-    bound, search = faster(judge, space, seconds, lambda *_: math.inf)
-    ruled = Ruled(str(space.mesh), space.parts, "open", bound)
+def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> Ruled:
+    bound, search = faster(evaluator, subproblem, seconds, lambda *_: math.inf)
+    ruled = Ruled(str(subproblem.mesh), subproblem.parts, "open", bound)
     if search is None:
         return replace(ruled, how="bound")
     known = search.eliminated
@@ -142,8 +144,8 @@ def _ruled(judge: Judge, space: Space, seconds: float, limit: float) -> Ruled:
         if len(seen) == MOST:
             return ruled
         seen.add(decided)
-        if not _overfull(rows, choices, limit) and search.judge(choices).memory.peak <= limit:
-            judged = search.judge(choices)
+        if not _overfull(rows, choices, limit) and search.evaluate(choices).memory.peak <= limit:
+            judged = search.evaluate(choices)
             if judged.cost.step_seconds < seconds:
                 return replace(ruled, how="faster", faster=str(search.extraction.read(choices)[0]))
     return replace(ruled, how="listed", listed=len(seen))

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from costmodels.liveness import Memory
     from costmodels.pricing.pricer import Cost, Line
-    from layoutopt.optimize.evaluation import Judge
+    from layoutopt.optimize.evaluation import Evaluator
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import MemoryTimeline, PricedLine, Shares, Variable
     from mesh_tf_core import Model, Program
@@ -20,10 +20,10 @@ MOST_POINTS = 2000
 def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, source: str) -> Plan:
     """The same plan, with all its `details`."""
     from layoutopt.cli.machine_details import calibration_details, hardware_details
-    from layoutopt.optimize.evaluation import Judge
+    from layoutopt.optimize.evaluation import Evaluator
 
-    judge = Judge(model, hardware)
-    found = judge(plan.mesh, plan.layout, plan.options)
+    evaluator = Evaluator(model, hardware)
+    found = evaluator(plan.mesh, plan.layout, plan.options)
     calibration = calibration_details(hardware)
     return plan.with_details(
         source=source,
@@ -31,7 +31,7 @@ def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, sourc
         dims={name: max(sizes) for name, sizes in model.graph.dims().items()},
         variables=tuple(_variables(found.program)),
         lines=tuple(_line(x) for x in found.cost.lines),
-        by_kind={"answer": _shares(found.cost), **_alternatives(plan, judge)},
+        by_kind={"answer": _shares(found.cost), **_alternatives(plan, evaluator)},
         memory=_memory(found.memory, limit),
         **({"calibration": calibration} if calibration is not None else {}),
     )
@@ -90,7 +90,7 @@ def _shares(cost: Cost) -> Shares:
     )
 
 
-def _alternatives(plan: Plan, judge: Judge) -> dict[str, Shares]:
+def _alternatives(plan: Plan, evaluator: Evaluator) -> dict[str, Shares]:
     from layoutopt.plan.build import options_of
     from mesh_tf_core import Layout, LayoutError, Mesh
 
@@ -98,7 +98,7 @@ def _alternatives(plan: Plan, judge: Judge) -> dict[str, Shares]:
     for each in plan.alternatives:
         try:
             options = options_of(each.storage, each.recompute, each.microbatches)
-            judged = judge(Mesh(each.mesh), Layout(each.layout), options)
+            judged = evaluator(Mesh(each.mesh), Layout(each.layout), options)
         except LayoutError:
             continue
         found[each.name] = _shares(judged.cost)

@@ -10,7 +10,7 @@ EQUAL = 1e-12
 """Relative difference of sums that are taken in another order."""
 
 
-def simplest(problem: Problem, extraction: Extraction, choices: tuple[int, ...]) -> tuple[int, ...]:
+def canonical(problem: Problem, extraction: Extraction, choices: tuple[int, ...]) -> tuple[int, ...]:
     """Choices that cost no more, with the plain option wherever it makes no difference."""
     best = list(choices)
     most = cost(problem, choices) * (1 + EQUAL)

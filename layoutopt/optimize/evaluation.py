@@ -9,7 +9,7 @@ from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.evaluator import DEFAULT, Evaluation, evaluate
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.shared import Ground
-from layoutopt.optimize.memoised import Quotes
+from layoutopt.optimize.memoised import TablePrices
 from layoutopt.space.decisions import Decisions
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
@@ -18,7 +18,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
 
-class Judge:
+class Evaluator:
     """Evaluations of one model on one piece of hardware, and what they share: nothing is made twice."""
 
     def __init__(self, model: Model, hardware: Hardware) -> None:
@@ -26,7 +26,7 @@ class Judge:
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._grounds: dict[int, Ground] = {}
-        self._quotes: Quotes | None = None
+        self._table_prices: TablePrices | None = None
 
     def prices(self, mesh: Mesh) -> Pricer:
         if mesh not in self._prices:
@@ -38,12 +38,14 @@ class Judge:
             self._grounds[microbatches] = Ground(self.model, microbatches)
         return self._grounds[microbatches]
 
-    def quotes(self, mesh: Mesh, decided: Decisions) -> Quotes:
+    def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
         """Of the problem that was asked for last they know what they priced."""
-        found = self._quotes
+        found = self._table_prices
         if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
             ground = self.ground(decided.microbatches)
-            self._quotes = found = Quotes(Draft(self.model, mesh, decided, self.prices(mesh), ground))
+            self._table_prices = found = TablePrices(
+                Draft(self.model, mesh, decided, self.prices(mesh), ground)
+            )
         return found
 
     def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:

@@ -18,10 +18,10 @@ from contextlib import suppress
 
 from layoutopt.formulation.clusters import Cluster
 from layoutopt.formulation.extract import Draft
-from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.optimize.request import EXACT
-from layoutopt.optimize.subproblem import MeshSearch
-from layoutopt.optimize.subproblems import Space
+from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate
 from layoutopt.problem.form import Floats
 from layoutopt.problem.marginals import marginals
@@ -41,7 +41,7 @@ Propose = Callable[[Layout, Options], float]
 """Judges a layout; the seconds of the fastest known one that fits."""
 
 
-def narrow(draft: Draft, upper: float, propose: Propose, deadline: float | None = None) -> float:
+def fix_options(draft: Draft, upper: float, propose: Propose, deadline: float | None = None) -> float:
     """Makes tables until none is left, or the bound reaches `upper`, or the deadline is over.
 
     Args:
@@ -68,7 +68,7 @@ def narrow(draft: Draft, upper: float, propose: Propose, deadline: float | None 
             if told >= PROPOSED * total and (choices := found.best()) is not None:
                 with suppress(LayoutError):  # a cluster without a table yet may forbid it
                     known = min(known, propose(*draft.read(choices)))
-            # Where messages travel together the judge is below the tables: these keep what is best by them.
+            # Should the evaluator be below the tables, these keep what is best by them.
             most = max(known, bound) * (1 + SLACK)
             draft.keep(_below(most, marginals(found, problem.sizes), draft.decided))
         made = last = sum(len(t.entries) for t in draft.tables)
@@ -76,24 +76,26 @@ def narrow(draft: Draft, upper: float, propose: Propose, deadline: float | None 
 
 
 def faster(
-    judge: Judge,
-    space: Space,
+    evaluator: Evaluator,
+    subproblem: Subproblem,
     upper: float,
     propose: Propose,
     deadline: float | None = None,
-) -> tuple[float, MeshSearch | None]:
+) -> tuple[float, SubproblemSearch | None]:
     """The problem of what may be faster than `upper` seconds.
 
     Returns:
-      seconds as `narrow` does; None if nothing is faster, or there was no time for all tables.
+      seconds as `fix_options` does; None if nothing is faster, or there was no time for all tables.
     """
-    prices, ground = judge.prices(space.mesh), judge.ground(space.parts)
-    draft = Draft(judge.model, space.mesh, space.decided, prices, ground)
-    bound = narrow(draft, upper, propose, deadline)
+    prices, ground = evaluator.prices(subproblem.mesh), evaluator.ground(subproblem.parts)
+    draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, ground)
+    bound = fix_options(draft, upper, propose, deadline)
     if draft.left or bound >= upper * (1 - EXACT):
         return bound, None
     extraction = draft.extraction()
-    search = MeshSearch(judge.model, space.mesh, extraction.decided, judge.hardware, extraction, judge)
+    search = SubproblemSearch(
+        evaluator.model, subproblem.mesh, extraction.decided, evaluator.hardware, extraction, evaluator
+    )
     bound = max(bound, search.eliminated.bound)  # with what messages share
     return bound, search if bound < upper * (1 - EXACT) else None
 

@@ -17,38 +17,39 @@ from collections.abc import Callable, Iterator
 from layoutopt.formulation.extract import outline
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblem import MeshSearch
-from layoutopt.optimize.subproblems import Space
+from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from layoutopt.space.splits import Split
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 
-Rival = tuple[Layout, Options]
+Baseline = tuple[Layout, Options]
 
 
-def model_parallel(request: Request, space: Space) -> Rival | None:
+def model_parallel(request: Request, subproblem: Subproblem) -> Baseline | None:
     """The fastest layout with an undivided batch, whatever memory it takes; None if there is none in time."""
     batch = request.model.batch_dim
-    if batch not in space.decided.free or () not in space.decided.options[batch]:
+    if batch not in subproblem.decided.free or () not in subproblem.decided.options[batch]:
         return None
-    decided = space.decided.within({batch: ((),)})
-    whole, quotes = Space(space.mesh, decided), request.judge.quotes(space.mesh, space.decided)
-    _, search = faster(request.judge, whole, math.inf, quotes.seconds, request.deadline)
+    decided = subproblem.decided.within({batch: ((),)})
+    whole = Subproblem(subproblem.mesh, decided)
+    table_prices = request.evaluator.table_prices(subproblem.mesh, subproblem.decided)
+    _, search = faster(request.evaluator, whole, math.inf, table_prices.seconds, request.deadline)
     found = None if search is None else search.fastest(math.inf, deadline=request.deadline).found
     return None if found is None else (found.layout, found.options)
 
 
-def greedy(request: Request, space: Space) -> Rival:
+def greedy(request: Request, subproblem: Subproblem) -> Baseline:
     """The layout at which no single split more, or wider, saves time by the tables."""
-    decided = space.decided
-    quotes = request.judge.quotes(space.mesh, decided)
+    decided = subproblem.decided
+    table_prices = request.evaluator.table_prices(subproblem.mesh, decided)
     plain = Options(microbatches=decided.microbatches)
     layout = Layout({n: decided.options[n][0] for n in decided.of(Split)})
-    seconds = quotes.seconds(layout, plain)
+    seconds = table_prices.seconds(layout, plain)
     while True:
-        wider = ((quotes.seconds(more, plain), str(more), more) for more in _one_more(decided, layout))
+        wider = ((table_prices.seconds(more, plain), str(more), more) for more in _one_more(decided, layout))
         best = min(wider, default=(math.inf, "", layout))
         if not best[0] < seconds:
             return layout, plain
@@ -64,19 +65,23 @@ def _one_more(decided: Decisions, layout: Layout) -> Iterator[Layout]:
                 yield Layout({**rules, name: choice})
 
 
-def least_memory(request: Request, space: Space) -> Rival | None:
+def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
     """The splits with a small peak; None if there are none in time."""
-    plain: dict[str, Choice] = {n: () for n in space.decided.free if n not in space.decided.of(Split)}
-    if any(() not in space.decided.options[n] for n in plain):
+    plain: dict[str, Choice] = {
+        n: () for n in subproblem.decided.free if n not in subproblem.decided.of(Split)
+    }
+    if any(() not in subproblem.decided.options[n] for n in plain):
         return None
-    prices, ground = request.judge.prices(space.mesh), request.judge.ground(space.parts)
-    known = outline(request.model, space.mesh, space.decided, prices, ground)
-    search = MeshSearch(request.model, space.mesh, space.decided, request.hardware, known, request.judge)
+    prices, ground = request.evaluator.prices(subproblem.mesh), request.evaluator.ground(subproblem.parts)
+    known = outline(request.model, subproblem.mesh, subproblem.decided, prices, ground)
+    search = SubproblemSearch(
+        request.model, subproblem.mesh, subproblem.decided, request.hardware, known, request.evaluator
+    )
     found = search.lean(plain, request.deadline) or search.leanest(request.deadline, plain)[0]
     return None if found is None else (found.layout, found.options)
 
 
-RIVALS: dict[str, Callable[[Request, Space], Rival | None]] = {
+HEURISTICS: dict[str, Callable[[Request, Subproblem], Baseline | None]] = {
     "model parallel (best)": model_parallel,
     "greedy": greedy,
     "least memory (as auto_mtf)": least_memory,

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator
 
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.search import Place, Places
+from layoutopt.optimize.search import Candidate, Search
 from layoutopt.optimize.subproblem import Found
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -22,36 +22,43 @@ SAME = 1e-9
 """Relative difference of seconds up to which layouts of the same peak may be one."""
 
 
-def next_best(places: Places, best: Found) -> Iterator[Found]:
+def k_best(candidates: Search, best: Found) -> Iterator[Found]:
     """The second best layout, the third, and so on, as long as there are any and there is time.
 
     Where the least memory was asked for, they hold no more than the best one and take longer.
     """
-    request, taken, number = places.request, [best], itertools.count()
+    request, taken, number = candidates.request, [best], itertools.count()
     limit = best.peak if request.objective == "memory" else request.limit
-    waiting: list[tuple[float, int, Place, Found | None]] = []
+    waiting: list[tuple[float, int, Candidate, Found | None]] = []
 
-    def wait(seconds: float, place: Place, found: Found | None = None) -> None:
-        heapq.heappush(waiting, (seconds, next(number), place, found))
+    def wait(seconds: float, candidate: Candidate, found: Found | None = None) -> None:
+        heapq.heappush(waiting, (seconds, next(number), candidate, found))
 
-    for place in places.places:
-        # The bound of a place that was asked about less memory holds for that alone.
-        wait(place.bound if place.search is None else place.search.relaxed(request.deadline), place)
+    for candidate in candidates.candidates:
+        # The bound of a candidate that was asked about less memory holds for that alone.
+        wait(
+            candidate.bound if candidate.search is None else candidate.search.relaxed(request.deadline),
+            candidate,
+        )
     while waiting and not request.late:
-        seconds, _, place, found = heapq.heappop(waiting)
+        seconds, _, candidate, found = heapq.heappop(waiting)
         if found is not None:
             taken.append(found)
             yield found
-        elif place.search is None and places.opened(place).relaxed(request.deadline) > seconds:
-            wait(place.bound, place)
+        elif candidate.search is None and candidates.opened(candidate).relaxed(request.deadline) > seconds:
+            wait(candidate.bound, candidate)
             continue
-        search = places.opened(place)
-        here = [f for f in taken if (f.mesh, f.options.microbatches) == (place.space.mesh, place.space.parts)]
+        search = candidates.opened(candidate)
+        here = [
+            f
+            for f in taken
+            if (f.mesh, f.options.microbatches) == (candidate.subproblem.mesh, candidate.subproblem.parts)
+        ]
         copies = (search.extraction.choices(x, f.options) for f in here for x in _copies(request, f))
         excluded = tuple(dict.fromkeys(choices for choices in copies if choices is not None))
         other = search.fastest(limit, deadline=request.deadline, excluded=excluded).found
         if other is not None:
-            wait(other.seconds, place, other)
+            wait(other.seconds, candidate, other)
 
 
 def _copies(request: Request, found: Found) -> Iterator[Layout]:
@@ -65,7 +72,7 @@ def _copies(request: Request, found: Found) -> Iterator[Layout]:
         if _ordered(found.layout, mesh):
             rules = {n: tuple(a for a in mesh.names if a in axes) for n, axes in rules.items()}
         layout = Layout(rules)
-        judged = request.judge(mesh, layout, found.options)
+        judged = request.evaluator(mesh, layout, found.options)
         near = abs(judged.cost.step_seconds - found.seconds) <= SAME * found.seconds
         if near and judged.memory.peak == found.peak:
             yield layout

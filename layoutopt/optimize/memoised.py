@@ -12,7 +12,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.combine import Key
 
 
-class Quotes:
+class TablePrices:
     """Prices of layouts of one problem: what its tables say, without making them."""
 
     def __init__(self, draft: Draft) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.baselines import axis_names, named_in
-from layoutopt.optimize.heuristics import RIVALS
+from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found
-from layoutopt.optimize.subproblems import Space
+from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, model_info, storage_of
 from layoutopt.plan.schema import Alternative, PlanFile, Predicted, SolverInfo
 from layoutopt.problem import TOLERANCE
@@ -30,7 +30,7 @@ from mesh_tf_core.lower.verify import verify
 def make_plan(
     request: Request,
     best: Found,
-    space: Space,
+    subproblem: Subproblem,
     others: Sequence[Found],
     frontier: Sequence[Found],
     bound: float,
@@ -42,7 +42,7 @@ def make_plan(
     """The plan of the best layout.
 
     Args:
-      space: what was decided where `best` is.
+      subproblem: what was decided where `best` is.
       others: the next best layouts.
       bound: no layout takes fewer seconds (or bytes, if these are the objective); `proven` says whether all
         meshes were searched to the end.
@@ -54,9 +54,9 @@ def make_plan(
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
     verify(best.judged.program)
-    tables = _table_seconds(request, best, space)
+    tables = _table_seconds(request, best, subproblem)
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
-    alternatives, missing = _alternatives(request, space, best, names)
+    alternatives, missing = _alternatives(request, subproblem, best, names)
     ranked = _ranked(request, others, searched_mesh)
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
@@ -82,11 +82,11 @@ def make_plan(
     return Plan(data)
 
 
-def _table_seconds(request: Request, best: Found, space: Space) -> float | None:
+def _table_seconds(request: Request, best: Found, subproblem: Subproblem) -> float | None:
     """What the tables sum to for a layout, however it was found; None if seconds are not the objective."""
     if request.objective == "memory":
         return None
-    return request.judge.quotes(best.mesh, space.decided).seconds(best.layout, best.options)
+    return request.evaluator.table_prices(best.mesh, subproblem.decided).seconds(best.layout, best.options)
 
 
 def _solver(
@@ -117,9 +117,9 @@ def _solver(
 def _share(request: Request, mesh: Mesh) -> float:
     """Seconds of a device's share of what one device would compute alone: no layout takes less, as far as
     pieces never cost less than their share of the whole; else 0."""
-    if not request.judge.prices(mesh).pieces_cost_more:
+    if not request.evaluator.prices(mesh).pieces_cost_more:
         return 0.0
-    return request.judge(mesh, Layout()).cost.compute_seconds / mesh.devices
+    return request.evaluator(mesh, Layout()).cost.compute_seconds / mesh.devices
 
 
 def _notes(best: Found, tables: float | None, missing: Sequence[str]) -> list[str]:
@@ -177,14 +177,14 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
 
 
 def _alternatives(
-    request: Request, space: Space, best: Found, names: Mapping[str, str]
+    request: Request, subproblem: Subproblem, best: Found, names: Mapping[str, str]
 ) -> tuple[list[Alternative], list[str]]:
     """Named baselines on the answer's mesh, the best one that leaves the batch whole, what simpler searches
     find; and the names of those for which there was no time."""
     out = [_beside(request, *named, names) for named in named_in(request.model, best.mesh, names)]
     missing: list[str] = []
-    for name, rival in RIVALS.items():
-        found = None if request.late else rival(request, space)
+    for name, rival in HEURISTICS.items():
+        found = None if request.late else rival(request, subproblem)
         if found is not None:
             out.append(_beside(request, name, best.mesh, *found, names))
         elif request.late:
@@ -206,7 +206,7 @@ def _tried(
 ) -> tuple[Predicted | None, str | None]:
     """What a layout comes to, and why it does not fit or is not legal."""
     try:
-        judged = request.judge(mesh, layout, options)
+        judged = request.evaluator(mesh, layout, options)
     except LayoutError as error:
         return None, str(error)
     return _predicted(judged, names), judged.reason(request.limit)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from costmodels.hardware import Hardware
-from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.space.decisions import KINDS
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.layout import Axes
@@ -50,9 +50,9 @@ class Request:
             kind.check(self.allowed)
 
     @cached_property
-    def judge(self) -> Judge:
+    def evaluator(self) -> Evaluator:
         """What answers this question: nothing is evaluated twice."""
-        return Judge(self.model, self.hardware)
+        return Evaluator(self.model, self.hardware)
 
     @property
     def late(self) -> bool:

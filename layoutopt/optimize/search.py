@@ -5,7 +5,7 @@ the one that promises most is asked first, and what promises no more than the be
 at all. Time against memory is this question with less and less memory: an answer holds for every limit from
 its own peak up to the one that was asked about, and a bound for every lower limit.
 
-Asked for the least time, a problem is narrowed while its tables are made (`narrowing`); time against memory
+Asked for the least time, a problem is narrowed while its tables are made (`fixing`); time against memory
 needs whole problems, which answer for every limit.
 
 The best time of a problem without a memory limit bounds all its layouts. Where the hardware's prices say that
@@ -27,8 +27,8 @@ from layoutopt.optimize.baselines import axis_names, named_in
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import EXACT, Request
-from layoutopt.optimize.subproblem import Found, MeshSearch
-from layoutopt.optimize.subproblems import Space
+from layoutopt.optimize.subproblem import Found, SubproblemSearch
+from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import Solution, Status
 from layoutopt.space.decisions import Decisions, describe
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
@@ -44,7 +44,7 @@ MOST_POINTS = 200
 
 
 @dataclass
-class Place:
+class Candidate:
     """One problem of the search, and what is proven of it.
 
     Attributes:
@@ -53,8 +53,8 @@ class Place:
       answer: the fastest within that limit.
     """
 
-    space: Space
-    search: MeshSearch | None = None
+    subproblem: Subproblem
+    search: SubproblemSearch | None = None
     bound: float = 0.0
     low: float = 0.0
     answer: Found | None = None
@@ -66,7 +66,7 @@ class Place:
 
 
 @dataclass
-class Places:
+class Search:
     """Every layout found so far, and what is proven about all problems.
 
     Attributes:
@@ -79,24 +79,24 @@ class Places:
 
     request: Request
     renames: bool = False
-    places: list[Place] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
     frontier: list[Found] = field(default_factory=list)
     best: Found | None = None
     bound: float = math.inf
     proven: bool = True
     least: dict[tuple[Mesh, int], float] = field(default_factory=dict)
-    asked: MeshSearch | None = None
+    asked: SubproblemSearch | None = None
 
     @property
     def considered(self) -> int:
         """How many combinations of decisions there are."""
-        return sum(count_layouts(place.space.decided.options) for place in self.places)
+        return sum(count_layouts(candidate.subproblem.decided.options) for candidate in self.candidates)
 
-    def run(self, spaces: Iterable[Space]) -> Found:
-        """The best layout over all spaces, or the error that says why there is none."""
+    def run(self, subproblems: Iterable[Subproblem]) -> Found:
+        """The best layout over all subproblems, or the error that says why there is none."""
         request = self.request
-        self.places = [Place(space) for space in spaces]
+        self.candidates = [Candidate(subproblem) for subproblem in subproblems]
         if request.deadline is not None:
             started = time.monotonic()
             self._try_named(started + NAMED_SHARE * (request.deadline - started))
@@ -126,11 +126,11 @@ class Places:
             raise KeyboardInterrupt
         if memory:
             self.best = min(self._fitting(limit), key=lambda f: (f.peak, f.seconds))
-            self.bound = min(place.low for place in self.places)
+            self.bound = min(candidate.low for candidate in self.candidates)
         else:
             self._beat_named(limit)
             self.best = self._fastest_known(limit)
-            self.bound = min(self.bound, *(place.bound for place in self.places))
+            self.bound = min(self.bound, *(candidate.bound for candidate in self.candidates))
         assert self.best is not None
         return self.best
 
@@ -152,23 +152,23 @@ class Places:
     # -- the fastest -----------------------------------------------------------------------------------------
 
     def _fastest(self, limit: float) -> Found | None:
-        """The fastest layout of all places that holds at most `limit` bytes; sets `bound` and `proven`."""
-        order = sorted(self.places, key=lambda p: p.bound)
+        """The fastest layout that holds at most `limit` bytes; sets `bound` and `proven`."""
+        order = sorted(self.candidates, key=lambda p: p.bound)
         if self.request.deadline is not None and not self._fitting(limit):
-            order = [*self.places[-1:], *order]  # what fits most likely, to have something early
-        narrows = self.request.objective == "time"
-        for place in order:
+            order = [*self.candidates[-1:], *order]  # what fits most likely, to have something early
+        fixes = self.request.objective == "time"
+        for candidate in order:
             best = self._known(limit)
-            self._inherit(place)
-            if place.promises(best, limit) and not self._late():
-                search = self._narrowed(place, limit) if narrows else self.opened(place)
+            self._inherit(candidate)
+            if candidate.promises(best, limit) and not self._late():
+                search = self._fixed(candidate, limit) if fixes else self.opened(candidate)
                 best = self._known(limit)
-                if search is not None and place.promises(best, limit):
-                    self._ask(place, search, limit, best)
-        if any(place.promises(self._known(limit), limit) for place in self.places):
+                if search is not None and candidate.promises(best, limit):
+                    self._ask(candidate, search, limit, best)
+        if any(candidate.promises(self._known(limit), limit) for candidate in self.candidates):
             self.proven = False
             self._beat_named(limit)
-        bounds = [place.bound for place in self.places if place.low <= limit]
+        bounds = [candidate.bound for candidate in self.candidates if candidate.low <= limit]
         self.bound = min([self.bound, self._known(limit), *bounds])
         return self._fastest_known(limit)
 
@@ -179,69 +179,73 @@ class Places:
         found = self._fastest_known(limit)
         return math.inf if found is None else found.seconds
 
-    def _inherit(self, place: Place) -> None:
+    def _inherit(self, candidate: Candidate) -> None:
         """What is known of fewer microbatches holds for a multiple of them."""
-        own = place.space
+        own = candidate.subproblem
         known = (t for (m, whole), t in self.least.items() if m == own.mesh and own.parts % whole == 0)
-        place.bound = max([place.bound, *known])
+        candidate.bound = max([candidate.bound, *known])
 
-    def opened(self, place: Place) -> MeshSearch:
-        """The whole problem of a place."""
-        if place.search is None:
-            space, request = place.space, self.request
-            place.search = MeshSearch(
-                request.model, space.mesh, space.decided, request.hardware, judge=request.judge
+    def opened(self, candidate: Candidate) -> SubproblemSearch:
+        """The whole problem of a candidate."""
+        if candidate.search is None:
+            subproblem, request = candidate.subproblem, self.request
+            candidate.search = SubproblemSearch(
+                request.model,
+                subproblem.mesh,
+                subproblem.decided,
+                request.hardware,
+                evaluator=request.evaluator,
             )
-            self._bounded(place, place.search.relaxed(request.deadline))
-        return place.search
+            self._bounded(candidate, candidate.search.relaxed(request.deadline))
+        return candidate.search
 
-    def _bounded(self, place: Place, seconds: float) -> None:
-        """No layout of a place takes less, whatever memory it takes."""
-        place.bound = max(place.bound, seconds)
-        if self.request.judge.prices(place.space.mesh).pieces_cost_more:
-            self.least[place.space.mesh, place.space.parts] = place.bound
+    def _bounded(self, candidate: Candidate, seconds: float) -> None:
+        """No layout of a candidate takes less, whatever memory it takes."""
+        candidate.bound = max(candidate.bound, seconds)
+        if self.request.evaluator.prices(candidate.subproblem.mesh).pieces_cost_more:
+            self.least[candidate.subproblem.mesh, candidate.subproblem.parts] = candidate.bound
 
-    def _narrowed(self, place: Place, limit: float) -> MeshSearch | None:
-        """The problem of a place without what cannot be part of anything faster than the best so far; None if
-        nothing is, or if there was no time."""
-        space, request, upper = place.space, self.request, self._known(limit)
+    def _fixed(self, candidate: Candidate, limit: float) -> SubproblemSearch | None:
+        """A candidate without what cannot be in anything faster than the best so far; None if nothing is, or
+        if there was no time."""
+        subproblem, request, upper = candidate.subproblem, self.request, self._known(limit)
 
         def propose(layout: Layout, options: Options) -> float:
-            self._try(space.mesh, layout, options)
+            self._try(subproblem.mesh, layout, options)
             if not math.isfinite(self._known(limit)):
-                self._try(space.mesh, layout, space.decided.leanest)
+                self._try(subproblem.mesh, layout, subproblem.decided.leanest)
             return self._known(limit)
 
-        bound, search = faster(request.judge, space, upper, propose, request.deadline)
-        self._bounded(place, min(bound, upper))
+        bound, search = faster(request.evaluator, subproblem, upper, propose, request.deadline)
+        self._bounded(candidate, min(bound, upper))
         return search
 
-    def _ask(self, place: Place, search: MeshSearch, limit: float, best: float) -> None:
-        """Looks in one place for something faster than the best so far."""
+    def _ask(self, candidate: Candidate, search: SubproblemSearch, limit: float, best: float) -> None:
+        """Looks in one candidate for something faster than the best so far."""
         upper, self.asked = best if math.isfinite(best) else None, search
         outcome = search.fastest(
-            limit, upper, self.request.deadline, lambda a, b: self._tell(place.space.mesh, a, b)
+            limit, upper, self.request.deadline, lambda a, b: self._tell(candidate.subproblem.mesh, a, b)
         )
         if outcome.found is not None:
             self._add(outcome.found)
             if outcome.found.solution.stopped:
                 raise KeyboardInterrupt
-            place.answer = outcome.found if outcome.proven else None
+            candidate.answer = outcome.found if outcome.proven else None
         # Without an answer it is proven that nothing here is faster than the best.
-        place.bound = max(place.bound, min(outcome.bound, best))
+        candidate.bound = max(candidate.bound, min(outcome.bound, best))
 
     def _tell(self, mesh: Mesh, best: float, bound: float) -> None:
         if self.request.on_progress:
             known = self._known(self.request.limit)
             self.request.on_progress(str(mesh), min(best, known), min(bound, known))
 
-    def space_of(self, found: Found) -> Space:
+    def subproblem_of(self, found: Found) -> Subproblem:
         """What is decided where a layout was found."""
-        return self._place_of(found).space
+        return self._candidate_of(found).subproblem
 
-    def _place_of(self, found: Found) -> Place:
+    def _candidate_of(self, found: Found) -> Candidate:
         own = found.mesh, found.options.microbatches
-        return next(p for p in self.places if (p.space.mesh, p.space.parts) == own)
+        return next(p for p in self.candidates if (p.subproblem.mesh, p.subproblem.parts) == own)
 
     # -- time against memory ---------------------------------------------------------------------------------
 
@@ -261,17 +265,17 @@ class Places:
         self.best, self.bound = self.frontier[0], bound
 
     def _leanest(self, limit: float) -> None:
-        """The least peak within `limit`, over all places, and what is fastest there; `bound` is in bytes."""
-        for place in sorted(self.places, key=lambda p: -p.space.parts):
+        """The least peak within `limit`, and what is fastest there; `bound` is in bytes."""
+        for candidate in sorted(self.candidates, key=lambda p: -p.subproblem.parts):
             if self._late():
                 break
             below = min((f.peak for f in self.found), default=math.inf)
-            self.asked = self.opened(place)
-            found, place.low = self.asked.least_memory(min(below, limit + 1), self.request.deadline)
+            self.asked = self.opened(candidate)
+            found, candidate.low = self.asked.least_memory(min(below, limit + 1), self.request.deadline)
             for each in found:
                 self._add(each)
         least = min((f.peak for f in self._fitting(limit)), default=math.inf)
-        low = min((place.low for place in self.places), default=math.inf)
+        low = min((candidate.low for candidate in self.candidates), default=math.inf)
         if math.isfinite(least):
             self._fastest(least)
         self.proven = low >= min(least, limit + 1)
@@ -284,16 +288,16 @@ class Places:
         fits, then as it is."""
         for lean in (True, False):
             # More microbatches need less memory.
-            for place in self.places[::-1] if lean else self.places:
+            for candidate in self.candidates[::-1] if lean else self.candidates:
                 if lean and self._fitting(self.request.limit):
                     break
-                for mesh, layout, options in self._named(place.space.mesh, {}):
+                for mesh, layout, options in self._named(candidate.subproblem.mesh, {}):
                     if time.monotonic() > until:
                         return
                     wanted = (
-                        place.space.decided.leanest
+                        candidate.subproblem.decided.leanest
                         if lean
-                        else replace(options, microbatches=place.space.parts)
+                        else replace(options, microbatches=candidate.subproblem.parts)
                     )
                     self._try(mesh, layout, wanted)
 
@@ -306,7 +310,7 @@ class Places:
             for found in self._named(best.mesh, names):
                 self._try(*found)
             if not self._late():
-                self._try(best.mesh, *greedy(self.request, self.space_of(best)))
+                self._try(best.mesh, *greedy(self.request, self.subproblem_of(best)))
 
     def _named(self, mesh: Mesh, names: Mapping[str, str]) -> Iterator[tuple[Mesh, Layout, Options]]:
         """Layouts by name on a mesh whose axes are called otherwise in a plan."""
@@ -319,13 +323,15 @@ class Places:
         request = self.request
         if any((f.mesh, f.layout, f.options) == (mesh, layout, options) for f in self.found):
             return
-        places = (
-            p.space for p in self.places if (p.space.mesh, p.space.parts) == (mesh, options.microbatches)
+        candidates = (
+            p.subproblem
+            for p in self.candidates
+            if (p.subproblem.mesh, p.subproblem.parts) == (mesh, options.microbatches)
         )
-        if not any(_allows(space.decided, layout, options) for space in places):
+        if not any(_allows(subproblem.decided, layout, options) for subproblem in candidates):
             return
         try:
-            judged = request.judge(mesh, layout, options)
+            judged = request.evaluator(mesh, layout, options)
         except LayoutError:
             return
         seconds = judged.cost.step_seconds
@@ -338,16 +344,16 @@ class Places:
         """Names the least memory that a layout needs, what of it is proven, and what fills it."""
         request = self.request
         lean: list[Found] = []
-        for place in self.places:
-            found, low = self.opened(place).leanest(request.deadline)
-            place.low = max(place.low, low)
+        for candidate in self.candidates:
+            found, low = self.opened(candidate).leanest(request.deadline)
+            candidate.low = max(candidate.low, low)
             lean += [found] if found is not None else []
         asked = f"no layout of {request.model.name!r} fits into {gib(request.limit)} a device"
         leanest = min([*lean, *self.found], key=lambda f: f.peak, default=None)
         if leanest is None:
             return f"{asked}: the pins and prohibitions allow no legal layout; drop one of them"
         held = ", ".join(f"{h.what} ({gib(h.bytes)})" for h in leanest.judged.memory.holdings[:3])
-        low = max(request.limit, min(place.low for place in self.places))
+        low = max(request.limit, min(candidate.low for candidate in self.candidates))
         sure = f"; it is proven that none needs less than {gib(low)}" if low < leanest.peak else ""
         return (
             f"{asked}: the leanest one found, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "

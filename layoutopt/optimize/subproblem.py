@@ -1,10 +1,10 @@
-"""The search on one mesh: solve the integer program, judge the answer, exclude what does not fit, again.
+"""The search on one mesh: solve the integer program, evaluate the answer, exclude what does not fit, again.
 
 The answer of a solver is never believed: `evaluate` lowers the whole graph under it and computes time and
-memory anew. The memory rows of the integer program never forbid a layout that fits (see `memory_rows`). A
-layout that they let pass and the judge finds too large teaches more rows: those of the loops that it runs
-again, then one that forbids all that is too large for the same reason (`lessons`). Rows hold for every limit,
-so later questions know them. What remains is proven best among the layouts that fit.
+memory anew. The memory rows of the integer program never forbid a layout that fits (`memory_constraints`). A
+layout that they let pass and the evaluator finds too large adds rows: those of the loops that it recomputes,
+then one that forbids all that is too large for the same reason (`lazy_cuts`). Rows hold for every limit, so
+later questions know them. What remains is proven best among the layouts that fit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from costmodels.hardware import Hardware
 from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import Extraction, extract
-from layoutopt.optimize.canonical import simplest
-from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.canonical import canonical
+from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.optimize.lazy_cuts import lesson
 from layoutopt.problem import (
     Elimination,
@@ -53,13 +53,13 @@ LEVELS, ROUNDS = 33, 4
 CLOSE = 1e-3
 """Relative difference below which a bound on memory needs no finer steps."""
 ROUNDING = 0.5
-"""Bytes by which a row may be wrong: it never counts more than the judge (tests/layoutopt/test_tables.py) but
-for the rounding of a sum of whole numbers."""
+"""Bytes by which a row may be wrong: it never counts more than the evaluator but for the rounding of a sum of
+whole numbers (tests/layoutopt/test_tables.py)."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout with the judge's price and the solver's claim."""
+    """A layout with the evaluator's price and the solver's claim."""
 
     mesh: Mesh
     layout: Layout
@@ -96,7 +96,7 @@ class Outcome:
     proven: bool
 
 
-class MeshSearch:
+class SubproblemSearch:
     """One model on one mesh and one piece of hardware."""
 
     def __init__(
@@ -106,20 +106,20 @@ class MeshSearch:
         decided: Decisions,
         hardware: Hardware,
         extraction: Extraction | None = None,
-        judge: Judge | None = None,
+        evaluator: Evaluator | None = None,
     ) -> None:
         self.model, self.mesh, self.hardware = model, mesh, hardware
-        self._judge = judge or Judge(model, hardware)
-        self.prices = self._judge.prices(mesh)
-        ground = self._judge.ground(decided.microbatches)
+        self._evaluator = evaluator or Evaluator(model, hardware)
+        self.prices = self._evaluator.prices(mesh)
+        ground = self._evaluator.ground(decided.microbatches)
         self.extraction = extraction or extract(model, mesh, decided, self.prices, ground)
         self.judged: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset()]
         self.lessons: dict[str, Row] = {}
 
-    def judge(self, choices: tuple[int, ...]) -> Evaluation:
+    def evaluate(self, choices: tuple[int, ...]) -> Evaluation:
         if choices not in self.judged:
-            self.judged[choices] = self._judge(self.mesh, *self.extraction.read(choices))
+            self.judged[choices] = self._evaluator(self.mesh, *self.extraction.read(choices))
         return self.judged[choices]
 
     def every_judged(self) -> Iterator[Found]:
@@ -161,8 +161,8 @@ class MeshSearch:
         choices = eliminated.best()
         if choices is None:
             return None
-        choices = simplest(problem, self.extraction, choices)
-        judged = self.judge(choices)
+        choices = canonical(problem, self.extraction, choices)
+        judged = self.evaluate(choices)
         if judged.memory.peak > limit:
             return None
         bound = eliminated.bound
@@ -184,7 +184,7 @@ class MeshSearch:
         """The fastest layout whose exact peak is at most `limit` bytes and that takes at most `upper`
         seconds.
 
-        A layout that the rows let pass and the judge does not teaches more rows, and the problem is solved
+        A layout that the rows let pass and the evaluator does not adds rows, and the problem is solved
         again. If that happens too often, the limit of the rows is lowered by what they were seen to miss: the
         answer is then not proven best, and the outcome's bound says by how much it may be missed.
 
@@ -209,8 +209,8 @@ class MeshSearch:
                 _go_on(solution)
                 proven = exact and solution.status is Status.INFEASIBLE
                 return Outcome(None, math.inf if proven else bound, proven)
-            choices = simplest(problem, self.extraction, solution.choices)
-            judged = self.judge(choices)
+            choices = canonical(problem, self.extraction, solution.choices)
+            judged = self.evaluate(choices)
             if judged.memory.peak <= limit:
                 layout, options = self.extraction.read(choices)
                 best = Found(self.mesh, layout, options, judged, replace(solution, choices=choices))
@@ -248,7 +248,7 @@ class MeshSearch:
             choices = eliminate(replace(problem, terms=(*legal, *entries))).best()
             if choices is None:
                 return best
-            judged = self.judge(choices)
+            judged = self.evaluate(choices)
             if best is None or judged.memory.peak < best.peak:
                 solution = Solution(Status.FEASIBLE, choices, judged.memory.peak, 0.0, 0.0, "elimination")
                 best = Found(self.mesh, *self.extraction.read(choices), judged, solution)
@@ -288,7 +288,7 @@ class MeshSearch:
             *choices, level = solution.choices
             if solution.status is Status.OPTIMAL and level:
                 low = float(levels[level - 1])
-            judged = self.judge(tuple(choices))
+            judged = self.evaluate(tuple(choices))
             if best is None or judged.memory.peak < best.peak:
                 best = Found(self.mesh, *self.extraction.read(choices), judged, solution)
             _go_on(solution)
@@ -342,7 +342,7 @@ class MeshSearch:
         if again not in self.again:
             self.again.append(again)
         else:
-            row = lesson(self.extraction, choices, self.judge(choices))
+            row = lesson(self.extraction, choices, self.evaluate(choices))
             self.lessons[row.name] = row
 
 

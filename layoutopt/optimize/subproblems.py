@@ -14,7 +14,7 @@ from mesh_tf_core.model import Model
 
 
 @dataclass(frozen=True)
-class Space:
+class Subproblem:
     """One mesh shape with one number of microbatches: a problem of its own."""
 
     mesh: Mesh
@@ -26,7 +26,7 @@ class Space:
         return self.decided.microbatches
 
 
-def spaces(model: Model, shapes: Sequence[Mesh], allowed: Allowed) -> Iterator[Space]:
+def subproblems(model: Model, shapes: Sequence[Mesh], allowed: Allowed) -> Iterator[Subproblem]:
     """Every problem of a search, the fewest microbatches of every mesh first.
 
     More microbatches than can be had are left out: the model cannot be split so, or what is pinned does not
@@ -41,7 +41,7 @@ def spaces(model: Model, shapes: Sequence[Mesh], allowed: Allowed) -> Iterator[S
         for mesh in shapes:
             try:
                 graph = model.training_step(number).graph
-                yield Space(mesh, decisions(graph, mesh, replace(allowed, microbatches=(number,))))
+                yield Subproblem(mesh, decisions(graph, mesh, replace(allowed, microbatches=(number,))))
             except UserError:
                 if number == parts[0]:
                     raise

@@ -30,8 +30,8 @@ from layoutopt.problem.incumbent import ALIKE, Incumbent
 from layoutopt.problem.join_tree import Tree, grow
 from layoutopt.problem.message_passing import Costs, chosen, places, spread
 from layoutopt.problem.relations import Tables
-from layoutopt.problem.residual import Rest, rest
-from layoutopt.problem.resource_usage import Uses, uses
+from layoutopt.problem.residual import Residual, rest
+from layoutopt.problem.resource_usage import ResourceUsage, uses
 from layoutopt.problem.solvers.base import Clock
 
 VARIABLES = 256
@@ -94,7 +94,9 @@ class Priced:
       done: nothing better than the incumbent is left.
     """
 
-    def __init__(self, incumbent: Incumbent, clock: Clock, tree: Tree, tables: Tables, used: Uses) -> None:
+    def __init__(
+        self, incumbent: Incumbent, clock: Clock, tree: Tree, tables: Tables, used: ResourceUsage
+    ) -> None:
         self.incumbent, self.clock = incumbent, clock
         self.problem, self.whole = incumbent.problem, whole(incumbent.problem)
         self.tree, self.uses = tree, used
@@ -309,26 +311,26 @@ def _most(costs: Costs) -> float:
     return most + ROUNDED * abs(most)
 
 
-def price(incumbent: Incumbent, clock: Clock) -> Rest | None:
+def price(incumbent: Incumbent, clock: Clock) -> Residual | None:
     """Improves `incumbent` and its bound; what is left of its problem, or None if nothing better is.
 
     A problem that is too large comes back whole, and one in which nothing is chosen.
     """
     problem = incumbent.problem
     if not 0 < len(problem.variables) <= VARIABLES or math.isinf(constant(problem)):
-        return Rest.whole(problem)
+        return Residual.whole(problem)
     rows = tuple(row for row in problem.all_rows() if math.isfinite(row.limit))
     tables = tabled(problem)
     used = uses(rows, tables, problem.sizes, NUMBERS)
     if used is None:
-        return Rest.whole(problem)
+        return Residual.whole(problem)
     tree = grow([relation for relation, _ in tables.values()], problem.sizes, JOINED, TOGETHER)
     if not tree.exact:
-        return Rest.whole(problem)
+        return Residual.whole(problem)
     priced = Priced(incumbent, clock, tree, tables, used)
     priced.run()
     if priced.done:
         return None
     if clock.over:
-        return Rest.whole(problem)
+        return Residual.whole(problem)
     return rest(problem, priced.tree, priced.values, rows, used, priced.constant)

@@ -10,11 +10,11 @@ import numpy as np
 
 from layoutopt.problem.form import Choices, Entry, Floats, Ints, Problem, Row, Scope, Sparse, Term, Variable
 from layoutopt.problem.join_tree import Tree
-from layoutopt.problem.resource_usage import Uses
+from layoutopt.problem.resource_usage import ResourceUsage
 
 
 @dataclass(frozen=True, eq=False)
-class Rest:
+class Residual:
     """A problem over some choices of another's variables.
 
     Attributes:
@@ -27,10 +27,10 @@ class Rest:
     free: tuple[int, ...]
 
     @staticmethod
-    def whole(problem: Problem) -> Rest:
+    def whole(problem: Problem) -> Residual:
         """All of a problem."""
         sizes = problem.sizes
-        return Rest(problem, tuple(np.arange(size) for size in sizes), tuple(range(len(sizes))))
+        return Residual(problem, tuple(np.arange(size) for size in sizes), tuple(range(len(sizes))))
 
     def lift(self, choices: Sequence[int]) -> Choices:
         """The other problem's choices."""
@@ -54,9 +54,9 @@ def rest(
     tree: Tree,
     values: Sequence[Floats],
     rows: Sequence[Row],
-    used: Uses,
+    used: ResourceUsage,
     constant: float,
-) -> Rest:
+) -> Residual:
     """The rest of `problem`: an exact `tree` of its relations with their costs, its `rows` with their
     `used`."""
     kept: list[Ints] = [np.zeros(0, np.int64)] * len(problem.sizes)
@@ -82,4 +82,4 @@ def rest(
     limited = zip(rows, used.limits.tolist(), entries, strict=True)
     smaller = tuple(Row(row.name, limit, tuple(found)) for row, limit, found in limited)
     left_over = Problem(problem.name, variables, tuple(terms), smaller, constant=constant)
-    return Rest(left_over, tuple(kept), tuple(free))
+    return Residual(left_over, tuple(kept), tuple(free))

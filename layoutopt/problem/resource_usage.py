@@ -13,7 +13,7 @@ from layoutopt.problem.relations import Relation, Tables, every, match
 
 
 @dataclass(frozen=True, eq=False)
-class Uses:
+class ResourceUsage:
     """The rows (limits) of a problem over its relations.
 
     Attributes:
@@ -31,7 +31,7 @@ class Uses:
         return np.abs(self.limits) + np.sum(most, axis=0) + np.finfo(float).tiny
 
 
-def uses(rows: Sequence[Row], tables: Tables, sizes: Sequence[int], most: int) -> Uses | None:
+def uses(rows: Sequence[Row], tables: Tables, sizes: Sequence[int], most: int) -> ResourceUsage | None:
     """The uses of `rows`; `tables` gets the scopes of their entries too. None if they have more than `most`
     numbers.
 
@@ -67,7 +67,7 @@ def uses(rows: Sequence[Row], tables: Tables, sizes: Sequence[int], most: int) -
             np.add.at(total, which, added)
         else:
             np.subtract.at(limits, which, added[:, 0])
-    return Uses(counted, limits)
+    return ResourceUsage(counted, limits)
 
 
 def _along(relation: Relation, scope: Scope, alike: Sequence[Table]) -> Floats:

@@ -11,7 +11,7 @@ from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price, whole
 from layoutopt.problem.lazy import Search
 from layoutopt.problem.reductions import Reduced, reduce
-from layoutopt.problem.residual import Rest
+from layoutopt.problem.residual import Residual
 from layoutopt.problem.solvers import cp_sat, exhaustive, highs
 from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver, ctrl_c
 
@@ -55,7 +55,7 @@ def solve(
         incumbent = Incumbent(problem, on_progress, limit, banned)
         if hint is not None:
             incumbent.judge(tuple(hint))
-        left = price(incumbent, clock) if solver == "auto" else Rest.whole(problem)
+        left = price(incumbent, clock) if solver == "auto" else Residual.whole(problem)
         if left is None or (solver == "auto" and clock.over):
             return _solution(incumbent, left is None, clock, "elimination")
         reduced = reduce(left.problem, keep_all=bool(banned))
@@ -89,7 +89,7 @@ def _chosen(solver: str, reduced: Reduced) -> str:
 
 def _search(
     incumbent: Incumbent,
-    left: Rest,
+    left: Residual,
     reduced: Reduced,
     name: str,
     clock: Clock,

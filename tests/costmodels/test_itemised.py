@@ -91,7 +91,7 @@ def test_an_itemised_cost_adds_up_to_the_lines(name: str, hardware: str) -> None
 
 
 class Odd(Scale):
-    """Uses an array function of its own."""
+    """ResourceUsage an array function of its own."""
 
     def kernel(self, k: Any, at: Any, *slices: Any) -> Any:
         return k.nothing_like_it(slices[0])

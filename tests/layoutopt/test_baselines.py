@@ -12,8 +12,8 @@ from costmodels.hardware import load_hardware
 from layoutopt.api import search
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.formulation.shared import Ground
-from layoutopt.optimize.evaluation import Judge
-from layoutopt.optimize.heuristics import RIVALS
+from layoutopt.optimize.evaluation import Evaluator
+from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of
 from tests.layoutopt.models import EXAMPLES
@@ -39,14 +39,14 @@ def test_without_time_only_the_layouts_by_name_stay(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Request, "late", True)
     plan = search(EXAMPLES["mlp"](), mesh="x:2;y:2", hardware=V3)
     names = {a.name for a in plan.alternatives}
-    assert names >= {"replicated", "data parallel"} and not names & set(RIVALS)
+    assert names >= {"replicated", "data parallel"} and not names & set(HEURISTICS)
     (note,) = [n for n in plan.data.notes if "no time was left" in n]
-    assert all(name in note for name in RIVALS)
+    assert all(name in note for name in HEURISTICS)
 
 
 def test_with_time_all_are_there() -> None:
     plan = search(EXAMPLES["mlp"](), mesh="x:2;y:2", hardware=V3)
-    assert {a.name for a in plan.alternatives} >= set(RIVALS)
+    assert {a.name for a in plan.alternatives} >= set(HEURISTICS)
     assert not [n for n in plan.data.notes if "no time was left" in n]
 
 
@@ -65,7 +65,7 @@ def test_a_search_judges_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_not_legal_stays_so() -> None:
-    judge = Judge(EXAMPLES["mlp"](), V3)
+    judge = Evaluator(EXAMPLES["mlp"](), V3)
     for _ in range(2):
         with pytest.raises(mtf.LayoutError, match="no axis 'z'"):
             judge(mtf.Mesh("x:2"), mtf.Layout("batch:z"))

@@ -9,9 +9,9 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import Plan, search
-from layoutopt.optimize.search import Places
-from layoutopt.optimize.subproblem import MeshSearch, Outcome
-from layoutopt.optimize.subproblems import spaces
+from layoutopt.optimize.search import Search
+from layoutopt.optimize.subproblem import Outcome, SubproblemSearch
+from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.kind import Allowed
 from tests.layoutopt.models import (
     EXAMPLES,
@@ -86,7 +86,7 @@ def test_the_steps_of_memory_enclose_the_least_peak(seed: int) -> None:
             question.mesh, question.storage, question.recompute, (decided.microbatches,), question.pins
         )
         points = all_points(model, one, load_hardware(hardware))
-        found, low = MeshSearch(model, question.mesh, decided, load_hardware(hardware)).leanest()
+        found, low = SubproblemSearch(model, question.mesh, decided, load_hardware(hardware)).leanest()
         assert (found is None) == (not points)
         if found is not None:
             least = min(p.peak for p in points)
@@ -95,15 +95,15 @@ def test_the_steps_of_memory_enclose_the_least_peak(seed: int) -> None:
 
 def test_what_is_not_proven_of_less_memory_is_still_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout that is known beforehand does not end the search for a leaner one."""
-    monkeypatch.setattr(MeshSearch, "fastest", lambda self, limit, **_: Outcome(None, 0.0, False))
+    monkeypatch.setattr(SubproblemSearch, "fastest", lambda self, limit, **_: Outcome(None, 0.0, False))
     model, hardware = EXAMPLES["mlp"](), load_hardware("tpu-v3")
-    (space, *_) = spaces(model, [mtf.Mesh("x:4")], Allowed(storage=("layout",), recompute=(False,)))
-    found, low = MeshSearch(model, space.mesh, space.decided, hardware).least_memory(below=1e9)
+    (space, *_) = subproblems(model, [mtf.Mesh("x:4")], Allowed(storage=("layout",), recompute=(False,)))
+    found, low = SubproblemSearch(model, space.mesh, space.decided, hardware).least_memory(below=1e9)
     assert 0 < low <= found[-1].peak < 1e9
 
 
 def test_without_time_there_is_a_plan_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Places, "_late", lambda self: True)
+    monkeypatch.setattr(Search, "_late", lambda self: True)
     model = EXAMPLES["transformer"]()
     rng = random.Random(0)
     for objective in ("time", "memory", "pareto"):
@@ -115,7 +115,7 @@ def test_without_time_there_is_a_plan_by_name(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_time_and_nothing_by_name_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Places, "_late", lambda self: True)
+    monkeypatch.setattr(Search, "_late", lambda self: True)
     with pytest.raises(mtf.LimitError, match="nothing was found in the time given"):
         search(EXAMPLES["mlp"](), mesh="x:4", hardware="tpu-v3", memory=100, time_limit=1e6)
 

@@ -12,7 +12,7 @@ from costmodels.hardware import load_hardware
 from examples.moe_lm import model as experts
 from examples.resnet import model as resnet
 from layoutopt.optimize.lazy_cuts import lesson
-from layoutopt.optimize.subproblem import MeshSearch
+from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed, Choice
 from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, random_model, some_choices
@@ -21,17 +21,17 @@ ROUNDING = 1e-3
 """Bytes."""
 
 
-def opened(model: mtf.Model, mesh: str, parts: int, hardware: str) -> MeshSearch:
+def opened(model: mtf.Model, mesh: str, parts: int, hardware: str) -> SubproblemSearch:
     graph, on = model.training_step(parts).graph, mtf.Mesh(mesh)
     decided = decisions(graph, on, Allowed(microbatches=(parts,)))
-    return MeshSearch(model, on, decided, load_hardware(hardware))
+    return SubproblemSearch(model, on, decided, load_hardware(hardware))
 
 
-def legal(search: MeshSearch, chosen: dict[str, Choice]) -> tuple[int, ...] | None:
+def legal(search: SubproblemSearch, chosen: dict[str, Choice]) -> tuple[int, ...] | None:
     return search.extraction.choices(*search.extraction.decided.read(chosen))
 
 
-def check(search: MeshSearch, seed: int, lessons: int, others: int) -> int:
+def check(search: SubproblemSearch, seed: int, lessons: int, others: int) -> int:
     """Learns from layouts of which the rows do not count all, and holds it against others that differ from
     them in a few decisions; returns for how many others a lesson says it all."""
     rng, decided, general = random.Random(seed), search.extraction.decided, 0
@@ -40,7 +40,7 @@ def check(search: MeshSearch, seed: int, lessons: int, others: int) -> int:
         choices = legal(search, chosen)
         if choices is None:
             continue
-        judged = search.judge(choices)
+        judged = search.evaluate(choices)
         again = search.extraction.read(choices)[1].recompute
         known = max(row.use(choices) for row in search.extraction.memory.rows(again))
         if known > judged.memory.peak - 0.5:
@@ -56,7 +56,7 @@ def check(search: MeshSearch, seed: int, lessons: int, others: int) -> int:
                 continue
             layout, options = search.extraction.read(near)
             where = f"{search.model.name}: {layout}, {options} after {search.extraction.read(choices)}"
-            peak = search.judge(near).memory.peak
+            peak = search.evaluate(near).memory.peak
             assert row.use(near) <= peak + ROUNDING, where
             general += near != choices and row.use(near) > 0.99 * peak
             found += 1

@@ -8,7 +8,7 @@ import pytest
 
 from costmodels.hardware import load_hardware
 from layoutopt import search
-from layoutopt.optimize.subproblem import MeshSearch
+from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.mesh import Mesh
@@ -20,7 +20,7 @@ def bound(name: str, mesh: Mesh, parts: int, hardware: str) -> float:
     model = EXAMPLES[name]()
     graph = model.training_step(parts).graph
     decided = decisions(graph, mesh, Allowed(microbatches=(parts,)))
-    return MeshSearch(model, mesh, decided, load_hardware(hardware)).relaxed()
+    return SubproblemSearch(model, mesh, decided, load_hardware(hardware)).relaxed()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import search
-from layoutopt.optimize.subproblem import MeshSearch
+from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.problem import Status, solve
 from layoutopt.space.kind import Allowed
 from tests.layoutopt.models import (
@@ -98,7 +98,7 @@ def solvers_agree(name: str, mesh_text: str, parts: int) -> None:
     model, mesh, hardware = EXAMPLES[name](), mtf.Mesh(mesh_text), load_hardware("tpu-v3")
     graph = model.training_step(parts).graph
     decided = decisions(graph, mesh, Allowed(microbatches=(parts,)))
-    search = MeshSearch(model, mesh, decided, hardware)
+    search = SubproblemSearch(model, mesh, decided, hardware)
     problem = search.limited(math.inf)
     free = solve(problem, solver="cp-sat")
     assert free.choices is not None

@@ -15,7 +15,7 @@ from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import Draft, Extraction, extract
-from layoutopt.optimize.memoised import Quotes
+from layoutopt.optimize.memoised import TablePrices
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
@@ -133,6 +133,6 @@ def test_what_operations_share_is_counted_once(name: str) -> None:
     build, layout, options = SHARED[name]
     model, mesh, hardware = build(), mtf.Mesh("x:2;y:2"), load_hardware("h100")
     graph, prices = model.training_step().graph, pricer(hardware, mesh)
-    tables = Quotes(Draft(model, mesh, decisions(graph, mesh), prices))
+    tables = TablePrices(Draft(model, mesh, decisions(graph, mesh), prices))
     cost = evaluate(model, mesh, mtf.Layout(layout), hardware, options, prices).cost
     assert tables.seconds(mtf.Layout(layout), options) == pytest.approx(cost.step_seconds, rel=PRICE)

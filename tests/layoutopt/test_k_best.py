@@ -11,8 +11,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from layoutopt import search
-from layoutopt.optimize.evaluation import Judge
-from layoutopt.optimize.subproblems import spaces
+from layoutopt.optimize.evaluation import Evaluator
+from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
 from mesh_tf_core.errors import LayoutError
@@ -29,9 +29,9 @@ def model() -> mtf.Model:
 def priced(model: mtf.Model, hardware: str, devices: int) -> Iterator[tuple[float, int, str]]:
     """Seconds, bytes and what is decided but for the names of axes, of every layout."""
     machine = load_hardware(hardware)
-    judge = Judge(model, machine)
+    judge = Evaluator(model, machine)
     shapes = meshes(None, devices, 2, machine)
-    for space in spaces(model, shapes, ALLOWED):
+    for space in subproblems(model, shapes, ALLOWED):
         names = space.decided.free
         for chosen in itertools.product(*(space.decided.options[n] for n in names)):
             layout, options = space.decided.read(dict(zip(names, chosen, strict=True)))

@@ -12,11 +12,11 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt.formulation.extract import Draft, extract, outline
-from layoutopt.optimize.evaluation import Judge
+from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.optimize.fixing import faster
-from layoutopt.optimize.memoised import Quotes
+from layoutopt.optimize.memoised import TablePrices
 from layoutopt.optimize.request import EXACT
-from layoutopt.optimize.subproblems import Space
+from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
@@ -28,13 +28,13 @@ from tests.layoutopt.models import EXAMPLES, HARDWARE, random_model, some_choice
 PRICE = 1e-12
 
 
-def space_of(model: mtf.Model, mesh: str, parts: int = 1) -> Space:
+def subproblem_of(model: mtf.Model, mesh: str, parts: int = 1) -> Subproblem:
     graph, on = model.training_step(parts).graph, mtf.Mesh(mesh)
-    return Space(on, decisions(graph, on, Allowed(microbatches=(parts,))))
+    return Subproblem(on, decisions(graph, on, Allowed(microbatches=(parts,))))
 
 
-def check(model: mtf.Model, space: Space, hardware: Hardware, above: float, few: bool) -> None:
-    """Below `above` times the least seconds, the narrowed problem's best costs what that of the whole does.
+def check(model: mtf.Model, space: Subproblem, hardware: Hardware, above: float, few: bool) -> None:
+    """Below `above` times the least seconds, the fixed problem's best costs what that of the whole does.
 
     Args:
       few: options are looked at after every table.
@@ -53,7 +53,7 @@ def check(model: mtf.Model, space: Space, hardware: Hardware, above: float, few:
         if few:
             patch.setattr("layoutopt.optimize.fixing.FIRST", 1)
             patch.setattr("layoutopt.optimize.fixing.MORE", 0.0)
-        bound, search = faster(Judge(model, hardware), space, upper, propose)
+        bound, search = faster(Evaluator(model, hardware), space, upper, propose)
     if above <= 1:
         assert search is None and bound >= upper * (1 - EXACT)
         return
@@ -74,30 +74,30 @@ def check(model: mtf.Model, space: Space, hardware: Hardware, above: float, few:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_models(seed: int, above: float) -> None:
     model, hardware = random_model(seed), load_hardware(HARDWARE[seed % len(HARDWARE)])
-    check(model, space_of(model, "a:2;b:2"), hardware, above, few=True)
+    check(model, subproblem_of(model, "a:2;b:2"), hardware, above, few=True)
 
 
 @pytest.mark.parametrize("above", [1.0, 1.2, math.inf])
 @pytest.mark.parametrize("name", ["transformer", "nested", "branching"])
 def test_examples(name: str, above: float) -> None:
     model = EXAMPLES["loops in loops" if name == "nested" else name]()
-    check(model, space_of(model, "x:2;y:4"), load_hardware("tpu-v4"), above, few=False)
+    check(model, subproblem_of(model, "x:2;y:4"), load_hardware("tpu-v4"), above, few=False)
 
 
 def test_most_options_leave() -> None:
     model, hardware = EXAMPLES["transformer"](), load_hardware("tpu-v4")
-    space = space_of(model, "data:2;model:2")
+    space = subproblem_of(model, "data:2;model:2")
     whole = extract(model, space.mesh, space.decided, pricer(hardware, space.mesh))
     least = eliminate(whole.problem).bound
-    _, search = faster(Judge(model, hardware), space, 1.01 * least, lambda *_: math.inf)
+    _, search = faster(Evaluator(model, hardware), space, 1.01 * least, lambda *_: math.inf)
     assert search is not None
     left, all_of_them = (sum(len(t.entries) for t in e.tables) for e in (search.extraction, whole))
     assert left < all_of_them / 4
 
 
 def test_no_time_is_said() -> None:
-    judge = Judge(EXAMPLES["mlp"](), load_hardware("tpu-v4"))
-    space = space_of(judge.model, "a:2;b:2")
+    judge = Evaluator(EXAMPLES["mlp"](), load_hardware("tpu-v4"))
+    space = subproblem_of(judge.model, "a:2;b:2")
     bound, search = faster(judge, space, math.inf, lambda *_: math.inf, deadline=0.0)
     assert search is None and bound == 0.0
 
@@ -105,7 +105,7 @@ def test_no_time_is_said() -> None:
 @pytest.mark.parametrize("name", ["transformer in bfloat16", "branching", "loops in loops"])
 def test_what_is_legal_follows_from_dimensions_alone(name: str) -> None:
     model, hardware = EXAMPLES[name](), load_hardware("tpu-v4")
-    space = space_of(model, "data:2;model:2")
+    space = subproblem_of(model, "data:2;model:2")
     prices = pricer(hardware, space.mesh)
     known = outline(model, space.mesh, space.decided, prices)
     for bare, priced in zip(
@@ -119,17 +119,17 @@ def test_what_is_legal_follows_from_dimensions_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["transformer in bfloat16", "branching"])
 def test_a_quote_is_what_the_tables_say(name: str, hardware: str) -> None:
     model, machine, rng = EXAMPLES[name](), load_hardware(hardware), random.Random(5)
-    space = space_of(model, "data:2;model:2")
+    space = subproblem_of(model, "data:2;model:2")
     prices = pricer(machine, space.mesh)
     whole = extract(model, space.mesh, space.decided, prices)
-    quotes, legal = Quotes(Draft(model, space.mesh, space.decided, prices)), 0
+    table_prices, legal = TablePrices(Draft(model, space.mesh, space.decided, prices)), 0
     for _ in range(60):
         layout, options = space.decided.read(some_choices(space.decided, rng))
         choices = whole.choices(layout, options)
         if choices is None:
-            assert quotes.seconds(layout, options) == math.inf
+            assert table_prices.seconds(layout, options) == math.inf
             continue
         legal += 1
         costs = value_of(whole.problem, choices).objective
-        assert quotes.seconds(layout, options) == pytest.approx(costs, rel=PRICE)
+        assert table_prices.seconds(layout, options) == pytest.approx(costs, rel=PRICE)
     assert legal > 3
