@@ -15,7 +15,7 @@ from layoutopt.optimize.request import OBJECTIVES, Better, Progress, Request, Ru
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import subproblems
-from layoutopt.plan.build import Plan
+from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.splits import parse_forbid, parse_rules
@@ -24,7 +24,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
-__all__ = ["OBJECTIVES", "Progress", "search"]
+__all__ = ["AUTO", "OBJECTIVES", "Progress", "search"]
 
 
 def search(
@@ -168,3 +168,16 @@ def _check(
             raise UserError(f"{name} {found!r}: needs a list of what is allowed")
     if mesh is None and (pins or forbid):
         raise UserError("--pin and --forbid name mesh axes: give the mesh with --mesh instead of --devices")
+
+
+class _Auto:
+    """The search of `mtf.Trainer(model, mesh, layout="auto")`, named in pyproject.toml."""
+
+    def best(self, model: Model, mesh: Mesh) -> Mapping[str, Any]:
+        return search(model, mesh=mesh).to_json()
+
+    def read(self, plan: Mapping[str, Any]) -> Plan:
+        return parse_plan(plan, "of the search")
+
+
+AUTO = _Auto()

@@ -51,7 +51,7 @@ def validate(
     """Run many layouts on this machine and hold the predicted times against the measured ones."""
     from layoutopt.analysis.validate import validate as run
     from layoutopt.models.loading import load_model
-    from layoutopt.plan.details import Validation
+    from layoutopt.plan.results import ValidateResult
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
@@ -70,10 +70,11 @@ def validate(
             seed=seed,
             on_progress=lambda what, done, total: bar.update(done, what, total),
         )
+    result = ValidateResult.model_validate(found)
     if out is not None:
-        out.write_text(json.dumps(plain(found), indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(plain(result), indent=1) + "\n", encoding="utf-8")
         terminal.say(f"wrote {out}")
-    terminal.result(Validation.model_validate(found))
+    terminal.result(result)
     _show(terminal, found, machine.name)
 
 

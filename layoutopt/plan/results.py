@@ -1,18 +1,18 @@
 """What the commands print with `--json`: one schema each.
 
 Times are in seconds and sizes in bytes, both of one device; what is not finite is null. `search` prints a
-plan file (`layoutopt.plan.schema.PlanFile`), `validate` a `layoutopt.plan.details.Validation`.
+plan file (`layoutopt.plan.schema.PlanFile`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field, PlainValidator
 
-from layoutopt.plan.details import Curve, Proof, Robustness
+from layoutopt.plan.details import Curve, Proof, Robustness, Validation
 from layoutopt.plan.fields import Data, Flag, wrong
 from layoutopt.plan.schema import ModelInfo, Predicted
 
@@ -29,6 +29,21 @@ Figure = Annotated[int | float | None, PlainValidator(_finite)]
 Layout = dict[str, list[str]]
 """Dimension to mesh axes."""
 Mesh = dict[str, int]
+
+
+class Result(Data):
+    """What a command prints.
+
+    Attributes:
+      command: its name; `format` is made of it.
+    """
+
+    command: ClassVar[str]
+    format: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        form = {"format": f"layoutopt-{self.command}/1"}
+        return {**form, **super().to_json(), **form}
 
 
 class CostLine(Data):
@@ -58,9 +73,10 @@ class Finding(Data):
     layout: str | None
 
 
-class CostResult(Data):
+class CostResult(Result):
     """`cost`: a layout that does not fit is priced too, and says why it is not `feasible`."""
 
+    command = "cost"
     model: ModelInfo
     mesh: Mesh
     layout: Layout
@@ -76,9 +92,10 @@ class CostResult(Data):
     lines: list[CostLine] = Field(default_factory=list)
 
 
-class MeasureResult(Data):
+class MeasureResult(Result):
     """`measure`: bytes are counted by the engine, not predicted; `step_seconds` is the median."""
 
+    command = "measure"
     mesh: Mesh
     layout: Layout
     step_seconds: Figure
@@ -87,6 +104,12 @@ class MeasureResult(Data):
     loss: Sequence[Figure]
     communication_bytes_per_device: Mapping[str, Figure]
     peak_memory_bytes: Figure
+
+
+class ValidateResult(Validation, Result):
+    """`validate`."""
+
+    command = "validate"
 
 
 class Collectives(Data):
@@ -113,9 +136,10 @@ class Moved(Data):
     bytes: Compared
 
 
-class VerifyResult(Data):
+class VerifyResult(Result):
     """`verify`: without a compiled program, its `reason` and what the compiler said of memory."""
 
+    command = "verify"
     topology: str
     compiled: Flag
     out_of_memory: Flag
@@ -148,9 +172,10 @@ class ProblemSolver(Data):
     wall_seconds: Figure
 
 
-class SolveProblemResult(Data):
+class SolveProblemResult(Result):
     """`solve-problem`: the position of every variable's choice."""
 
+    command = "solve-problem"
     name: str
     solver: ProblemSolver
     choices: list[int]
@@ -171,9 +196,10 @@ class HardwareSummary(Data):
     peak_flops: Mapping[str, Figure]
 
 
-class HardwareList(Data):
+class HardwareList(Result):
     """`hardware`."""
 
+    command = "hardware"
     hardware: list[HardwareSummary]
 
 
@@ -197,17 +223,19 @@ class SourcedCurve(Data):
     uncertainty: Figure
 
 
-class HardwareResult(HardwareSummary):
+class HardwareResult(HardwareSummary, Result):
     """`hardware NAME`: every number with its source."""
 
+    command = "hardware"
     notes: list[str]
     numbers: list[SourcedNumber]
     curves: list[SourcedCurve]
 
 
-class CalibrateResult(Data):
+class CalibrateResult(Result):
     """`calibrate`: the profile of this machine in short."""
 
+    command = "calibrate"
     profile: str
     hardware: str
     machine: dict[str, Any]
@@ -216,9 +244,10 @@ class CalibrateResult(Data):
     measurements: int
 
 
-class CalibrateTpuResult(Data):
+class CalibrateTpuResult(Result):
     """`calibrate --target`: the profile of a TPU in short; without --out there is no file."""
 
+    command = "calibrate"
     profile: str | None
     hardware: str
     topology: str
@@ -279,9 +308,10 @@ class Against(Data):
     differences: list[OperationDifference]
 
 
-class ExplainResult(Data):
+class ExplainResult(Result):
     """`explain`: the last three are there if they were asked for."""
 
+    command = "explain"
     layout: Layout
     step_seconds: Figure
     agrees: Flag
@@ -295,9 +325,10 @@ class ExplainResult(Data):
     proof: Proof | None = None
 
 
-class LowerResult(Data):
+class LowerResult(Result):
     """`lower`: the program as text, and how often each instruction is in it."""
 
+    command = "lower"
     model: ModelInfo
     mesh: Mesh
     layout: Layout
@@ -322,9 +353,10 @@ class Continued(Data):
     continuations: list[Continuation]
 
 
-class GenerateResult(Data):
+class GenerateResult(Result):
     """`generate`: texts from a checkpoint of a training step."""
 
+    command = "generate"
     model: ModelInfo
     mesh: Mesh
     layout: Layout
@@ -333,9 +365,10 @@ class GenerateResult(Data):
     texts: list[Continued]
 
 
-class TrainResult(Data):
+class TrainResult(Result):
     """`train`: one more field is the rate, named after what the model counts: 'tokens_per_second'."""
 
+    command = "train"
     model: ModelInfo
     mesh: Mesh
     layout: Layout
@@ -350,21 +383,24 @@ class TrainResult(Data):
     reference_losses: Mapping[str, Figure]
 
 
-class ExportResult(Data):
+class ExportResult(Result):
     """`export`: the layout in another library's form."""
 
+    command = "export"
     to: str
     mesh: Mesh
     text: str
 
 
-class InitResult(Data):
+class InitResult(Result):
     """`init`: the file that was written."""
 
+    command = "init"
     path: str
 
 
-class ReportResult(Data):
+class ReportResult(Result):
     """`report`: the files that were written."""
 
+    command = "report"
     files: list[str]

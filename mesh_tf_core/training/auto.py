@@ -1,8 +1,9 @@
-"""What `layout="auto"` means: a search that a package above the runtime provides when it is imported."""
+"""What `layout="auto"` means: the search of an installed package above the runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from mesh_tf_core.errors import UserError
@@ -37,23 +38,21 @@ class Search(Protocol):
         ...
 
 
-_provided: list[Search] = []
+GROUP = "mesh_tf_core.search"
+"""The entry points by which packages name their search (packaging.python.org, entry points specification)."""
 
 
-def provide(search: Search) -> None:
-    """Makes a search the one that `layout="auto"` asks, instead of any before."""
-    _provided[:] = [search]
-
-
-def provided() -> Search:
+def installed() -> Search:
     """The search that `layout="auto"` asks.
 
     Raises:
-      UserError: no package provides one.
+      UserError: no installed package has one.
     """
-    if not _provided:
+    found = tuple(entry_points(group=GROUP))
+    if not found:
         raise UserError(
-            'layout="auto" needs a search, and none is imported; write `import layoutopt` before, or give a '
+            'layout="auto" needs a search, and no installed package has one; install layoutopt, or give a '
             "layout instead"
         )
-    return _provided[0]
+    search: Search = found[0].load()
+    return search

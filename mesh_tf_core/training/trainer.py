@@ -23,7 +23,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
-from mesh_tf_core.training.auto import Planned, provided
+from mesh_tf_core.training.auto import Planned, installed
 from mesh_tf_core.training.evaluation import Evaluation
 from mesh_tf_core.training.prefetch import Groups, Prefetch
 from mesh_tf_core.training.saving import Saver
@@ -89,7 +89,7 @@ class Trainer:
         self._skipped = 0
 
     def _searched(self) -> tuple[Layout, Options]:
-        search = provided()
+        search = installed()
         if self.cluster is None:
             found = search.best(self.model, self.mesh)
         else:

@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 
 from layoutopt.cli import app
 from layoutopt.plan import results
-from layoutopt.plan.details import Validation
 from layoutopt.plan.fields import Data
 from layoutopt.plan.schema import PlanFile
 
@@ -54,7 +53,7 @@ SCHEMAS: dict[str, type[Data]] = {
     "explain": results.ExplainResult,
     "measure": results.MeasureResult,
     "calibrate": results.CalibrateResult,
-    "validate": Validation,
+    "validate": results.ValidateResult,
     "verify": results.VerifyResult,
     "lower": results.LowerResult,
     "train": results.TrainResult,
@@ -101,6 +100,7 @@ def result(run: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
         assert done.exit_code == 0, done.stderr
         found = json.loads(done.stdout)
         assert isinstance(found, dict)
+        assert found["format"] == ("layoutopt-plan/1" if args[0] == "search" else f"layoutopt-{args[0]}/1")
         fits(found, schema_of(args))
         return found
 

@@ -61,7 +61,7 @@ def test_init_keeps_what_is_there(
 @pytest.mark.parametrize("solver", ["auto", "cp-sat", "highs", "exhaustive"])
 def test_solve_problem(result: Callable[..., dict[str, Any]], tmp_path: Path, solver: str) -> None:
     found = result("solve-problem", problem(tmp_path), "--solver", solver)
-    assert list(found) == ["name", "solver", "choices"]
+    assert list(found) == ["format", "name", "solver", "choices"]
     assert (found["name"], found["choices"]) == ("two", [0, 0])
     assert found["solver"]["status"] == "OPTIMAL"
     assert (found["solver"]["objective"], found["solver"]["bound"], found["solver"]["gap"]) == (3, 3, 0)

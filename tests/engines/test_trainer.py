@@ -223,15 +223,13 @@ def test_the_share_of_waiting_for_input_is_measured() -> None:
     assert 0 < run.waited < 1
 
 
-def test_auto_asks_the_search_that_layoutopt_provides():
+def test_auto_asks_the_search_of_layoutopt() -> None:
     found = mtf.Trainer(network(), "a:2", layout="auto", engine="lockstep")
     assert isinstance(found.plan, layoutopt.Plan) and found.plan.solver.status == "OPTIMAL"
     assert (found.layout, found.options) == (found.plan.layout, found.plan.options)
 
 
-def test_auto_without_a_search_says_what_to_import(monkeypatch):
-    monkeypatch.setattr(auto, "_provided", [])
-    with pytest.raises(
-        mtf.UserError, match=r"auto.* needs a search, and none is imported; write `import layoutopt`"
-    ):
+def test_auto_without_a_search_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "GROUP", "no package has this")
+    with pytest.raises(mtf.UserError, match=r"auto.* needs a search, and no installed package has one"):
         mtf.Trainer(network(), "a:2", layout="auto", engine="lockstep")
