@@ -118,7 +118,10 @@ def test_tensorflow_loads_after_highs_has_solved() -> None:
 
 
 def test_the_runtime_imports_nothing_by_name() -> None:
-    """What import-linter cannot see: a package above it, fetched while running."""
+    """What import-linter cannot see: a package above it, fetched while running. Only entry points, by which
+    packages above name themselves, are one door."""
     sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "mesh_tf_core").rglob("*.py")}
-    by_name = re.compile(r"\bimport_module\b|\b__import__\b|\bentry_points\b")
+    by_name = re.compile(r"\bimport_module\b|\b__import__\b")
     assert sources and [str(path) for path, text in sources.items() if by_name.search(text)] == []
+    doors = re.compile(r"\bentry_points\b")
+    assert [path.name for path, text in sources.items() if doors.search(text)] == ["auto.py"]
