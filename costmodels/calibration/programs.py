@@ -179,5 +179,6 @@ def _exchange(build: _Builder, kind: str, axes: Axes, type: TensorType, x: int) 
     if kind == "all_to_all":
         y = build.value(type, ((), axes, ()))
         return y, AllToAll((x,), (y,), _ORIGIN, axes, "b", "a")
+    assert kind == "permute", f"no program measures {kind}"
     y = build.value(type, whole)
     return y, Permute((x,), (y,), _ORIGIN, axes, 1, True)

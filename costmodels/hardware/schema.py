@@ -11,7 +11,7 @@ from functools import cache, reduce
 from itertools import pairwise
 from operator import or_
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -28,8 +28,12 @@ from pydantic import (
 from costmodels.hardware import model
 from costmodels.hardware.curve import Curve, curve_fault
 from costmodels.hardware.units import UNITS, to_si, units_of
+from mesh_tf_core.ir.program import COLLECTIVES
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute"]
+if TYPE_CHECKING:
+    Collective = str
+else:
+    Collective = Literal[tuple(COLLECTIVES)]
 Purpose = Literal["gradient", "parameter", "activation"]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Date = Annotated[str, StringConstraints(pattern=r"^\d{4}(-\d{2}(-\d{2})?)?$")]

@@ -29,8 +29,10 @@ from costmodels.hardware import Cluster, CollectiveCurve, Hardware, Protocol, Sh
 from costmodels.network import formulas
 from costmodels.network.topology import Level, Placement, Route, by_group_size
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir import program
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
+COLLECTIVES = tuple(program.COLLECTIVES)
+"""Names of all kinds."""
 
 
 @dataclass(frozen=True, slots=True)

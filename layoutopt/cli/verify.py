@@ -216,7 +216,7 @@ def _moved_table(found: Verified) -> Any:
         ("kind", "group", "predicted", "bytes", "compiled", "bytes", ""),
         [
             (
-                _NAMES.get(m.family, m.family),
+                "all-reduce, reduce-scatter" if m.family == "sum" else m.family.replace("_", "-"),
                 str(m.group_size),
                 f"{m.predicted_count:,}",
                 bytes_text(m.predicted_bytes),
@@ -228,11 +228,3 @@ def _moved_table(found: Verified) -> Any:
         ],
         numbers=(1, 2, 3, 4, 5),
     )
-
-
-_NAMES = {
-    "sum": "all-reduce, reduce-scatter",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-    "permute": "permute",
-}

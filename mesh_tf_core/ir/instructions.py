@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.layout import Axes
@@ -32,6 +33,13 @@ class Collective(Instr):
     """Devices that differ only along `axes` exchange pieces."""
 
     axes: Axes
+    name: ClassVar[str]
+
+    @staticmethod
+    def sent(n: int) -> float:
+        """How many times what it puts in each of n devices sends, by the bandwidth-optimal algorithm (Chan et
+        al. 2007, "Collective communication: theory, practice, and experience", table 1)."""
+        raise NotImplementedError
 
     def text(self) -> str:
         return f"{self.name}({'+'.join(self.axes)})"
@@ -43,9 +51,11 @@ class AllReduce(Collective):
 
     combine: str = "sum"
 
-    @property
-    def name(self) -> str:
-        return "all_reduce"
+    name = "all_reduce"
+
+    @staticmethod
+    def sent(n: int) -> float:
+        return 2 * (n - 1) / n
 
     def text(self) -> str:
         return f"all_reduce({'+'.join(self.axes)}, {self.combine})"
@@ -57,9 +67,11 @@ class ReduceScatter(Collective):
 
     dim: str = ""
 
-    @property
-    def name(self) -> str:
-        return "reduce_scatter"
+    name = "reduce_scatter"
+
+    @staticmethod
+    def sent(n: int) -> float:
+        return (n - 1) / n
 
     def text(self) -> str:
         return f"reduce_scatter({'+'.join(self.axes)}, {self.dim})"
@@ -71,9 +83,11 @@ class AllGather(Collective):
 
     dim: str = ""
 
-    @property
-    def name(self) -> str:
-        return "all_gather"
+    name = "all_gather"
+
+    @staticmethod
+    def sent(n: int) -> float:
+        return float(n - 1)
 
     def text(self) -> str:
         return f"all_gather({'+'.join(self.axes)}, {self.dim})"
@@ -86,9 +100,11 @@ class AllToAll(Collective):
     split: str = ""
     concat: str = ""
 
-    @property
-    def name(self) -> str:
-        return "all_to_all"
+    name = "all_to_all"
+
+    @staticmethod
+    def sent(n: int) -> float:
+        return (n - 1) / n
 
     def text(self) -> str:
         return f"all_to_all({'+'.join(self.axes)}, split {self.split}, concat {self.concat})"
@@ -106,6 +122,12 @@ class Permute(Collective):
     shift: int = 1
     wrap: bool = False
     pairs: tuple[tuple[int, int], ...] = ()
+
+    name = "permute"
+
+    @staticmethod
+    def sent(n: int) -> float:
+        return 1.0
 
     def links(self, n: int) -> tuple[tuple[int, int], ...]:
         """(source, target) of every piece that is sent in a group of n devices."""
@@ -133,6 +155,12 @@ def _crossings(links: tuple[tuple[int, int], ...], n: int) -> int:
         way, steps = (1, far) if 2 * far <= n else (-1, n - far)
         crossed.update(((i + way * k) % n, way) for k in range(steps))
     return max(crossed.values(), default=0)
+
+
+COLLECTIVES: Mapping[str, type[Collective]] = {
+    kind.name: kind for kind in (AllReduce, ReduceScatter, AllGather, AllToAll, Permute)
+}
+"""Every kind of collective by its name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import (
+    COLLECTIVES,
     AllGather,
     AllReduce,
     AllToAll,
@@ -37,6 +38,7 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.values import Instr, Origin, Value
 
 __all__ = [
+    "COLLECTIVES",
     "AllGather",
     "AllReduce",
     "AllToAll",
@@ -139,23 +141,12 @@ def _visited(
 
 
 def wire_bytes(kind: str, payload: int, n: int) -> float:
-    """Bytes that each of n devices sends, by the bandwidth-optimal algorithm of each collective.
+    """Bytes that each of n devices sends in a collective (see `Collective.sent`).
 
     Args:
       payload: bytes of the piece that a device puts in.
-
-    Chan et al. 2007, "Collective communication: theory, practice, and experience", table 1: all-reduce 2
-    (n-1)/n, reduce-scatter and all-to-all (n-1)/n of what is put in, all-gather (n-1) times it; a permutation
-    sends it once.
     """
-    factor = {
-        "all_reduce": 2 * (n - 1) / n,
-        "reduce_scatter": (n - 1) / n,
-        "all_to_all": (n - 1) / n,
-        "all_gather": float(n - 1),
-        "permute": 1.0,
-    }[kind]
-    return factor * payload
+    return COLLECTIVES[kind].sent(n) * payload
 
 
 def count_sent(

@@ -10,6 +10,7 @@ from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     AllToAll,
+    Collective,
     Instr,
     Local,
     Loop,
@@ -133,6 +134,8 @@ class _Verifier:
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (1, instr.axes)})
         elif isinstance(instr, Permute):
             self.moves(instr, instr.inputs[0], instr.outputs[0], {})
+        elif isinstance(instr, Collective):
+            raise ProgramError(f"{instr.text()}: no rule says what it demands of its operands")
         elif isinstance(instr, WriteVariable):
             stored = self.program.variables[instr.variable]
             written = self.of(instr.inputs[0])

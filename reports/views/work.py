@@ -7,15 +7,7 @@ from dataclasses import dataclass, field
 
 from layoutopt.plan.details import PricedLine, Shares
 from layoutopt.plan.schema import PlanFile
-
-COLLECTIVES = {
-    "all_reduce": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-    "permute": "permute",
-    "slice": "slice",
-}
+from mesh_tf_core.ir.program import COLLECTIVES
 
 
 @dataclass
@@ -86,12 +78,12 @@ def _add(to: Work, line: PricedLine) -> None:
 
 def collective_name(kind: str) -> str:
     """The field's name of a kind of collective."""
-    return COLLECTIVES.get(kind, kind.replace("_", "-"))
+    return kind.replace("_", "-")
 
 
 def is_collective(kind: str) -> bool:
     """Whether a kind of work is communication."""
-    return kind in COLLECTIVES
+    return kind in COLLECTIVES or kind == "slice"
 
 
 def shares(plan: PlanFile) -> Mapping[str, Shares]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     AllToAll,
+    Collective,
     Instr,
     Local,
     Loop,
@@ -153,6 +154,22 @@ def test_fault(name: str) -> None:
     fault, match = FAULTS[name]
     with pytest.raises(ProgramError, match=match):
         verify(fault(sample()))
+
+
+@dataclass(frozen=True, slots=True)
+class Unheard(Collective):
+    """Of a kind that has no rule."""
+
+    name = "unheard"
+
+
+def test_a_collective_without_a_rule_is_refused() -> None:
+    program = sample()
+    at = index(program, AllGather)
+    old = program.code[at]
+    code = (*program.code[:at], Unheard(old.inputs, old.outputs, old.origin, ("x",)), *program.code[at + 1 :])
+    with pytest.raises(ProgramError, match=r"unheard\(x\): no rule says what it demands"):
+        verify(replace(program, code=code))
 
 
 def test_a_pending_sum_in_an_operation_that_is_not_linear() -> None:

@@ -17,6 +17,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.tf.local import TfLocalEngine
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import Op, Roles
+from mesh_tf_core.ir.program import COLLECTIVES, Collective
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 
 AXES = [("a:2", ("a",)), ("a:1;b:2", ("a",))] + [
@@ -38,6 +39,7 @@ def same(found, expected, tolerance=1e-12):
 @pytest.mark.parametrize(("mesh", "axes"), AXES)
 def test_every_collective_equals_lockstep(mesh, axes):
     program = every_collective(mesh, axes)
+    assert {i.name for i in program.code if isinstance(i, Collective)} == set(COLLECTIVES)
     local, lockstep = both(program)
     batch = numbers(program)
     same(local.step(batch), lockstep.step(batch))

@@ -16,7 +16,7 @@ from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Dim, Layout, Mesh, Shape, UserError
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.program import Local
+from mesh_tf_core.ir.program import COLLECTIVES, Local
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.reduce import Reduce
 from mesh_tf_core.ops.shape import Concat
@@ -134,7 +134,7 @@ def test_groups_of_one_size_differ_if_they_lie_in_other_processes():
     assert len(more) == len({p.name for p in more}) == len(own) + 15
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute"])
+@pytest.mark.parametrize("kind", COLLECTIVES)
 def test_programs_of_collectives_run_and_move_what_they_say(kind):
     program = collective_program(MESH, kind, ("data",), 8192, 3)
     engine = open_engine(program, "lockstep")
