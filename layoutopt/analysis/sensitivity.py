@@ -143,7 +143,7 @@ def _rivals(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
         p = other.predicted
         if not other.feasible or p is None or p.step_seconds > RIVAL * plan.predicted.step_seconds:
             continue
-        options = options_of(other.storage, other.recompute, other.microbatches)
+        options = options_of(other)
         if (Layout(other.layout), options) == (plan.layout, plan.options):
             continue
         try:

@@ -97,7 +97,7 @@ def _alternatives(plan: Plan, evaluator: Evaluator) -> dict[str, Shares]:
     found = {}
     for each in plan.alternatives:
         try:
-            options = options_of(each.storage, each.recompute, each.microbatches)
+            options = options_of(each)
             judged = evaluator(Mesh(each.mesh), Layout(each.layout), options)
         except LayoutError:
             continue

@@ -23,14 +23,11 @@ def given_json(model: Model, given: Given) -> dict[str, Any]:
 
 def options_json(options: Options) -> dict[str, Any]:
     """What is decided besides the layout, as a plan file says it; only what is not plain."""
-    from layoutopt.plan.build import storage_of
+    from layoutopt.plan.build import decided
+    from mesh_tf_core.lower import pipeline
 
-    found = {
-        "storage": storage_of(options),
-        "recompute": sorted(options.recompute),
-        "microbatches": options.microbatches if options.microbatches > 1 else None,
-    }
-    return {name: value for name, value in found.items() if value}
+    plain = decided(pipeline.DEFAULT)
+    return {name: value for name, value in decided(options).items() if value != plain[name]}
 
 
 def words(value: Any) -> str:

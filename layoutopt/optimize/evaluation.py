@@ -50,7 +50,7 @@ class Evaluator:
 
     def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:
         """As `evaluate`, but the program is not checked: `make_plan` checks that of the answer."""
-        key = mesh, layout, frozenset(options.storage.items()), options.recompute, options.microbatches
+        key = mesh, layout, options.key
         found = self._known.get(key)
         if found is None:
             try:

@@ -17,7 +17,7 @@ from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
-from layoutopt.plan.build import Plan, axes_of, model_info, storage_of
+from layoutopt.plan.build import Plan, axes_of, decided, model_info
 from layoutopt.plan.schema import Alternative, PlanFile, Predicted, SolverInfo
 from layoutopt.problem import TOLERANCE
 from mesh_tf_core.errors import LayoutError
@@ -65,9 +65,7 @@ def make_plan(
         model=model_info(request.model),
         mesh=_mesh(best.mesh, names).as_dict(),
         layout=axes_of(_renamed(best.layout, names)),
-        storage=storage_of(best.options),
-        recompute=sorted(best.options.recompute),
-        microbatches=best.options.microbatches,
+        **decided(best.options),
         hardware=request.hardware.name,
         predicted=_predicted(best.judged, names),
         solver=_solver(request, best, tables, bound, proven, considered, seconds),
@@ -170,9 +168,7 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
         layout=axes_of(_renamed(found.layout, names)),
         predicted=_predicted(found.judged, names),
         feasible=True,
-        storage=storage_of(found.options),
-        recompute=sorted(found.options.recompute),
-        microbatches=found.options.microbatches,
+        **decided(found.options),
     )
 
 
@@ -228,7 +224,5 @@ def _beside(
         predicted=predicted,
         feasible=reason is None,
         reason=reason,
-        storage=storage_of(options),
-        recompute=sorted(options.recompute),
-        microbatches=options.microbatches,
+        **decided(options),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ class Plan:
         self.data = data
         self.mesh = Mesh(data.mesh)
         self.layout = Layout(data.layout)
-        self.options = options_of(data.storage, data.recompute, data.microbatches)
+        self.options = options_of(data)
 
     @property
     def predicted(self) -> Predicted:
@@ -86,15 +85,19 @@ def axes_of(layout: Layout) -> dict[str, list[str]]:
     return {name: list(axes) for name, axes in layout.items()}
 
 
-def storage_of(options: Options) -> dict[str, str]:
-    """How variables are stored, as files say it: those that are not stored as the layout says."""
-    return {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage}
+def decided(options: Options) -> dict[str, Any]:
+    """What is decided besides the layout, by the names of a plan file's fields; `options_of` reads it."""
+    return {
+        "storage": {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage},
+        "recompute": sorted(options.recompute),
+        "microbatches": options.microbatches,
+    }
 
 
-def options_of(storage: Mapping[str, str], recompute: Sequence[str], microbatches: int) -> Options:
+def options_of(data: PlanFile | Alternative) -> Options:
     """What a plan file says besides a layout, as lowering takes it."""
-    stages = {name: stage_number(stage) for name, stage in storage.items()}
-    return Options(stages, frozenset(recompute), microbatches)
+    stages = {name: stage_number(stage) for name, stage in data.storage.items()}
+    return Options(stages, frozenset(data.recompute), data.microbatches)
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, fields
 
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -41,6 +41,12 @@ class Options:
     storage: Mapping[str, int] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
     microbatches: int = 1
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal options, and hashable."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return tuple(frozenset(v.items()) if isinstance(v, Mapping) else v for v in values)
 
 
 DEFAULT = Options()

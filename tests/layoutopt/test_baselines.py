@@ -29,7 +29,7 @@ def test_baselines_of_a_searched_mesh_come_to_what_their_layouts_do() -> None:
     plan = search(model, devices=4, hardware=V3, memory=(peaks[0] + peaks[-1]) / 2)
     assert {a.feasible for a in plan.alternatives} == {False, True}
     for each in plan.alternatives:
-        options = options_of(each.storage, each.recompute, each.microbatches)
+        options = options_of(each)
         own = evaluate(model, mtf.Mesh(each.mesh), mtf.Layout(each.layout), V3, options)
         assert each.predicted == own.predicted
         assert each.reason == own.reason((peaks[0] + peaks[-1]) / 2)
