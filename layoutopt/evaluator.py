@@ -1,4 +1,4 @@
-"""The independent judge: lowers the whole graph under a layout and prices what would run. No table, no
+"""Evaluates one layout: lowers the whole graph under a layout and prices what would run. No table, no
 solver."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from costmodels.kernels.fused import Fused
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.pricer import Cost, Pricer, pricer
 from layoutopt.plan.schema import Predicted
+from layoutopt.plan.units import size_text
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -58,16 +59,11 @@ class Evaluation:
         if limit is None or self.memory.peak <= limit:
             return None
         over = self.memory.peak - limit
-        largest = ", ".join(f"{h.what} ({gib(h.bytes)})" for h in self.memory.holdings[:3])
-        return f"peak memory {gib(self.memory.peak)} is {gib(over)} over {gib(limit)}; largest: {largest}"
-
-
-def gib(size: float) -> str:
-    """Bytes in words."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"
+        largest = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in self.memory.holdings[:3])
+        return (
+            f"peak memory {size_text(self.memory.peak)} is {size_text(over)} over {size_text(limit)}; "
+            f"largest: {largest}"
+        )
 
 
 def evaluate(

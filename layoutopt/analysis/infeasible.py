@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layoutopt.evaluator import gib
 from layoutopt.plan.build import Plan
+from layoutopt.plan.units import size_text
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Axes
@@ -47,7 +47,7 @@ class Repair:
     proven: bool
 
     def __str__(self) -> str:
-        return f"{self.change}: {self.seconds:.3g} s a step, {gib(self.peak)}"
+        return f"{self.change}: {self.seconds:.3g} s a step, {size_text(self.peak)}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Diagnosing:
         if not set(ALL_PARTS) <= set(parts):
             found[f"--microbatches {','.join(map(str, parts))}"] = _set("microbatches", ALL_PARTS)
         if self.asked.get("memory") is not None:
-            found[f"--memory {gib(self.asked['memory'])}"] = _set("memory", float("1e30"))
+            found[f"--memory {size_text(self.asked['memory'])}"] = _set("memory", float("1e30"))
         return found
 
     def _dropped(self, names: Sequence[str]) -> dict[str, Any]:

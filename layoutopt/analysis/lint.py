@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from costmodels.hardware import Hardware
-from layoutopt.evaluator import Evaluation, evaluate, gib
+from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.plan.units import size_text
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Layout
@@ -176,7 +177,8 @@ class _Lint:
             return
         yield Finding(
             "repeated memory",
-            f"of {gib(held)} of variables and optimizer state on a device, {gib(repeated)} lie on others too",
+            f"of {size_text(held)} of variables and optimizer state on a device, "
+            f"{size_text(repeated)} lie on others too",
             self._stored_split(peak),
         )
 
@@ -192,7 +194,8 @@ class _Lint:
             if found.memory.peak < (1 - WORTH_SAYING) * peak:
                 change = found.cost.step_seconds / self.judged.cost.step_seconds - 1
                 return (
-                    f"--storage {STAGES[stage]}: a peak of {gib(found.memory.peak)} instead of {gib(peak)}, "
+                    f"--storage {STAGES[stage]}: a peak of {size_text(found.memory.peak)} "
+                    f"instead of {size_text(peak)}, "
                     f"and {abs(100 * change):.1f}% {'more' if change > 0 else 'less'} time a step"
                 )
         return None

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from layoutopt.evaluator import gib
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.baselines import axis_names, named_in
 from layoutopt.optimize.fixing import faster
@@ -29,6 +28,7 @@ from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.plan.units import size_text
 from layoutopt.problem import Solution, Status
 from layoutopt.space.decisions import Decisions, describe
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
@@ -348,17 +348,17 @@ class Search:
             found, low = self.opened(candidate).leanest(request.deadline)
             candidate.low = max(candidate.low, low)
             lean += [found] if found is not None else []
-        asked = f"no layout of {request.model.name!r} fits into {gib(request.limit)} a device"
+        asked = f"no layout of {request.model.name!r} fits into {size_text(request.limit)} a device"
         leanest = min([*lean, *self.found], key=lambda f: f.peak, default=None)
         if leanest is None:
             return f"{asked}: the pins and prohibitions allow no legal layout; drop one of them"
-        held = ", ".join(f"{h.what} ({gib(h.bytes)})" for h in leanest.judged.memory.holdings[:3])
+        held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.judged.memory.holdings[:3])
         low = max(request.limit, min(candidate.low for candidate in self.candidates))
-        sure = f"; it is proven that none needs less than {gib(low)}" if low < leanest.peak else ""
+        sure = f"; it is proven that none needs less than {size_text(low)}" if low < leanest.peak else ""
         return (
             f"{asked}: the leanest one found, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "
-            f"{gib(leanest.peak)}, {gib(leanest.peak - request.limit)} over; its largest tensors: "
-            f"{held}{sure}; use more devices or more memory, or a smaller batch"
+            f"{size_text(leanest.peak)}, {size_text(leanest.peak - request.limit)} over; its largest "
+            f"tensors: {held}{sure}; use more devices or more memory, or a smaller batch"
         )
 
 

@@ -181,6 +181,11 @@ def bytes_text(amount: float) -> str:
     return f"{amount:.0f} B" if unit == "B" else f"{_three_digits(amount)} {unit}"
 
 
+def size_text(amount: float) -> str:
+    """The same in sentences, without trailing zeros: '16 GiB'."""
+    return rounded(bytes_text(amount))
+
+
 def rate_text(amount: float, unit: str) -> str:
     """2.3e13 FLOP/s as '23.0 TFLOP/s'."""
     amount, prefix = _in_unit(amount, 1000.0, ("", "k", "M", "G", "T", "P"), 1000.0)
