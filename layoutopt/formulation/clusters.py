@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
-from layoutopt.formulation.dependencies import Coupling
+from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.recompute import recompute_name
 from layoutopt.space.storage import storage_class
 from mesh_tf_core.ir.blocks import Block, Node
@@ -63,14 +63,14 @@ class Cluster:
         return *self.dims, *self.switches
 
 
-def clusters(coupling: Coupling) -> list[Cluster]:
+def clusters(dependencies: Dependencies) -> list[Cluster]:
     """The clusters of a graph, equal ones merged."""
-    builder = _Builder(coupling)
+    builder = _Builder(dependencies)
     groups: dict[int, list[Node]] = defaultdict(list)
-    for node in coupling.live:
-        if isinstance(node.op, Feed | Read) or (node.op.converts and coupling.variable_of(node)):
+    for node in dependencies.live:
+        if isinstance(node.op, Feed | Read) or (node.op.converts and dependencies.variable_of(node)):
             continue
-        groups[coupling.root(node.index)].append(node)
+        groups[dependencies.root(node.index)].append(node)
     merged: dict[Hashable, list[list[Node]]] = defaultdict(list)
     for nodes in groups.values():
         merged[builder.signature(nodes)].append(nodes)
@@ -79,9 +79,9 @@ def clusters(coupling: Coupling) -> list[Cluster]:
 
 
 class _Builder:
-    def __init__(self, coupling: Coupling) -> None:
-        self.graph, self.coupling = coupling.graph, coupling
-        made = coupling.stacks
+    def __init__(self, dependencies: Dependencies) -> None:
+        self.graph, self.dependencies = dependencies.graph, dependencies
+        made = dependencies.stacks
         self.unread = frozenset(o for b in self.graph.blocks for o in b.saved.values() if o not in made)
         self.rerun = self._rerun()
 
@@ -106,9 +106,11 @@ class _Builder:
             for i in (*node.inputs, *node.outputs):
                 position.setdefault(i, len(position))
                 types.append((position[i], self.graph.tensor(i).type))
-            leaves = tuple(len(self.coupling.outer[o]) for o in node.outputs)
+            leaves = tuple(len(self.dependencies.outer[o]) for o in node.outputs)
             early = tuple(
-                self.coupling.early(t, inside) for o in node.outputs for t in (o, *self.coupling.outer[o])
+                self.dependencies.early(t, inside)
+                for o in node.outputs
+                for t in (o, *self.dependencies.outer[o])
             )
             what = (
                 node.op.variable.slot_of is None if isinstance(node.op, Assign) else isinstance(node.op, Scan)
@@ -117,7 +119,7 @@ class _Builder:
             # On a calibrated machine a result costs more where it stays: in forward, until backward reads it.
             stays = node.phase == "forward"
             kernel = self._kernel(node, inside)
-            times = self.coupling.times(node)
+            times = self.dependencies.times(node)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, switches, stays, kernel))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
@@ -125,7 +127,7 @@ class _Builder:
 
     def _kernel(self, node: Node, inside: Set[int]) -> Hashable:
         """What of fusion matters to a price: with which of the nodes, and what of it others read."""
-        fusion = self.coupling.fusion
+        fusion = self.dependencies.fusion
         group = fusion.group.get(node.index)
         others = sorted(i for i in inside if i != node.index and fusion.group.get(i) == group is not None)
         position = {i: n for n, i in enumerate(sorted(inside))}
@@ -141,14 +143,14 @@ class _Builder:
         if updated is not None:
             found.append(storage_class(updated))
         for o in _own(node):
-            for t in self.coupling.leads_to(o):
+            for t in self.dependencies.leads_to(o):
                 if t in self.graph.gradient_of:
                     found.append(storage_class(self.graph.variables[self.graph.gradient_of[t]]))
         return tuple(dict.fromkeys(found))
 
     def _savers(self, node: Node) -> list[Block]:
         """The loops that save, for backward, what a node computes, or what its own body does."""
-        block, body = self.coupling.home[node.index], node.body
+        block, body = self.dependencies.home[node.index], node.body
         found = [body] if body is not None and body.saved else []
         return found + [block] * any(o in block.saved for o in node.outputs)
 
@@ -162,8 +164,8 @@ class _Builder:
         early: dict[str, Tensor] = {}
         for node in nodes:
             for o in _own(node):
-                for t in (o, *self.coupling.outer[o]):
-                    if self.coupling.early(t, inside):
+                for t in (o, *self.dependencies.outer[o]):
+                    if self.dependencies.early(t, inside):
                         early[f"%{t}"] = self.graph.tensor(t)
         first = nodes[0]
         name = f"{first.scope or 'model'}/{first.op.name}" + (
@@ -201,7 +203,7 @@ class _Builder:
                 types[updated.type] = None
             for o in _own(node):
                 # Where a gradient is delivered depends on all dimensions of its variable.
-                for t in self.coupling.leads_to(o):
+                for t in self.dependencies.leads_to(o):
                     if t in self.graph.gradient_of:
                         types[self.graph.variables[self.graph.gradient_of[t]].type] = None
         shapes = dict.fromkeys(t.shape.names for t in types)
@@ -221,7 +223,7 @@ class _Builder:
 
     def _keep(self, nodes: list[Node], homes: frozenset[tuple[int, int]] = frozenset()) -> Keep:
         blocks: set[int] = set()
-        for start in (*(self.coupling.home[n.index].id for n in nodes), *(b for b, _ in homes)):
+        for start in (*(self.dependencies.home[n.index].id for n in nodes), *(b for b, _ in homes)):
             block = self.graph.blocks[start]
             while block.parent is not None:
                 blocks.add(block.id)
@@ -242,11 +244,13 @@ class _Builder:
         return [replace(found[0], multiplicity=len(found)) for found in merged.values()]
 
     def _access(self, variable: Variable) -> tuple[Hashable, Cluster] | None:
-        reads = self.coupling.reads[variable.name]
+        reads = self.dependencies.reads[variable.name]
         casts = [
-            n for n in self.coupling.live if n.op.converts and self.coupling.variable_of(n) == variable.name
+            n
+            for n in self.dependencies.live
+            if n.op.converts and self.dependencies.variable_of(n) == variable.name
         ]
-        homes = set(self.coupling.homes(variable.name))
+        homes = set(self.dependencies.homes(variable.name))
         if not homes and not casts:
             return None
         nodes = [*reads, *casts]
@@ -256,7 +260,7 @@ class _Builder:
         key = (
             variable.type,
             variable.stacked,
-            tuple(sorted((self.coupling.home[n.index].id, n.op.describe()) for n in casts)),
+            tuple(sorted((self.dependencies.home[n.index].id, n.op.describe()) for n in casts)),
             tuple(sorted(b for b, _ in homes)),
             tuple((dim, len(k.nodes), tuple(sorted(b for b, _ in k.homes))) for dim, k in again.items()),
         )
@@ -277,21 +281,21 @@ class _Builder:
             nodes, gathers = extra.setdefault(dim, (set(), set()))
             rerun = {i for i, dims in self.rerun.items() if dim in dims}
             for cast in casts:
-                here = self.coupling.home[cast.index]
+                here = self.dependencies.home[cast.index]
                 twin = backward.captured.get(cast.outputs[0], -1)
                 known = here is forward and any(twin in c.outputs for c in casts)
                 if cast.index in rerun and self._within(here, forward) and not known:
                     nodes.add(cast.index)
             for block, tensor in homes:
                 read = any(
-                    r.index in rerun and self.coupling.home[r.index].id == block and r not in casts
-                    for r in self.coupling.readers[tensor]
+                    r.index in rerun and self.dependencies.home[r.index].id == block and r not in casts
+                    for r in self.dependencies.readers[tensor]
                 )
                 twin = backward.captured.get(tensor, tensor)
                 known = block == forward.id and (backward.id, twin) in homes
                 if read and self._within(self.graph.blocks[block], forward) and not known:
                     gathers.add((block, tensor))
-        reads = [n for n in self.coupling.live if isinstance(n.op, Read)]
+        reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
         found = {}
         for dim, (nodes, gathers) in extra.items():
             if nodes or gathers:

@@ -16,7 +16,7 @@ from mesh_tf_core.lower.uses import Readers
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Coupling:
+class Dependencies:
     """A graph's live nodes, joined into sets that must be lowered together.
 
     Args:

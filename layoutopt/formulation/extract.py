@@ -11,8 +11,8 @@ Constraints
   (3) y_k = 1 if some cluster sends a small message of group k under x                      `_message_terms`
   (4) assignments that lowering refuses are not in a cluster's table                        `_time_terms`
   (5) sum_v bytes_v(x) over the values alive at point t <= memory, for every point t that can be the peak
-                                                                                            `memory_rows`
-An option of x_d with which every layout is slower than one that is known leaves its domain       `narrowing`
+                                                                                            `memory_constraints`
+An option of x_d with which every layout is slower than one that is known leaves its domain       `fixing`
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.clusters import Cluster
-from layoutopt.formulation.memory_constraints import MemoryRows
-from layoutopt.formulation.shared import Ground
+from layoutopt.formulation.memory_constraints import MemoryConstraints
+from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Entry, Table, Tabler, legal
 from layoutopt.problem import Problem, Sparse, Term, Variable
 from layoutopt.space.decisions import Decisions
@@ -55,7 +55,7 @@ class Extraction:
     tables: tuple[Table, ...]
     groups: tuple[Key, ...]
     problem: Problem
-    memory: MemoryRows
+    memory: MemoryConstraints
 
     def read(self, choices: Sequence[int]) -> tuple[Layout, Options]:
         """The layout and options of the solver's choices."""
@@ -79,20 +79,20 @@ class Extraction:
         return (*picked, *(int(k in sent) for k in self.groups))
 
 
-def outline(
-    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, ground: Ground | None = None
+def legal_problem(
+    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, context: SharedContext | None = None
 ) -> Extraction:
     """The problem without its seconds: what is legal, and what it holds."""
-    draft = Draft(model, mesh, decided, pricer, ground)
+    draft = Draft(model, mesh, decided, pricer, context)
     draft.tables, draft.left = [legal(cluster, decided) for cluster in draft.left], []
     return draft.extraction()
 
 
 def extract(
-    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, ground: Ground | None = None
+    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, context: SharedContext | None = None
 ) -> Extraction:
     """The problem of a model on a mesh; `decided` is what may be chosen."""
-    draft = Draft(model, mesh, decided, pricer, ground)
+    draft = Draft(model, mesh, decided, pricer, context)
     for cluster in draft.left:
         draft.make(cluster)
     return draft.extraction()
@@ -102,21 +102,26 @@ class Draft:
     """A problem whose tables are being made.
 
     Args:
-      ground: of the model and the microbatches, if it is known.
+      context: of the model and the microbatches, if it is known.
 
     Attributes:
-      decided: what may be chosen (`narrowing` takes away from it); `tables` are over that.
+      decided: what may be chosen (`fixing` takes away from it); `tables` are over that.
       left: clusters without a table.
     """
 
     def __init__(
-        self, model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, ground: Ground | None = None
+        self,
+        model: Model,
+        mesh: Mesh,
+        decided: Decisions,
+        pricer: Pricer,
+        context: SharedContext | None = None,
     ) -> None:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
-        self.ground = ground or Ground(model, decided.microbatches)
-        self.program = replace(self.ground.program(), mesh=mesh)
-        self.tabler = Tabler(self.ground.graph, mesh, pricer)
-        self.left: list[Cluster] = list(self.ground.clusters)
+        self.context = context or SharedContext(model, decided.microbatches)
+        self.program = replace(self.context.program(), mesh=mesh)
+        self.tabler = Tabler(self.context.graph, mesh, pricer)
+        self.left: list[Cluster] = list(self.context.clusters)
         self.tables: list[Table] = []
 
     def make(self, cluster: Cluster) -> Table:
@@ -157,7 +162,7 @@ class Draft:
         groups, index = _groups(self.tables), Index(names, decided)
         terms = _time_terms(self.tables, groups, index, self.pricer)
         terms += _message_terms(self.tables, groups, index, self.pricer)
-        memory = MemoryRows(self.ground, self.mesh, decided, names, self.pricer.itemiser.fuses)
+        memory = MemoryConstraints(self.context, self.mesh, decided, names, self.pricer.itemiser.fuses)
         problem = self._problem(terms, groups)
         return Extraction(self.mesh, decided, names, tuple(self.tables), groups, problem, memory)
 

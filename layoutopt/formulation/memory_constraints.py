@@ -3,7 +3,7 @@ decisions.
 
 Loops that run again hold other values at other points, so every set of them has rows of its own, which hold
 nothing where it is not chosen. Copies that only some layouts need are not counted, so a row never forbids a
-layout that fits; `lessons` adds them where they matter.
+layout that fits; `lazy_cuts` adds them where they matter.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 
 from layoutopt.formulation.memory_points import Key, Sizes
 from layoutopt.formulation.memory_shares import Shares
-from layoutopt.formulation.shared import Ground
+from layoutopt.formulation.shared import SharedContext
 from layoutopt.problem import Entry, Row, Sparse
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import recompute_name
 from mesh_tf_core.ir.mesh import Mesh
 
 
-class MemoryRows:
+class MemoryConstraints:
     """The rows of one problem, for every set of loops that may run again.
 
     Args:
@@ -32,12 +32,17 @@ class MemoryRows:
     """
 
     def __init__(
-        self, ground: Ground, mesh: Mesh, decided: Decisions, names: Sequence[str], fuses: bool = False
+        self,
+        context: SharedContext,
+        mesh: Mesh,
+        decided: Decisions,
+        names: Sequence[str],
+        fuses: bool = False,
     ) -> None:
-        self.ground, self.coupling, self.fuses = ground, ground.coupling, fuses
+        self.context, self.dependencies, self.fuses = context, context.dependencies, fuses
         self.decided, self.names = decided, tuple(names)
         self.always = decided.read({})[1].recompute
-        self.shares = Shares(ground.graph, mesh, decided, names)
+        self.shares = Shares(context.graph, mesh, decided, names)
         self._made: dict[frozenset[str], tuple[Row, ...]] = {}
         self._largest: dict[Entry, float] = {}
 
@@ -46,7 +51,7 @@ class MemoryRows:
         of `again` does not run again. No limits are set."""
         again |= self.always
         if again not in self._made:
-            found = self.ground.points(again, self.fuses).largest
+            found = self.context.points(again, self.fuses).largest
             rows = (self._only(self._row(name, sizes), again - self.always) for name, sizes in found)
             self._made[again] = tuple(rows)
         return self._made[again]
@@ -56,7 +61,7 @@ class MemoryRows:
     ) -> tuple[Row, dict[Key, float]] | None:
         """The row of the point at which a node runs, and what is counted there under some choices besides
         the variables; None if there is no such point. (Of several, the one that holds most.)"""
-        points = self.ground.points(again | self.always, self.fuses)
+        points = self.context.points(again | self.always, self.fuses)
         found = [
             (self._row(f"memory at {p.name} #{p.position}", points.holds(p)), p)
             for p in points.trace

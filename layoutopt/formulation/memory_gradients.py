@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from layoutopt.formulation.dependencies import Coupling
+from layoutopt.formulation.dependencies import Dependencies
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.structure import Scan
 from mesh_tf_core.lower.storage import STAGES
@@ -31,9 +31,9 @@ class Gradient:
     narrow: int = 0
 
 
-def gradients(coupling: Coupling, decided: Callable[[str], bool]) -> dict[int, Gradient]:
+def gradients(dependencies: Dependencies, decided: Callable[[str], bool]) -> dict[int, Gradient]:
     """Tensor -> what is known of it as a gradient; `decided` says of which variables the storage is."""
-    graph = coupling.graph
+    graph = dependencies.graph
     found: dict[int, Gradient] = {}
     for tensor, owner in graph.gradient_of.items():
         if decided(owner):
@@ -41,7 +41,7 @@ def gradients(coupling: Coupling, decided: Callable[[str], bool]) -> dict[int, G
             looped = node is not None and isinstance(node.op, Scan)
             inside = bool(graph.tensor(tensor).block)
             _enter(found, graph, tensor, Gradient(owner, 2 if looped else NEVER, 2 if inside else 1))
-    for inner, outs in coupling.outer.items():
+    for inner, outs in dependencies.outer.items():
         owners = {graph.gradient_of[o] for o in outs if o in graph.gradient_of}
         if inner not in found and len(owners) == 1 and all(map(decided, owners)):
             _enter(found, graph, inner, Gradient(owners.pop(), NEVER, 2))

@@ -1,8 +1,8 @@
 """What every point of a step holds under any layout, on any mesh: variables, optimizer state, saved
-activations, gradients, temporaries. (`memory_rows` makes tables over the decisions of it.)
+activations, gradients, temporaries. (`memory_constraints` makes tables over the decisions of it.)
 
-Copies that only some layouts need are counted where a node makes them for itself (`memory_moves`). How much
-of a value there is depends on its dimensions, and further:
+Copies that only some layouts need are counted where a node makes them for itself
+(`memory_transients`). How much of a value there is depends on its dimensions, and further:
 
   variable v         split further (as the state of v) from stage 3 on
   state of v         split further from stage 1 on
@@ -31,7 +31,7 @@ import numpy as np
 
 from costmodels.liveness import Alive, alive
 from layoutopt.formulation.aliases import aliases
-from layoutopt.formulation.dependencies import Coupling
+from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.memory_gradients import NEVER, gradients
 from layoutopt.formulation.memory_shares import Kind
 from layoutopt.formulation.memory_transients import Moves, moved_dims
@@ -59,8 +59,10 @@ class Points:
       fuses: the compiler makes kernels of several operations.
     """
 
-    def __init__(self, coupling: Coupling, program: Program, again: frozenset[str], fuses: bool) -> None:
-        self.graph, self.program, self.coupling = coupling.graph, program, coupling
+    def __init__(
+        self, dependencies: Dependencies, program: Program, again: frozenset[str], fuses: bool
+    ) -> None:
+        self.graph, self.program, self.dependencies = dependencies.graph, program, dependencies
         graph, self.classes = self.graph, stored_classes(self.graph)
         self.saved = {
             outer: name for b in graph.blocks for outer in b.saved.values() if (name := self._freed(b, outer))
@@ -75,7 +77,7 @@ class Points:
         self.maker = {o: i for i in self.instrs for o in i.outputs}
         self.origin = {o: i.origin for o, i in self.maker.items()}
         self.nodes = {n.index: n for n, _ in graph.walk()}
-        self.gradients = gradients(self.coupling, self._classed)
+        self.gradients = gradients(self.dependencies, self._classed)
         self.of_tensor: dict[int, list[int]] = defaultdict(list)
         self.of_owner: dict[str, list[int]] = defaultdict(list)
         for value in program.values:
@@ -253,7 +255,7 @@ class Points:
 
     def _variable_of(self, value: int) -> str | None:
         """The variable that a value is, or is a part or cast of, if its storage is decided."""
-        owner = self.coupling.owner.get(self.program.values[value].tensor)
+        owner = self.dependencies.owner.get(self.program.values[value].tensor)
         return owner if self._classed(owner) else None
 
     def _classed(self, name: str | None) -> bool:

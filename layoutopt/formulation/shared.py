@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layoutopt.formulation.clusters import clusters
-from layoutopt.formulation.dependencies import Coupling
+from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.memory_points import Points
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -14,11 +14,11 @@ from mesh_tf_core.model import Model
 ONE = Mesh([("device", 1)])
 
 
-class Ground:
+class SharedContext:
     """A step with some number of microbatches, nothing of it split.
 
     Attributes:
-      coupling: which of its operations must be priced together; `clusters` of these.
+      dependencies: which of its operations must be priced together; `clusters` of these.
     """
 
     def __init__(self, model: Model, microbatches: int = 1) -> None:
@@ -26,8 +26,8 @@ class Ground:
         self.model, self.microbatches, self.graph = model, microbatches, step.graph
         self._programs: dict[frozenset[str], Program] = {}
         self._points: dict[tuple[frozenset[str], bool], Points] = {}
-        self.coupling = Coupling(self.graph, self.program(), [t.id for t in step.results.values()])
-        self.clusters = tuple(clusters(self.coupling))
+        self.dependencies = Dependencies(self.graph, self.program(), [t.id for t in step.results.values()])
+        self.clusters = tuple(clusters(self.dependencies))
 
     def program(self, again: frozenset[str] = frozenset()) -> Program:
         """The step on one device, where these loops run again; on others it differs in its mesh only."""
@@ -39,5 +39,5 @@ class Ground:
     def points(self, again: frozenset[str], fuses: bool) -> Points:
         """What its points hold; `fuses`: the compiler makes kernels of several operations."""
         if (again, fuses) not in self._points:
-            self._points[again, fuses] = Points(self.coupling, self.program(again), again, fuses)
+            self._points[again, fuses] = Points(self.dependencies, self.program(again), again, fuses)
         return self._points[again, fuses]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layoutopt.formulation.extract import Extraction
 from layoutopt.problem import Problem, cost
-from layoutopt.problem import evaluate as judge_problem
+from layoutopt.problem import evaluate as evaluate_choices
 
 EQUAL = 1e-12
 """Relative difference of sums that are taken in another order."""
@@ -21,7 +21,7 @@ def canonical(problem: Problem, extraction: Extraction, choices: tuple[int, ...]
                 break
             other = (*best[:i], option, *best[i + 1 :])
             # Most options already cost more; only of the others are the rows worth adding up.
-            if cost(problem, other) <= most and judge_problem(problem, other).feasible:
+            if cost(problem, other) <= most and evaluate_choices(problem, other).feasible:
                 best[i] = option
                 break
     return tuple(best)

@@ -8,7 +8,7 @@ from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.evaluator import DEFAULT, Evaluation, evaluate
 from layoutopt.formulation.extract import Draft
-from layoutopt.formulation.shared import Ground
+from layoutopt.formulation.shared import SharedContext
 from layoutopt.optimize.memoised import TablePrices
 from layoutopt.space.decisions import Decisions
 from mesh_tf_core.errors import LayoutError
@@ -25,7 +25,7 @@ class Evaluator:
         self.model, self.hardware = model, hardware
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
-        self._grounds: dict[int, Ground] = {}
+        self._contexts: dict[int, SharedContext] = {}
         self._table_prices: TablePrices | None = None
 
     def prices(self, mesh: Mesh) -> Pricer:
@@ -33,18 +33,18 @@ class Evaluator:
             self._prices[mesh] = pricer(self.hardware, mesh)
         return self._prices[mesh]
 
-    def ground(self, microbatches: int) -> Ground:
-        if microbatches not in self._grounds:
-            self._grounds[microbatches] = Ground(self.model, microbatches)
-        return self._grounds[microbatches]
+    def context(self, microbatches: int) -> SharedContext:
+        if microbatches not in self._contexts:
+            self._contexts[microbatches] = SharedContext(self.model, microbatches)
+        return self._contexts[microbatches]
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
         """Of the problem that was asked for last they know what they priced."""
         found = self._table_prices
         if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
-            ground = self.ground(decided.microbatches)
+            context = self.context(decided.microbatches)
             self._table_prices = found = TablePrices(
-                Draft(self.model, mesh, decided, self.prices(mesh), ground)
+                Draft(self.model, mesh, decided, self.prices(mesh), context)
             )
         return found
 

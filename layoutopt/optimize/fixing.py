@@ -6,7 +6,7 @@ known to fit, the option leaves, and later tables are made over what is left. Wh
 problem is more, no further table is needed. Tables that say much in few entries come first: how much is
 estimated by the price of their cluster while nothing is split.
 
-The best choices by the tables so far are judged now and then: they are often a better known layout.
+The best choices by the tables so far are evaluated now and then: they are often a better known layout.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from mesh_tf_core.lower import Options
 FIRST, MORE = 300, 0.3
 """Entries before options are looked at: at first, and as a part of those that there are."""
 PROPOSED = 0.5
-"""Part of the estimated seconds that tables must tell before their best choices are judged."""
+"""Part of the estimated seconds that tables must tell before their best choices are evaluated."""
 SLACK = 1e-9
 """Relative difference up to which costs are equal."""
 
 Propose = Callable[[Layout, Options], float]
-"""Judges a layout; the seconds of the fastest known one that fits."""
+"""Evaluates a layout; the seconds of the fastest known one that fits."""
 
 
 def fix_options(draft: Draft, upper: float, propose: Propose, deadline: float | None = None) -> float:
@@ -87,8 +87,8 @@ def faster(
     Returns:
       seconds as `fix_options` does; None if nothing is faster, or there was no time for all tables.
     """
-    prices, ground = evaluator.prices(subproblem.mesh), evaluator.ground(subproblem.parts)
-    draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, ground)
+    prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.parts)
+    draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, context)
     bound = fix_options(draft, upper, propose, deadline)
     if draft.left or bound >= upper * (1 - EXACT):
         return bound, None

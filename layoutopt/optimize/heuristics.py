@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from layoutopt.formulation.extract import outline
+from layoutopt.formulation.extract import legal_problem
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import SubproblemSearch
@@ -72,8 +72,8 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
     }
     if any(() not in subproblem.decided.options[n] for n in plain):
         return None
-    prices, ground = request.evaluator.prices(subproblem.mesh), request.evaluator.ground(subproblem.parts)
-    known = outline(request.model, subproblem.mesh, subproblem.decided, prices, ground)
+    prices, context = request.evaluator.prices(subproblem.mesh), request.evaluator.context(subproblem.parts)
+    known = legal_problem(request.model, subproblem.mesh, subproblem.decided, prices, context)
     search = SubproblemSearch(
         request.model, subproblem.mesh, subproblem.decided, request.hardware, known, request.evaluator
     )

@@ -1,15 +1,16 @@
-"""What a layout that does not fit teaches: a memory row that forbids it, and with it all that is too large
-for the same reason.
+"""Lazy cuts: a memory row made for a layout that does not fit. It forbids this layout, and with it all that
+is too large for the same reason.
 
-The judge's peak is at some instruction. The row of that point (`memory_rows`) counts less there: some values
-are larger under this layout, moved copies are held, kernels are cut. Let D be the decisions about the
-clusters that make or read one of these values, and about the cluster that runs at the peak. A cluster is
+The evaluator's peak is at some instruction. The row of that point (`memory_constraints`) counts less
+there: some values are larger under this layout, moved copies are held, kernels are cut. Let D be the
+decisions about the clusters that make or read one of these values, and about the cluster that runs at the
+peak. A cluster is
 lowered from its own decisions alone (that is why prices of clusters add up), so under every layout that
 agrees on D the same instruction runs, and holds the same excess e over what the row counts:
 
     row(x) + e [x agrees on D] <= peak(x)     written as     row(x) + e (sum_{i in D} [x_i agrees] - |D| + 1)
 
-which is less where x does not agree. So the row never forbids what fits (tests/layoutopt/test_lessons.py).
+which is less where x does not agree. So the row never forbids what fits (tests/layoutopt/test_lazy_cuts.py).
 Where the point is not found in the program with nothing split, D is everything, and the row is about this
 one layout.
 """
@@ -23,7 +24,7 @@ import numpy as np
 
 from costmodels.liveness import Holding
 from layoutopt.evaluator import Evaluation
-from layoutopt.formulation.dependencies import Coupling
+from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.extract import Extraction
 from layoutopt.formulation.memory_points import Key
 from layoutopt.problem import Entry, Row, Sparse
@@ -36,8 +37,8 @@ SAME = 0.5
 """Bytes: whole numbers that are closer are equal."""
 
 
-def lesson(found: Extraction, choices: Sequence[int], judged: Evaluation) -> Row:
-    """The row that the judge's opinion on some choices teaches; it uses the judged peak under them."""
+def lazy_cut(found: Extraction, choices: Sequence[int], judged: Evaluation) -> Row:
+    """The row for choices whose program is known; its use under them is that program's peak."""
     names = found.names
     entries: tuple[Entry, ...] = ()
     excess, decided = float(judged.memory.peak), frozenset(names)
@@ -48,11 +49,11 @@ def lesson(found: Extraction, choices: Sequence[int], judged: Evaluation) -> Row
         row, counted = known
         held, makers = _held(judged)
         more = float(judged.memory.peak) - row.use(choices)
-        wrong = _wrong(held, counted, found.memory.coupling)
+        wrong = _wrong(held, counted, found.memory.dependencies)
         explained = sum(held[k] - counted.get(k, 0.0) for k in wrong)
         if more > 0 and abs(explained - more) <= SAME:
             nodes = {peak.origin.node, *(n for k in wrong for n in makers.get(k, ()))}
-            nodes.update(number for k in wrong for number in _related(found.memory.coupling, k))
+            nodes.update(number for k in wrong for number in _related(found.memory.dependencies, k))
             entries, excess = row.entries, more
             decided = _decisions(found, nodes)
     agreeing = [i for i, name in enumerate(names) if name in decided]
@@ -65,10 +66,10 @@ def lesson(found: Extraction, choices: Sequence[int], judged: Evaluation) -> Row
     return Row(f"judged {tuple(choices[: len(names)])}", np.inf, (*entries, *gates))
 
 
-def _wrong(held: Mapping[Key, float], counted: Mapping[Key, float], coupling: Coupling) -> list[Key]:
-    """What the judge and a row count differently. A sum that is still pending is no tensor yet to the judge,
-    but to a row, in which nothing is split, it is: these are compared as one."""
-    made = {n.index: n.outputs[0] for n in coupling.live if len(n.outputs) == 1}
+def _wrong(held: Mapping[Key, float], counted: Mapping[Key, float], dependencies: Dependencies) -> list[Key]:
+    """What the evaluator and a row count differently. To the evaluator a sum that is still pending is no
+    tensor yet, but to a row, in which nothing is split, it is: these are compared as one."""
+    made = {n.index: n.outputs[0] for n in dependencies.live if len(n.outputs) == 1}
     apart = {k: held.get(k, 0.0) - counted.get(k, 0.0) for k in {**held, **counted}}
     joined: dict[Key, float] = defaultdict(float)
     alike = {k: ("tensor", made[k[1]]) if k[0] == "inside" and k[1] in made else k for k in apart}
@@ -78,7 +79,7 @@ def _wrong(held: Mapping[Key, float], counted: Mapping[Key, float], coupling: Co
 
 
 def _held(judged: Evaluation) -> tuple[Counter[Key], dict[Key, set[int]]]:
-    """What the judge counts at the peak besides the variables, and the nodes that make it."""
+    """What the evaluator counts at the peak besides the variables, and the nodes that make it."""
     program = judged.program
     maker = {o: instr for instr, _ in program.walk() for o in instr.outputs}
     held: Counter[Key] = Counter()
@@ -104,7 +105,7 @@ def _key(program: Program, holding: Holding, maker: dict[int, Instr]) -> Key:
     return "inside", holding.origin.node if holding.origin is not None else -1
 
 
-def _related(coupling: Coupling, key: Key) -> Iterable[int]:
+def _related(dependencies: Dependencies, key: Key) -> Iterable[int]:
     """The nodes that make or read a tensor, by whatever name, in whatever loop."""
     kind, start = key
     if kind == "inside":
@@ -112,9 +113,12 @@ def _related(coupling: Coupling, key: Key) -> Iterable[int]:
     seen, todo, nodes = {start}, [start], set[int]()
     while todo:
         tensor = todo.pop()
-        made = coupling.graph.producer.get(tensor)
-        near = [*coupling.ties(tensor)]
-        for node in (*([made] if made is not None and made.body is None else []), *coupling.readers[tensor]):
+        made = dependencies.graph.producer.get(tensor)
+        near = [*dependencies.ties(tensor)]
+        for node in (
+            *([made] if made is not None and made.body is None else []),
+            *dependencies.readers[tensor],
+        ):
             nodes.add(node.index)
             if node.op.free:
                 near += [*node.inputs[:1], *node.outputs]
@@ -125,24 +129,24 @@ def _related(coupling: Coupling, key: Key) -> Iterable[int]:
 
 def _decisions(found: Extraction, numbers: Iterable[int]) -> frozenset[str]:
     """What is decided about the clusters of some nodes."""
-    coupling = found.memory.coupling
-    roots = {coupling.root(number) for number in numbers}
+    dependencies = found.memory.dependencies
+    roots = {dependencies.root(number) for number in numbers}
     decided = set(found.names).intersection(found.decided.of(Recompute))
-    for node in coupling.live:
-        if coupling.root(node.index) in roots:
-            decided.update(_about(coupling, node))
+    for node in dependencies.live:
+        if dependencies.root(node.index) in roots:
+            decided.update(_about(dependencies, node))
     return frozenset(decided)
 
 
-def _about(coupling: Coupling, node: Node) -> Iterable[str]:
+def _about(dependencies: Dependencies, node: Node) -> Iterable[str]:
     """The dimensions that a node's tensors have, and the storage of variables that it reads, makes the
     gradients of, or updates."""
-    graph = coupling.graph
+    graph = dependencies.graph
     variables = {node.scope} if node.phase == "update" else set[str]()
     for t in (*node.inputs, *node.outputs):
         yield from graph.tensor(t).shape.names
-        variables.update(name for name in (coupling.owner.get(t),) if name)
-    for t in (later for o in node.outputs for later in coupling.leads_to(o)):
+        variables.update(name for name in (dependencies.owner.get(t),) if name)
+    for t in (later for o in node.outputs for later in dependencies.leads_to(o)):
         variables.update(name for name in (graph.gradient_of.get(t),) if name)
     for name in variables & graph.variables.keys():
         yield from graph.variables[name].shape.names

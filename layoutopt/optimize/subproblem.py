@@ -22,7 +22,7 @@ from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize.canonical import canonical
 from layoutopt.optimize.evaluation import Evaluator
-from layoutopt.optimize.lazy_cuts import lesson
+from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.problem import (
     Elimination,
     Entry,
@@ -111,11 +111,11 @@ class SubproblemSearch:
         self.model, self.mesh, self.hardware = model, mesh, hardware
         self._evaluator = evaluator or Evaluator(model, hardware)
         self.prices = self._evaluator.prices(mesh)
-        ground = self._evaluator.ground(decided.microbatches)
-        self.extraction = extraction or extract(model, mesh, decided, self.prices, ground)
+        context = self._evaluator.context(decided.microbatches)
+        self.extraction = extraction or extract(model, mesh, decided, self.prices, context)
         self.judged: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset()]
-        self.lessons: dict[str, Row] = {}
+        self.cuts: dict[str, Row] = {}
 
     def evaluate(self, choices: tuple[int, ...]) -> Evaluation:
         if choices not in self.judged:
@@ -147,7 +147,7 @@ class SubproblemSearch:
         """The memory rows so far: those of the loops that were seen to run again, and of none, and what
         layouts that did not fit have taught."""
         plain = (row for again in self.again for row in self.extraction.memory.rows(again))
-        return (*plain, *self.lessons.values())
+        return (*plain, *self.cuts.values())
 
     def limited(self, limit: float) -> Problem:
         """The problem with its rows under a memory limit."""
@@ -342,8 +342,8 @@ class SubproblemSearch:
         if again not in self.again:
             self.again.append(again)
         else:
-            row = lesson(self.extraction, choices, self.evaluate(choices))
-            self.lessons[row.name] = row
+            row = lazy_cut(self.extraction, choices, self.evaluate(choices))
+            self.cuts[row.name] = row
 
 
 def _largest(rows: Sequence[Row], of: Callable[[Entry], float]) -> Row | None:

@@ -264,7 +264,7 @@ class Point:
 
 
 def all_points(model: mtf.Model, question: Question, hardware: Hardware) -> list[Point]:
-    """The judge's opinion about every legal combination."""
+    """The evaluator's answer about every legal combination."""
     prices = pricer(hardware, question.mesh)
     points = []
     for decided in question.decided(model):

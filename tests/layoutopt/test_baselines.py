@@ -11,7 +11,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.api import search
 from layoutopt.evaluator import Evaluation, evaluate
-from layoutopt.formulation.shared import Ground
+from layoutopt.formulation.shared import SharedContext
 from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
@@ -50,7 +50,7 @@ def test_with_time_all_are_there() -> None:
     assert not [n for n in plan.data.notes if "no time was left" in n]
 
 
-def test_a_search_judges_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_evaluates_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
     def counting(*args: object, **how: object) -> Evaluation:
@@ -65,22 +65,22 @@ def test_a_search_judges_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_not_legal_stays_so() -> None:
-    judge = Evaluator(EXAMPLES["mlp"](), V3)
+    evaluator = Evaluator(EXAMPLES["mlp"](), V3)
     for _ in range(2):
         with pytest.raises(mtf.LayoutError, match="no axis 'z'"):
-            judge(mtf.Mesh("x:2"), mtf.Layout("batch:z"))
+            evaluator(mtf.Mesh("x:2"), mtf.Layout("batch:z"))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_with_nothing_split_programs_differ_in_their_mesh_only(name: str) -> None:
     model = EXAMPLES[name]()
     for mesh in (mtf.Mesh("x:2;y:2"), mtf.Mesh("x:8")):
-        assert replace(Ground(model).program(), mesh=mesh) == model.lower(mesh, mtf.Layout())
+        assert replace(SharedContext(model).program(), mesh=mesh) == model.lower(mesh, mtf.Layout())
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_a_value_counts_as_is_remembered_where_it_stays_so(name: str) -> None:
-    points = Ground(EXAMPLES[name]()).points(frozenset(), fuses=True)
+    points = SharedContext(EXAMPLES[name]()).points(frozenset(), fuses=True)
     for point in points.trace:
         for value, numbers in points._values(point):
             assert numbers == points._held_as(points.program.values[value], point)

@@ -11,7 +11,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import pricer
-from layoutopt.formulation.extract import Draft, extract, outline
+from layoutopt.formulation.extract import Draft, extract, legal_problem
 from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.memoised import TablePrices
@@ -96,9 +96,9 @@ def test_most_options_leave() -> None:
 
 
 def test_no_time_is_said() -> None:
-    judge = Evaluator(EXAMPLES["mlp"](), load_hardware("tpu-v4"))
-    space = subproblem_of(judge.model, "a:2;b:2")
-    bound, search = faster(judge, space, math.inf, lambda *_: math.inf, deadline=0.0)
+    evaluator = Evaluator(EXAMPLES["mlp"](), load_hardware("tpu-v4"))
+    space = subproblem_of(evaluator.model, "a:2;b:2")
+    bound, search = faster(evaluator, space, math.inf, lambda *_: math.inf, deadline=0.0)
     assert search is None and bound == 0.0
 
 
@@ -107,7 +107,7 @@ def test_what_is_legal_follows_from_dimensions_alone(name: str) -> None:
     model, hardware = EXAMPLES[name](), load_hardware("tpu-v4")
     space = subproblem_of(model, "data:2;model:2")
     prices = pricer(hardware, space.mesh)
-    known = outline(model, space.mesh, space.decided, prices)
+    known = legal_problem(model, space.mesh, space.decided, prices)
     for bare, priced in zip(
         known.tables, extract(model, space.mesh, space.decided, prices).tables, strict=True
     ):

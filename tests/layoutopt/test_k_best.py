@@ -29,14 +29,14 @@ def model() -> mtf.Model:
 def priced(model: mtf.Model, hardware: str, devices: int) -> Iterator[tuple[float, int, str]]:
     """Seconds, bytes and what is decided but for the names of axes, of every layout."""
     machine = load_hardware(hardware)
-    judge = Evaluator(model, machine)
+    evaluator = Evaluator(model, machine)
     shapes = meshes(None, devices, 2, machine)
     for space in subproblems(model, shapes, ALLOWED):
         names = space.decided.free
         for chosen in itertools.product(*(space.decided.options[n] for n in names)):
             layout, options = space.decided.read(dict(zip(names, chosen, strict=True)))
             try:
-                judged = judge(space.mesh, layout, options)
+                judged = evaluator(space.mesh, layout, options)
             except LayoutError:
                 continue
             orders = itertools.permutations(space.mesh.names)

@@ -1,4 +1,4 @@
-"""The answer is the best of all layouts, tried one by one by the judge; both solvers find it."""
+"""The answer is the best of all layouts, tried one by one by the evaluator; both solvers find it."""
 
 from __future__ import annotations
 

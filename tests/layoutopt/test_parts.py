@@ -13,7 +13,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.formulation.clusters import Cluster, clusters
-from layoutopt.formulation.dependencies import Coupling
+from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.lowering_cache import parts_of
 from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.space.decisions import Decisions, decisions
@@ -60,7 +60,7 @@ def compare(
         decided = decisions(step.graph, mesh, Allowed(microbatches=(parts,)))
         program = model.lower(mesh, mtf.Layout(), Options(microbatches=parts))
         tabler = Tabler(step.graph, mesh, prices)
-        for cluster in clusters(Coupling(step.graph, program, [t.id for t in step.results.values()])):
+        for cluster in clusters(Dependencies(step.graph, program, [t.id for t in step.results.values()])):
             table = tabler.table(cluster, decided)
             for assignment in rng.sample(sorted(table.entries), min(count, len(table.entries))):
                 found, chosen = table.entries[assignment], dict(zip(table.names, assignment, strict=True))

@@ -1,7 +1,7 @@
 """Collectives by TensorFlow's group operations, from inside a function that is traced once for all devices.
 
 They run between processes and between the GPUs of a machine (as rings; `communication_hint="nccl"` would
-choose NCCL, which was not tried); between virtual CPU devices of one process `tf_exchange` is far faster. A
+choose NCCL, which was not tried); between virtual CPU devices of one process `exchange` is far faster. A
 group is told by a key that a device looks up by its rank. Its members stand in device order, which is not the
 order of the program's pieces if the axes are not in the mesh's order: pieces are then reordered locally.
 

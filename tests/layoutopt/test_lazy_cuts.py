@@ -1,4 +1,5 @@
-"""What a layout that is too large teaches holds for every layout: no row counts more than the judge."""
+"""The cut made for a layout that is too large holds for every layout: no row counts more than the
+evaluator."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.moe_lm import model as experts
 from examples.resnet import model as resnet
-from layoutopt.optimize.lazy_cuts import lesson
+from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed, Choice
@@ -31,11 +32,11 @@ def legal(search: SubproblemSearch, chosen: dict[str, Choice]) -> tuple[int, ...
     return search.extraction.choices(*search.extraction.decided.read(chosen))
 
 
-def check(search: SubproblemSearch, seed: int, lessons: int, others: int) -> int:
+def check(search: SubproblemSearch, seed: int, cuts: int, others: int) -> int:
     """Learns from layouts of which the rows do not count all, and holds it against others that differ from
-    them in a few decisions; returns for how many others a lesson says it all."""
+    them in a few decisions; returns for how many others a cut is exact."""
     rng, decided, general = random.Random(seed), search.extraction.decided, 0
-    for _ in range(lessons):
+    for _ in range(cuts):
         chosen = some_choices(decided, rng)
         choices = legal(search, chosen)
         if choices is None:
@@ -45,7 +46,7 @@ def check(search: SubproblemSearch, seed: int, lessons: int, others: int) -> int
         known = max(row.use(choices) for row in search.extraction.memory.rows(again))
         if known > judged.memory.peak - 0.5:
             continue
-        row = lesson(search.extraction, choices, judged)
+        row = lazy_cut(search.extraction, choices, judged)
         assert row.use(choices) == pytest.approx(judged.memory.peak, abs=ROUNDING)
         found = 0
         for _ in range(10 * others):
@@ -73,9 +74,9 @@ MODELS: dict[str, Callable[[], mtf.Model]] = {
 
 
 @pytest.mark.parametrize("hardware", ["tpu-v3", "cpu-local"])
-def test_a_lesson_about_a_transformer_holds_for_others(hardware: str) -> None:
+def test_a_cut_about_a_transformer_holds_for_others(hardware: str) -> None:
     search = opened(EXAMPLES["transformer in bfloat16"](), "data:2;model:2", 1, hardware)
-    assert check(search, 1, lessons=40, others=4) > 0
+    assert check(search, 1, cuts=40, others=4) > 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -96,4 +97,4 @@ def test_many_random_models(seed: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_examples(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
-        check(opened(MODELS[name](), mesh, parts, hardware), 3, lessons=8, others=4)
+        check(opened(MODELS[name](), mesh, parts, hardware), 3, cuts=8, others=4)
