@@ -209,7 +209,7 @@ def _tell(
     if other is not None:
         _show_against(terminal, judged, other, rows)
         if (alike := _alike(found, other)) is not None:
-            besides = besides_text(own.storage, own.recompute, own.microbatches)
+            besides = besides_text(own)
             step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
             terminal.show(f"with the plan's {besides} too: {step} a step, {peak} of memory")
     if changed is not None:

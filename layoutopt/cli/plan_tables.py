@@ -46,7 +46,7 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int | None = None) -> None:
 def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
     """Names and values of the answer."""
     info, p = plan.data.model, plan.predicted
-    besides = besides_text(plan.data.storage, plan.data.recompute, plan.data.microbatches)
+    besides = besides_text(plan.data)
     of = "" if limit is None else f" of {bytes_text(limit)}"
     sent = ", ".join(f"{axes} {bytes_text(n)}" for axes, n in p.communication_bytes_per_device.items() if n)
     return [
@@ -68,14 +68,12 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
     ]
 
 
-def besides_text(storage: Mapping[str, str], recompute: Sequence[str], microbatches: int) -> str:
-    """What was decided besides the layout: stages with the number of variables; '' if it is all plain."""
-    from layoutopt.plan.schema import stored_as
+def besides_text(data: Alternative | PlanFile) -> str:
+    """What was decided besides the layout; '' if it is all plain."""
+    from layoutopt.plan.build import options_of
+    from layoutopt.space.decisions import describe
 
-    parts = [f"{stage} ×{len(names)}" for stage, names in sorted(stored_as(storage).items())]
-    parts += [f"recompute {name}" for name in recompute]
-    parts += [f"{microbatches} microbatches"] if microbatches > 1 else []
-    return "; ".join(parts)
+    return describe(options_of(data))
 
 
 def _storage_rows(storage: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -122,7 +120,7 @@ class _Row:
 
 def alternatives_table(plan: Plan, width: int = WIDE) -> Table:
     """The answer and every alternative on the same numbers, the best by what was asked for first."""
-    answer = _Row(ANSWER, plan.data.mesh, plan.data.layout, _besides(plan.data), plan.predicted, "yes")
+    answer = _Row(ANSWER, plan.data.mesh, plan.data.layout, besides_text(plan.data), plan.predicted, "yes")
     lean = where_of(plan).objective == "memory"
     rows = sorted((_row(a) for a in plan.alternatives), key=lambda row: row.bytes if lean else row.seconds)
     return _table("Beside it", "layout", "of the answer's", [answer, *rows], width, strong=0, lean=lean)
@@ -133,13 +131,9 @@ def frontier_table(points: Sequence[Alternative], width: int = WIDE) -> Table:
     return _table("Frontier of time and memory", "point", "of the fastest", [_row(a) for a in points], width)
 
 
-def _besides(a: Alternative | PlanFile) -> str:
-    return besides_text(a.storage, a.recompute, a.microbatches)
-
-
 def _row(a: Alternative) -> _Row:
     fits = "not legal" if a.predicted is None else "yes" if a.feasible else "no"
-    return _Row(a.name, a.mesh, a.layout, _besides(a), a.predicted, fits)
+    return _Row(a.name, a.mesh, a.layout, besides_text(a), a.predicted, fits)
 
 
 def _table(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -44,16 +44,18 @@ class Allowed:
 
 @dataclass
 class Chosen:
-    """A layout and options under way: choices are applied to it."""
+    """A layout and options under way: choices are applied to it.
+
+    Attributes:
+      options: fields of `Options`, those that are not plain.
+    """
 
     splits: dict[str, Axes] = field(default_factory=dict)
-    storage: dict[str, int] = field(default_factory=dict)
-    recompute: set[str] = field(default_factory=set)
-    microbatches: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
 
     def done(self) -> tuple[Layout, Options]:
         """What the choices mean."""
-        return Layout(self.splits), Options(self.storage, frozenset(self.recompute), self.microbatches)
+        return Layout(self.splits), Options(**self.options)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Microbatches(Decision):
         yield cls("number of microbatches", tuple((str(number),) for number in allowed.microbatches))
 
     def apply(self, choice: Choice, to: Chosen) -> None:
-        to.microbatches = int(choice[0])
+        to.options["microbatches"] = int(choice[0])
 
     def read(self, layout: Layout, options: Options) -> Choice:
         return (str(options.microbatches),)

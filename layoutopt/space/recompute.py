@@ -40,7 +40,7 @@ class Recompute(Decision):
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:
-            to.recompute.add(self.subject)
+            to.options["recompute"] = to.options.get("recompute", frozenset()) | {self.subject}
 
     def read(self, layout: Layout, options: Options) -> Choice:
         return ON if self.subject in options.recompute else ()

@@ -46,7 +46,8 @@ class Storage(Decision):
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:
-            to.storage.update(dict.fromkeys(self.variables, _stage(choice)))
+            stages = to.options.setdefault("storage", {})
+            stages.update(dict.fromkeys(self.variables, _stage(choice)))
 
     def read(self, layout: Layout, options: Options) -> Choice:
         stages = {options.storage.get(v, 0) for v in self.variables}
@@ -55,7 +56,7 @@ class Storage(Decision):
     @classmethod
     def describe(cls, options: Options) -> list[str]:
         counts = Counter(STAGES[stage] for stage in options.storage.values() if stage)
-        return [f"{stage} x{count}" for stage, count in sorted(counts.items())]
+        return [f"{stage} ×{count}" for stage, count in sorted(counts.items())]
 
 
 def _stage(choice: Choice) -> int:

@@ -41,7 +41,7 @@ def test_names_and_words_are_those_of_plans() -> None:
     assert decided.microbatches == 4
     lean = decided.leanest
     assert set(lean.storage.values()) == {3} and lean.recompute == {"layers"} and lean.microbatches == 4
-    assert describe(lean) == f"zero3 x{len(lean.storage)}; recompute layers; 4 microbatches"
+    assert describe(lean) == f"zero3 ×{len(lean.storage)}; recompute layers; 4 microbatches"
     assert describe(mtf.Options()) == ""
 
 
