@@ -123,10 +123,6 @@ def _gelu(x: Tensor, y: Tensor) -> Tensor:
     return mtf.gelu(x + y) * y
 
 
-def _layer_norm(x: Tensor, y: Tensor) -> Tensor:
-    return mtf.layer_norm(x + y, "d")
-
-
 def _rms_norm(x: Tensor, y: Tensor) -> Tensor:
     return mtf.rms_norm(x * y, "d") + y
 

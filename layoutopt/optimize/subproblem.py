@@ -68,11 +68,6 @@ class Found:
     solution: Solution
 
     @property
-    def claimed(self) -> tuple[int, ...]:
-        """The solver's choices."""
-        return self.solution.choices or ()
-
-    @property
     def seconds(self) -> float:
         return self.judged.cost.step_seconds
 

@@ -162,7 +162,7 @@ class LockstepEngine(Stepping):
                 env[o] = self.own_part(env[i], self.program.values[i], instr.dim, instr.axes)
             elif isinstance(instr, Collective):
                 for i, o in zip(instr.inputs, instr.outputs, strict=True):
-                    env[o] = self.collective(instr, env[i], self.program.values[i], self.program.values[o])
+                    env[o] = self.collective(instr, env[i], self.program.values[i])
             else:
                 raise TypeError(f"lockstep engine: unknown instruction {instr.text()}")
             for unread in self._meter.ran(instr, lambda i: _bytes(env[i])) if self._meter else ():
@@ -224,7 +224,7 @@ class LockstepEngine(Stepping):
         """Every device's part of `dim` among its group over `axes`."""
         return [place.part(x, v, dim, axes) for place, x in zip(self.places, pieces, strict=True)]
 
-    def collective(self, instr: Collective, pieces: Pieces, v: Value, result: Value) -> Pieces:
+    def collective(self, instr: Collective, pieces: Pieces, v: Value) -> Pieces:
         count_sent(self.communication_bytes, self.mesh, instr, _bytes(pieces))
         out: Pieces = [None] * len(pieces)
         for group in self.mesh.groups(instr.axes):

@@ -18,7 +18,6 @@ _SIZES = {
     "int8": 1,
     "bool": 1,
 }
-DTYPES = tuple(_SIZES)
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
