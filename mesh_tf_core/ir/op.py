@@ -237,7 +237,10 @@ def _check(cls: type[Op], abstract: bool) -> None:
         raise TypeError(f"{what} lacks the facets {', '.join(missing)}")
     for name in (*Op.FACETS, *Op.OPTIONAL):
         own, declared = getattr(cls, name), getattr(Op, name)
-        if not _fits(own, declared):
+        if not callable(own):
+            raise TypeError(f"{what}: {name} is {own!r}; it must be {name}{_takes(declared)}")
+        bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
+        if not _fits(own, declared, bound):
             raise TypeError(f"{what}: {name}{_takes(own)} must be {name}{_takes(declared)}")
     for name, allowed in Op.FACTS.items():
         value = getattr(cls, name)
@@ -261,11 +264,13 @@ def _counts(facet: Any) -> tuple[int, int, bool]:
     return needed, len(by_position), any(p.kind is p.VAR_POSITIONAL for p in found)
 
 
-def _fits(own: Any, declared: Any) -> bool:
-    """Whether a facet can be called as it is declared; operands may have names of their own."""
+def _fits(own: Any, declared: Any, bound: bool) -> bool:
+    """Whether a facet can be called as it is declared; operands may have names of their own. A `bound` one (a
+    static or a class method) has no `self`."""
     if own is declared:
         return True
     (needed, taken, many), (fixed, _, several) = _counts(own), _counts(declared)
+    needed, taken = needed + bound, taken + bound
     if several:
         return many or taken > fixed
     return needed <= fixed and (many or taken >= fixed)

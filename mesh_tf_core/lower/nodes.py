@@ -77,7 +77,10 @@ def plan_of(node: Node, graph: Graph) -> Plan:
 @lru_cache(maxsize=1 << 14)
 def _roles(op: Op, operands: tuple[tuple[Shape, str], ...]) -> Roles:
     """The roles of an operation on operands of these types: a graph has many equal ones."""
-    return op.roles(*(TensorType(shape, dtype) for shape, dtype in operands))
+    found = op.roles(*(TensorType(shape, dtype) for shape, dtype in operands))
+    if not isinstance(found, Roles):
+        raise TypeError(f"operation {type(op).__name__}: roles gave {found!r}; it must give mtf.Roles")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

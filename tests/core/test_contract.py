@@ -77,6 +77,17 @@ def with_a_deaf_expand() -> None:
         def expand(self) -> Any: ...
 
 
+def with_a_short_static_facet() -> None:
+    class Half(Whole):
+        @staticmethod
+        def gradient(dy: Any, inputs: Any) -> Any: ...
+
+
+def with_a_facet_that_is_none() -> None:
+    class Half(Whole):
+        flops = None  # type: ignore[assignment]
+
+
 def unhashable() -> None:
     @dataclass(frozen=True)
     class Half(Whole):
@@ -120,6 +131,11 @@ def bare() -> None:
             r"lower\(self, low, inputs, types\)$",
         ),
         (with_a_deaf_expand, r"operation Half: expand\(self\) must be expand\(self, \*inputs\)$"),
+        (
+            with_a_short_static_facet,
+            r"operation Half: gradient\(dy, inputs\) must be gradient\(self, dy, inputs, output\)$",
+        ),
+        (with_a_facet_that_is_none, r"operation Half: flops is None; it must be flops\(self, \*local\)$"),
         (unhashable, r"operation Half: 'sizes' of type list\[int\] has no hash; use a tuple$"),
         (mutable, r"cannot inherit non-frozen dataclass from a frozen one"),
         (bare, r"operation Half is no dataclass; write @dataclass\(frozen=True\) above its class$"),
@@ -128,6 +144,32 @@ def bare() -> None:
 def test_a_class_that_breaks_the_contract(made: Callable[[], None], match: str) -> None:
     with pytest.raises(TypeError, match=match):
         made()
+
+
+def test_a_facet_may_be_a_static_or_a_class_method() -> None:
+    @dataclass(frozen=True)
+    class Same(Whole):
+        @staticmethod
+        def flops(x: TensorType) -> float:
+            return 3.0
+
+        @classmethod
+        def gradient(cls, dy: Any, inputs: Any, output: Any) -> Any:
+            return [dy]
+
+    assert Same().flops(TensorType(mtf.Shape([A]), "float32")) == 3.0
+
+
+def test_roles_of_none_are_refused_by_name() -> None:
+    @dataclass(frozen=True)
+    class Lost(Whole):
+        def roles(self, *inputs: TensorType) -> Any:
+            return None
+
+    g = mtf.Graph("lost")
+    y = g.apply(Lost(), g.input("x", [A], "float32"))
+    with pytest.raises(TypeError, match=r"operation Lost: roles gave None; it must give mtf\.Roles$"):
+        mtf.lower(g, mtf.Mesh("data:2"), mtf.Layout("a:data"), {"y": y})
 
 
 def test_what_an_operation_is_without_its_optional_facets() -> None:
