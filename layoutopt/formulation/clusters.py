@@ -24,7 +24,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.lower import Keep
+from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import plan_of
 from mesh_tf_core.lower.rematerialization import running_again, stands_beside_backward
 
@@ -48,8 +48,8 @@ class Cluster:
     """
 
     name: str
-    keep: Keep
-    again: Mapping[str, Keep]
+    keep: Subgraph
+    again: Mapping[str, Subgraph]
     dims: tuple[str, ...]
     switches: tuple[str, ...]
     shapes: tuple[tuple[str, ...], ...]
@@ -180,7 +180,7 @@ class _Builder:
             name,
             keep,
             {
-                dim: Keep(frozenset(found), keep.blocks, again=True, unread=self.unread)
+                dim: Subgraph(frozenset(found), keep.blocks, again=True, unread=self.unread)
                 for dim, found in again.items()
             },
             *self._dims(nodes),
@@ -221,14 +221,14 @@ class _Builder:
         if not any(worked <= {*self.graph.tensor(i).shape.names} for i in (*node.inputs, *node.outputs)):
             yield tuple(sorted(worked))
 
-    def _keep(self, nodes: list[Node], homes: frozenset[tuple[int, int]] = frozenset()) -> Keep:
+    def _keep(self, nodes: list[Node], homes: frozenset[tuple[int, int]] = frozenset()) -> Subgraph:
         blocks: set[int] = set()
         for start in (*(self.dependencies.home[n.index].id for n in nodes), *(b for b, _ in homes)):
             block = self.graph.blocks[start]
             while block.parent is not None:
                 blocks.add(block.id)
                 block = self.graph.blocks[block.parent]
-        return Keep(frozenset(n.index for n in nodes), frozenset(blocks), homes, unread=self.unread)
+        return Subgraph(frozenset(n.index for n in nodes), frozenset(blocks), homes, unread=self.unread)
 
     # -- access to variables ---------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class _Builder:
         keep = self._keep(nodes, frozenset(homes))
         return key, Cluster(f"{variable.name} (access)", keep, again, dims, switches, (dims,), {})
 
-    def _access_again(self, casts: list[Node], homes: set[tuple[int, int]]) -> dict[str, Keep]:
+    def _access_again(self, casts: list[Node], homes: set[tuple[int, int]]) -> dict[str, Subgraph]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.
 
         What a body inside of the recomputed one does, it does once more in any case.

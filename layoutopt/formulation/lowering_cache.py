@@ -15,7 +15,7 @@ from costmodels.pricing.pricer import Pricer
 from costmodels.pricing.templates import ItemisedCost, Templates
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower import Keep
+from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.combine import Waiting
 from mesh_tf_core.lower.oracle import Answers
 from mesh_tf_core.tracing.graph import Graph
@@ -41,9 +41,9 @@ class Parts:
     """The parts of one graph, on hardware that makes the same items."""
 
     templates: Templates
-    _known: dict[Keep, dict[Hashable, list[Part]]] = field(default_factory=dict)
+    _known: dict[Subgraph, dict[Hashable, list[Part]]] = field(default_factory=dict)
 
-    def of(self, keep: Keep) -> dict[Hashable, list[Part]]:
+    def of(self, keep: Subgraph) -> dict[Hashable, list[Part]]:
         """What was lowered of a part, by the axes of its dimensions and what is recomputed."""
         return self._known.setdefault(keep, {})
 

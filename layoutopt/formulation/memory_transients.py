@@ -20,7 +20,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import AllReduce, Local, Program, ReduceScatter
-from mesh_tf_core.lower import Keep
+from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.base import Lowering
 from mesh_tf_core.tracing.graph import Graph
 
@@ -113,7 +113,7 @@ def _moves_along(graph: Graph, node: Node, name: str, shapes: list[Shape]) -> bo
 
 def _lowered(graph: Graph, mesh: Mesh, node: Node, splits: Mapping[str, Axes]) -> Lowering:
     """One node, its operands given."""
-    keep = Keep(frozenset({node.index}), frozenset())
+    keep = Subgraph(frozenset({node.index}), frozenset())
     low = Lowering(graph, mesh, Layout({n: axes for n, axes in splits.items() if axes}), keep=keep)
     for tensor in node.inputs:
         low.value_of(tensor)

@@ -22,9 +22,9 @@ from layoutopt.space.kind import Choice
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower import Keep, Options, lower
+from mesh_tf_core.lower import Options, Subgraph, lower
 from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
-from mesh_tf_core.lower.oracle import Facts
+from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.tracing.graph import Graph
 
 Assignment = tuple[Choice, ...]
@@ -133,9 +133,9 @@ class Tabler:
 
     def _entry(self, cluster: Cluster, naming: Naming, layout: Layout, options: Options) -> Entry | None:
         """The price of a cluster; None if that is not legal."""
-        facts = Facts(naming.mesh, layout, self.graph.variables, options.storage, self.sizes, naming.real)
+        oracle = Oracle(naming.mesh, layout, self.graph.variables, options.storage, self.sizes, naming.real)
         first = options if cluster.saves else replace(options, recompute=NOTHING)
-        part = self._part(cluster, cluster.keep, first, facts, naming)
+        part = self._part(cluster, cluster.keep, first, oracle, naming)
         if part.cost is None:
             return None
         seconds = naming.pricer.total(part.cost)
@@ -149,23 +149,25 @@ class Tabler:
             small[tuple(naming.real[a] for a in axes), dtype] = payloads
         for dim in sorted(options.recompute):
             if dim in cluster.again:
-                second = self._part(cluster, cluster.again[dim], options, facts, naming)
+                second = self._part(cluster, cluster.again[dim], options, oracle, naming)
                 assert second.cost is not None
                 seconds += naming.pricer.total(second.cost)
         return Entry(max(seconds, 0.0), small)
 
-    def _part(self, cluster: Cluster, keep: Keep, options: Options, facts: Facts, naming: Naming) -> Part:
+    def _part(
+        self, cluster: Cluster, keep: Subgraph, options: Options, oracle: Oracle, naming: Naming
+    ) -> Part:
         """A part of a cluster, lowered now unless it is known."""
-        known = self.parts.of(keep).setdefault((facts.layout, options.recompute), [])
+        known = self.parts.of(keep).setdefault((oracle.layout, options.recompute), [])
         for part in known:
-            if facts.agree(part.asked):
+            if oracle.agree(part.asked):
                 return part
-        facts.asked = {}
+        oracle.asked = {}
         found: tuple[ItemisedCost | None, tuple[Waiting, ...]] = (None, ())
         try:
-            program = lower(self.graph, naming.mesh, facts.layout, cluster.early, options, keep, facts)
+            program = lower(self.graph, naming.mesh, oracle.layout, cluster.early, options, keep, oracle)
             found = self.parts.templates.itemised(program, keep.again), waiting(program)
         except LayoutError:
             pass
-        known.append(Part(tuple(facts.asked.items()), *found))
+        known.append(Part(tuple(oracle.asked.items()), *found))
         return known[-1]

@@ -68,7 +68,9 @@ class Emitter(Protocol):
         ...
 
     @property
-    def facts(self) -> Ways: ...
+    def oracle(self) -> Ways:
+        """What may be asked about the mesh."""
+        ...
 
     @property
     def origin(self) -> Origin:

@@ -2,6 +2,6 @@
 
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.pipeline import Options, lower
-from mesh_tf_core.lower.subgraph import Keep
+from mesh_tf_core.lower.subgraph import Subgraph
 
-__all__ = ["Keep", "Options", "lower", "lower_base"]
+__all__ = ["Options", "Subgraph", "lower", "lower_base"]

@@ -27,9 +27,9 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import Plan, expansion, gathered, plan_of
-from mesh_tf_core.lower.oracle import Facts
+from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.subgraph import Keep
+from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -43,10 +43,10 @@ class Lowering(Placing):
         layout: Layout,
         storage: Mapping[str, int] | None = None,
         recompute: Iterable[str] = (),
-        keep: Keep | None = None,
-        facts: Facts | None = None,
+        keep: Subgraph | None = None,
+        oracle: Oracle | None = None,
     ) -> None:
-        super().__init__(graph, mesh, layout, storage, keep, facts)
+        super().__init__(graph, mesh, layout, storage, keep, oracle)
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
         self._plans: dict[int, Plan] = {} if keep is None else keep.plans
@@ -69,7 +69,7 @@ class Lowering(Placing):
     def _update(self, node: Node, plan: Plan) -> None:
         """A node of the update of a variable, in the layout of this variable's state."""
         saved = self.layout
-        self._lay_out(self.facts.view(node.scope))
+        self._lay_out(self.oracle.view(node.scope))
         try:
             self._in_layout(node, plan)
         finally:
@@ -99,7 +99,7 @@ class Lowering(Placing):
 
     def stored_splits(self, op: Read | Assign) -> Splits:
         variable = op.variable
-        layout = self.facts.stored(variable)
+        layout = self.oracle.stored(variable)
         splits = self.natural(variable.shape, f"variable {variable.name!r}", layout)
         self.stored[variable.name] = Stored(variable, splits)
         return splits
@@ -125,7 +125,7 @@ class Lowering(Placing):
             return self._expanded(op, inputs)
         if whole:
             inputs = [self.without(i, whole) for i in inputs]
-        partial = self.facts.ordered(a for n in reduced for a in layout.axes(n)) if reduced else ()
+        partial = self.oracle.ordered(a for n in reduced for a in layout.axes(n)) if reduced else ()
         if not whole and not partial:
             # What comes out is in its place.
             outs = [
@@ -176,8 +176,8 @@ class Lowering(Placing):
         gradient_of = self.graph.gradient_of
         for tensor in [t for t in gradient_of if t in self.env]:
             variable = gradient_of[tensor]
-            if not self.graph.tensor(tensor).block and self.facts.stage(variable, 1):
-                value, view = self.env[tensor], self.facts.view(variable)
+            if not self.graph.tensor(tensor).block and self.oracle.stage(variable, 1):
+                value, view = self.env[tensor], self.oracle.view(variable)
                 # The update asks for it: a sum that only the update reads may travel with others.
                 self.origin = Origin(self.origin.node, variable, "update")
                 self.placed(value, self.natural(self.values[value].shape, layout=view))
@@ -190,12 +190,12 @@ def lower_base(
     results: Mapping[str, Tensor] | None = None,
     storage: Mapping[str, int] | None = None,
     recompute: Iterable[str] = (),
-    keep: Keep | None = None,
-    facts: Facts | None = None,
+    keep: Subgraph | None = None,
+    oracle: Oracle | None = None,
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
-    state = Lowering(graph, mesh, layout, storage, recompute, keep, facts)
+    state = Lowering(graph, mesh, layout, storage, recompute, keep, oracle)
     state.nodes(graph.blocks[0])
     if keep is not None:
         state.deliver_gradients()

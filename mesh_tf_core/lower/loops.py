@@ -256,9 +256,9 @@ class Loops:
 
     def _scattered(self, value: int, variable: str | None) -> int:
         """A layer's part of a gradient, as its variable's state is split (from storage stage 2 on)."""
-        if variable is None or not self.low.facts.stage(variable, 2):
+        if variable is None or not self.low.oracle.stage(variable, 2):
             return value
-        view = self.low.facts.view(variable)
+        view = self.low.oracle.view(variable)
         return self.low.placed(value, self.low.natural(self.low.values[value].shape, layout=view))
 
     def _outer(self, id: int, stack: Block | None) -> int:

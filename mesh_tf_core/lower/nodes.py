@@ -1,4 +1,4 @@
-"""What lowering must know of a node under every layout: worked out once, remembered by `Keep`."""
+"""What lowering must know of a node under every layout: worked out once, remembered by `Subgraph`."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from mesh_tf_core.lower.redistribute import Move, Splits, plan_moves, straight
 from mesh_tf_core.lower.storage import Storage
 
 Question = tuple[Any, ...]
-"""A method of `Facts` and its arguments."""
+"""A method of `Oracle` and its arguments."""
 Answers = tuple[tuple[Question, Any], ...]
 
 
-class Facts:
+class Oracle:
     """Answers the questions of one lowering, and notes them.
 
     Args:

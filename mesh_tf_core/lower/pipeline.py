@@ -12,9 +12,9 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.dead import drop_dead
-from mesh_tf_core.lower.oracle import Facts
+from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.rematerialization import check_recompute
-from mesh_tf_core.lower.subgraph import Keep
+from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.lower.verify import verify
@@ -58,8 +58,8 @@ def lower(
     layout: Layout,
     results: Mapping[str, Tensor] | None = None,
     options: Options = DEFAULT,
-    keep: Keep | None = None,
-    facts: Facts | None = None,
+    keep: Subgraph | None = None,
+    oracle: Oracle | None = None,
     check: bool = True,
 ) -> Program:
     """Lowers a graph to the program that every device of the mesh runs.
@@ -67,7 +67,7 @@ def lower(
     Args:
       results: name -> tensor to return from a step.
       keep: lower only some nodes (for pricing them alone); `results` are then ignored dead-code roots.
-      facts: of this mesh, layout and storage; notes what is asked of them.
+      oracle: of this mesh, layout and storage; notes what is asked of them.
       check: hold the program against the rules of `lower.verify`. A search lowers many programs and checks
         that of its answer. What is lowered with `keep` is never checked: it is no whole program.
 
@@ -81,10 +81,10 @@ def lower(
         known = {name: max(sizes) for name, sizes in graph.dims().items()}
         layout.check(mesh, known)
         check_recompute(graph, options.recompute)
-    program = lower_base(graph, mesh, layout, results, options.storage, options.recompute, keep, facts)
+    program = lower_base(graph, mesh, layout, results, options.storage, options.recompute, keep, oracle)
     if keep is not None:
         # What is dead or travels together is not known from a part of the graph.
-        return delay_sums(program, facts)
+        return delay_sums(program, oracle)
     for _, run in PASSES:
         program = run(program)
     return verify(program) if check else program

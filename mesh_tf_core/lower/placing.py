@@ -12,8 +12,8 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Instr, Local, Origin, Slice, Value
 from mesh_tf_core.ir.values import Splits
-from mesh_tf_core.lower.oracle import Facts
-from mesh_tf_core.lower.subgraph import Keep
+from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.graph import Graph
 
@@ -33,11 +33,11 @@ class Placing:
         mesh: Mesh,
         layout: Layout,
         storage: Mapping[str, int] | None = None,
-        keep: Keep | None = None,
-        facts: Facts | None = None,
+        keep: Subgraph | None = None,
+        oracle: Oracle | None = None,
     ) -> None:
         self.graph, self.mesh, self.layout, self.keep = graph, mesh, layout, keep
-        self.facts = facts or Facts(mesh, layout, graph.variables, storage or {})
+        self.oracle = oracle or Oracle(mesh, layout, graph.variables, storage or {})
         self.values: list[Value] = []
         self.code: list[Instr] = []
         self.env: dict[int, int] = {}
@@ -71,7 +71,7 @@ class Placing:
         if len(set(used)) < len(used):
             rules.splits(shape, what or f"a tensor [{shape}]")
         for d, axes in zip(shape.dims, splits, strict=True):
-            if axes and not self.facts.divides(d, axes):
+            if axes and not self.oracle.divides(d, axes):
                 ways = self.mesh.group_size(axes)
                 raise LayoutError(
                     f"{what or f'a tensor [{shape}]'}: dimension {d.name!r} has size {d.size}, which the "
@@ -102,7 +102,7 @@ class Placing:
         self.code.append(instr)
 
     def value_of(self, tensor: int) -> int:
-        """The value of a tensor; one that nobody computes here (see `Keep`) is taken as given."""
+        """The value of a tensor; one that nobody computes here (see `Subgraph`) is taken as given."""
         value = self.env.get(tensor)
         if value is None:
             value = self.env[tensor] = self._given(tensor)
@@ -127,7 +127,7 @@ class Placing:
 
     def _move(self, id: int, splits: Splits) -> int:
         shape = self.values[id].shape
-        for move in self.facts.moves(self.values[id].splits, splits, shape.sizes):
+        for move in self.oracle.moves(self.values[id].splits, splits, shape.sizes):
             v = self.values[id]
             name, now = v.shape.names[move.dim], list(v.splits)
             if move.kind == "slice":

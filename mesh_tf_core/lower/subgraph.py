@@ -13,7 +13,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Keep:
+class Subgraph:
     """Lowers only these nodes (by index); what others compute is taken as given, in natural placement.
 
     Attributes:

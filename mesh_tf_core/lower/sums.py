@@ -37,7 +37,7 @@ from mesh_tf_core.ir.program import (
     Value,
 )
 from mesh_tf_core.ir.structure import Connection
-from mesh_tf_core.lower.oracle import Facts
+from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.uses import Readers, count_uses
 
 
@@ -80,15 +80,15 @@ def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
             pending.update(node.outputs)
 
 
-def delay_sums(program: Program, facts: Facts | None = None) -> Program:
+def delay_sums(program: Program, oracle: Oracle | None = None) -> Program:
     """Applies the rewrites of the module's text, once through the program.
 
     Args:
-      facts: of the program's mesh; notes what is asked of them.
+      oracle: of the program's mesh; notes what is asked of them.
     """
     if not _any_sum(program.code):
         return program
-    state = _Sums(program, facts or Facts(program.mesh, program.layout, {}, {}))
+    state = _Sums(program, oracle or Oracle(program.mesh, program.layout, {}, {}))
     code, _ = state.block(program.code)
     return replace(program, values=tuple(state.values), code=tuple(code))
 
@@ -100,8 +100,8 @@ def _any_sum(code: Sequence[Instr]) -> bool:
 
 
 class _Sums:
-    def __init__(self, program: Program, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, program: Program, oracle: Oracle) -> None:
+        self.oracle = oracle
         self.program = program
         self.values = list(program.values)
         self.uses = count_uses(program.code, program.results.values())
@@ -265,7 +265,7 @@ class _Sums:
         self.values[id] = self.values[id].pending(axes, id)
 
     def _ordered(self, axes: Axes) -> Axes:
-        return self.facts.ordered(axes)
+        return self.oracle.ordered(axes)
 
 
 def _drop(instr: Instr, code: list[Instr]) -> None:

@@ -84,7 +84,7 @@ class Conv(Op):
         base = []
         for v in self.windows:
             here = low.values[x]
-            count = low.facts.ways(here.split_of(v.dim))
+            count = low.oracle.ways(here.split_of(v.dim))
             inside, outside = here.shape.dim(v.dim).size, types[0].shape.dim(v.dim).size
             begin, end = v.inputs_of(0, outside // count)
             if count > 1 and v.split_alike(inside, outside, count):
@@ -178,7 +178,7 @@ class ConvInputGrad(Op):
         for v, inside in zip(self.windows, self.sizes, strict=True):
             here = low.values[dy]
             axes = here.split_of(v.dim)
-            count, outside = low.facts.ways(axes), here.shape.dim(v.dim).size
+            count, outside = low.oracle.ways(axes), here.shape.dim(v.dim).size
             begin, end = v.outputs_of(0, inside // count)
             if count > 1 and v.split_alike(inside, outside, count):
                 dy = window(low, dy, v.dim, begin, end)
@@ -261,7 +261,7 @@ class ConvFilterGrad(Op):
         base = []
         for v in self.windows:
             here = low.values[x]
-            count = low.facts.ways(here.split_of(v.dim))
+            count = low.oracle.ways(here.split_of(v.dim))
             inside, outside = here.shape.dim(v.dim).size, low.values[dy].shape.dim(v.dim).size
             begin, end = v.inputs_of(0, outside // count)
             if count > 1 and v.split_alike(inside, outside, count):

@@ -202,7 +202,7 @@ def finish(low: Emitter, op: Op, inputs: Sequence[int], type: TensorType, spatia
     natural = dict(zip(type.shape.names, low.natural(type.shape), strict=True))
     kept = dict(zip(low.values[spatial].shape.names, low.values[spatial].splits, strict=True))
     splits = tuple(() if n in roles.whole else kept.get(n, natural[n]) for n in type.shape.names)
-    partial = low.facts.ordered(a for n in roles.reduced for a in split.get(n, ()))
+    partial = low.oracle.ordered(a for n in roles.reduced for a in split.get(n, ()))
     out = low.new(type, splits, partial)
     low.emit(Local(tuple(inputs), (out,), low.origin, op))
     return low.joined(out, partial, "sum") if partial else out

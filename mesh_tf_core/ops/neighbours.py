@@ -60,7 +60,7 @@ class ShiftAlong(Op):
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """A split dimension: the window of every piece, moved against the offset."""
         x = low.values[inputs[0]]
-        count = low.facts.ways(x.split_of(self.dim))
+        count = low.oracle.ways(x.split_of(self.dim))
         if count == 1:
             return low.local(self, inputs, types, [x.splits])
         size = x.shape.dim(self.dim).size // count

@@ -101,7 +101,7 @@ class TopK(Op):
         x = low.values[inputs[0]]
         splits = {n: low.layout.axes(n) for n in (*x.shape.names, self.best.name)}
         check_disjoint(splits, "top_k")
-        ways = low.facts.ways(splits[self.dim])
+        ways = low.oracle.ways(splits[self.dim])
         kept = tuple(splits[n] for n in x.shape.without(self.dim).names)
         if ways == 1 or x.shape.dim(self.dim).size // ways <= self.best.size:
             whole = low.without(inputs[0], [self.dim])

@@ -94,7 +94,7 @@ def window(low: Emitter, id: int, dim: str, begin: int, end: int, wrap: bool = F
     """
     v = low.values[id]
     axes = v.split_of(dim)
-    count = low.facts.ways(axes)
+    count = low.oracle.ways(axes)
     size = v.shape.dim(dim).size // count
     parts: list[int] = []
     before = after = 0
@@ -121,7 +121,7 @@ def _cut(low: Emitter, id: int, dim: str, begin: int, size: int, count: int) -> 
 
 
 def _moved(low: Emitter, id: int, axes: tuple[str, ...], shift: int, wrap: bool) -> int:
-    count = low.facts.ways(axes)
+    count = low.oracle.ways(axes)
     shift = (shift + count // 2) % count - count // 2 if wrap else shift
     if not shift:
         return id

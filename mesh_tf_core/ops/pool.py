@@ -123,7 +123,7 @@ class Pool(Op):
         x, parts = inputs[0], []
         for v in self.windows:
             here = low.values[x]
-            count, inside = low.facts.ways(here.split_of(v.dim)), here.shape.dim(v.dim).size
+            count, inside = low.oracle.ways(here.split_of(v.dim)), here.shape.dim(v.dim).size
             outside = types[0].shape.dim(v.dim).size
             if count > 1 and v.split_alike(inside, outside, count):
                 begin, end = v.inputs_of(0, outside // count)
@@ -193,7 +193,7 @@ class PoolGrad(Op):
         (x, dy), parts = inputs, []
         for v in self.windows:
             here = low.values[x]
-            count, inside = low.facts.ways(here.split_of(v.dim)), here.shape.dim(v.dim).size
+            count, inside = low.oracle.ways(here.split_of(v.dim)), here.shape.dim(v.dim).size
             outside = low.values[dy].shape.dim(v.dim).size
             if count > 1 and v.split_alike(inside, outside, count):
                 first, last = v.outputs_of(0, inside // count)

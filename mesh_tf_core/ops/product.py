@@ -47,7 +47,7 @@ class ReduceProd(Op):
         kept = tuple(s for n, s in zip(x.shape.names, x.splits, strict=True) if n not in self.dims)
         if not axes:
             return low.local(self, inputs, types, [kept])
-        pieces = Dim(f"{self.dims[0]}_products", low.facts.ways(axes))
+        pieces = Dim(f"{self.dims[0]}_products", low.oracle.ways(axes))
         own = TensorType(Shape([*types[0].shape, pieces]), x.dtype)
         (made,) = low.local(PieceProducts(self.dims, pieces), inputs, [own], [(*kept, axes)])
         return low.local(ReduceProd((pieces.name,)), [low.placed(made, (*kept, ()))], types, [kept])

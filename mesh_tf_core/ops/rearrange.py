@@ -209,7 +209,7 @@ def rearranged(
     """
     values = [low.values[i] for i in inputs]
     kept = low.natural(type.shape)
-    count = low.facts.ways(low.layout.axes(dim))
+    count = low.oracle.ways(low.layout.axes(dim))
     sizes = tuple(v.shape.dim(dim).size for v in values)
     length = type.shape.dim(dim).size // count
     own_slots, steps = plan(tuple(parts), sizes, count, length)

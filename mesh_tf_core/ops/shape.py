@@ -97,7 +97,7 @@ class Reshape(Op):
                 out.update({d.name: have[d.name] for d in after})
                 continue
             first = have[before[0].name] if before else ()
-            fits = bool(after) and after[0].size % lowering.facts.ways(first) == 0
+            fits = bool(after) and after[0].size % lowering.oracle.ways(first) == 0
             for i, d in enumerate(before):
                 have[d.name] = first if i == 0 and fits else ()
             out.update({d.name: (first if i == 0 and fits else ()) for i, d in enumerate(after)})
