@@ -72,8 +72,8 @@ app.command("solve-problem", epilog=solve_problem.EXAMPLES, rich_help_panel=MORE
 
 
 YOUNG, OLDER = 1_000_000, (50, 1000)
-"""Objects, and collections of younger ones, between two walks of the garbage collector: a search makes many and
-drops few, and walking them again and again was a fifth of its time. The process is the command's own."""
+"""Objects, and collections of younger ones, between two walks of the garbage collector: a search makes many
+and drops few, and walking them again and again was a fifth of its time. The process is the command's own."""
 
 
 def main() -> None:
