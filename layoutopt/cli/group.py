@@ -1,4 +1,5 @@
-"""The way out of every command: one line on stderr and the exit code, whatever happened.
+"""The way out of every command: one line on stderr and the exit code, whatever happened. With `--json` the
+line is an object: {"error": what is wrong, "exit": the code}.
 
 0 done, 2 the user's input is wrong, 3 proven infeasible, 4 stopped at a limit with nothing found,
 130 stopped by Ctrl-C.
@@ -6,8 +7,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import typer
@@ -21,6 +24,8 @@ class Group(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
+        given: Sequence[str] | None = args[0] if args else kwargs.get("args")
+        as_json = "--json" in (sys.argv[1:] if given is None else given)
         try:
             code = super().main(*args, **kwargs)
             sys.stdout.flush()
@@ -30,11 +35,11 @@ class Group(TyperGroup):
 
             if not isinstance(error, UserError):
                 raise
-            _fail(str(error), error.exit_code)
+            _fail(str(error), error.exit_code, as_json)
         except typer.TyperException as error:
-            _fail(_usage(error), error.exit_code)
+            _fail(_usage(error), error.exit_code, as_json)
         except typer.Abort:
-            _fail("stopped", 130)
+            _fail("stopped", 130, as_json)
         except KeyboardInterrupt:
             sys.exit(130)
         except BrokenPipeError:
@@ -42,8 +47,10 @@ class Group(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+def _fail(message: str, code: int, as_json: bool) -> NoReturn:
+    line = " ".join(message.split())
+    told = json.dumps({"error": line, "exit": code}, ensure_ascii=False) if as_json else f"error: {line}"
+    print(told, file=sys.stderr)
     sys.exit(code)
 
 

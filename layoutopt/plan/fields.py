@@ -108,6 +108,13 @@ def _rules(value: Any) -> Any:
     return ";".join(f"{dim}:{'+'.join(axes)}" for dim, axes in layout.items() if axes)
 
 
+def _finite(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise wrong(f"must be a number or null, found {type(value).__name__}")
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 Amount = Annotated[float, BeforeValidator(_amount)]
 """A finite number, not below zero."""
 AsGiven = Annotated[int | float, PlainValidator(_amount)]
@@ -117,6 +124,8 @@ Score = Annotated[float | None, BeforeValidator(_score)]
 Whole = Annotated[int, BeforeValidator(_whole)]
 Size = Annotated[int, BeforeValidator(_size)]
 """A whole number, at least 1."""
+Figure = Annotated[int | float | None, PlainValidator(_finite)]
+"""A number as it was counted, or null."""
 Flag = StrictBool
 Names = Annotated[list[str], BeforeValidator(_names)]
 """Texts; a single one is a list of one."""

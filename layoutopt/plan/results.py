@@ -6,26 +6,15 @@ plan file (`layoutopt.plan.schema.PlanFile`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import AliasChoices, Field, PlainValidator
+from pydantic import AliasChoices, Field
 
 from layoutopt.plan.details import Curve, Proof, Robustness, Validation
-from layoutopt.plan.fields import Data, Flag, wrong
+from layoutopt.plan.fields import Data, Figure, Flag
 from layoutopt.plan.schema import ModelInfo, Predicted
 
-
-def _finite(value: Any) -> Any:
-    value = value.item() if hasattr(value, "item") else value
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise wrong(f"must be a number or null, found {type(value).__name__}")
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Figure = Annotated[int | float | None, PlainValidator(_finite)]
-"""A number as it was counted, or null."""
 Layout = dict[str, list[str]]
 """Dimension to mesh axes."""
 Mesh = dict[str, int]

@@ -126,7 +126,12 @@ def refused(run: Callable[..., Result]) -> Callable[..., str]:
         assert done.exit_code == code, done.stderr or done.stdout
         assert done.stdout == ""
         lines = done.stderr.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+        assert len(lines) == 1, done.stderr
+        if "--json" in args:
+            told = json.loads(lines[0])
+            assert told == {"error": told["error"], "exit": code}
+            return str(told["error"])
+        assert lines[0].startswith("error: "), done.stderr
         return lines[0].removeprefix("error: ")
 
     return invoke

@@ -41,6 +41,14 @@ def test_an_error_is_one_line_and_no_traceback(process: Process) -> None:
     assert re.fullmatch(r"error: .*no axis 'dta'; did you mean 'data'\? known: data\n", done.stderr)
 
 
+@pytest.mark.parametrize(("args", "code"), [(["cost", "none.py"], 2), (["cost", "--no-such-option"], 2)])
+def test_with_json_an_error_is_an_object(process: Process, args: list[str], code: int) -> None:
+    done = process(*args, "--json")
+    assert (done.returncode, done.stdout) == (code, "")
+    told = json.loads(done.stderr)
+    assert list(told) == ["error", "exit"] and told["exit"] == code and told["error"]
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     line = f"{shlex.quote(COMMAND)} hardware h100 | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=True)
