@@ -39,6 +39,7 @@ PAPER = (
 def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> None:
     found = result(*COST, "--hardware", "tpu-v2", "--set", "layers=2")
     assert list(found) == [
+        "format",
         "model",
         "mesh",
         "layout",

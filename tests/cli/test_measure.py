@@ -17,6 +17,7 @@ ON = ("--mesh", "data:2;model:2", "--layout", "batch:data;hidden:model")
 def test_the_measured_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> None:
     found = result("measure", MLP, *ON, "--steps", "3")
     assert list(found) == [
+        "format",
         "mesh",
         "layout",
         "step_seconds",
