@@ -6,8 +6,10 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -23,6 +25,12 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 _CACHE = tempfile.mkdtemp(prefix="layoutopt-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = _CACHE
+# A shell that starts the suite in the background ignores Ctrl-C, and what tests start would inherit that.
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    and threading.current_thread() is threading.main_thread()
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TF_CONFIG"):
     os.environ.pop(_name, None)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, model_validator
 
 from layoutopt.plan.details import Curve, Proof, Robustness, Validation
 from layoutopt.plan.fields import Data, Figure, Flag
@@ -27,12 +27,13 @@ class Result(Data):
       command: its name; `format` is made of it.
     """
 
-    command: ClassVar[str]
+    command: ClassVar[str] = "command"
     format: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        form = {"format": f"layoutopt-{self.command}/1"}
-        return {**form, **super().to_json(), **form}
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, found: Any) -> Any:
+        return {"format": f"layoutopt-{cls.command}/1", **found} if isinstance(found, Mapping) else found
 
 
 class CostLine(Data):
