@@ -59,7 +59,7 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
         log, left = job.log(), job.workers()
     assert code == 0, log
     assert not left
-    assert "error: worker 1 (127.0.0.1:" in log and "devices 2 to 3) was lost: its process ended" in log
+    assert '{"error": "worker 1 (127.0.0.1:' in log and "devices 2 to 3) was lost: its process ended" in log
     assert log.count("launch: worker 1 was ended by SIGKILL; starting again from step-") == 1
     assert log.count("launch: worker 0 was ended by SIGKILL; starting again from step-") == 1
 
