@@ -67,7 +67,7 @@ class Row:
     gap: float
     cpu_seconds: float
     step_ms: float
-    rival: str
+    baseline: str
     rival_ms: float | None
     layouts: str
     asked: str
@@ -102,7 +102,7 @@ def run(name: str, layers: int | None, where: tuple[str, ...], asked: tuple[str,
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     fits = [a for a in plan["alternatives"] if a["feasible"]]
-    rival = min(fits, key=lambda a: a["predicted"]["step_seconds"], default=None)
+    baseline = min(fits, key=lambda a: a["predicted"]["step_seconds"], default=None)
     return Row(
         name,
         layers,
@@ -111,8 +111,8 @@ def run(name: str, layers: int | None, where: tuple[str, ...], asked: tuple[str,
         plan["solver"]["gap"],
         round(spent, 1),
         1e3 * plan["predicted"]["step_seconds"],
-        rival["name"] if rival else "none fits",
-        1e3 * rival["predicted"]["step_seconds"] if rival else None,
+        baseline["name"] if baseline else "none fits",
+        1e3 * baseline["predicted"]["step_seconds"] if baseline else None,
         plan["solver"]["layouts_considered"],
         " ".join(asked),
         plan["predicted"]["peak_memory_bytes"],
@@ -137,7 +137,7 @@ def main() -> None:
         where = f"{row.where} {row.asked}"
         print(f"{row.model:20}{row.layers or '':>7}  {where:38}{row.status:>9}{row.gap:>7.1g}", end="")
         ratio = f" ({row.rival_ms / row.step_ms:.2f}x)" if row.rival_ms else ""
-        print(f"{row.cpu_seconds:>8.1f}{row.step_ms:>10.4g}  {row.rival}{ratio}", flush=True)
+        print(f"{row.cpu_seconds:>8.1f}{row.step_ms:>10.4g}  {row.baseline}{ratio}", flush=True)
     if asked.out:
         machine = {
             "date": date.today().isoformat(),

@@ -106,7 +106,7 @@ def row(pair: Pair, said: dict[str, Any] | None, rescore: bool) -> dict[str, Any
     if said is None or said["program"] != program or not (rescore or said["versions"] == versions()):
         if rescore:
             return None
-        said = judged(pair, evaluation, hardware, program)
+        said = compared(pair, evaluation, hardware, program)
     found = tuple(Found(*c) for c in said.get("collectives", ()))
     rows = moved(collectives(evaluation.program), found)
     seconds = said["cycles"] / generation(pair.topology).clock(hardware) if "cycles" in said else None
@@ -137,7 +137,7 @@ def digest(program: Program) -> str:
     return hashlib.sha256(text(program).encode()).hexdigest()[:16]
 
 
-def judged(pair: Pair, evaluation: Evaluation, hardware: Hardware, program: str) -> dict[str, Any]:
+def compared(pair: Pair, evaluation: Evaluation, hardware: Hardware, program: str) -> dict[str, Any]:
     """What the compiler says of a program (whose digest is `program`), as JSON."""
     found = verify(evaluation, pair.topology, hardware)
     said = {"date": date.today().isoformat(), "versions": versions(), "program": program}

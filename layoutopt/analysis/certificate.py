@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
 from layoutopt.analysis.explain import Asked
-from layoutopt.optimize.evaluation import Evaluator
+from layoutopt.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem, subproblems
@@ -116,20 +116,22 @@ def certify(
     for subproblem in subproblems(model, shapes, allowed):
         seconds = plan.predicted.step_seconds * (1 - EXACT)
         known = [
-            (m, b) for m, b in whole.get(subproblem.mesh, []) if subproblem.parts % m == 0 and b >= seconds
+            (m, b)
+            for m, b in whole.get(subproblem.mesh, [])
+            if subproblem.microbatches % m == 0 and b >= seconds
         ]
         if known:
-            yield Ruled(str(subproblem.mesh), subproblem.parts, "pieces", known[0][1])
+            yield Ruled(str(subproblem.mesh), subproblem.microbatches, "pieces", known[0][1])
             continue
         found = _ruled(evaluator, subproblem, seconds, limit)
         if evaluator.prices(subproblem.mesh).pieces_cost_more and found.how == "bound":
-            whole.setdefault(subproblem.mesh, []).append((subproblem.parts, found.bound))
+            whole.setdefault(subproblem.mesh, []).append((subproblem.microbatches, found.bound))
         yield found
 
 
 def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> Ruled:
     bound, search = faster(evaluator, subproblem, seconds, lambda *_: math.inf)
-    ruled = Ruled(str(subproblem.mesh), subproblem.parts, "open", bound)
+    ruled = Ruled(str(subproblem.mesh), subproblem.microbatches, "open", bound)
     if search is None:
         return replace(ruled, how="bound")
     known = search.eliminated
@@ -145,8 +147,8 @@ def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: 
             return ruled
         seen.add(decided)
         if not _overfull(rows, choices, limit) and search.evaluate(choices).memory.peak <= limit:
-            judged = search.evaluate(choices)
-            if judged.cost.step_seconds < seconds:
+            evaluation = search.evaluate(choices)
+            if evaluation.cost.step_seconds < seconds:
                 return replace(ruled, how="faster", faster=str(search.extraction.read(choices)[0]))
     return replace(ruled, how="listed", listed=len(seen))
 

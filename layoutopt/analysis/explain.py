@@ -54,9 +54,9 @@ def differences(ours: Cost, theirs: Cost) -> list[Difference]:
     return sorted((d for d in found if d.saved), key=lambda d: -abs(d.saved))
 
 
-def disagreements(plan: Plan, judged: Evaluation) -> list[str]:
+def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
     """Where the plan's prediction is not what lowering and pricing its layout gives now."""
-    said, found = plan.predicted.model_dump(), judged.predicted.model_dump()
+    said, found = plan.predicted.model_dump(), evaluation.predicted.model_dump()
     wrong = []
     for name, old in said.items():
         new = found[name]

@@ -59,20 +59,20 @@ class _Repeated:
         return sum(self.flops.values())
 
 
-def lint(model: Model, judged: Evaluation, hardware: Hardware, options: Options) -> list[Finding]:
+def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Options) -> list[Finding]:
     """The findings about a layout, the costliest kind first; none if nothing looks like a mistake.
 
     Args:
-      judged: the layout, lowered and priced; `options` are what it was lowered with.
+      evaluation: the layout, lowered and priced; `options` are what it was lowered with.
     """
-    return list(_Lint(model, judged, hardware, options).findings())
+    return list(_Lint(model, evaluation, hardware, options).findings())
 
 
 class _Lint:
-    def __init__(self, model: Model, judged: Evaluation, hardware: Hardware, options: Options) -> None:
-        self.model, self.judged, self.hardware, self.options = model, judged, hardware, options
-        self.program: Program = judged.program
-        self.mesh, self.layout = judged.program.mesh, judged.program.layout
+    def __init__(self, model: Model, evaluation: Evaluation, hardware: Hardware, options: Options) -> None:
+        self.model, self.evaluation, self.hardware, self.options = model, evaluation, hardware, options
+        self.program: Program = evaluation.program
+        self.mesh, self.layout = evaluation.program.mesh, evaluation.program.layout
 
     def findings(self) -> Iterator[Finding]:
         repeated, all_flops = self._repeated()
@@ -127,7 +127,7 @@ class _Lint:
             seconds = self._seconds(more)
             if seconds is not None and (best is None or seconds < best[0]):
                 best = seconds, more, name
-        now = self.judged.cost.step_seconds
+        now = self.evaluation.cost.step_seconds
         if best is None or best[0] >= now:
             return None, None
         seconds, more, name = best
@@ -172,7 +172,7 @@ class _Lint:
             here = v.shape.size * itemsize(v.dtype) // ways
             held += here
             repeated += here - here * ways // self.mesh.devices
-        peak = self.judged.memory.peak
+        peak = self.evaluation.memory.peak
         if repeated <= max(WORTH_SAYING, 0.25) * peak:
             return
         yield Finding(
@@ -192,7 +192,7 @@ class _Lint:
             except LayoutError:
                 continue
             if found.memory.peak < (1 - WORTH_SAYING) * peak:
-                change = found.cost.step_seconds / self.judged.cost.step_seconds - 1
+                change = found.cost.step_seconds / self.evaluation.cost.step_seconds - 1
                 return (
                     f"--storage {STAGES[stage]}: a peak of {size_text(found.memory.peak)} "
                     f"instead of {size_text(peak)}, "

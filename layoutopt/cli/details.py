@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from costmodels.liveness import Memory
     from costmodels.pricing.pricer import Cost, Line
-    from layoutopt.optimize.evaluation import Evaluator
+    from layoutopt.evaluator import Evaluator
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import MemoryTimeline, PricedLine, Shares, Variable
     from mesh_tf_core import Model, Program
@@ -20,7 +20,7 @@ MOST_POINTS = 2000
 def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, source: str) -> Plan:
     """The same plan, with all its `details`."""
     from layoutopt.cli.machine_details import calibration_details, hardware_details
-    from layoutopt.optimize.evaluation import Evaluator
+    from layoutopt.evaluator import Evaluator
 
     evaluator = Evaluator(model, hardware)
     found = evaluator(plan.mesh, plan.layout, plan.options)
@@ -98,10 +98,10 @@ def _alternatives(plan: Plan, evaluator: Evaluator) -> dict[str, Shares]:
     for each in plan.alternatives:
         try:
             options = options_of(each)
-            judged = evaluator(Mesh(each.mesh), Layout(each.layout), options)
+            evaluation = evaluator(Mesh(each.mesh), Layout(each.layout), options)
         except LayoutError:
             continue
-        found[each.name] = _shares(judged.cost)
+        found[each.name] = _shares(evaluation.cost)
     return found
 
 

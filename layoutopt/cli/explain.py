@@ -85,15 +85,15 @@ def explain(
     check_out(out)
     found = open_plan(plan, model)
     own = found.plan
-    judged = evaluate(found.loaded.model, own.mesh, own.layout, found.hardware, own.options)
+    evaluation = evaluate(found.loaded.model, own.mesh, own.layout, found.hardware, own.options)
     other = _against(found, against)
-    said = disagreements(own, judged)
+    said = disagreements(own, evaluation)
     if sensitivity and for_memory(found):
         raise UserError("--sensitivity varies what makes a step fast: it needs a plan of another --objective")
-    proof = checked_proof(terminal, found, judged, said) if check else None
+    proof = checked_proof(terminal, found, evaluation, said) if check else None
     answers = _searched(terminal, found, list(pin or ()))
     changed = changed_conditions(terminal, found) if sensitivity else None
-    _tell(terminal, found, said, judged, other, answers, changed, proof)
+    _tell(terminal, found, said, evaluation, other, answers, changed, proof)
     if out is not None:
         with_found(found.plan, changed, proof).save(out)
         terminal.say(f"wrote the plan to {out}")
@@ -106,11 +106,11 @@ def for_memory(found: Planned) -> bool:
     return where_of(found.plan).objective == "memory"
 
 
-def checked_proof(terminal: Terminal, found: Planned, judged: Evaluation, said: list[str]) -> Certificate:
+def checked_proof(terminal: Terminal, found: Planned, evaluation: Evaluation, said: list[str]) -> Certificate:
     """Rules out every problem of the plan's search once more.
 
     Args:
-      said: where the plan's prediction is not that of `judged`.
+      said: where the plan's prediction is not that of `evaluation`.
 
     Raises:
       UserError: a plan that was for memory, claims no proof, or is not what it says.
@@ -127,8 +127,8 @@ def checked_proof(terminal: Terminal, found: Planned, judged: Evaluation, said: 
         raise UserError(f"--check: the plan claims no proof, its status is {plan.solver.status}")
     if said:
         raise UserError(f"--check: the plan is not what its layout comes to: {'; '.join(said)}")
-    if judged.memory.peak > found.limit:
-        needs, limit = bytes_text(judged.memory.peak), bytes_text(found.limit)
+    if evaluation.memory.peak > found.limit:
+        needs, limit = bytes_text(evaluation.memory.peak), bytes_text(found.limit)
         raise UserError(f"--check: the plan's layout needs {needs} and was searched for {limit}")
     with terminal.waiting("ruling out what was searched"):
         rules, axes = asked_of(plan), asked.max_axes
@@ -181,7 +181,7 @@ def _tell(
     terminal: Terminal,
     found: Planned,
     said: list[str],
-    judged: Evaluation,
+    evaluation: Evaluation,
     other: Evaluation | None,
     answers: dict[str, list[Answer]],
     changed: Changed | None,
@@ -190,24 +190,24 @@ def _tell(
     from layoutopt.analysis.explain import differences
 
     own = found.plan.data
-    rows = differences(judged.cost, other.cost) if other else []
+    rows = differences(evaluation.cost, other.cost) if other else []
     more = changed.details() if changed else {}
     if proof is not None:
         more["proof"] = proven(proof)
-    terminal.result(_result(found, said, judged, other, rows, answers, more))
+    terminal.result(_result(found, said, evaluation, other, rows, answers, more))
     if terminal.as_json:
         return
     checked = "lowered and priced again: the same" if not said else "; ".join(said)
     checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
-    held = [("peak", _peak(judged.memory)), _binds(found, judged, answers)]
+    held = [("peak", _peak(evaluation.memory)), _binds(found, evaluation, answers)]
     terminal.show(facts([*summary(found.plan, found.limit), *checks, *held]))
-    worth = _worth(judged, for_memory(found), answers["splits"], "without it")
+    worth = _worth(evaluation, for_memory(found), answers["splits"], "without it")
     terminal.show("", table("What each split is worth", *worth))
     if answers["pins"]:
-        worth = _worth(judged, for_memory(found), answers["pins"], "with it")
+        worth = _worth(evaluation, for_memory(found), answers["pins"], "with it")
         terminal.show("", table("What each pin costs", *worth))
     if other is not None:
-        _show_against(terminal, judged, other, rows)
+        _show_against(terminal, evaluation, other, rows)
         if (alike := _alike(found, other)) is not None:
             besides = besides_text(own)
             step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
@@ -216,10 +216,10 @@ def _tell(
         changed.show(terminal)
 
 
-def _binds(found: Planned, judged: Evaluation, answers: dict[str, list[Answer]]) -> tuple[str, str]:
+def _binds(found: Planned, evaluation: Evaluation, answers: dict[str, list[Answer]]) -> tuple[str, str]:
     """Whether the memory limit keeps a faster layout away."""
-    step = judged.cost.step_seconds
-    room = found.limit - judged.memory.peak
+    step = evaluation.cost.step_seconds
+    room = found.limit - evaluation.memory.peak
     if not answers["limit"]:
         return (
             "binds",
@@ -251,9 +251,9 @@ def rules_text_of(layout: str) -> str:
 
 
 def _worth(
-    judged: Evaluation, memory: bool, answers: list[Answer], best: str
+    evaluation: Evaluation, memory: bool, answers: list[Answer], best: str
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[int, ...]]:
-    now = judged.memory.peak if memory else judged.cost.step_seconds
+    now = evaluation.memory.peak if memory else evaluation.cost.step_seconds
     text: Callable[[float], str] = bytes_text if memory else seconds_text
     columns = (
         "rule",
@@ -283,8 +283,10 @@ def _worth(
     return columns, rows, (1, 2)
 
 
-def _show_against(terminal: Terminal, judged: Evaluation, other: Evaluation, rows: list[Difference]) -> None:
-    ours, theirs = judged.cost.step_seconds, other.cost.step_seconds
+def _show_against(
+    terminal: Terminal, evaluation: Evaluation, other: Evaluation, rows: list[Difference]
+) -> None:
+    ours, theirs = evaluation.cost.step_seconds, other.cost.step_seconds
     cells = [
         (
             f"{d.scope}/{d.name}" if d.scope else d.name,
@@ -304,7 +306,7 @@ def _show_against(terminal: Terminal, judged: Evaluation, other: Evaluation, row
     terminal.show("", table("Where the two differ", columns, cells, (3, 4, 5), total=True))
     terminal.show(
         f"{layout_text(other.program.layout)}: {seconds_text(theirs)} a step, "
-        f"{bytes_text(other.memory.peak)} of memory; the plan: {bytes_text(judged.memory.peak)}"
+        f"{bytes_text(other.memory.peak)} of memory; the plan: {bytes_text(evaluation.memory.peak)}"
     )
 
 
@@ -315,7 +317,7 @@ def _signed(seconds: float) -> str:
 def _result(
     found: Planned,
     said: list[str],
-    judged: Evaluation,
+    evaluation: Evaluation,
     other: Evaluation | None,
     rows: list[Difference],
     answers: dict[str, list[Answer]],
@@ -323,7 +325,7 @@ def _result(
 ) -> ExplainResult:
     from layoutopt.plan.results import Binding, ExplainResult
 
-    step, peak = judged.cost.step_seconds, judged.memory.peak
+    step, peak = evaluation.cost.step_seconds, evaluation.memory.peak
     free = next((a.seconds for a in answers["limit"]), None)
     return ExplainResult(
         layout=found.plan.data.layout,
@@ -332,22 +334,22 @@ def _result(
         disagreements=said,
         memory=Binding(
             peak_bytes=peak,
-            peak=_peak(judged.memory),
+            peak=_peak(evaluation.memory),
             limit_bytes=found.limit,
             binds=free is not None and free < step * (1 - 1e-9),
             step_seconds_without_limit=free,
         ),
-        splits=[_cost_of(a, judged, for_memory(found)) for a in answers["splits"]],
-        pins=[_cost_of(a, judged, for_memory(found)) for a in answers["pins"]],
+        splits=[_cost_of(a, evaluation, for_memory(found)) for a in answers["splits"]],
+        pins=[_cost_of(a, evaluation, for_memory(found)) for a in answers["pins"]],
         against=None if other is None else _beside(found, other, rows),
         **more,
     )
 
 
-def _cost_of(a: Answer, judged: Evaluation, memory: bool) -> Worth:
+def _cost_of(a: Answer, evaluation: Evaluation, memory: bool) -> Worth:
     from layoutopt.plan.results import Worth
 
-    step, peak = judged.cost.step_seconds, judged.memory.peak
+    step, peak = evaluation.cost.step_seconds, evaluation.memory.peak
     return Worth(
         rule=a.condition,
         step_seconds=a.seconds,

@@ -106,8 +106,8 @@ def timed_steps(
     return Timed(tuple(seconds), tuple(losses))
 
 
-def judged_model(loaded: Loaded) -> Model:
-    """The model in the form in which held-out data judges it: without dropout, not in training."""
+def evaluated_model(loaded: Loaded) -> Model:
+    """The model in the form in which held-out data evaluates it: without dropout, not in training."""
     from layoutopt.models.loading import load_model
 
     still: dict[str, Any] = {"dropout": 0.0, "training": False}

@@ -34,7 +34,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Bounds, Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import items_of, judged_model, open_trainer, start_devices
+from layoutopt.cli.running import evaluated_model, items_of, open_trainer, start_devices
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import duration_text, seconds_text
 
@@ -75,7 +75,8 @@ def train(
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
     held_out: Annotated[
-        int, typer.Option("--held-out", min=0, metavar="N", help="Held-out batches to judge by at the end.")
+        int,
+        typer.Option("--held-out", min=0, metavar="N", help="Held-out batches to evaluate on at the end."),
     ] = 8,
     hardware: HardwareOption = THIS_MACHINE,
     cluster: ClusterOption = False,
@@ -106,7 +107,7 @@ def train(
         run = _Run(terminal, loaded, given, machine, steps, where)
         trainer = open_trainer(terminal, loaded, given, members)
         run.train(trainer, checkpoint, every)
-        run.judge(trainer, held_out)
+        run.evaluate(trainer, held_out)
     if shown:
         terminal.result(run.result())
         run.show()
@@ -205,12 +206,12 @@ class _Run:
             self.terminal.say(f"warning: {warning.message}")
         return found
 
-    def judge(self, trainer: Trainer, count: int) -> None:
+    def evaluate(self, trainer: Trainer, count: int) -> None:
         """The loss on data that was not trained on, beside what simpler models reach."""
         if count:
-            with self.terminal.waiting("judging by held-out data"):
+            with self.terminal.waiting("evaluating on held-out data"):
                 held_out = itertools.islice(self.loaded.data("held-out", endless=False), count)
-                self.held_out = trainer.evaluate(held_out, judged_model(self.loaded))
+                self.held_out = trainer.evaluate(held_out, evaluated_model(self.loaded))
         if self.loaded.function("reference_losses") is not None:
             self.references = dict(self.loaded.call("reference_losses"))
 

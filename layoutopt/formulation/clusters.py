@@ -35,7 +35,7 @@ class Cluster:
 
     Attributes:
       name: for reports.
-      keep: what lowering keeps of the graph.
+      subgraph: what lowering sees of the graph.
       again: what runs a second time when a loop is recomputed, by the loop's dimension.
       dims: names of all dimensions of their inputs and outputs.
       switches: the other decisions that matter to it: storage classes, recomputation.
@@ -48,7 +48,7 @@ class Cluster:
     """
 
     name: str
-    keep: Subgraph
+    subgraph: Subgraph
     again: Mapping[str, Subgraph]
     dims: tuple[str, ...]
     switches: tuple[str, ...]
@@ -83,9 +83,9 @@ class _Builder:
         self.graph, self.dependencies = dependencies.graph, dependencies
         made = dependencies.stacks
         self.unread = frozenset(o for b in self.graph.blocks for o in b.saved.values() if o not in made)
-        self.rerun = self._rerun()
+        self.remat = self._remat()
 
-    def _rerun(self) -> dict[int, tuple[str, ...]]:
+    def _remat(self) -> dict[int, tuple[str, ...]]:
         """Node -> the dimensions of the loops whose recomputation makes it run again."""
         out: dict[int, tuple[str, ...]] = {}
         for block in self.graph.blocks:
@@ -137,7 +137,7 @@ class _Builder:
 
     def _switches(self, node: Node) -> tuple[str, ...]:
         """Decisions besides splits that change how a node is lowered."""
-        found = [recompute_name(dim) for dim in self.rerun.get(node.index, ())]
+        found = [recompute_name(dim) for dim in self.remat.get(node.index, ())]
         found += [recompute_name(block.dim.name) for block in self._savers(node) if block.dim is not None]
         updated = self._updated(node)
         if updated is not None:
@@ -150,7 +150,7 @@ class _Builder:
 
     def _savers(self, node: Node) -> list[Block]:
         """The loops that save, for backward, what a node computes, or what its own body does."""
-        block, body = self.dependencies.home[node.index], node.body
+        block, body = self.dependencies.block_of[node.index], node.body
         found = [body] if body is not None and body.saved else []
         return found + [block] * any(o in block.saved for o in node.outputs)
 
@@ -171,16 +171,16 @@ class _Builder:
         name = f"{first.scope or 'model'}/{first.op.name}" + (
             f" ({first.phase})" if first.phase != "forward" else ""
         )
-        keep = self._keep(nodes)
+        subgraph = self._subgraph(nodes)
         again: dict[str, list[int]] = defaultdict(list)
         for node in nodes:
-            for dim in self.rerun.get(node.index, ()):
+            for dim in self.remat.get(node.index, ()):
                 again[dim].append(node.index)
         return Cluster(
             name,
-            keep,
+            subgraph,
             {
-                dim: Subgraph(frozenset(found), keep.blocks, again=True, unread=self.unread)
+                dim: Subgraph(frozenset(found), subgraph.blocks, again=True, unread=self.unread)
                 for dim, found in again.items()
             },
             *self._dims(nodes),
@@ -221,14 +221,14 @@ class _Builder:
         if not any(worked <= {*self.graph.tensor(i).shape.names} for i in (*node.inputs, *node.outputs)):
             yield tuple(sorted(worked))
 
-    def _keep(self, nodes: list[Node], homes: frozenset[tuple[int, int]] = frozenset()) -> Subgraph:
+    def _subgraph(self, nodes: list[Node], accesses: frozenset[tuple[int, int]] = frozenset()) -> Subgraph:
         blocks: set[int] = set()
-        for start in (*(self.dependencies.home[n.index].id for n in nodes), *(b for b, _ in homes)):
+        for start in (*(self.dependencies.block_of[n.index].id for n in nodes), *(b for b, _ in accesses)):
             block = self.graph.blocks[start]
             while block.parent is not None:
                 blocks.add(block.id)
                 block = self.graph.blocks[block.parent]
-        return Subgraph(frozenset(n.index for n in nodes), frozenset(blocks), homes, unread=self.unread)
+        return Subgraph(frozenset(n.index for n in nodes), frozenset(blocks), accesses, unread=self.unread)
 
     # -- access to variables ---------------------------------------------------------------------------------
 
@@ -250,24 +250,24 @@ class _Builder:
             for n in self.dependencies.live
             if n.op.converts and self.dependencies.variable_of(n) == variable.name
         ]
-        homes = set(self.dependencies.homes(variable.name))
-        if not homes and not casts:
+        accesses = set(self.dependencies.accesses(variable.name))
+        if not accesses and not casts:
             return None
         nodes = [*reads, *casts]
-        again = self._access_again(casts, homes)
+        again = self._access_again(casts, accesses)
         switches = (storage_class(variable), *map(recompute_name, again))
         dims = variable.shape.names
         key = (
             variable.type,
             variable.stacked,
-            tuple(sorted((self.dependencies.home[n.index].id, n.op.describe()) for n in casts)),
-            tuple(sorted(b for b, _ in homes)),
-            tuple((dim, len(k.nodes), tuple(sorted(b for b, _ in k.homes))) for dim, k in again.items()),
+            tuple(sorted((self.dependencies.block_of[n.index].id, n.op.describe()) for n in casts)),
+            tuple(sorted(b for b, _ in accesses)),
+            tuple((dim, len(k.nodes), tuple(sorted(b for b, _ in k.natural))) for dim, k in again.items()),
         )
-        keep = self._keep(nodes, frozenset(homes))
-        return key, Cluster(f"{variable.name} (access)", keep, again, dims, switches, (dims,), {})
+        subgraph = self._subgraph(nodes, frozenset(accesses))
+        return key, Cluster(f"{variable.name} (access)", subgraph, again, dims, switches, (dims,), {})
 
-    def _access_again(self, casts: list[Node], homes: set[tuple[int, int]]) -> dict[str, Subgraph]:
+    def _access_again(self, casts: list[Node], accesses: set[tuple[int, int]]) -> dict[str, Subgraph]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.
 
         What a body inside of the recomputed one does, it does once more in any case.
@@ -279,28 +279,30 @@ class _Builder:
                 continue
             dim = forward.dim.name
             nodes, gathers = extra.setdefault(dim, (set(), set()))
-            rerun = {i for i, dims in self.rerun.items() if dim in dims}
+            remat = {i for i, dims in self.remat.items() if dim in dims}
             for cast in casts:
-                here = self.dependencies.home[cast.index]
+                here = self.dependencies.block_of[cast.index]
                 twin = backward.captured.get(cast.outputs[0], -1)
                 known = here is forward and any(twin in c.outputs for c in casts)
-                if cast.index in rerun and self._within(here, forward) and not known:
+                if cast.index in remat and self._within(here, forward) and not known:
                     nodes.add(cast.index)
-            for block, tensor in homes:
+            for block, tensor in accesses:
                 read = any(
-                    r.index in rerun and self.dependencies.home[r.index].id == block and r not in casts
+                    r.index in remat and self.dependencies.block_of[r.index].id == block and r not in casts
                     for r in self.dependencies.readers[tensor]
                 )
                 twin = backward.captured.get(tensor, tensor)
-                known = block == forward.id and (backward.id, twin) in homes
+                known = block == forward.id and (backward.id, twin) in accesses
                 if read and self._within(self.graph.blocks[block], forward) and not known:
                     gathers.add((block, tensor))
         reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
         found = {}
         for dim, (nodes, gathers) in extra.items():
             if nodes or gathers:
-                keep = self._keep([*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers))
-                found[dim] = replace(keep, again=True)
+                subgraph = self._subgraph(
+                    [*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers)
+                )
+                found[dim] = replace(subgraph, again=True)
         return found
 
     def _within(self, block: Block, other: Block) -> bool:

@@ -43,12 +43,12 @@ class Dependencies:
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
         self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}
         self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]
-        self.home: dict[int, Block] = {}
+        self.block_of: dict[int, Block] = {}
         self.uses = Readers(graph, self.live)
         self.readers, self.outer, self.leaving = self.uses.of, self.uses.outer, self.uses.leaving
         self.sliced = {outer for block in graph.blocks for outer, _ in block.sliced}
         for block in graph.blocks:
-            self.home.update((node.index, block) for node in block.nodes)
+            self.block_of.update((node.index, block) for node in block.nodes)
         self.parent: dict[int, int] = {}
         self.chain: dict[str, list[int]] = defaultdict(list)
         self.reads: dict[str, list[Node]] = defaultdict(list)
@@ -85,14 +85,14 @@ class Dependencies:
         """The variable that a node casts, if it does nothing else."""
         return self.owner.get(cast.outputs[0]) if cast.outputs else None
 
-    def homes(self, variable: str) -> dict[tuple[int, int], list[Node]]:
+    def accesses(self, variable: str) -> dict[tuple[int, int], list[Node]]:
         """(block, tensor of the chain) -> the nodes there that need it as the layout says, so gathered if
         stored split."""
         out: dict[tuple[int, int], list[Node]] = {}
         for tensor in self.chain[variable]:
             for reader in self.readers[tensor]:
                 if reader.phase != "update" and not (reader.op.converts and self.variable_of(reader)):
-                    out.setdefault((self.home[reader.index].id, tensor), []).append(reader)
+                    out.setdefault((self.block_of[reader.index].id, tensor), []).append(reader)
         return out
 
     # -- gathers that are shared -----------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Dependencies:
             first: dict[tuple[int, str], int] = {}
             for node in readers if len(readers) > 1 else ():
                 for name in moved_dims(node, tensor, self.graph):
-                    self._join(first.setdefault((self.home[node.index].id, name), node.index), node.index)
+                    self._join(first.setdefault((self.block_of[node.index].id, name), node.index), node.index)
 
     # -- sums that may wait ----------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Dependencies:
 
     def times(self, node: Node) -> tuple[tuple[int, bool], ...]:
         """Sizes of the loops around a node, the innermost first."""
-        block, times = self.home[node.index], []
+        block, times = self.block_of[node.index], []
         while block.dim is not None and block.parent is not None:
             times.append((block.dim.size, block.branch))
             block = self.graph.blocks[block.parent]

@@ -1,8 +1,8 @@
-"""Parts of a graph as they were lowered, remembered for other axes, other storage, other meshes.
+"""Clusters as they were lowered, remembered for other axes, other storage, other meshes.
 
-What a part becomes follows from which of its dimensions are split over the same axes, whatever these are
-called, and from what lowering asked besides (`mesh_tf_core.lower.oracle`). So axes are numbered in the order
-in which a part's dimensions name them (`Naming`). Where the answers are the same, the itemised
+What a cluster becomes follows from which of its dimensions are split over the same axes, whatever these are
+called, and from the answers of the lowering oracle (`mesh_tf_core.lower.oracle`). So axes are numbered in the
+order in which a cluster's dimensions name them (`Naming`). Where the answers are the same, the itemised
 cost (`costmodels.pricing.templates`) is: only its prices are looked up again, on the mesh at hand.
 """
 
@@ -22,13 +22,13 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A lowered part.
+class LoweredCluster:
+    """A cluster, or what recomputation adds to it, after lowering.
 
     Attributes:
       asked: what lowering asked, with the answers.
       cost: None if it is not legal.
-      waiting: gradient sums that may travel with those of other parts.
+      waiting: gradient sums that may travel with those of other clusters.
     """
 
     asked: Answers
@@ -37,15 +37,15 @@ class Part:
 
 
 @dataclass
-class Parts:
-    """The parts of one graph, on hardware that makes the same items."""
+class LoweringCache:
+    """The lowered clusters of one graph, on hardware that makes the same items."""
 
     templates: Templates
-    _known: dict[Subgraph, dict[Hashable, list[Part]]] = field(default_factory=dict)
+    _known: dict[Subgraph, dict[Hashable, list[LoweredCluster]]] = field(default_factory=dict)
 
-    def of(self, keep: Subgraph) -> dict[Hashable, list[Part]]:
-        """What was lowered of a part, by the axes of its dimensions and what is recomputed."""
-        return self._known.setdefault(keep, {})
+    def of(self, subgraph: Subgraph) -> dict[Hashable, list[LoweredCluster]]:
+        """What was lowered of a subgraph, by the axes of its dimensions and what is recomputed."""
+        return self._known.setdefault(subgraph, {})
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Namings:
         return self._known[order]
 
 
-def parts_of(graph: Graph, pricer: Pricer) -> Parts:
+def lowering_cache(graph: Graph, pricer: Pricer) -> LoweringCache:
     """What is remembered of a graph, until it changes."""
     itemiser = pricer.itemiser
-    return graph.remembered((Parts, itemiser), lambda: Parts(Templates(itemiser)))
+    return graph.remembered((LoweringCache, itemiser), lambda: LoweringCache(Templates(itemiser)))

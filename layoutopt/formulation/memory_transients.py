@@ -113,8 +113,8 @@ def _moves_along(graph: Graph, node: Node, name: str, shapes: list[Shape]) -> bo
 
 def _lowered(graph: Graph, mesh: Mesh, node: Node, splits: Mapping[str, Axes]) -> Lowering:
     """One node, its operands given."""
-    keep = Subgraph(frozenset({node.index}), frozenset())
-    low = Lowering(graph, mesh, Layout({n: axes for n, axes in splits.items() if axes}), keep=keep)
+    subgraph = Subgraph(frozenset({node.index}), frozenset())
+    low = Lowering(graph, mesh, Layout({n: axes for n, axes in splits.items() if axes}), subgraph=subgraph)
     for tensor in node.inputs:
         low.value_of(tensor)
     low.node(node)

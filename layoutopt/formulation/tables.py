@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from costmodels.pricing.pricer import Pricer
 from costmodels.pricing.templates import ItemisedCost
 from layoutopt.formulation.clusters import Cluster
-from layoutopt.formulation.lowering_cache import Naming, Namings, Part, parts_of
+from layoutopt.formulation.lowering_cache import LoweredCluster, Naming, Namings, lowering_cache
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from mesh_tf_core.errors import LayoutError
@@ -65,7 +65,7 @@ def assignments(
     """Assignments of `names` under which no shape uses a mesh axis twice."""
     position = {n: i for i, n in enumerate(names)}
     within = [[position[n] for n in shape if n in position] for shape in shapes]
-    rivals = [
+    earlier = [
         sorted({j for shape in within if i in shape for j in shape if j < i}) for i in range(len(names))
     ]
     chosen: list[Choice] = [()] * len(names)
@@ -75,7 +75,7 @@ def assignments(
             yield tuple(chosen)
             return
         for choice in options[names[i]]:
-            if not choice or not any(set(choice) & set(chosen[j]) for j in rivals[i]):
+            if not choice or not any(set(choice) & set(chosen[j]) for j in earlier[i]):
                 chosen[i] = choice
                 yield from extend(i + 1)
         chosen[i] = ()
@@ -97,7 +97,7 @@ class Tabler:
 
     def __init__(self, graph: Graph, mesh: Mesh, pricer: Pricer) -> None:
         self.graph, self.mesh, self.pricer = graph, mesh, pricer
-        self.parts, self.namings = parts_of(graph, pricer), Namings(pricer)
+        self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
 
     def table(self, cluster: Cluster, decided: Decisions) -> Table:
@@ -135,39 +135,39 @@ class Tabler:
         """The price of a cluster; None if that is not legal."""
         oracle = Oracle(naming.mesh, layout, self.graph.variables, options.storage, self.sizes, naming.real)
         first = options if cluster.saves else replace(options, recompute=NOTHING)
-        part = self._part(cluster, cluster.keep, first, oracle, naming)
-        if part.cost is None:
+        lowered = self._lowered(cluster, cluster.subgraph, first, oracle, naming)
+        if lowered.cost is None:
             return None
-        seconds = naming.pricer.total(part.cost)
+        seconds = naming.pricer.total(lowered.cost)
         small: dict[Key, tuple[int, ...]] = {}
         # Messages that are summed one by one are priced so already.
         for (axes, dtype), sums in (
-            {} if self.pricer.itemiser.in_parts else together(part.waiting, naming.mesh)
+            {} if self.pricer.itemiser.in_parts else together(lowered.waiting, naming.mesh)
         ).items():
             payloads = tuple(w.value.local_bytes(naming.mesh) for w in sums)
             seconds -= sum(naming.pricer.message_seconds(axes, payload) for payload in payloads)
             small[tuple(naming.real[a] for a in axes), dtype] = payloads
         for dim in sorted(options.recompute):
             if dim in cluster.again:
-                second = self._part(cluster, cluster.again[dim], options, oracle, naming)
+                second = self._lowered(cluster, cluster.again[dim], options, oracle, naming)
                 assert second.cost is not None
                 seconds += naming.pricer.total(second.cost)
         return Entry(max(seconds, 0.0), small)
 
-    def _part(
-        self, cluster: Cluster, keep: Subgraph, options: Options, oracle: Oracle, naming: Naming
-    ) -> Part:
-        """A part of a cluster, lowered now unless it is known."""
-        known = self.parts.of(keep).setdefault((oracle.layout, options.recompute), [])
-        for part in known:
-            if oracle.agree(part.asked):
-                return part
+    def _lowered(
+        self, cluster: Cluster, subgraph: Subgraph, options: Options, oracle: Oracle, naming: Naming
+    ) -> LoweredCluster:
+        """A subgraph of a cluster, lowered now unless it is known."""
+        known = self.cache.of(subgraph).setdefault((oracle.layout, options.recompute), [])
+        for lowered in known:
+            if oracle.agree(lowered.asked):
+                return lowered
         oracle.asked = {}
         found: tuple[ItemisedCost | None, tuple[Waiting, ...]] = (None, ())
         try:
-            program = lower(self.graph, naming.mesh, oracle.layout, cluster.early, options, keep, oracle)
-            found = self.parts.templates.itemised(program, keep.again), waiting(program)
+            program = lower(self.graph, naming.mesh, oracle.layout, cluster.early, options, subgraph, oracle)
+            found = self.cache.templates.itemised(program, subgraph.again), waiting(program)
         except LayoutError:
             pass
-        known.append(Part(tuple(oracle.asked.items()), *found))
+        known.append(LoweredCluster(tuple(oracle.asked.items()), *found))
         return known[-1]

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.clusters import Cluster
 from layoutopt.formulation.extract import Draft
-from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
@@ -87,7 +87,7 @@ def faster(
     Returns:
       seconds as `fix_options` does; None if nothing is faster, or there was no time for all tables.
     """
-    prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.parts)
+    prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.microbatches)
     draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, context)
     bound = fix_options(draft, upper, propose, deadline)
     if draft.left or bound >= upper * (1 - EXACT):

@@ -72,7 +72,10 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
     }
     if any(() not in subproblem.decided.options[n] for n in plain):
         return None
-    prices, context = request.evaluator.prices(subproblem.mesh), request.evaluator.context(subproblem.parts)
+    prices, context = (
+        request.evaluator.prices(subproblem.mesh),
+        request.evaluator.context(subproblem.microbatches),
+    )
     known = legal_problem(request.model, subproblem.mesh, subproblem.decided, prices, context)
     search = SubproblemSearch(
         request.model, subproblem.mesh, subproblem.decided, request.hardware, known, request.evaluator

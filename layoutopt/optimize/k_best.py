@@ -52,7 +52,8 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
         here = [
             f
             for f in taken
-            if (f.mesh, f.options.microbatches) == (candidate.subproblem.mesh, candidate.subproblem.parts)
+            if (f.mesh, f.options.microbatches)
+            == (candidate.subproblem.mesh, candidate.subproblem.microbatches)
         ]
         copies = (search.extraction.choices(x, f.options) for f in here for x in _copies(request, f))
         excluded = tuple(dict.fromkeys(choices for choices in copies if choices is not None))
@@ -72,9 +73,9 @@ def _copies(request: Request, found: Found) -> Iterator[Layout]:
         if _ordered(found.layout, mesh):
             rules = {n: tuple(a for a in mesh.names if a in axes) for n, axes in rules.items()}
         layout = Layout(rules)
-        judged = request.evaluator(mesh, layout, found.options)
-        near = abs(judged.cost.step_seconds - found.seconds) <= SAME * found.seconds
-        if near and judged.memory.peak == found.peak:
+        evaluation = request.evaluator(mesh, layout, found.options)
+        near = abs(evaluation.cost.step_seconds - found.seconds) <= SAME * found.seconds
+        if near and evaluation.memory.peak == found.peak:
             yield layout
 
 

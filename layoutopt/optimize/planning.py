@@ -53,7 +53,7 @@ def make_plan(
     Raises:
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
-    verify(best.judged.program)
+    verify(best.evaluation.program)
     tables = _table_seconds(request, best, subproblem)
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
     alternatives, missing = _alternatives(request, subproblem, best, names)
@@ -67,12 +67,12 @@ def make_plan(
         layout=axes_of(_renamed(best.layout, names)),
         **decided(best.options),
         hardware=request.hardware.name,
-        predicted=_predicted(best.judged, names),
+        predicted=_predicted(best.evaluation, names),
         solver=_solver(request, best, tables, bound, proven, considered, seconds),
         alternatives=[*alternatives, *ranked],
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=[
-            *best.judged.cost.notes,
+            *best.evaluation.cost.notes,
             *_notes(best, tables, missing),
             *_fewer(request, len(others) + 1),
         ],
@@ -151,8 +151,8 @@ def _renamed(layout: Layout, names: Mapping[str, str]) -> Layout:
     return Layout({n: tuple(names.get(a, a) for a in axes) for n, axes in layout.items()})
 
 
-def _predicted(judged: Evaluation, names: Mapping[str, str]) -> Predicted:
-    found = judged.predicted
+def _predicted(evaluation: Evaluation, names: Mapping[str, str]) -> Predicted:
+    found = evaluation.predicted
     sent = {
         "+".join(names.get(a, a) for a in key.split("+")): n
         for key, n in found.communication_bytes_per_device.items()
@@ -166,7 +166,7 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
         name=f"frontier {number + 1}",
         mesh=_mesh(found.mesh, names).as_dict(),
         layout=axes_of(_renamed(found.layout, names)),
-        predicted=_predicted(found.judged, names),
+        predicted=_predicted(found.evaluation, names),
         feasible=True,
         **decided(found.options),
     )
@@ -179,8 +179,8 @@ def _alternatives(
     find; and the names of those for which there was no time."""
     out = [_beside(request, *named, names) for named in named_in(request.model, best.mesh, names)]
     missing: list[str] = []
-    for name, rival in HEURISTICS.items():
-        found = None if request.late else rival(request, subproblem)
+    for name, heuristic in HEURISTICS.items():
+        found = None if request.late else heuristic(request, subproblem)
         if found is not None:
             out.append(_beside(request, name, best.mesh, *found, names))
         elif request.late:
@@ -202,10 +202,10 @@ def _tried(
 ) -> tuple[Predicted | None, str | None]:
     """What a layout comes to, and why it does not fit or is not legal."""
     try:
-        judged = request.evaluator(mesh, layout, options)
+        evaluation = request.evaluator(mesh, layout, options)
     except LayoutError as error:
         return None, str(error)
-    return _predicted(judged, names), judged.reason(request.limit)
+    return _predicted(evaluation, names), evaluation.reason(request.limit)
 
 
 def _beside(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from costmodels.hardware import Hardware
-from layoutopt.optimize.evaluation import Evaluator
+from layoutopt.evaluator import Evaluator
 from layoutopt.space.decisions import KINDS
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.layout import Axes

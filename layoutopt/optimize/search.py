@@ -182,7 +182,7 @@ class Search:
     def _inherit(self, candidate: Candidate) -> None:
         """What is known of fewer microbatches holds for a multiple of them."""
         own = candidate.subproblem
-        known = (t for (m, whole), t in self.least.items() if m == own.mesh and own.parts % whole == 0)
+        known = (t for (m, whole), t in self.least.items() if m == own.mesh and own.microbatches % whole == 0)
         candidate.bound = max([candidate.bound, *known])
 
     def opened(self, candidate: Candidate) -> SubproblemSearch:
@@ -203,7 +203,7 @@ class Search:
         """No layout of a candidate takes less, whatever memory it takes."""
         candidate.bound = max(candidate.bound, seconds)
         if self.request.evaluator.prices(candidate.subproblem.mesh).pieces_cost_more:
-            self.least[candidate.subproblem.mesh, candidate.subproblem.parts] = candidate.bound
+            self.least[candidate.subproblem.mesh, candidate.subproblem.microbatches] = candidate.bound
 
     def _fixed(self, candidate: Candidate, limit: float) -> SubproblemSearch | None:
         """A candidate without what cannot be in anything faster than the best so far; None if nothing is, or
@@ -245,7 +245,7 @@ class Search:
 
     def _candidate_of(self, found: Found) -> Candidate:
         own = found.mesh, found.options.microbatches
-        return next(p for p in self.candidates if (p.subproblem.mesh, p.subproblem.parts) == own)
+        return next(p for p in self.candidates if (p.subproblem.mesh, p.subproblem.microbatches) == own)
 
     # -- time against memory ---------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Search:
 
     def _leanest(self, limit: float) -> None:
         """The least peak within `limit`, and what is fastest there; `bound` is in bytes."""
-        for candidate in sorted(self.candidates, key=lambda p: -p.subproblem.parts):
+        for candidate in sorted(self.candidates, key=lambda p: -p.subproblem.microbatches):
             if self._late():
                 break
             below = min((f.peak for f in self.found), default=math.inf)
@@ -297,7 +297,7 @@ class Search:
                     wanted = (
                         candidate.subproblem.decided.leanest
                         if lean
-                        else replace(options, microbatches=candidate.subproblem.parts)
+                        else replace(options, microbatches=candidate.subproblem.microbatches)
                     )
                     self._try(mesh, layout, wanted)
 
@@ -326,17 +326,17 @@ class Search:
         candidates = (
             p.subproblem
             for p in self.candidates
-            if (p.subproblem.mesh, p.subproblem.parts) == (mesh, options.microbatches)
+            if (p.subproblem.mesh, p.subproblem.microbatches) == (mesh, options.microbatches)
         )
         if not any(_allows(subproblem.decided, layout, options) for subproblem in candidates):
             return
         try:
-            judged = request.evaluator(mesh, layout, options)
+            evaluation = request.evaluator(mesh, layout, options)
         except LayoutError:
             return
-        seconds = judged.cost.step_seconds
+        seconds = evaluation.cost.step_seconds
         solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
-        self._add(Found(mesh, layout, options, judged, solution))
+        self._add(Found(mesh, layout, options, evaluation, solution))
 
     # -- nothing fits ----------------------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ class Search:
         leanest = min([*lean, *self.found], key=lambda f: f.peak, default=None)
         if leanest is None:
             return f"{asked}: the pins and prohibitions allow no legal layout; drop one of them"
-        held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.judged.memory.holdings[:3])
+        held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
         low = max(request.limit, min(candidate.low for candidate in self.candidates))
         sure = f"; it is proven that none needs less than {size_text(low)}" if low < leanest.peak else ""
         return (

@@ -18,10 +18,9 @@ from functools import cached_property, partial
 import numpy as np
 
 from costmodels.hardware import Hardware
-from layoutopt.evaluator import Evaluation
+from layoutopt.evaluator import Evaluation, Evaluator
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize.canonical import canonical
-from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.problem import (
     Elimination,
@@ -45,7 +44,8 @@ from mesh_tf_core.model import Model
 
 Listener = Callable[[float, float], None]
 ATTEMPTS = (3, 100)
-"""How many answers are judged, at least and at most, before the limit is lowered; then `ATTEMPTS[0]` more."""
+"""How many answers are evaluated, at least and at most, before the limit is lowered; then `ATTEMPTS[0]`
+more."""
 CELLS = 30_000
 """Table cells that may be solved anew: what is small enough is solved as often as it takes."""
 LEVELS, ROUNDS = 33, 4
@@ -64,16 +64,16 @@ class Found:
     mesh: Mesh
     layout: Layout
     options: Options
-    judged: Evaluation
+    evaluation: Evaluation
     solution: Solution
 
     @property
     def seconds(self) -> float:
-        return self.judged.cost.step_seconds
+        return self.evaluation.cost.step_seconds
 
     @property
     def peak(self) -> int:
-        return self.judged.memory.peak
+        return self.evaluation.memory.peak
 
 
 @dataclass(frozen=True)
@@ -108,21 +108,21 @@ class SubproblemSearch:
         self.prices = self._evaluator.prices(mesh)
         context = self._evaluator.context(decided.microbatches)
         self.extraction = extraction or extract(model, mesh, decided, self.prices, context)
-        self.judged: dict[tuple[int, ...], Evaluation] = {}
+        self.evaluations: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset()]
         self.cuts: dict[str, Row] = {}
 
     def evaluate(self, choices: tuple[int, ...]) -> Evaluation:
-        if choices not in self.judged:
-            self.judged[choices] = self._evaluator(self.mesh, *self.extraction.read(choices))
-        return self.judged[choices]
+        if choices not in self.evaluations:
+            self.evaluations[choices] = self._evaluator(self.mesh, *self.extraction.read(choices))
+        return self.evaluations[choices]
 
     def every_judged(self) -> Iterator[Found]:
-        """All layouts that were judged so far."""
-        for choices, judged in self.judged.items():
-            seconds = judged.cost.step_seconds
+        """All layouts that were evaluated so far."""
+        for choices, evaluation in self.evaluations.items():
+            seconds = evaluation.cost.step_seconds
             solution = Solution(Status.FEASIBLE, choices, seconds, -math.inf, 0.0, "stopped")
-            yield Found(self.mesh, *self.extraction.read(choices), judged, solution)
+            yield Found(self.mesh, *self.extraction.read(choices), evaluation, solution)
 
     @cached_property
     def eliminated(self) -> Elimination:
@@ -157,15 +157,15 @@ class SubproblemSearch:
         if choices is None:
             return None
         choices = canonical(problem, self.extraction, choices)
-        judged = self.evaluate(choices)
-        if judged.memory.peak > limit:
+        evaluation = self.evaluate(choices)
+        if evaluation.memory.peak > limit:
             return None
         bound = eliminated.bound
         if listener is not None:
-            listener(judged.cost.step_seconds, bound)
+            listener(evaluation.cost.step_seconds, bound)
         solution = Solution(Status.OPTIMAL, choices, bound, bound, 0.0, "elimination")
         layout, options = self.extraction.read(choices)
-        return Outcome(Found(self.mesh, layout, options, judged, solution), bound, True)
+        return Outcome(Found(self.mesh, layout, options, evaluation, solution), bound, True)
 
     def fastest(
         self,
@@ -205,14 +205,14 @@ class SubproblemSearch:
                 proven = exact and solution.status is Status.INFEASIBLE
                 return Outcome(None, math.inf if proven else bound, proven)
             choices = canonical(problem, self.extraction, solution.choices)
-            judged = self.evaluate(choices)
-            if judged.memory.peak <= limit:
+            evaluation = self.evaluate(choices)
+            if evaluation.memory.peak <= limit:
                 layout, options = self.extraction.read(choices)
-                best = Found(self.mesh, layout, options, judged, replace(solution, choices=choices))
+                best = Found(self.mesh, layout, options, evaluation, replace(solution, choices=choices))
                 return Outcome(best, bound, exact and solution.status is Status.OPTIMAL)
             _go_on(solution)
             counted = max(row.use(choices) for row in self.rows)
-            share = min(share, counted / judged.memory.peak)
+            share = min(share, counted / evaluation.memory.peak)
             self.learn(choices)
         return Outcome(None, bound, False)
 
@@ -243,10 +243,10 @@ class SubproblemSearch:
             choices = eliminate(replace(problem, terms=(*legal, *entries))).best()
             if choices is None:
                 return best
-            judged = self.evaluate(choices)
-            if best is None or judged.memory.peak < best.peak:
-                solution = Solution(Status.FEASIBLE, choices, judged.memory.peak, 0.0, 0.0, "elimination")
-                best = Found(self.mesh, *self.extraction.read(choices), judged, solution)
+            evaluation = self.evaluate(choices)
+            if best is None or evaluation.memory.peak < best.peak:
+                solution = Solution(Status.FEASIBLE, choices, evaluation.memory.peak, 0.0, 0.0, "elimination")
+                best = Found(self.mesh, *self.extraction.read(choices), evaluation, solution)
             largest = _largest(self.rows, partial(Entry.use, choices=choices))
             late = deadline is not None and time.monotonic() > deadline
             row = None if done or late or largest is row else largest
@@ -263,7 +263,7 @@ class SubproblemSearch:
 
         One variable more counts what the rows may hold, in steps from what they hold at least to what is
         known to suffice. The lowest step under which a legal choice exists is solved for, the answer is
-        judged, and the steps get finer between the two.
+        evaluated, and the steps get finer between the two.
 
         Args:
           pinned: decisions that are taken already.
@@ -283,9 +283,9 @@ class SubproblemSearch:
             *choices, level = solution.choices
             if solution.status is Status.OPTIMAL and level:
                 low = float(levels[level - 1])
-            judged = self.evaluate(tuple(choices))
-            if best is None or judged.memory.peak < best.peak:
-                best = Found(self.mesh, *self.extraction.read(choices), judged, solution)
+            evaluation = self.evaluate(tuple(choices))
+            if best is None or evaluation.memory.peak < best.peak:
+                best = Found(self.mesh, *self.extraction.read(choices), evaluation, solution)
             _go_on(solution)
             high = float(best.peak)
             if high <= low * (1 + CLOSE):

@@ -21,7 +21,7 @@ class Subproblem:
     decided: Decisions
 
     @property
-    def parts(self) -> int:
+    def microbatches(self) -> int:
         """The number of microbatches."""
         return self.decided.microbatches
 

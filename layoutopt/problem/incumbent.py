@@ -36,7 +36,7 @@ class Incumbent:
         self.objective = math.inf
         self.bound = -math.inf
 
-    def judge(self, choices: Choices) -> Evaluation:
+    def evaluate(self, choices: Choices) -> Evaluation:
         """Evaluates `choices`, and keeps them if they are feasible and better."""
         found = evaluate(self.problem, choices)
         allowed = found.objective <= self.limit + ALIKE * abs(self.limit) and choices not in self.banned

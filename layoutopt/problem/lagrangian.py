@@ -28,7 +28,7 @@ from layoutopt.problem.elimination import constant, tabled
 from layoutopt.problem.form import Bools, Floats, Ints, Problem, Sparse, Term
 from layoutopt.problem.incumbent import ALIKE, Incumbent
 from layoutopt.problem.join_tree import Tree, grow
-from layoutopt.problem.message_passing import Costs, chosen, places, spread
+from layoutopt.problem.message_passing import Costs, chosen, positions, spread
 from layoutopt.problem.relations import Tables
 from layoutopt.problem.residual import Residual, rest
 from layoutopt.problem.resource_usage import ResourceUsage, uses
@@ -166,13 +166,13 @@ class Priced:
             self.done = True
             return math.inf, np.full(len(self.uses.limits), math.inf)
         rows = costs.best()
-        at = places(self.tree, rows)
+        at = positions(self.tree, rows)
         cost = self.constant + math.fsum(values[k] for values, k in zip(self.values, at, strict=True))
         over = -self.uses.limits
         for number, table in self.uses.tables.items():
             over = over + table[:, at[number]]
         if (over <= self.slack).all() and cost <= self.cut:
-            self.incumbent.judge(chosen(self.tree, rows, len(self.problem.sizes)))
+            self.incumbent.evaluate(chosen(self.tree, rows, len(self.problem.sizes)))
         return cost, over
 
     def _ascend(self, prices: Floats) -> Visit:
@@ -281,7 +281,7 @@ class Priced:
         return True
 
     def _look(self, batch: Ints) -> bool:
-        """Judges the cheapest of many choices that are feasible; whether another row is seen to forbid some,
+        """Evaluates the cheapest of many feasible choices; whether another row is seen to forbid some,
         or one that was thought to be kept."""
         known = int(self.seen.sum()), self.every
         cost = np.full(len(batch), self.constant)
@@ -298,7 +298,7 @@ class Priced:
         for place in np.argsort(np.where(fits, cost, np.inf), kind="stable").tolist():
             if not fits[place] or cost[place] > self.cut:
                 break
-            found = self.incumbent.judge(chosen(self.tree, batch[place].tolist(), len(self.problem.sizes)))
+            found = self.incumbent.evaluate(chosen(self.tree, batch[place].tolist(), len(self.problem.sizes)))
             self.every |= not found.feasible  # it may have replaced others that are
         for place in np.flatnonzero(~fits)[:1]:
             self.seen[int(np.argmax(over[place] / self.scales))] = True

@@ -31,7 +31,7 @@ class Search:
     solver: Solver
     options: Options
     clock: Clock
-    judge: Callable[[Choices], Evaluation]
+    evaluate: Callable[[Choices], Evaluation]
     """What the problem as it was given says about the reduced problem's choices."""
     on_bound: Callable[[float], None]
     upper_bound: float = math.inf
@@ -111,7 +111,7 @@ class Search:
                 self.on_bound(bound)
 
     def _consider(self, choices: Choices) -> Evaluation:
-        found = self.judge(choices)
+        found = self.evaluate(choices)
         better = found.feasible and found.objective < self.objective and choices not in self.excluded
         if better:
             self.best, self.objective = choices, found.objective

@@ -93,7 +93,7 @@ def chosen(tree: Tree, rows: Sequence[int], count: int) -> Choices:
     return tuple(found)
 
 
-def places(tree: Tree, rows: Sequence[int]) -> Ints:
+def positions(tree: Tree, rows: Sequence[int]) -> Ints:
     """(relations,) the row of every relation in one row per bucket."""
     found = np.zeros(len(tree.relations), np.int64)
     for bucket, row in zip(tree.buckets, rows, strict=True):

@@ -54,7 +54,7 @@ def solve(
     with ctrl_c(clock.stopped):
         incumbent = Incumbent(problem, on_progress, limit, banned)
         if hint is not None:
-            incumbent.judge(tuple(hint))
+            incumbent.evaluate(tuple(hint))
         left = price(incumbent, clock) if solver == "auto" else Residual.whole(problem)
         if left is None or (solver == "auto" and clock.over):
             return _solution(incumbent, left is None, clock, "elimination")
@@ -107,7 +107,7 @@ def _search(
         SOLVERS[name],
         options,
         clock,
-        lambda choices: incumbent.judge(left.lift(reduced.lift(choices))),
+        lambda choices: incumbent.evaluate(left.lift(reduced.lift(choices))),
         incumbent.raise_bound,
         min(incumbent.limit, incumbent.objective),
         [projected(choices) for choices in sorted(incumbent.banned) if left.holds(choices)],

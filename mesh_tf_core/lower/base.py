@@ -1,7 +1,7 @@
 """Base lowering: every node alone, straight from its roles. Passes improve the result afterwards.
 
-A value's natural placement is given by the layout: every dimension on its axes. An operation's inputs come in
-natural placement; a dimension that it needs whole is gathered; a dimension that it sums out leaves a partial
+A value's natural sharding is given by the layout: every dimension on its axes. An operation's inputs come in
+natural sharding; a dimension that it needs whole is gathered; a dimension that it sums out leaves a partial
 result, which is all-reduced at once. `passes` then moves those sums.
 """
 
@@ -43,13 +43,13 @@ class Lowering(Placing):
         layout: Layout,
         storage: Mapping[str, int] | None = None,
         recompute: Iterable[str] = (),
-        keep: Subgraph | None = None,
+        subgraph: Subgraph | None = None,
         oracle: Oracle | None = None,
     ) -> None:
-        super().__init__(graph, mesh, layout, storage, keep, oracle)
+        super().__init__(graph, mesh, layout, storage, subgraph, oracle)
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
-        self._plans: dict[int, Plan] = {} if keep is None else keep.plans
+        self._plans: dict[int, Plan] = {} if subgraph is None else subgraph.plans
         self.loops = Loops(self, frozenset(recompute), self.node, self.nodes)
         self._again = False
 
@@ -105,7 +105,7 @@ class Lowering(Placing):
         return splits
 
     def apply(self, op: Op, inputs: Sequence[int], plan: Plan, tensors: Sequence[int]) -> Sequence[int]:
-        """Lowers one operation; returns its outputs in natural placement, nothing pending.
+        """Lowers one operation; returns its outputs in natural sharding, nothing pending.
 
         Args:
           tensors: the graph's tensors that the outputs are, -1 for none.
@@ -114,9 +114,9 @@ class Lowering(Placing):
         if roles is None:
             if op.converts:
                 return [self._converted(op, inputs[0], plan, tensors[0])]
-            made = op.lower(self, [self.at_home(i) for i in inputs], plan.types)
-            return [self.at_home(o) for o in made]
-        inputs = [self.at_home(i) for i in inputs]
+            made = op.lower(self, [self.to_natural(i) for i in inputs], plan.types)
+            return [self.to_natural(o) for o in made]
+        inputs = [self.to_natural(i) for i in inputs]
         layout = self.layout
         reduced = layout.split(roles.reduced) if roles.reduced else []
         self.check_disjoint(op, layout.split(roles.parallel) + reduced)
@@ -144,7 +144,7 @@ class Lowering(Placing):
         self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
         if partial:
             outs = [self.joined(o, partial, roles.combine) for o in outs]
-        return [self.at_home(o) for o in outs]
+        return [self.to_natural(o) for o in outs]
 
     def _converted(self, op: Op, input: int, plan: Plan, tensor: int) -> int:
         """Done on whatever piece there is: a variable stored split is converted before it is gathered, to
@@ -166,10 +166,10 @@ class Lowering(Placing):
         return [env[found.result]]
 
     def nodes(self, block: Block) -> None:
-        for node in block.nodes if self.keep is None else self.keep.within(block):
+        for node in block.nodes if self.subgraph is None else self.subgraph.within(block):
             self.node(node)
-        for tensor in self.keep.brought_home(block) if self.keep else ():
-            self.at_home(self.value_of(tensor))
+        for tensor in self.subgraph.natural_in(block) if self.subgraph else ():
+            self.to_natural(self.value_of(tensor))
 
     def deliver_gradients(self) -> None:
         """Brings the gradients that were lowered here to where the update of their variables wants them."""
@@ -190,21 +190,21 @@ def lower_base(
     results: Mapping[str, Tensor] | None = None,
     storage: Mapping[str, int] | None = None,
     recompute: Iterable[str] = (),
-    keep: Subgraph | None = None,
+    subgraph: Subgraph | None = None,
     oracle: Oracle | None = None,
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
-    state = Lowering(graph, mesh, layout, storage, recompute, keep, oracle)
+    state = Lowering(graph, mesh, layout, storage, recompute, subgraph, oracle)
     state.nodes(graph.blocks[0])
-    if keep is not None:
+    if subgraph is not None:
         state.deliver_gradients()
     for tensor, id in state.env.items():
         if state.values[id].tensor != tensor:
             state.values[id] = state.values[id].of(tensor)
     # A part of a graph returns what it has.
-    wanted = ((n, t.id) for n, t in (results or {}).items() if keep is None or t.id in state.env)
-    returned = {name: state.at_home(state.value_of(tensor)) for name, tensor in wanted}
+    wanted = ((n, t.id) for n, t in (results or {}).items() if subgraph is None or t.id in state.env)
+    returned = {name: state.to_natural(state.value_of(tensor)) for name, tensor in wanted}
     return Program(
         mesh,
         layout,

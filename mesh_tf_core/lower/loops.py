@@ -11,7 +11,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Carry, Result, Sliced, make_loop
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.rematerialization import Reruns, leading_to, needed_for
+from mesh_tf_core.lower.rematerialization import Rematerialization, leading_to, needed_for
 from mesh_tf_core.lower.subgraph import Pairs
 
 Key = int | tuple[int, "Key"]
@@ -35,7 +35,7 @@ class Loops:
         nodes: Callable[[Block], None],
     ) -> None:
         self.low, self._node, self._nodes = low, node, nodes
-        self.reruns = Reruns(low.graph, recompute)
+        self.remat = Rematerialization(low.graph, recompute)
         self._kept: dict[int, dict[Key, int]] = {}
 
     def loop(self, node: Node) -> None:
@@ -46,11 +46,11 @@ class Loops:
                 f"layout {self.low.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
                 f"be split over {'+'.join(self.low.layout.axes(block.dim.name))}; drop this rule"
             )
-        whole = self.low.keep is None or node.index in self.low.keep.nodes
+        whole = self.low.subgraph is None or node.index in self.low.subgraph.nodes
         decides = block.runs if whole else None
         inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
-        init = [self.low.at_home(self.low.value_of(i)) for i in inputs]
-        if self.low.keep is None:
+        init = [self.low.to_natural(self.low.value_of(i)) for i in inputs]
+        if self.low.subgraph is None:
             self._bring(block)
         outer_code, self.low.code = self.low.code, []
         outer_memory = self.low.moved, self.low.converted
@@ -65,7 +65,7 @@ class Loops:
         sliced = self._sliced(block)
         runs = None if decides is None else self.low.value_of(decides)
         self._nodes(block)
-        carry_out = [self.low.at_home(self.low.value_of(t)) for t in block.carry_out] if whole else []
+        carry_out = [self.low.to_natural(self.low.value_of(t)) for t in block.carry_out] if whole else []
         finals = [self._outer(v, None) for v in carry_in]
         stacks, sums, saves = self._made(node, block)
         pairs = self._read_again([*stacks, *self._saves(block, saves)], block)
@@ -95,20 +95,20 @@ class Loops:
     def _made(self, scan: Node, block: Block) -> tuple[Pairs, Pairs, Pairs]:
         """What this lowering computes of what a loop stacks, sums and saves (a loop's own carries belong to
         its scan)."""
-        keep = self.low.keep
-        if keep is not None:
-            return keep.made(scan, self.low.graph)
+        subgraph = self.low.subgraph
+        if subgraph is not None:
+            return subgraph.made(scan, self.low.graph)
         return tuple(block.stacked), tuple(block.summed), tuple(block.saved.items())
 
     def _here(self, tensor: int, scan: Node) -> bool:
         """Whether this lowering computes a body tensor."""
-        keep = self.low.keep
-        return keep is None or keep.computes(tensor, scan, self.low.graph)
+        subgraph = self.low.subgraph
+        return subgraph is None or subgraph.computes(tensor, scan, self.low.graph)
 
     def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
-        if self.low.keep is not None:
-            env, reads = self.low.env, self.low.keep.reads(block)
+        if self.low.subgraph is not None:
+            env, reads = self.low.env, self.low.subgraph.reads(block)
             return [
                 self._part(self.low.value_of(outer), inner)
                 for outer, inner in block.sliced
@@ -121,15 +121,15 @@ class Loops:
         again: list[tuple[int, int]] = []
         for outer, inner in block.sliced:
             tensor = saved.get(then.get(outer, outer))
-            if tensor is not None and forward and self.reruns.again(forward):
+            if tensor is not None and forward and self.remat.again(forward):
                 again.append((tensor, inner))
                 continue
-            if tensor is not None and self.reruns.unsaved(tensor):
+            if tensor is not None and self.remat.unsaved(tensor):
                 continue
             pairs.append(self._part(self.low.value_of(outer), inner))
         if again:
             pairs += self._recomputed(block, again)
-        elif forward and not self.reruns.again(forward):
+        elif forward and not self.remat.again(forward):
             pairs += self._unpacked(block, forward)
         return pairs
 
@@ -145,7 +145,7 @@ class Loops:
         forward = block.forward
         assert forward is not None
         pairs = [self._part(stack, key) for key, stack in self._kept[forward.id].items()]
-        then, needed = self._stands_for(block), self.reruns.needs(forward)
+        then, needed = self._stands_for(block), self.remat.needs(forward)
         known = {then.get(outer, outer): inner for outer, inner in block.sliced}
         for outer, inner in forward.sliced:
             if known.get(outer) in self.low.env:
@@ -157,7 +157,7 @@ class Loops:
         for node in leading_to([tensor for tensor, _ in again], forward):
             self._node(node, True)
         for tensor, inner in again:
-            if not self.reruns.unsaved(tensor):
+            if not self.remat.unsaved(tensor):
                 self.low.env[inner] = self.low.value_of(tensor)
         return pairs
 
@@ -169,13 +169,13 @@ class Loops:
     def _bring(self, block: Block) -> None:
         """Before a backward loop: what second runs inside need without work from the body around."""
         forward, graph = block.forward, self.low.graph
-        if forward is None or forward.parent == block.parent or not self.reruns.names:
+        if forward is None or forward.parent == block.parent or not self.remat.names:
             return
         assert forward.parent is not None and block.parent is not None
         then, now = graph.blocks[forward.parent], graph.blocks[block.parent]
-        if self.reruns.again(then):
+        if self.remat.again(then):
             return
-        wanted = {t for t in self.reruns.needs(forward) if graph.tensor(t).block == then.id}
+        wanted = {t for t in self.remat.needs(forward) if graph.tensor(t).block == then.id}
         for node in then.nodes:
             missing = False
             for t in wanted.intersection(node.outputs):
@@ -194,8 +194,8 @@ class Loops:
             if not isinstance(key, int):
                 self._kept.setdefault(key[0], {})[key[1]] = pairs[-1].inner
         stacks = {inner: outer for outer, inner in forward.sliced}
-        stacks.update((i, o) for i, o in forward.saved.items() if not self.reruns.unsaved(i))
-        for t in self.reruns.of_body(forward):
+        stacks.update((i, o) for i, o in forward.saved.items() if not self.remat.unsaved(i))
+        for t in self.remat.of_body(forward):
             if t == forward.index:
                 self.low.env[t] = self.low.env[block.index]  # type: ignore[index]
             elif block.captured.get(t) in self.low.env:
@@ -207,44 +207,44 @@ class Loops:
     def _keeps(self, block: Block, node: Node, starts: Sequence[int]) -> list[Result]:
         """What recomputation saves instead: the state at the beginning of every iteration, as far as it is
         read again; for loops inside that run again, what they keep and read."""
-        if not self.reruns.names or self._saves_later(block):
+        if not self.remat.names or self._saves_later(block):
             return []
         found: dict[Key, int] = {}
-        if self.reruns.again(block):
-            keep = self.low.keep
-            read = needed_for(block.saved, block) if keep is None else keep.needed(block)
+        if self.remat.again(block):
+            subgraph = self.low.subgraph
+            read = needed_for(block.saved, block) if subgraph is None else subgraph.needed(block)
             found.update((t, self.low.env[t]) for t in starts if t in read)
         else:
-            for inner in self.reruns.inner(block):
+            for inner in self.remat.inner(block):
                 kept = self._kept.get(inner.id, {})
                 found.update(((inner.id, key), value) for key, value in kept.items())
-            for t in self.reruns.of_body(block):
-                if self.reruns.stacked(t, block) and self._here(t, node):
+            for t in self.remat.of_body(block):
+                if self.remat.stacked(t, block) and self._here(t, node):
                     found[t] = self.low.value_of(t)
         self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
         return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
 
     def _saves(self, block: Block, saved: Pairs) -> list[tuple[int, int]]:
-        if not saved or self.reruns.again(block) or self._saves_later(block):
+        if not saved or self.remat.again(block) or self._saves_later(block):
             return []
-        return [(i, o) for i, o in saved if not self.reruns.unsaved(i)]
+        return [(i, o) for i, o in saved if not self.remat.unsaved(i)]
 
     def _saves_later(self, block: Block) -> bool:
         """Whether a loop is inside of one that is recomputed: what it saves the first time nobody reads. (The
         whole program drops that as dead.)"""
-        return self.low.keep is not None and not self.low.keep.again and self.reruns.around(block)
+        return self.low.subgraph is not None and not self.low.subgraph.again and self.remat.around(block)
 
     def _read_again(self, pairs: list[tuple[int, int]], block: Block) -> list[tuple[int, int]]:
         """What a loop stacks when one around it is recomputed: only what backward reads. (The whole program
         drops the rest as dead.)"""
-        keep = self.low.keep
-        if keep is None or not keep.again:
+        subgraph = self.low.subgraph
+        if subgraph is None or not subgraph.again:
             return pairs
         around = block
         while around.parent is not None:
             around = self.low.graph.blocks[around.parent]
-            if self.reruns.again(around):
-                needed = keep.needed(around)
+            if self.remat.again(around):
+                needed = subgraph.needed(around)
                 return [(i, outer) for i, outer in pairs if outer in needed]
         return pairs
 

@@ -58,7 +58,7 @@ def lower(
     layout: Layout,
     results: Mapping[str, Tensor] | None = None,
     options: Options = DEFAULT,
-    keep: Subgraph | None = None,
+    subgraph: Subgraph | None = None,
     oracle: Oracle | None = None,
     check: bool = True,
 ) -> Program:
@@ -66,10 +66,10 @@ def lower(
 
     Args:
       results: name -> tensor to return from a step.
-      keep: lower only some nodes (for pricing them alone); `results` are then ignored dead-code roots.
+      subgraph: lower only some nodes (for pricing them alone); `results` are then ignored dead-code roots.
       oracle: of this mesh, layout and storage; notes what is asked of them.
       check: hold the program against the rules of `lower.verify`. A search lowers many programs and checks
-        that of its answer. What is lowered with `keep` is never checked: it is no whole program.
+        that of its answer. What is lowered with `subgraph` is never checked: it is no whole program.
 
     Raises:
       ProgramError: the program breaks a rule; a defect of ours.
@@ -77,12 +77,12 @@ def lower(
       LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two
         dimensions of one operation over the same axis.
     """
-    if keep is None:
+    if subgraph is None:
         known = {name: max(sizes) for name, sizes in graph.dims().items()}
         layout.check(mesh, known)
         check_recompute(graph, options.recompute)
-    program = lower_base(graph, mesh, layout, results, options.storage, options.recompute, keep, oracle)
-    if keep is not None:
+    program = lower_base(graph, mesh, layout, results, options.storage, options.recompute, subgraph, oracle)
+    if subgraph is not None:
         # What is dead or travels together is not known from a part of the graph.
         return delay_sums(program, oracle)
     for _, run in PASSES:

@@ -33,10 +33,10 @@ class Placing:
         mesh: Mesh,
         layout: Layout,
         storage: Mapping[str, int] | None = None,
-        keep: Subgraph | None = None,
+        subgraph: Subgraph | None = None,
         oracle: Oracle | None = None,
     ) -> None:
-        self.graph, self.mesh, self.layout, self.keep = graph, mesh, layout, keep
+        self.graph, self.mesh, self.layout, self.subgraph = graph, mesh, layout, subgraph
         self.oracle = oracle or Oracle(mesh, layout, graph.variables, storage or {})
         self.values: list[Value] = []
         self.code: list[Instr] = []
@@ -109,7 +109,7 @@ class Placing:
         return value
 
     def _given(self, tensor: int) -> int:
-        assert self.keep is not None, f"tensor %{tensor} is used before it is computed"
+        assert self.subgraph is not None, f"tensor %{tensor} is used before it is computed"
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
         splits = self.natural(t.shape)
         if maker is not None and maker.op.converts and maker.inputs[0] in self.env:
@@ -147,8 +147,8 @@ class Placing:
             id = out
         return id
 
-    def at_home(self, id: int) -> int:
-        """The value in its natural placement."""
+    def to_natural(self, id: int) -> int:
+        """The value in its natural sharding."""
         v = self.values[id]
         if self._here.get(v.shape) == v.splits:
             return id

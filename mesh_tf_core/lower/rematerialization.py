@@ -15,7 +15,7 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Reruns:
+class Rematerialization:
     """The loops of a graph that run again when those over the dimensions `names` do."""
 
     def __init__(self, graph: Graph, names: frozenset[str]) -> None:

@@ -14,13 +14,13 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Lowers only these nodes (by index); what others compute is taken as given, in natural placement.
+    """Lowers only these nodes (by index); what others compute is taken as given, in natural sharding.
 
     Attributes:
       nodes: what to lower.
       blocks: ids of the loop bodies that hold some of it.
-      homes: (block, tensor): also bring a tensor into its natural placement at the end of a block, as readers
-        would.
+      natural: (block, tensor): also bring a tensor into its natural sharding at the end of a block, as its
+        readers would.
       again: it is what runs a second time when a loop is recomputed.
       unread: stacks of saved values that nothing reads in the whole graph: no loop makes them.
       plans: what was worked out of the nodes: a search lowers the same ones under thousands of layouts.
@@ -28,11 +28,11 @@ class Subgraph:
 
     nodes: frozenset[int]
     blocks: frozenset[int]
-    homes: frozenset[tuple[int, int]] = frozenset()
+    natural: frozenset[tuple[int, int]] = frozenset()
     again: bool = False
     unread: frozenset[int] = frozenset()
     plans: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)
-    _homes: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _by_block: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
     _needed: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
@@ -48,19 +48,17 @@ class Subgraph:
             ]
         return self._visits[block.id]
 
-    def brought_home(self, block: Block) -> tuple[int, ...]:
-        """The `homes` of a block."""
-        if block.id not in self._homes:
-            self._homes[block.id] = tuple(sorted(t for b, t in self.homes if b == block.id))
-        return self._homes[block.id]
+    def natural_in(self, block: Block) -> tuple[int, ...]:
+        """The tensors of `natural` in a block."""
+        if block.id not in self._by_block:
+            self._by_block[block.id] = tuple(sorted(t for b, t in self.natural if b == block.id))
+        return self._by_block[block.id]
 
     def reads(self, block: Block) -> frozenset[int]:
         """The tensors that the kept nodes of a block read."""
         if block.id not in self._reads:
             kept = (n for n in block.nodes if n.index in self.nodes)
-            self._reads[block.id] = frozenset(
-                (*(i for n in kept for i in n.inputs), *self.brought_home(block))
-            )
+            self._reads[block.id] = frozenset((*(i for n in kept for i in n.inputs), *self.natural_in(block)))
         return self._reads[block.id]
 
     def needed(self, block: Block) -> frozenset[int]:

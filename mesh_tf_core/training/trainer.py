@@ -212,12 +212,12 @@ class Trainer:
         that are there (see `evaluation`).
 
         Args:
-          model: the model in the form in which it is judged, with the same variables (built with
+          model: the model in the form in which it is evaluated, with the same variables (built with
             `training=False`, say); by default the trained one, without dropout.
         """
         if self._evaluation is None or self._evaluation[0] is not (model or self.model):
-            judged = model or self.model
-            self._evaluation = judged, Evaluation(judged, self.engine, self.layout, self.options)
+            evaluated = model or self.model
+            self._evaluation = evaluated, Evaluation(evaluated, self.engine, self.layout, self.options)
         return self._evaluation[1].run(batches)
 
     def save(self, directory: str | Path, wait: bool = True) -> None:

@@ -88,6 +88,8 @@ def test_the_tables_add_up_when_classes_are_hidden(name: str) -> None:
         choices = whole.choices(layout, options)
         if choices is None:
             continue
-        judged = evaluate(model, MESH, layout, hardware, options, prices)
-        assert value_of(whole.problem, choices).objective == pytest.approx(judged.cost.step_seconds, rel=1e-9)
+        evaluation = evaluate(model, MESH, layout, hardware, options, prices)
+        assert value_of(whole.problem, choices).objective == pytest.approx(
+            evaluation.cost.step_seconds, rel=1e-9
+        )
         compared += 1

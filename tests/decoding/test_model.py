@@ -41,8 +41,8 @@ def test_it_is_searched() -> None:
     model = transformer_lm.generate(**{**SMALL, "layers": 1, "length": 4})
     plan = layoutopt.search(model, mesh=mtf.Mesh("x:2"), hardware="tpu-v3")
     assert plan.solver.status == "OPTIMAL"
-    judged = evaluate(model, plan.mesh, plan.layout, load_hardware("tpu-v3"))
-    assert judged.cost.step_seconds == pytest.approx(plan.predicted.step_seconds)
+    evaluation = evaluate(model, plan.mesh, plan.layout, load_hardware("tpu-v3"))
+    assert evaluation.cost.step_seconds == pytest.approx(plan.predicted.step_seconds)
 
 
 def test_it_is_not_trained() -> None:

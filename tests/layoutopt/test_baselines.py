@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-import layoutopt.optimize.evaluation as judging
+import layoutopt.evaluator as evaluator_module
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.api import search
-from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.optimize.evaluation import Evaluator
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of
@@ -59,7 +58,7 @@ def test_a_search_evaluates_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append((mesh, layout, str(sorted(options.storage.items())), options.recompute))
         return evaluate(*args, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(judging, "evaluate", counting)
+    monkeypatch.setattr(evaluator_module, "evaluate", counting)
     search(EXAMPLES["transformer"](), mesh="x:2;y:2", hardware=V3, microbatches=(1,))
     assert asked and len(set(asked)) == len(asked)
 

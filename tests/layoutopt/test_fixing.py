@@ -11,10 +11,10 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import pricer
+from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import Draft, extract, legal_problem
-from layoutopt.optimize.evaluation import Evaluator
+from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.optimize.fixing import faster
-from layoutopt.optimize.memoised import TablePrices
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate

@@ -11,7 +11,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from layoutopt import search
-from layoutopt.optimize.evaluation import Evaluator
+from layoutopt.evaluator import Evaluator
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
@@ -36,7 +36,7 @@ def priced(model: mtf.Model, hardware: str, devices: int) -> Iterator[tuple[floa
         for chosen in itertools.product(*(space.decided.options[n] for n in names)):
             layout, options = space.decided.read(dict(zip(names, chosen, strict=True)))
             try:
-                judged = evaluator(space.mesh, layout, options)
+                evaluation = evaluator(space.mesh, layout, options)
             except LayoutError:
                 continue
             orders = itertools.permutations(space.mesh.names)
@@ -45,7 +45,7 @@ def priced(model: mtf.Model, hardware: str, devices: int) -> Iterator[tuple[floa
                 for order in orders
             )
             decided = f"{sorted(s for _, s in space.mesh.axes)} {called} {options}"
-            yield judged.cost.step_seconds, judged.memory.peak, decided
+            yield evaluation.cost.step_seconds, evaluation.memory.peak, decided
 
 
 @pytest.mark.parametrize("hardware", ["cpu-local", "tpu-v3"])

@@ -41,13 +41,13 @@ def check(search: SubproblemSearch, seed: int, cuts: int, others: int) -> int:
         choices = legal(search, chosen)
         if choices is None:
             continue
-        judged = search.evaluate(choices)
+        evaluation = search.evaluate(choices)
         again = search.extraction.read(choices)[1].recompute
         known = max(row.use(choices) for row in search.extraction.memory.rows(again))
-        if known > judged.memory.peak - 0.5:
+        if known > evaluation.memory.peak - 0.5:
             continue
-        row = lazy_cut(search.extraction, choices, judged)
-        assert row.use(choices) == pytest.approx(judged.memory.peak, abs=ROUNDING)
+        row = lazy_cut(search.extraction, choices, evaluation)
+        assert row.use(choices) == pytest.approx(evaluation.memory.peak, abs=ROUNDING)
         found = 0
         for _ in range(10 * others):
             free = rng.sample(list(decided.free), k=min(len(decided.free), rng.choice([1, 1, 2, 5])))

@@ -60,5 +60,5 @@ def test_variables_held_by_all() -> None:
 def test_the_best_layout_repeats_no_work(mesh: str) -> None:
     model, hardware = transformer(**WIDE), load_hardware("tpu-v3")
     plan = search(model, mesh=mesh, hardware=hardware, microbatches=[1])
-    judged = evaluate(model, plan.mesh, plan.layout, hardware, plan.options)
-    assert not [f for f in lint(model, judged, hardware, plan.options) if f.layout]
+    evaluation = evaluate(model, plan.mesh, plan.layout, hardware, plan.options)
+    assert not [f for f in lint(model, evaluation, hardware, plan.options) if f.layout]

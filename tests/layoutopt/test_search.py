@@ -149,8 +149,8 @@ def test_plans_survive_files(model: mtf.Model, tmp_path: Path) -> None:
     again = load_plan(path)
     assert again.to_json() == plan.to_json()
     assert (again.mesh, again.layout, again.options) == (plan.mesh, plan.layout, plan.options)
-    judged = evaluate(model, again.mesh, again.layout, load_hardware("tpu-v3"), again.options)
-    assert judged.predicted == plan.predicted
+    evaluation = evaluate(model, again.mesh, again.layout, load_hardware("tpu-v3"), again.options)
+    assert evaluation.predicted == plan.predicted
     check_plan_model(again, model)
 
 
@@ -204,5 +204,5 @@ def test_the_papers_layout_is_beside_and_not_better() -> None:
     assert paper.feasible and paper.predicted is not None
     assert plan.predicted.step_seconds <= paper.predicted.step_seconds
     assert plan.solver.status == "OPTIMAL"
-    judged = evaluate(model, plan.mesh, plan.layout, load_hardware("tpu-v2"), plan.options)
-    assert judged.predicted == plan.predicted
+    evaluation = evaluate(model, plan.mesh, plan.layout, load_hardware("tpu-v2"), plan.options)
+    assert evaluation.predicted == plan.predicted

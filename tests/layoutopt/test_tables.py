@@ -15,7 +15,7 @@ from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import Draft, Extraction, extract
-from layoutopt.optimize.memoised import TablePrices
+from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
@@ -40,17 +40,17 @@ def compare(model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware, se
         layout, options = found.decided.read(some_choices(found.decided, rng))
         choices = found.choices(layout, options)
         try:
-            judged = evaluate(model, mesh, layout, hardware, options, prices)
+            evaluation = evaluate(model, mesh, layout, hardware, options, prices)
         except mtf.LayoutError:
             assert choices is None, f"{layout} is not legal, but the tables have it"
             continue
         assert choices is not None, f"{layout} is legal, but the tables refuse it"
         where = f"{model.name} on {mesh}: {layout}, {options}"
         objective = value_of(found.problem, choices).objective
-        assert objective == pytest.approx(judged.cost.step_seconds, rel=PRICE), where
+        assert objective == pytest.approx(evaluation.cost.step_seconds, rel=PRICE), where
         rows = found.memory.rows() + found.memory.rows(options.recompute)
         counted = max(row.use(choices) for row in rows)
-        assert counted <= judged.memory.peak * ROUNDING, where
+        assert counted <= evaluation.memory.peak * ROUNDING, where
         assert found.read(choices) == (layout, options)
         compared += 1
         if compared == count:

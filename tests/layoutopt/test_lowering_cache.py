@@ -14,7 +14,7 @@ from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.formulation.clusters import Cluster, clusters
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.lowering_cache import parts_of
+from layoutopt.formulation.lowering_cache import lowering_cache
 from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.space.decisions import Decisions, decisions
 from layoutopt.space.kind import Allowed, Choice
@@ -37,7 +37,7 @@ def anew(
     graph = model.training_step(decided.microbatches).graph
     layout, options = decided.read(chosen)
     try:
-        program = lower(graph, mesh, layout, cluster.early, options, cluster.keep)
+        program = lower(graph, mesh, layout, cluster.early, options, cluster.subgraph)
     except mtf.LayoutError:
         return None
     seconds, small = prices.seconds(program), {}
@@ -129,7 +129,7 @@ def test_what_is_remembered_ends_with_an_assignment() -> None:
     w = g.variable("w", [mtf.Dim("d", 8)], mtf.ONES)
     y = w * 2.0
     prices = pricer(load_hardware("tpu-v4"), mtf.Mesh("x:2"))
-    before = parts_of(g, prices)
-    assert parts_of(g, prices) is before
+    before = lowering_cache(g, prices)
+    assert lowering_cache(g, prices) is before
     g.assign(g.lookup("w"), y)
-    assert parts_of(g, prices) is not before
+    assert lowering_cache(g, prices) is not before
