@@ -2,7 +2,6 @@
 
 from costmodels.hardware.curve import Curve, monotone
 from costmodels.hardware.load import (
-    HardwareError,
     hardware_names,
     load_hardware,
     preset_content,
@@ -26,6 +25,7 @@ from costmodels.hardware.model import (
     Torus,
     Wraparound,
 )
+from costmodels.hardware.settings import HardwareError, split_name, with_settings
 from costmodels.hardware.vary import drawn, varied, with_bandwidth
 
 __all__ = [
@@ -52,7 +52,9 @@ __all__ = [
     "monotone",
     "preset_content",
     "read_hardware",
+    "split_name",
     "varied",
     "with_bandwidth",
+    "with_settings",
     "write_profile",
 ]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from costmodels.hardware.model import Hardware
-from mesh_tf_core.errors import UserError, known_names
+from costmodels.hardware.settings import HardwareError, changed, split_name, with_settings
+from mesh_tf_core.errors import known_names
 
 _PRESETS = Path(__file__).parent / "data"
-
-
-class HardwareError(UserError):
-    """A hardware name that is not known, or a hardware file that is not one."""
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -27,20 +24,22 @@ def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> 
     """The hardware of a preset's name or of a file's path.
 
     Args:
-      name_or_path: a name of `hardware_names()`, or the path of a hardware file (`calibrate` writes such).
+      name_or_path: a name of `hardware_names()`, or the path of a hardware file (`calibrate` writes such);
+        numbers may be set behind it, as "a100, node_egress=100GB/s".
       profiles: a directory of calibrated profiles; `NAME.json` there replaces the preset NAME.
 
     Raises:
-      HardwareError: unknown name, unreadable file, or a malformed one (every fault, with its path).
+      HardwareError: unknown name, unreadable file, a malformed one (every fault, with its path), or a number
+        that it does not have.
     """
-    text = str(name_or_path)
+    text, settings = split_name(str(name_or_path))
     if profiles is not None and text in hardware_names() and (profile := profiles / f"{text}.json").is_file():
-        return read_hardware(profile)
+        return read_hardware(profile, settings)
     if text in hardware_names():
-        return _preset(text)
+        return read_hardware(_PRESETS / f"{text}.json", settings) if settings else _preset(text)
     path = Path(text)
     if path.is_file():
-        return read_hardware(path)
+        return read_hardware(path, settings)
     if path.suffix == ".json" or len(path.parts) > 1:
         raise HardwareError(f"hardware file {text!r} does not exist; give a file, or a name: {_known(text)}")
     raise HardwareError(
@@ -48,8 +47,8 @@ def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> 
     )
 
 
-def read_hardware(path: Path) -> Hardware:
-    """The hardware in the file at `path`; HardwareError names every fault."""
+def read_hardware(path: Path, settings: Sequence[str] = ()) -> Hardware:
+    """The hardware in the file at `path` with some numbers set; HardwareError names every fault."""
     from costmodels.hardware.schema import read
 
     try:
@@ -65,6 +64,10 @@ def read_hardware(path: Path) -> Hardware:
     except (ValueError, RecursionError) as error:
         raise HardwareError(f"hardware file {str(path)!r} is not a hardware file: {error}") from None
     hardware, faults = read(content)
+    if hardware is not None and settings:
+        hardware, faults = read(changed(content, settings))
+        if hardware is None:
+            raise HardwareError(f"hardware {with_settings(path.stem, settings)!r}: {'; '.join(faults)}")
     if hardware is None:
         many = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise HardwareError(f"hardware file {str(path)!r} has {many}: {'; '.join(faults)}")

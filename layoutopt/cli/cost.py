@@ -17,6 +17,7 @@ from layoutopt.cli.options import (
     ModelArgument,
     QuietOption,
     RecomputeOption,
+    SetHardwareOption,
     SetOption,
     StorageOption,
     examples,
@@ -52,6 +53,7 @@ def cost(
     microbatches: MicrobatchesOption = 1,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
+    set_hardware: SetHardwareOption = None,
     memory: MemoryOption = None,
     lines: LinesOption = False,
     as_json: JsonOption = False,
@@ -65,7 +67,7 @@ def cost(
     from layoutopt.plan.results import CostResult, Finding
 
     terminal = Terminal(as_json, quiet)
-    machine = read_hardware(hardware)
+    machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     loaded = load_model(model, settings or ())
     given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)

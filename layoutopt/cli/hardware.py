@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import JsonOption, complete_hardware, examples, read_hardware
+from layoutopt.cli.options import JsonOption, SetHardwareOption, complete_hardware, examples, read_hardware
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.plan.units import bytes_text, rate_text
 
@@ -27,6 +27,7 @@ def hardware(
             show_default=False,
         ),
     ] = None,
+    set_hardware: SetHardwareOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the machines to price for, or show one with the source of each number."""
@@ -34,7 +35,7 @@ def hardware(
     if name is None:
         _list(terminal)
     else:
-        _one(terminal, read_hardware(name))
+        _one(terminal, read_hardware(name, set_hardware))
 
 
 def _list(terminal: Terminal) -> None:

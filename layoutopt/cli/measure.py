@@ -17,6 +17,7 @@ from layoutopt.cli.options import (
     ModelArgument,
     QuietOption,
     RecomputeOption,
+    SetHardwareOption,
     SetOption,
     StorageOption,
     examples,
@@ -51,6 +52,7 @@ def measure(
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
     hardware: HardwareOption = THIS_MACHINE,
+    set_hardware: SetHardwareOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -61,7 +63,7 @@ def measure(
     from layoutopt.plan.results import MeasureResult
 
     terminal = Terminal(as_json, quiet)
-    machine = read_hardware(hardware)
+    machine = read_hardware(hardware, set_hardware)
     loaded = load_model(model, settings or ())
     given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
     predicted = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)

@@ -62,6 +62,15 @@ HardwareOption = Annotated[
         autocompletion=complete_hardware,
     ),
 ]
+SetHardwareOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set-hardware",
+        metavar="NAME=VALUE",
+        help="Another number in it, as node_egress=100GB/s (again for more).",
+        show_default=False,
+    ),
+]
 MemoryOption = Annotated[
     str | None,
     typer.Option(
@@ -114,12 +123,13 @@ def examples(*lines: str) -> str:
     return "\n\n".join(["Examples:" if len(lines) > 1 else "Example:", *lines])
 
 
-def read_hardware(name: str) -> Hardware:
-    """Hardware by name or file; a profile calibrated on this machine stands for its preset."""
-    from costmodels.hardware import load_hardware
+def read_hardware(name: str, settings: Sequence[str] | None = None) -> Hardware:
+    """Hardware by name or file, with numbers set; a profile calibrated on this machine stands for its
+    preset."""
+    from costmodels.hardware import load_hardware, with_settings
     from costmodels.hardware.profiles import profiles_directory
 
-    return load_hardware(name, profiles=profiles_directory())
+    return load_hardware(with_settings(name, settings or ()), profiles=profiles_directory())
 
 
 def read_memory(text: str | None, hardware: Hardware) -> int:

@@ -62,8 +62,10 @@ def limit_of(plan: Plan, hardware: Hardware) -> int:
 
 def hardware_of(plan: Plan) -> str:
     """The hardware file that the plan was made for, if it is there; else the hardware's name."""
+    from costmodels.hardware import split_name
+
     given = where_of(plan).hardware
-    return given if given is not None and Path(given).is_file() else plan.data.hardware
+    return given if given is not None and Path(split_name(given)[0]).is_file() else plan.data.hardware
 
 
 def open_plan(path: Path, model: str | None, hardware: str | None = None) -> Planned:

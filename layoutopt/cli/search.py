@@ -18,6 +18,7 @@ from layoutopt.cli.options import (
     MeshOption,
     ModelArgument,
     QuietOption,
+    SetHardwareOption,
     SetOption,
     TimeLimitOption,
     check_out,
@@ -67,6 +68,7 @@ def search(
     max_axes: Annotated[int, typer.Option(metavar="K", help="With --devices: at most so many axes.")] = 2,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
+    set_hardware: SetHardwareOption = None,
     memory: MemoryOption = None,
     objective: Annotated[
         Objective, typer.Option(help="Least time that fits, least memory, or the frontier of both.")
@@ -104,6 +106,7 @@ def search(
     quiet: QuietOption = False,
 ) -> None:
     """Find the best layout of a model, prove it, and show it beside its alternatives."""
+    from costmodels.hardware import with_settings
     from layoutopt import search as find
     from layoutopt.analysis.infeasible import diagnose
     from layoutopt.models.loading import load_model
@@ -112,7 +115,7 @@ def search(
     terminal = Terminal(as_json, quiet)
     check_out(out)
     check_out(report, "--report")
-    machine = read_hardware(hardware)
+    machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     loaded = load_model(model, settings or ())
     asked: dict[str, Any] = {
@@ -151,7 +154,7 @@ def search(
             why = str(diagnose(find, loaded.model, {**where, **asked}))
         raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
     question: dict[str, Any] = {
-        "hardware": hardware,
+        "hardware": with_settings(hardware, set_hardware or ()),
         "memory_bytes": limit,
         "devices": devices,
         "max_axes": max_axes,

@@ -23,6 +23,7 @@ from layoutopt.cli.options import (
     ModelArgument,
     QuietOption,
     RecomputeOption,
+    SetHardwareOption,
     SetOption,
     StartTimeoutOption,
     StorageOption,
@@ -79,6 +80,7 @@ def train(
         typer.Option("--held-out", min=0, metavar="N", help="Held-out batches to evaluate on at the end."),
     ] = 8,
     hardware: HardwareOption = THIS_MACHINE,
+    set_hardware: SetHardwareOption = None,
     cluster: ClusterOption = False,
     timeout: TimeoutOption = 120.0,
     start_timeout: StartTimeoutOption = 300.0,
@@ -95,7 +97,7 @@ def train(
         )
         shown = members is None or members.is_writer
         terminal = Terminal(as_json, quiet or not shown)
-        machine = read_hardware(hardware)
+        machine = read_hardware(hardware, set_hardware)
         loaded = load_model(model, settings or ())
         if layout == AUTO:
             _refuse_decided(storage, recompute, microbatches)

@@ -16,6 +16,7 @@ from layoutopt.cli.options import (
     MeshOption,
     ModelArgument,
     QuietOption,
+    SetHardwareOption,
     SetOption,
     check_out,
     examples,
@@ -41,6 +42,7 @@ def validate(
     seed: Annotated[int, typer.Option(help="Which random layouts.")] = 0,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
+    set_hardware: SetHardwareOption = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="Write the JSON there, for `report`.", show_default=False),
@@ -55,7 +57,7 @@ def validate(
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
-    machine = read_hardware(hardware)
+    machine = read_hardware(hardware, set_hardware)
     where = read_mesh(mesh)
     loaded = load_model(model, settings or ())
     start_devices(terminal, where.devices)

@@ -49,6 +49,11 @@ ON = (LM, "--mesh", "data:2;model:4")
             id="hardware",
         ),
         pytest.param(
+            [*ON, "--hardware", "a100", "--set-hardware", "node_egres=100GB/s"],
+            "a100 has no number 'node_egres'; did you mean 'node_egress'?",
+            id="a number of the hardware",
+        ),
+        pytest.param(
             [*ON, "--hardware", "mine.json"], "hardware file 'mine.json' does not exist", id="hardware file"
         ),
         pytest.param(
