@@ -8,7 +8,8 @@ A device holds, at instruction t,
 When values share memory, and when it is free, says `mesh_tf_core.ir.liveness`.
 
 Where the compiler fuses (`costmodels.kernels.fused`)
-  (4) values inside of a kernel take no memory, nor does a loop's part of a stack: its readers read the stack;
+  (4) values inside of a kernel take no memory, nor what it adds to a loop's sum, nor a loop's part of a
+      stack: its readers read the stack;
   (5) what a loop stacks twice, under two names, is stacked once;
   (6) the casts that loops make of a variable's parts are made at once, and held from the first loop to the
       last.
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from costmodels.kernels.fused import Fused, fused
+from costmodels.kernels.fused import Fused, fused, made_by_kernels
 from costmodels.kernels.fusion import fusion_of
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
@@ -133,6 +134,7 @@ class _Walk:
             for instr, _ in program.walk():
                 if isinstance(instr, Loop):
                     inner.update(part.inner for part in instr.sliced)
+                    inner.update(made_by_kernels(instr))
                     shared.update(_twice(instr))
             casts = list(_casts(program))
             inner.update(cast.outputs[0] for _, cast, _, _ in casts)

@@ -13,6 +13,7 @@ kernels, one after the other:
   (6) a cast of a variable runs once in a step: in a loop that of all layers is kept, for backward too;
       outside of loops it is made where it is read, and costs what its readers have to read more. A gradient
       that is a cast is made where it is read, too
+  (7) the kernel that makes a term of a loop's sum adds it to the sum
 So a chain of maps behind a product costs the product, its operands and the chain's last result.
 
 All of this is local to a group, and a cluster of the search holds whole groups: prices of clusters add up.
@@ -81,6 +82,12 @@ def fused(program: Program, again: bool = False, streams: bool = False) -> Fused
 def grouped(program: Program, again: bool = False, streams: bool = False) -> list[tuple[Unit, float]]:
     """As the items of `fused`, with whole groups in place of the kernels that they fall into."""
     return _Fuser(program, again, streams).run()
+
+
+def made_by_kernels(loop: Loop) -> set[int]:
+    """The terms of a loop's sums that kernels of its body make, and add, rule (7)."""
+    made = {o for instr in loop.body if isinstance(instr, Local) and not instr.op.free for o in instr.outputs}
+    return {term for term, _ in loop.summed if term in made}
 
 
 class _Fuser:

@@ -4,6 +4,8 @@
     one for each instruction.
 (2) A collective is an item, and so is every stack that a loop writes; reading a part back is a view. XLA
     first sets a stack to zero that it cannot prove to be written as a whole: from the last part to the first.
+    What is added to a loop's sum, or to a part of it (`Program.added`), is read and written there: by the
+    kernel that makes the term, else by an addition of its own.
 (3) Op by op (`costmodels.pricing.op_by_op`): an instruction is its array functions. In one process the parts
     of a stack stay apart, and are joined only for readers other than loops: the update, of gradients. Values
     that travel together, and the parts of stacked ones, are summed one by one. Between processes both are
@@ -18,7 +20,7 @@ from typing import TypeAlias
 
 from costmodels.hardware import Hardware
 from costmodels.kernels.array_functions import NoArrayFunctionError
-from costmodels.kernels.fused import Fused, fused, grouped
+from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
 from costmodels.kernels.fusion import Fusion, fusion_of
 from costmodels.kernels.groups import Group, VariableCast, streamed
 from costmodels.kernels.partition import Kernel, Types
@@ -42,14 +44,23 @@ from mesh_tf_core.ir.program import (
     wire_bytes,
 )
 from mesh_tf_core.ir.values import Value
+from mesh_tf_core.ops.binary import Binary
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a loop writes of one value that it stacks."""
+    """What a loop writes of one value that it stacks or adds up.
+
+    Attributes:
+      value: of the size of what is written in one run.
+      passes: how often its bytes are read or written.
+      zeroed: it is set to zero before.
+    """
 
     loop: Loop
     value: int
+    passes: int = 1
+    zeroed: bool = False
 
 
 Unit: TypeAlias = "Local | Collective | Kernel | Group | VariableCast | Stack"
@@ -140,8 +151,8 @@ class Itemiser:
                     sending = Sending(purposes.get(what.outputs[0], ACTIVATION))
                 yield what, times, sending
             elif isinstance(what, Loop):
-                for value in self._stacked(program, what):
-                    yield Stack(what, value), times, None
+                for unit, often in (*self._stacked(program, what), *self._added(program, what)):
+                    yield unit, times * often, None
             elif isinstance(what, Kernel | Group | VariableCast) or (
                 isinstance(what, Local) and not what.op.free
             ):
@@ -150,13 +161,29 @@ class Itemiser:
     def _timed(self, program: Program, again: bool) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
         return grouped(program, again, self.streams) if self.fuses else program.expected()
 
-    def _stacked(self, program: Program, loop: Loop) -> Iterator[int]:
+    def _stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
         """The stacks that a loop writes."""
-        if not (self.in_parts and loop.origin.phase == "forward"):
-            held = fusion_of(program) if self.streams else Fusion()
-            for stack in loop.stacked:
-                if not streamed(held, program.values[stack.outer]):
-                    yield stack.outer
+        if self.in_parts and loop.origin.phase == "forward":
+            return
+        held = fusion_of(program) if self.streams else Fusion()
+        zeroed = self.fuses and loop.reverse
+        for _, stack in loop.stacked:
+            if stack not in program.added and not streamed(held, program.values[stack]):
+                yield Stack(loop, stack, 2 if self.op_by_op or zeroed else 1, zeroed), 1.0
+
+    def _added(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
+        """What a loop adds to its sums, and to parts of those of the loop around."""
+        terms = [s for s in loop.summed if s.inner not in program.added]
+        parts = [s for s in loop.stacked if s.outer in program.added]
+        if self.fuses:
+            made = made_by_kernels(loop)
+            for term, total in terms:
+                yield Stack(loop, total, 1 if term in made else 3), loop.times
+            for _, stack in parts:
+                yield Stack(loop, stack, 2), 1.0
+        else:
+            for term, _ in (*terms, *parts):
+                yield Local((term, term), (term,), loop.origin, Binary("add")), loop.times
 
     def items(
         self, unit: Unit, sending: Sending | None, find: Find, local: Types, mesh: Mesh
@@ -174,9 +201,7 @@ class Itemiser:
         if isinstance(unit, Local):
             return (self._of_local(unit, find, local),)
         if isinstance(unit, Stack):
-            zeroed = self.fuses and unit.loop.reverse
-            passes = 2 if self.op_by_op or zeroed else 1
-            return (Computed(of_stack(local(unit.value), passes, zeroed), 0.0),)
+            return (Computed(of_stack(local(unit.value), unit.passes, unit.zeroed), 0.0),)
         assert sending is not None
         return (of_collective(unit, sending, [local(i).bytes for i in unit.inputs], mesh),)
 

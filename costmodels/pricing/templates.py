@@ -172,7 +172,7 @@ def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
         what = unit.op, len(unit.inputs), unit.origin.phase == "forward"
         return what, (*unit.inputs, *unit.outputs)
     if isinstance(unit, Stack):
-        return ("stack", unit.loop.reverse), (unit.value,)
+        return ("stack", unit.passes, unit.zeroed), (unit.value,)
     assert isinstance(unit, Collective)
     return unit.name, unit.inputs
 

@@ -142,13 +142,19 @@ class LockstepEngine(Stepping):
         return {n: self.join(env[i], self.program.values[i]) for n, i in self.program.results.items()}
 
     def run_code(
-        self, code: Sequence[Instr], env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]
+        self,
+        code: Sequence[Instr],
+        env: dict[int, Pieces],
+        batch: Mapping[str, Any],
+        new: dict[str, Pieces],
+        around: Iterations[Pieces] | None = None,
     ) -> None:
+        """Runs a block; `around`: the loop whose body it is."""
         for instr in code:
+            unread: Sequence[int] = ()
             if isinstance(instr, Loop):
-                self.loop(instr, env, batch, new)
-                continue
-            if isinstance(instr, Local):
+                unread = self.loop(instr, env, batch, new)
+            elif isinstance(instr, Local):
                 self.local(instr, env)
             elif isinstance(instr, Input):
                 v = self.program.values[instr.outputs[0]]
@@ -165,8 +171,12 @@ class LockstepEngine(Stepping):
                     env[o] = self.collective(instr, env[i], self.program.values[i])
             else:
                 raise TypeError(f"lockstep engine: unknown instruction {instr.text()}")
-            for unread in self._meter.ran(instr, lambda i: _bytes(env[i])) if self._meter else ():
-                env.pop(unread, None)
+            if self._meter and not isinstance(instr, Loop):
+                unread = self._meter.ran(instr, lambda i: _bytes(env[i]))
+            if around is not None:
+                around.add(instr.outputs, env)
+            for i in unread:
+                env.pop(i, None)
 
     def on(self, rank: int) -> AbstractContextManager[Any]:
         """Where a device's own work is done."""
@@ -184,17 +194,19 @@ class LockstepEngine(Stepping):
 
     def loop(
         self, loop: Loop, env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]
-    ) -> None:
+    ) -> Sequence[int]:
+        """Runs a loop; returns the values that nobody reads any more."""
+
         def body(values: dict[int, Pieces]) -> None:
-            self.run_code(loop.body, values, batch, new)
+            self.run_code(loop.body, values, batch, new, iterations)
             if self._meter:
                 self._meter.iterated(loop)
 
         if self._meter:
             self._meter.entered(loop, lambda i: self.program.local(i).bytes)
-        in_turn(Iterations(loop, env, body, self), self)
-        for unread in self._meter.left(loop, lambda i: _bytes(env[i])) if self._meter else ():
-            env.pop(unread, None)
+        iterations = Iterations(loop, env, body, self, self.program.added)
+        in_turn(iterations, self)
+        return self._meter.left(loop, lambda i: _bytes(env[i])) if self._meter else ()
 
     def number(self, at: int) -> Pieces:
         return [self.k.scalar(at, "int32") for _ in self.devices]

@@ -3,11 +3,13 @@ how iterations follow each other.
 
 An iteration begins with its number, the state and its parts. The state is what is carried, and the sums so
 far; a sum so far goes by the name of the sum. One that does not run hands the state on and stacks zeros.
+A stack that is added to a sum of the loop around (`Program.added`) is made from the parts of that sum so far:
+it is the sum afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from mesh_tf_core.ir.program import Loop
@@ -58,16 +60,25 @@ class Iterations(Generic[V]):
     Args:
       env: value id -> value, of what is known before the loop; `end` adds what it leaves.
       body: adds what the loop's body computes to the values that it is given.
+      added: `Program.added`.
 
     Attributes:
       state: ids that the state goes by in an iteration.
       carries: what is carried into the first one.
+      onto: for everything that is stacked, the sum so far to whose parts it is added; None: to nothing.
     """
 
     def __init__(
-        self, loop: Loop, env: dict[int, V], body: Callable[[dict[int, V]], None], engine: Arithmetic[V]
+        self,
+        loop: Loop,
+        env: dict[int, V],
+        body: Callable[[dict[int, V]], None],
+        engine: Arithmetic[V],
+        added: Mapping[int, int],
     ) -> None:
-        self.loop, self.env, self.body, self.engine = loop, env, body, engine
+        self.loop, self.env, self.body, self.engine, self.added = loop, env, body, engine, added
+        self.onto = [env.get(added[s.outer]) if s.outer in added else None for s in loop.stacked]
+        self._terms = list(loop.summed)
         self.state = (*(c.enter for c in loop.carried), *(s.outer for s in loop.summed))
         self.carries = [env[c.init] for c in loop.carried]
 
@@ -79,13 +90,23 @@ class Iterations(Generic[V]):
         return values
 
     def run(self, values: dict[int, V]) -> Left[V]:
-        """An iteration that runs."""
+        """An iteration that runs; `values` stay as they are, for one that might not."""
+        values = dict(values)
+        self._terms = list(self.loop.summed)
         self.body(values)
+        self.add({s.inner for s in self._terms}, values)
         state: State[V] = [values[c.leave] for c in self.loop.carried]
-        for s in self.loop.summed:
-            term = values[s.inner]
-            state.append(self.engine.add(values[s.outer], term) if s.outer in values else term)
+        state += [values[s.outer] for s in self.loop.summed]
         return state, [values[s.inner] for s in self.loop.stacked]
+
+    def add(self, made: Container[int], values: dict[int, V]) -> None:
+        """Adds terms of the loop's sums that have been made; for a body that does not keep them."""
+        for s in [s for s in self._terms if s.inner in made]:
+            self._terms.remove(s)
+            term = values[s.inner]
+            if s.outer in values and s.inner not in self.added:
+                term = self.engine.add(values[s.outer], term)
+            values[s.outer] = term
 
     def skip(self, values: dict[int, V]) -> Left[V]:
         """An iteration that does not run."""
@@ -104,12 +125,15 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
     """Runs a loop, one iteration after the other."""
     loop, env = iterations.loop, iterations.env
     parts = [engine.parts(env[s.outer]) for s in loop.sliced]
+    onto = [None if total is None else engine.parts(total) for total in iterations.onto]
     state: State[V] = [*iterations.carries, *(None for _ in loop.summed)]
     made: dict[int, list[V]] = {}
     order = range(loop.dim.size)
     for at in reversed(order) if loop.reverse else order:
         values = iterations.begun(engine.number(at), state, [own[at] for own in parts])
-        state, made[at] = iterations.run(values) if loop.runs is None else engine.chosen(iterations, values)
+        state, new = iterations.run(values) if loop.runs is None else engine.chosen(iterations, values)
+        pairs = zip(onto, new, strict=True)
+        made[at] = [x if total is None else engine.add(total[at], x) for total, x in pairs]
     iterations.end(
         state, [engine.stack(list(column)) for column in zip(*(made[at] for at in order), strict=True)]
     )

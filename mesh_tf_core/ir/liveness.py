@@ -10,7 +10,8 @@ As on a device that knows ahead of time what runs:
       after it
   (5) a loop takes the memory of its results before it begins, and that of one iteration's carries and parts
   (6) what a carry starts from is free once the first iteration has copied it, unless it is read otherwise
-  (7) what an iteration hands out has been copied at its end
+  (7) what an iteration hands out has been copied at its end; what it adds to a sum is added once it is made
+  (8) a stack that only a sum of the loop around reads (`Program.added`) lies in that sum
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Liveness:
     def __init__(
         self, program: Program, shared: Mapping[int, int] | None = None, nowhere: Set[int] = frozenset()
     ) -> None:
-        self.program, self._shared, self._nowhere = program, shared or {}, set(nowhere)
+        self.program, self._nowhere = program, set(nowhere)
+        self._shared = {**(shared or {}), **program.added}
         self._memory: dict[int, int] = {}
         self._spans: dict[int, Span] = {}
         for instr, _ in program.walk():
@@ -82,7 +84,7 @@ class Liveness:
         return found
 
     def _place(self, instr: Instr) -> None:
-        """Rules (1) and (2)."""
+        """Rules (1), (2) and (8)."""
         free = isinstance(instr, Local) and instr.op.free and instr.inputs
         for o in instr.outputs:
             source = instr.inputs[0] if free else self._shared.get(o)
@@ -106,10 +108,11 @@ class Liveness:
                 read = {self.memory(i) for i in instr.inputs[len(instr.carried) :]}
                 copied = {self.memory(c.init) for c in instr.carried} & frees - read
                 inside = {o for each in instr.body for o in each.outputs}
-                leaves = {self.memory(i) for i in instr.leaving} & inside
+                kept = *(c.leave for c in instr.carried), *(s.inner for s in instr.stacked)
+                leaves = {self.memory(i) for i in kept} & inside
                 enters = self._own(instr.entering)
                 self._spans[id(instr)] = Span(takes, tuple(frees), tuple(copied), enters, tuple(leaves))
-                self._plan(instr.body, instr.leaving)
+                self._plan(instr.body, kept)
             else:
                 self._spans[id(instr)] = Span(takes, tuple(frees))
 

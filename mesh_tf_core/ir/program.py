@@ -8,8 +8,10 @@ that has not been taken yet).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from mesh_tf_core.ir.initializers import Variable
@@ -113,6 +115,15 @@ class Program:
         """Type of one device's piece of a value."""
         return self.values[id].local(self.mesh)
 
+    @cached_property
+    def added(self) -> Mapping[int, int]:
+        """Stacks of loops that are terms of a sum of the loop around, and read by nothing else -> that sum.
+
+        They are never made: an iteration's part is added to its part of the sum (gradients of stacked layers,
+        over microbatches).
+        """
+        return {s: total for instr, _ in self.walk() if isinstance(instr, Loop) for s, total in _added(instr)}
+
     def communication_bytes(self) -> dict[str, float]:
         """Bytes that a device sends in one step, per mesh axis (axes that act together are joined by '+')."""
         out: dict[str, float] = dict.fromkeys(self.mesh.names, 0.0)
@@ -126,6 +137,18 @@ class Program:
         """Bytes that a device sends in one run of a collective (see `wire_bytes`)."""
         payload = sum(self.values[i].local_bytes(self.mesh) for i in instr.inputs)
         return wire_bytes(instr.name, payload, self.mesh.group_size(instr.axes))
+
+
+def _added(loop: Loop) -> Iterator[tuple[int, int]]:
+    """`Program.added` of one loop and those directly in it."""
+    if not loop.summed or loop.runs is not None:
+        return
+    inner = [instr for instr in loop.body if isinstance(instr, Loop) and instr.runs is None]
+    stacks = {stack.outer for instr in inner for stack in instr.stacked}
+    reads = Counter((*loop.leaving, *(i for instr in loop.body for i in instr.inputs)))
+    for term, total in loop.summed:
+        if term in stacks and reads[term] == 1:
+            yield term, total
 
 
 Times = TypeVar("Times", int, float)
@@ -178,9 +201,11 @@ def text(program: Program) -> str:
                 show(instr.body, indent + "  ")
                 for c in instr.carried:
                     lines.append(f"{indent}  yield %{c.leave} -> %{c.final}  {program.values[c.final]}")
-                for how, pairs in (("stack", instr.stacked), ("sum", instr.summed)):
-                    for inner, outer in pairs:
-                        lines.append(f"{indent}  {how} %{inner} -> %{outer}  {program.values[outer]}")
+                for inner, outer in instr.stacked:
+                    how = f" added to %{program.added[outer]}" if outer in program.added else ""
+                    lines.append(f"{indent}  stack %{inner} -> %{outer}{how}  {program.values[outer]}")
+                for inner, outer in instr.summed:
+                    lines.append(f"{indent}  sum %{inner} -> %{outer}  {program.values[outer]}")
                 lines.append(f"{indent}}}")
                 continue
             ins = " ".join(f"%{i}" for i in instr.inputs)

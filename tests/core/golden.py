@@ -43,9 +43,7 @@ def unused() -> Built:
     return g, {"out": mtf.reduce_max(x, F)}
 
 
-def training_step() -> Built:
-    """A residual layer, repeated, with its gradient and update: sums of the loop's gradients are taken
-    once."""
+def residual_layers() -> mtf.Model:
     g = mtf.Graph()
     x = g.input("x", [B, D], "float32")
 
@@ -54,8 +52,21 @@ def training_step() -> Built:
         return h + mtf.einsum([mtf.tanh(mtf.einsum([h, up], [B, F])), down], [B, D])
 
     h = mtf.scan(layer, x, L) * g.variable("scale", [D], mtf.ONES) + g.variable("bias", [D], mtf.ZEROS)
-    model = mtf.Model(mtf.reduce_mean(mtf.square(h)))
+    return mtf.Model(mtf.reduce_mean(mtf.square(h)))
+
+
+def training_step() -> Built:
+    """A residual layer, repeated, with its gradient and update: sums of the loop's gradients are taken
+    once."""
+    model = residual_layers()
     return model.step_graph, {"loss": model.loss}
+
+
+def accumulated() -> Built:
+    """The same in two microbatches: a layer's gradient is added to its part of the sum, which stays pending
+    until all are done."""
+    step = residual_layers().training_step(2)
+    return step.graph, dict(step.results)
 
 
 def moved() -> Built:
@@ -92,6 +103,7 @@ CASES: dict[str, tuple[Callable[[], Built], str, str]] = {
     "chosen": (chosen, "x:2", "batch:x"),
     "stopped": (stopped, "x:2", "d:x"),
     "training_step": (training_step, "x:2;y:2", "batch:x;f:y"),
+    "accumulated": (accumulated, "x:2;y:2", "batch:x;f:y"),
 }
 
 

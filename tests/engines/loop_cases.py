@@ -177,6 +177,35 @@ def np_nested(fed: Arrays) -> Arrays:
     return {"final": h, "stacks": stacks, "totals": totals, "orders": orders.astype(np.int32)}
 
 
+def added(reverse: bool) -> Program:
+    """As gradients of stacked layers over microbatches: the outer loop adds up what the inner one stacks. One
+    stack is added part by part; another one is read besides, so it is made."""
+    b = Loops()
+    x, parts = b.fed("x"), b.fed("parts", T, U)
+    part, inner = b.value([U, A], STACKED), b.vector()
+    stack, other, total, otherwise = (b.value([U, A], STACKED) for _ in range(4))
+    every = b.value([T, U, A], ((), *STACKED))
+    (first, y), mine = b.binary("mul", x, inner), b.vector()
+    second = Local((y, y), (mine,), HERE, Binary("mul"))
+    stacked = [Result(y, stack), Result(mine, other)]
+    inside = b.loop(U, [first, second], reverse, sliced=[Sliced(part, inner)], stacked=stacked)
+    outside = b.loop(
+        T,
+        [inside],
+        sliced=[Sliced(parts, part)],
+        stacked=[Result(other, every)],
+        summed=[Result(stack, total), Result(other, otherwise)],
+    )
+    program = b.ended(outside, total=total, otherwise=otherwise, every=every)
+    assert program.added == {stack: total}
+    return program
+
+
+def np_added(fed: Arrays) -> Arrays:
+    y = fed["x"] * fed["parts"]
+    return {"total": y.sum(0), "otherwise": (y * y).sum(0), "every": y * y}
+
+
 def until(counted: bool) -> Program:
     """Doubles while a number that the state counts is under a limit that is fed, four times at most; with
     `counted` it also stacks and adds up."""
@@ -258,6 +287,8 @@ CASES = {
     "no carry": Case(no_carry, np_no_carry),
     "swapped": Case(swapped, np_swapped),
     "nested": Case(nested, np_nested),
+    "added part by part": Case(lambda: added(False), np_added),
+    "added part by part, reverse": Case(lambda: added(True), np_added),
     **{
         f"{'counted' if counted else 'state'} {what}": Case(
             lambda counted=counted: until(counted), lambda fed, counted=counted: np_until(fed, counted), fed

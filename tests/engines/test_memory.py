@@ -86,6 +86,27 @@ def test_tensorflow_holds_what_the_program_says(name: str, which: int, exchange:
     engine.close()
 
 
+@pytest.mark.parametrize("layout", ["", "batch:a"])
+def test_gradients_of_microbatches_are_held_once(layout: str) -> None:
+    """Large weights, few examples: a step in two microbatches holds the weights, one sum of their gradients,
+    and a layer's term of it."""
+    n, layers = mtf.Dim("n", 256), mtf.Dim("layers", 16)
+    g = mtf.Graph()
+    x = g.input("x", [mtf.Dim("batch", 4), n], "float32")
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        w = g.variable("w", [n, mtf.Dim("out", 256)], mtf.Constant(0.01))
+        return h + mtf.rename(mtf.einsum([h, w], [h.shape.dims[0], mtf.Dim("out", 256)]), out="n")
+
+    model = mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(layer, x, layers))), mtf.SGD(0.1))
+    program = model.lower(mtf.Mesh("a:2"), mtf.Layout(layout), mtf.Options(microbatches=2))
+    weights = layers.size * n.size * 256 * 4
+    engine = open_engine(program, "lockstep")
+    engine.step(batch(program))
+    assert engine.peak_memory_bytes == memory(program).peak
+    assert 2 * weights < memory(program).peak < (2 + 3 / layers.size) * weights
+
+
 def test_the_count_follows_what_is_held() -> None:
     """By hand: 8 floats of x; y = exp(x) takes their place only if x is not read again."""
     for again, expected in ((False, 32), (True, 64)):

@@ -124,20 +124,30 @@ class _Device(WholeReplica):
         def body(values: Env) -> None:
             self.block(loop.body, values, times * loop.times)
 
-        iterations = Iterations(loop, env, body, self)
+        iterations = Iterations(loop, env, body, self, self.program.added)
 
-        def step(state: Any, given: Any) -> Any:
-            values = iterations.begun(given[0], state, given[1])
+        def step(before: Any, given: Any) -> Any:
+            (state, totals), (at, parts) = before, given
+            values = iterations.begun(at, state, parts)
             if loop.runs is None:
-                return iterations.run(values)
-            return lax.cond(
-                values[loop.runs], lambda: iterations.run(values), lambda: iterations.skip(values)
-            )
+                state, made = iterations.run(values)
+            else:
+                state, made = lax.cond(
+                    values[loop.runs], lambda: iterations.run(values), lambda: iterations.skip(values)
+                )
+            totals = [
+                total if total is None else lax.dynamic_update_index_in_dim(total, total[at] + x, at, 0)
+                for total, x in zip(totals, made, strict=True)
+            ]
+            rest = [x if total is None else None for total, x in zip(totals, made, strict=True)]
+            return (state, totals), rest
 
         n = loop.dim.size
-        start = [*iterations.carries, *(self.zeros(s.outer) for s in loop.summed)]
+        start = [*iterations.carries, *(self.zeros(s.outer) for s in loop.summed)], iterations.onto
         given = lax.iota(jnp.int32, n), [env[s.outer] for s in loop.sliced]
-        iterations.end(*lax.scan(step, start, given, length=n, reverse=loop.reverse))
+        (state, totals), stacks = lax.scan(step, start, given, length=n, reverse=loop.reverse)
+        pairs = zip(totals, stacks, strict=True)
+        iterations.end(state, [stack if total is None else total for total, stack in pairs])
 
     def zeros(self, id: int) -> Any:
         type = self.program.local(id)

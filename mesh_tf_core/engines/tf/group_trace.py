@@ -115,7 +115,11 @@ class _Block:
         loop = part.loop
         order = range(loop.dim.size)
         outside = list(dict.fromkeys(loop.outside))
-        inner = [loop.index, *loop.entering, *outside]
+        sums = [s.outer for s in loop.summed]
+        # A loop inside that adds to a sum of this one reads it.
+        inner = [loop.index, *loop.entering, *sums, *outside]
+        added, carries = self.trace.program.added, len(loop.carried)
+        end = carries + len(loop.stacked)
 
         def body(rank: Any, turn: Any, *args: Any) -> list[Any]:
             values: Env = dict(zip(inner, args, strict=True))
@@ -126,22 +130,30 @@ class _Block:
 
         state = [env[c.init] for c in loop.carried]
         sources = [tf.unstack(env[s.outer]) for s in loop.sliced]
+        totals = self._zeros(sums)
+        onto = [tf.unstack(env[added[s.outer]]) if s.outer in added else None for s in loop.stacked]
         made: dict[int, list[Any]] = {}
         function: Any = None
         for step in reversed(order) if loop.reverse else order:
             turn = self.turn * loop.dim.size + step
-            args = [tf.constant(step), *state, *(s[step] for s in sources), *(env[i] for i in outside)]
+            args = [tf.constant(step), *state, *(s[step] for s in sources), *totals]
+            args += [env[i] for i in outside]
             if function is None:
                 specs = [tf.TensorSpec(x.shape, x.dtype) for x in (self.rank, turn, *args)]
                 function = tf.function(body, autograph=False, input_signature=specs).get_concrete_function()
-            made[step] = self._iteration(loop, function, turn, dict(zip(inner, args, strict=True)))
-            state = made[step][: len(loop.carried)]
+            left = self._iteration(loop, function, turn, dict(zip(inner, args, strict=True)))
+            state, parts, terms = left[:carries], left[carries:end], left[end:]
+            made[step] = [
+                x if total is None else total[step] + x for total, x in zip(onto, parts, strict=True)
+            ]
+            totals = [
+                x if s.inner in added else total + x
+                for s, total, x in zip(loop.summed, totals, terms, strict=True)
+            ]
         env.update(zip((c.final for c in loop.carried), state, strict=True))
-        at = len(loop.carried)
-        for k, (_, o) in enumerate(loop.stacked, at):
-            env[o] = tf.stack([made[s][k] for s in order])
-        for k, (_, o) in enumerate(loop.summed, at + len(loop.stacked)):
-            env[o] = tf.add_n([made[s][k] for s in order])
+        for k, (_, o) in enumerate(loop.stacked):
+            env[o] = tf.stack([made[step][k] for step in order])
+        env.update(zip(sums, totals, strict=True))
         self.trace.measure(loop.outputs, env)
 
     def _iteration(self, loop: Loop, function: Any, turn: Any, args: Env) -> list[Any]:
@@ -151,10 +163,12 @@ class _Block:
             return list(function(self.rank, turn, *args.values()))
 
         def skip() -> list[Any]:
-            rest = [r.inner for r in loop.results]
-            zeros = [tf.zeros(t.shape.sizes, t.dtype) for t in map(self.trace.program.local, rest)]
+            zeros = self._zeros([r.inner for r in loop.results])
             return [*(tf.identity(args[c.enter]) for c in loop.carried), *zeros]
 
         if loop.runs is None:
             return run()
         return list(tf.cond(args[loop.runs], run, skip))
+
+    def _zeros(self, ids: Sequence[int]) -> list[Any]:
+        return [tf.zeros(t.shape.sizes, t.dtype) for t in map(self.trace.program.local, ids)]

@@ -77,7 +77,7 @@ class _Device(WholeReplica):
         env.update(zip(instr.outputs, self.of.exchange.run(instr, pieces), strict=True))
 
     def loop(self, loop: Loop, env: Env, times: float) -> None:
-        n = loop.dim.size
+        n, added = loop.dim.size, self.program.added
 
         def body(i: Any, *state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
             carried, sums, stacks = state
@@ -86,16 +86,23 @@ class _Device(WholeReplica):
             inner[loop.index] = at
             inner.update(zip((c.enter for c in loop.carried), carried, strict=True))
             inner.update((v, tf.gather(env[outer], at)) for outer, v in loop.sliced)
-            new, added, parts = self._iteration(loop, inner, carried, times)
-            sums = [s + x for s, x in zip(sums, added, strict=True)]
-            stacks = [_filled(stack, at, x) for stack, x in zip(stacks, parts, strict=True)]
+            inner.update((s.outer, total) for s, total in zip(loop.summed, sums, strict=True))
+            new, terms, parts = self._iteration(loop, inner, carried, times)
+            sums = [
+                x if s.inner in added else total + x
+                for s, total, x in zip(loop.summed, sums, terms, strict=True)
+            ]
+            stacks = [
+                _filled(stack, at, tf.gather(stack, at) + x if s.outer in added else x)
+                for s, stack, x in zip(loop.stacked, stacks, parts, strict=True)
+            ]
             return i + 1, new, sums, stacks
 
         start = (
             tf.constant(0),
             [tf.convert_to_tensor(env[c.init]) for c in loop.carried],
             self._zeros([s.outer for s in loop.summed]),
-            self._zeros([s.outer for s in loop.stacked]),
+            [env[added[s.outer]] if s.outer in added else self._zeros([s.outer])[0] for s in loop.stacked],
         )
         _, final, sums, stacks = tf.while_loop(lambda i, *_: i < n, body, start, parallel_iterations=1)
         env.update(zip((c.final for c in loop.carried), final, strict=True))

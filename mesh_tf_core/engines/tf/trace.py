@@ -187,7 +187,7 @@ class Trace:
             self.measure(loop.entering, values)
             self._parts(part.body, values)
 
-        iterations = Iterations(loop, env, body, self)
+        iterations = Iterations(loop, env, body, self, self.program.added)
         if _passes_state_only(loop):
             self._while(iterations)
         else:
