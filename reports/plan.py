@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layoutopt.plan.schema import Alternative, PlanFile, stored_as
-from layoutopt.plan.units import quantity, some
+from layoutopt.plan.decided import Decided
+from layoutopt.plan.schema import Alternative, PlanFile
+from layoutopt.plan.units import quantity
 
 
 def answer_of(plan: PlanFile) -> Alternative:
@@ -17,18 +18,8 @@ def answer_of(plan: PlanFile) -> Alternative:
         layout=plan.layout,
         predicted=plan.predicted,
         feasible=plan.fits is not False,
-        storage=plan.storage,
-        recompute=plan.recompute,
-        microbatches=plan.microbatches,
+        **{name: getattr(plan, name) for name in Decided.model_fields},
     )
-
-
-def extras(choice: Alternative) -> str:
-    """Storage, recomputation and microbatches in words; '' when there is nothing of them."""
-    parts = [f"{way} of {some(names, 2, 24)}" for way, names in stored_as(choice.storage).items()]
-    parts += [f"recomputes {some(choice.recompute, 2, 24)}"] if choice.recompute else []
-    parts += [f"{choice.microbatches} microbatches"] if choice.microbatches > 1 else []
-    return "; ".join(parts)
 
 
 def same_layout(plan: PlanFile, choice: Alternative) -> bool:
@@ -36,7 +27,7 @@ def same_layout(plan: PlanFile, choice: Alternative) -> bool:
 
     A way to run that an alternative does not mention is no difference.
     """
-    said = choice.model_fields_set & {"storage", "recompute", "microbatches"}
+    said = choice.model_fields_set & set(Decided.model_fields)
     if any(getattr(choice, name) != getattr(plan, name) for name in said):
         return False
     return choice.mesh == plan.mesh and _split(choice.layout) == _split(plan.layout)

@@ -31,7 +31,7 @@ METHOD = (
     "curve over padded FLOPs, at most 1 (pooling adjacent violators); memory efficiency in (0, 1] and time "
     "of an element >= 0 with the least sum of |log(predicted / compiler's)| over the chains"
 )
-KINDS = {PRODUCT: "products", CHAIN: "chains", CHECK: "checks"}
+KINDS = {PRODUCT: "matmuls", CHAIN: "chains", CHECK: "checks"}
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class _Lint:
         most = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
         return Finding(
             "repeated work",
-            f"the {ways} devices of {axis!r} repeat {100 * share:.0f}% of the products' FLOPs: {most}",
+            f"the {ways} devices of {axis!r} repeat {100 * share:.0f}% of the matmuls' FLOPs: {most}",
             fix,
             layout,
         )

@@ -20,7 +20,6 @@ from layoutopt.plan import details
 from layoutopt.plan.build import Plan, options_of
 from layoutopt.plan.details import Robustness
 from layoutopt.plan.units import mesh_option
-from layoutopt.space.decisions import describe
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -39,7 +38,7 @@ class Trial:
 
     Attributes:
       value: of the factor: a multiple (bandwidth), bytes (memory) or a number (devices).
-      besides: storage, recomputation and microbatches in short; `decided` is all of the answer.
+      options: what is decided beside the layout, in short; `answer` is all of it.
     """
 
     value: float
@@ -47,8 +46,8 @@ class Trial:
     proven: bool
     mesh: str = ""
     layout: str = ""
-    besides: str = ""
-    decided: str = ""
+    options: str = ""
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,10 @@ def sensitivity(
 
 def _trial(value: float, plan: Plan) -> Trial:
     data = plan.data
-    besides = describe(plan.options)
     sizes = mesh_option(data.mesh)
-    decided = f"{sizes} | {plan.layout} | {sorted(data.storage.items())} | {besides}"
+    answer = f"{sizes} | {plan.layout} | {data.listed()}"
     proven = plan.solver.status == "OPTIMAL"
-    return Trial(value, data.predicted.step_seconds, proven, sizes, str(plan.layout), besides, decided)
+    return Trial(value, data.predicted.step_seconds, proven, sizes, str(plan.layout), data.in_short(), answer)
 
 
 def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS) -> Robustness:
@@ -161,7 +159,7 @@ def as_details(curves: list[Curve]) -> tuple[details.Curve, ...]:
                 details.Trial(
                     value=t.value,
                     step_seconds=t.step_seconds,
-                    layout=" | ".join(filter(None, (t.layout or "nothing is split", t.besides))),
+                    layout=" | ".join(filter(None, (t.layout or "nothing is split", t.options))),
                     mesh=t.mesh,
                     proven=t.proven,
                 )

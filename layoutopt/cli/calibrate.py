@@ -173,7 +173,7 @@ def _show(terminal: Terminal, machine: Hardware, content: dict[str, Any], out: P
             [
                 ("machine", f"{where['processor']}, {where['cores']} cores"),
                 ("mesh", f"{where['mesh']}{_dealt(where)}; {where['noise']}"),
-                ("products", f"{rate_text(machine.peak_flops('float32'), 'FLOP/s')} per core, float32"),
+                ("matmuls", f"{rate_text(machine.peak_flops('float32'), 'FLOP/s')} per core, float32"),
                 ("memory", f"{rate_text(machine.memory_bandwidth, 'B/s')} per core"),
                 ("", f"{bytes_text(machine.usable_memory_bytes)} usable by a device"),
                 ("launch", seconds_text(machine.chip.launch_overhead.value)),

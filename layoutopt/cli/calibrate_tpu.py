@@ -106,7 +106,7 @@ def _show(terminal: Terminal, made: TpuCalibration) -> None:
                     f"±{_percent(sure['element_time'])}",
                 ),
                 (
-                    "products",
+                    "matmuls",
                     f"{_percent(low)} of the peak at {small:.2g} FLOPs to {_percent(high)} at {large:.2g}, "
                     f"±{_percent(sure['matmul_efficiency'])}",
                 ),

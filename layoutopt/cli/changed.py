@@ -37,9 +37,9 @@ class Changed:
     def show(self, terminal: Terminal) -> None:
         rows = []
         for curve in self.curves:
-            now = next(t.decided for t in curve.trials if t.step_seconds == self.step)
+            now = next(t.answer for t in curve.trials if t.step_seconds == self.step)
             for t in curve.trials:
-                best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.besides)))
+                best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.options)))
                 best = best.replace("; ", ";").replace(";", "; ")
                 seconds = t.step_seconds
                 rows.append(
@@ -48,7 +48,7 @@ class Changed:
                         _value(curve.factor, t.value),
                         "nothing fits" if seconds is None else seconds_text(seconds),
                         "" if seconds is None else times_text(seconds, self.step),
-                        "the same" if t.decided == now else best,
+                        "the same" if t.answer == now else best,
                         "yes" if t.proven else "no",
                     )
                 )

@@ -139,7 +139,7 @@ def _show(
     machine: Hardware,
     limit: int,
     reason: str | None,
-    besides: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
 
@@ -149,7 +149,7 @@ def _show(
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
         ("layout", layout_text(found.program.layout)),
-        *((name, words(value)) for name, value in besides.items()),
+        *((name, words(value)) for name, value in options.items()),
         ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),
         (
             "step",

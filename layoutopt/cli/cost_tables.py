@@ -56,7 +56,7 @@ def axis_table(cost: Cost) -> Table | None:
     rows = [_axis_row(axes, kind, lines, cost) for (axes, kind), lines in sorted(groups.items())]
     if len(rows) > 1:
         rows.append(_axis_row("all", "", [x for lines in groups.values() for x in lines], cost))
-    columns = ("axis", "collective", "messages", "sent per device", "time", "exposed", "share of step")
+    columns = ("axis", "collective", "messages", "traffic per device", "time", "exposed", "share of step")
     return table("Per axis", columns, rows, range(2, 7), total=len(rows) > 1)
 
 
@@ -88,7 +88,7 @@ def operation_table(cost: Cost, most: int = 12) -> Table:
     if rest:
         rows.append(_operation_row(f"{len(ranked) - most} others", "", "", rest, cost))
     rows.append(_operation_row("step", "", "", cost.lines, cost))
-    columns = ("operation", "phase", "on", "runs", "time", "share", "FLOPs", "sent per device")
+    columns = ("operation", "phase", "on", "runs", "time", "share", "FLOPs", "traffic per device")
     return table("Per operation", columns, rows, range(3, 8), total=True)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from layoutopt.cli.changed import Changed, changed_conditions, proven, with_found
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
-from layoutopt.cli.plan_tables import besides_text, rules_text, summary
+from layoutopt.cli.plan_tables import rules_text, summary
 from layoutopt.cli.plans import (
     ModelOption,
     PlanArgument,
@@ -146,7 +146,7 @@ def _against(found: Planned, layout: str | None) -> Evaluation | None:
 
 
 def _alike(found: Planned, other: Evaluation) -> Evaluation | None:
-    """The other layout with what the plan decides besides, if that is anything and legal there."""
+    """The other layout with the plan's storage and recomputation, if that is anything and legal there."""
     from layoutopt.evaluator import evaluate
     from mesh_tf_core import LayoutError, Options
 
@@ -209,9 +209,8 @@ def _tell(
     if other is not None:
         _show_against(terminal, evaluation, other, rows)
         if (alike := _alike(found, other)) is not None:
-            besides = besides_text(own)
             step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
-            terminal.show(f"with the plan's {besides} too: {step} a step, {peak} of memory")
+            terminal.show(f"with the plan's {own.in_short()} too: {step} a step, {peak} of memory")
     if changed is not None:
         changed.show(terminal)
 

@@ -100,7 +100,7 @@ NumberInUnit = tuple[str, float, str]
 
 
 def _measured(machine: Hardware) -> Iterator[NumberInUnit]:
-    yield "products, float32, one core", machine.peak_flops("float32"), "FLOP/s"
+    yield "matmuls, float32, one core", machine.peak_flops("float32"), "FLOP/s"
     yield "memory, one core", machine.memory_bandwidth, "B/s"
     for name, c in _constants(machine):
         yield name, c.seconds(0.0), "s"
@@ -109,7 +109,7 @@ def _measured(machine: Hardware) -> Iterator[NumberInUnit]:
 def _estimated(machine: Hardware) -> Iterator[NumberInUnit]:
     chip = machine.chip
     best = machine.peak_flops("bfloat16") * chip.matmul_efficiency.curve.points[-1][1]
-    yield "products, bfloat16, large ones", best, "FLOP/s"
+    yield "matmuls, bfloat16, large ones", best, "FLOP/s"
     yield "memory", machine.memory_bandwidth * chip.memory_efficiency.value, "B/s"
     yield "start of a kernel", chip.launch_overhead.value, "s"
 

@@ -123,7 +123,7 @@ def _show(
                 ("predicted", f"{seconds_text(said)} for {hardware} ({said / step:.2f} of the measured)"),
                 ("rate", f"{items / step:,.0f} {name}/s"),
                 ("compiling", seconds_text(engine.compile_seconds)),
-                ("sent", f"per device: {_sent(engine.communication_bytes)} ({equal})"),
+                ("traffic", f"per device: {_sent(engine.communication_bytes)} ({equal})"),
                 ("memory", _memory(engine.peak_memory_bytes, predicted.memory.peak)),
                 (
                     "loss",

@@ -89,7 +89,10 @@ StorageOption = Annotated[
 RecomputeOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--recompute", metavar="DIM", help="Run the loop over DIM again in backward.", show_default="none"
+        "--recompute",
+        metavar="DIM",
+        help="Recompute the loop over DIM in backward.",
+        show_default="none",
     ),
 ]
 MicrobatchesOption = Annotated[
@@ -219,7 +222,7 @@ def read_layout(
 def read_options(
     loaded: Loaded, storage: Sequence[str], recompute: Sequence[str], microbatches: int
 ) -> Options:
-    """What is decided besides the layout; a stage without a variable is for all trained ones."""
+    """What is decided beside the layout; a stage without a variable is for all trained ones."""
     from mesh_tf_core import Options, UserError
     from mesh_tf_core.errors import known_names
     from mesh_tf_core.lower.storage import stage_number

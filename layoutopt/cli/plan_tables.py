@@ -1,4 +1,4 @@
-"""A plan as people read it in a terminal: the answer, its proof, the alternatives beside it."""
+"""A plan as people read it in a terminal: the answer, its proof, its alternatives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from layoutopt.plan.units import (
 
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
-    from layoutopt.plan.schema import Alternative, PlanFile, Predicted
+    from layoutopt.plan.schema import Alternative, Predicted
 
 ANSWER = "the answer"
 WIDE = 120
@@ -46,15 +46,15 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int | None = None) -> None:
 def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
     """Names and values of the answer."""
     info, p = plan.data.model, plan.predicted
-    besides = besides_text(plan.data)
     of = "" if limit is None else f" of {bytes_text(limit)}"
-    sent = ", ".join(f"{axes} {bytes_text(n)}" for axes, n in p.communication_bytes_per_device.items() if n)
+    traffic = ", ".join(
+        f"{axes} {bytes_text(n)}" for axes, n in p.communication_bytes_per_device.items() if n
+    )
     return [
         ("model", f"{info.name}, {info.parameters:,} parameters"),
         ("mesh", f"{plan.mesh} ({plan.mesh.devices} devices)"),
         ("layout", rules_text(plan.data.layout)),
-        *([("besides", besides)] if besides else []),
-        *_storage_rows(plan.data.storage),
+        *((name, words) for name, words in plan.data.listed().items() if words),
         ("hardware", plan.data.hardware),
         (
             "step",
@@ -62,24 +62,10 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
             f"{seconds_text(p.exposed_communication_seconds)} exposed communication",
         ),
         ("work", f"{rate_text(p.flops_per_device, 'FLOP')} per device"),
-        ("sent", f"per device: {sent}" if sent else "nothing"),
+        ("traffic", f"per device: {traffic}" if traffic else "none"),
         ("memory", f"{bytes_text(p.peak_memory_bytes)}{of} per device"),
         ("proof", proof(plan)),
     ]
-
-
-def besides_text(data: Alternative | PlanFile) -> str:
-    """What was decided besides the layout; '' if it is all plain."""
-    from layoutopt.plan.build import options_of
-    from layoutopt.space.decisions import describe
-
-    return describe(options_of(data))
-
-
-def _storage_rows(storage: Mapping[str, str]) -> list[tuple[str, str]]:
-    from layoutopt.plan.schema import stored_as
-
-    return [(stage, ", ".join(names)) for stage, names in sorted(stored_as(storage).items())]
 
 
 def proof(plan: Plan) -> str:
@@ -105,7 +91,7 @@ class _Row:
     name: str
     mesh: Mapping[str, int]
     layout: Mapping[str, Sequence[str]]
-    besides: str
+    decided: str
     predicted: Predicted | None
     fits: str
 
@@ -120,10 +106,10 @@ class _Row:
 
 def alternatives_table(plan: Plan, width: int = WIDE) -> Table:
     """The answer and every alternative on the same numbers, the best by what was asked for first."""
-    answer = _Row(ANSWER, plan.data.mesh, plan.data.layout, besides_text(plan.data), plan.predicted, "yes")
+    answer = _Row(ANSWER, plan.data.mesh, plan.data.layout, plan.data.in_short(), plan.predicted, "yes")
     lean = where_of(plan).objective == "memory"
     rows = sorted((_row(a) for a in plan.alternatives), key=lambda row: row.bytes if lean else row.seconds)
-    return _table("Beside it", "layout", "of the answer's", [answer, *rows], width, strong=0, lean=lean)
+    return _table("Alternatives", "layout", "of the answer's", [answer, *rows], width, strong=0, lean=lean)
 
 
 def frontier_table(points: Sequence[Alternative], width: int = WIDE) -> Table:
@@ -133,7 +119,7 @@ def frontier_table(points: Sequence[Alternative], width: int = WIDE) -> Table:
 
 def _row(a: Alternative) -> _Row:
     fits = "not legal" if a.predicted is None else "yes" if a.feasible else "no"
-    return _Row(a.name, a.mesh, a.layout, besides_text(a), a.predicted, fits)
+    return _Row(a.name, a.mesh, a.layout, a.in_short(), a.predicted, fits)
 
 
 def _table(
@@ -152,8 +138,8 @@ def _table(
     if not same_mesh:
         columns.append(("mesh", lambda row: mesh_option(row.mesh).replace(";", "; ")))
     columns.append(("splits", lambda row: rules_text(row.layout)))
-    if any(row.besides for row in rows):
-        columns.append(("besides", lambda row: row.besides))
+    if any(row.decided for row in rows):
+        columns.append(("storage and recompute", lambda row: row.decided))
     texts = len(columns)
     columns.append(("step", _cell(lambda p: seconds_text(p.step_seconds))))
     if not lean:

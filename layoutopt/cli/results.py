@@ -22,12 +22,10 @@ def given_json(model: Model, given: Given) -> dict[str, Any]:
 
 
 def options_json(options: Options) -> dict[str, Any]:
-    """What is decided besides the layout, as a plan file says it; only what is not plain."""
+    """What is decided beside the layout, as a plan file says it; only what is not plain."""
     from layoutopt.plan.build import decided
-    from mesh_tf_core.lower import pipeline
 
-    plain = decided(pipeline.DEFAULT)
-    return {name: value for name, value in decided(options).items() if value != plain[name]}
+    return decided(options).model_dump(exclude_defaults=True)
 
 
 def words(value: Any) -> str:

@@ -40,7 +40,7 @@ EXAMPLES = examples(
 
 
 class Recompute(StrEnum):
-    """Whether loops run again in backward instead of saving what they computed."""
+    """Whether loops are recomputed in backward instead of saving what they computed."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -86,10 +86,10 @@ def search(
         typer.Option(metavar="RULES", help='Must not hold, as "vocab:model".', show_default=False),
     ] = None,
     storage: Annotated[
-        str, typer.Option(metavar="STAGES", help="How variables may be stored, of these.")
+        str, typer.Option(metavar="STAGES", help="How variables may be stored (ZeRO), of these.")
     ] = "layout,zero1,zero2,zero3",
     recompute: Annotated[
-        Recompute, typer.Option(help="Whether blocks run again in backward, to save memory.")
+        Recompute, typer.Option(help="Whether blocks are recomputed in backward (activation checkpointing).")
     ] = Recompute.AUTO,
     microbatches: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
@@ -105,7 +105,7 @@ def search(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Find the best layout of a model, prove it, and show it beside its alternatives."""
+    """Find the best layout of a model, prove it, and show it with its alternatives."""
     from costmodels.hardware import with_settings
     from layoutopt import search as find
     from layoutopt.analysis.infeasible import diagnose

@@ -17,8 +17,8 @@ from collections.abc import Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.space.recompute import recompute_name
-from layoutopt.space.storage import storage_class
+from layoutopt.space.decisions import changing
+from layoutopt.space.kind import Touched
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
@@ -136,17 +136,13 @@ class _Builder:
         return tuple(position[i] for i in others), read, narrow
 
     def _switches(self, node: Node) -> tuple[str, ...]:
-        """Decisions besides splits that change how a node is lowered."""
-        found = [recompute_name(dim) for dim in self.remat.get(node.index, ())]
-        found += [recompute_name(block.dim.name) for block in self._savers(node) if block.dim is not None]
+        """Decisions, splits apart, that change how a node is lowered."""
+        saved = [block.dim.name for block in self._savers(node) if block.dim is not None]
         updated = self._updated(node)
-        if updated is not None:
-            found.append(storage_class(updated))
-        for o in _own(node):
-            for t in self.dependencies.leads_to(o):
-                if t in self.graph.gradient_of:
-                    found.append(storage_class(self.graph.variables[self.graph.gradient_of[t]]))
-        return tuple(dict.fromkeys(found))
+        made = [t for o in _own(node) for t in self.dependencies.leads_to(o) if t in self.graph.gradient_of]
+        variables = [self.graph.variables[self.graph.gradient_of[t]] for t in made]
+        variables = variables if updated is None else [updated, *variables]
+        return changing(Touched(self.remat.get(node.index, ()), saved, variables))
 
     def _savers(self, node: Node) -> list[Block]:
         """The loops that save, for backward, what a node computes, or what its own body does."""
@@ -255,7 +251,7 @@ class _Builder:
             return None
         nodes = [*reads, *casts]
         again = self._access_again(casts, accesses)
-        switches = (storage_class(variable), *map(recompute_name, again))
+        switches = changing(Touched(recomputed=tuple(again), variables=[variable]))
         dims = variable.shape.names
         key = (
             variable.type,

@@ -44,7 +44,7 @@ class LoweringCache:
     _known: dict[Subgraph, dict[Hashable, list[LoweredCluster]]] = field(default_factory=dict)
 
     def of(self, subgraph: Subgraph) -> dict[Hashable, list[LoweredCluster]]:
-        """What was lowered of a subgraph, by the axes of its dimensions and what is recomputed."""
+        """What was lowered of a subgraph, by the axes of its dimensions and its options but storage."""
         return self._known.setdefault(subgraph, {})
 
 

@@ -134,7 +134,7 @@ class Tabler:
     def _entry(self, cluster: Cluster, naming: Naming, layout: Layout, options: Options) -> Entry | None:
         """The price of a cluster; None if that is not legal."""
         oracle = Oracle(naming.mesh, layout, self.graph.variables, options.storage, self.sizes, naming.real)
-        first = options if cluster.saves else replace(options, recompute=NOTHING)
+        first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
         lowered = self._lowered(cluster, cluster.subgraph, first, oracle, naming)
         if lowered.cost is None:
             return None
@@ -158,7 +158,7 @@ class Tabler:
         self, cluster: Cluster, subgraph: Subgraph, options: Options, oracle: Oracle, naming: Naming
     ) -> LoweredCluster:
         """A subgraph of a cluster, lowered now unless it is known."""
-        known = self.cache.of(subgraph).setdefault((oracle.layout, options.recompute), [])
+        known = self.cache.of(subgraph).setdefault((oracle.layout, options.told), [])
         for lowered in known:
             if oracle.agree(lowered.asked):
                 return lowered

@@ -65,7 +65,7 @@ def make_plan(
         model=model_info(request.model),
         mesh=_mesh(best.mesh, names).as_dict(),
         layout=axes_of(_renamed(best.layout, names)),
-        **decided(best.options),
+        **decided(best.options).model_dump(),
         hardware=request.hardware.name,
         predicted=_predicted(best.evaluation, names),
         solver=_solver(request, best, tables, bound, proven, considered, seconds),
@@ -168,7 +168,7 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
         layout=axes_of(_renamed(found.layout, names)),
         predicted=_predicted(found.evaluation, names),
         feasible=True,
-        **decided(found.options),
+        **decided(found.options).model_dump(),
     )
 
 
@@ -224,5 +224,5 @@ def _beside(
         predicted=predicted,
         feasible=reason is None,
         reason=reason,
-        **decided(options),
+        **decided(options).model_dump(),
     )

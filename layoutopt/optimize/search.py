@@ -28,9 +28,10 @@ from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.plan.build import decided
 from layoutopt.plan.units import size_text
 from layoutopt.problem import Solution, Status
-from layoutopt.space.decisions import Decisions, describe
+from layoutopt.space.decisions import Decisions
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -363,13 +364,13 @@ class Search:
 
 
 def _in_words(found: Found) -> str:
-    """A layout and what was decided besides, short."""
+    """A layout and what is decided beside it, in short."""
     layout = f"{str(found.layout) or 'nothing split'} on {found.mesh}"
-    return "; ".join(filter(None, (layout, describe(found.options))))
+    return "; ".join(filter(None, (layout, decided(found.options).in_short())))
 
 
-def _allows(decided: Decisions, layout: Layout, options: Options) -> bool:
+def _allows(decisions: Decisions, layout: Layout, options: Options) -> bool:
     """Whether a layout and its options are among what may be chosen."""
-    wanted = decided.write(layout, options)
-    legal = all(wanted[name] in found for name, found in decided.options.items())
-    return legal and decided.read(wanted) == (layout, options)
+    wanted = decisions.write(layout, options)
+    legal = all(wanted[name] in found for name, found in decisions.options.items())
+    return legal and decisions.read(wanted) == (layout, options)

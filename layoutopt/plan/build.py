@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from layoutopt.plan.decided import Decided
 from layoutopt.plan.schema import (
     Alternative,
     ModelInfo,
@@ -15,11 +16,11 @@ from layoutopt.plan.schema import (
     plan_file,
     read_plan_file,
 )
+from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import STAGES, stage_number
 from mesh_tf_core.model import Model
 
 
@@ -85,19 +86,16 @@ def axes_of(layout: Layout) -> dict[str, list[str]]:
     return {name: list(axes) for name, axes in layout.items()}
 
 
-def decided(options: Options) -> dict[str, Any]:
-    """What is decided besides the layout, by the names of a plan file's fields; `options_of` reads it."""
-    return {
-        "storage": {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage},
-        "recompute": sorted(options.recompute),
-        "microbatches": options.microbatches,
-    }
+def decided(options: Options) -> Decided:
+    """What is decided beside the layout, as a plan file says it; `options_of` reads it."""
+    found = {name: value for kind in KINDS for name, value in kind.written(options).items()}
+    return Decided.model_validate(found)
 
 
-def options_of(data: PlanFile | Alternative) -> Options:
-    """What a plan file says besides a layout, as lowering takes it."""
-    stages = {name: stage_number(stage) for name, stage in data.storage.items()}
-    return Options(stages, frozenset(data.recompute), data.microbatches)
+def options_of(data: Decided) -> Options:
+    """What a plan file says beside a layout, as lowering takes it."""
+    said = {name: getattr(data, name) for name in Decided.model_fields}
+    return Options(**{name: value for kind in KINDS for name, value in kind.parsed(said).items()})
 
 
 def load_plan(path: str | Path) -> Plan:

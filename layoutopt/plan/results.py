@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from pydantic import AliasChoices, Field, model_validator
 
+from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Curve, Proof, Robustness, Validation
 from layoutopt.plan.fields import Data, Figure, Flag
 from layoutopt.plan.schema import ModelInfo, Predicted
@@ -34,6 +35,14 @@ class Result(Data):
     @classmethod
     def _named(cls, found: Any) -> Any:
         return {"format": f"layoutopt-{cls.command}/1", **found} if isinstance(found, Mapping) else found
+
+
+class LayoutResult(Result):
+    """What a command says of one layout of one model."""
+
+    model: ModelInfo
+    mesh: Mesh
+    layout: Layout
 
 
 class CostLine(Data):
@@ -63,16 +72,10 @@ class Finding(Data):
     layout: str | None
 
 
-class CostResult(Result):
+class CostResult(Decided, LayoutResult):
     """`cost`: a layout that does not fit is priced too, and says why it is not `feasible`."""
 
     command = "cost"
-    model: ModelInfo
-    mesh: Mesh
-    layout: Layout
-    storage: dict[str, str] = Field(default_factory=dict)
-    recompute: list[str] = Field(default_factory=list)
-    microbatches: int = 1
     hardware: str
     predicted: Predicted
     feasible: Flag
@@ -126,7 +129,7 @@ class Moved(Data):
     bytes: Compared
 
 
-class VerifyResult(Result):
+class VerifyResult(Decided, LayoutResult):
     """`verify`: without a compiled program, its `reason` and what the compiler said of memory."""
 
     command = "verify"
@@ -134,12 +137,6 @@ class VerifyResult(Result):
     compiled: Flag
     out_of_memory: Flag
     reason: str | None
-    model: ModelInfo
-    mesh: Mesh
-    layout: Layout
-    storage: dict[str, str] = Field(default_factory=dict)
-    recompute: list[str] = Field(default_factory=list)
-    microbatches: int = 1
     collectives: list[Collectives]
     predicted_collectives: list[Collectives]
     moved: list[Moved]
@@ -315,13 +312,10 @@ class ExplainResult(Result):
     proof: Proof | None = None
 
 
-class LowerResult(Result):
+class LowerResult(LayoutResult):
     """`lower`: the program as text, and how often each instruction is in it."""
 
     command = "lower"
-    model: ModelInfo
-    mesh: Mesh
-    layout: Layout
     emit: str
     instructions: dict[str, int]
     communication_bytes_per_device: Mapping[str, Figure]
@@ -343,25 +337,19 @@ class Continued(Data):
     continuations: list[Continuation]
 
 
-class GenerateResult(Result):
+class GenerateResult(LayoutResult):
     """`generate`: texts from a checkpoint of a training step."""
 
     command = "generate"
-    model: ModelInfo
-    mesh: Mesh
-    layout: Layout
     step: int
     seconds: Figure
     texts: list[Continued]
 
 
-class TrainResult(Result):
+class TrainResult(LayoutResult):
     """`train`: one more field is the rate, named after what the model counts: 'tokens_per_second'."""
 
     command = "train"
-    model: ModelInfo
-    mesh: Mesh
-    layout: Layout
     hardware: str
     predicted: Predicted
     first_step: int

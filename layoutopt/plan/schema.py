@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Details
 from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, refusal, wrong
 from layoutopt.plan.units import clean
@@ -85,8 +86,8 @@ def _priced(found: Any) -> Any:
     return None if isinstance(found, Mapping) and found.get("step_seconds") is None else found
 
 
-class Alternative(Data):
-    """Another layout, priced in the same way; without a mesh of its own it is on the answer's."""
+class Priced(Data):
+    """A layout by name with its price; without a mesh of its own it is on the answer's."""
 
     name: str = "unnamed"
     mesh: dict[str, Size] = Field(default_factory=dict)
@@ -94,27 +95,27 @@ class Alternative(Data):
     predicted: Annotated[Predicted | None, BeforeValidator(_priced)] = None
     feasible: Flag = True
     reason: str | None = None
-    storage: dict[str, str] = Field(default_factory=dict)
-    recompute: Names = Field(default_factory=list)
-    microbatches: Size = 1
 
 
-class PlanFile(Data):
+class Alternative(Decided, Priced):
+    """Another layout with what is decided beside it, priced in the same way."""
+
+
+HEAD = ("format", "model", "mesh", "layout")
+"""The fields that a plan file begins with."""
+
+
+class PlanFile(Decided):
     """The plan file; its fields are the contract's.
 
     Attributes:
       layout: dimension to the mesh axes it is split over, the outermost first.
-      storage: variable to its way of storing, where that is not the plain one.
-      recompute: names of what runs again in backward.
     """
 
     format: Literal["layoutopt-plan/1"]
     model: ModelInfo
     mesh: dict[str, Size]
     layout: dict[str, Names]
-    storage: dict[str, str] = Field(default_factory=dict)
-    recompute: Names = Field(default_factory=list)
-    microbatches: Size = 1
     hardware: str = ""
     predicted: Predicted
     solver: SolverInfo | None = None
@@ -139,7 +140,7 @@ class PlanFile(Data):
                 found.pop(absent, None)
         if self.details.model_fields_set:
             found["details"] = self.details.to_json()
-        return found
+        return {**{name: found[name] for name in HEAD}, **found}
 
     def with_details(self, **found: Any) -> PlanFile:
         """The same plan with some parts of its `details` set anew."""
@@ -237,11 +238,3 @@ def plan_file(found: Any, what: str = "the plan") -> PlanFile:
         return PlanFile.model_validate(found)
     except ValidationError as error:
         raise refusal(error, what, AGAIN) from None
-
-
-def stored_as(storage: Mapping[str, str]) -> dict[str, list[str]]:
-    """Ways of storing with the variables that are stored so, in the order of the plan."""
-    found: dict[str, list[str]] = {}
-    for name, way in storage.items():
-        found.setdefault(way, []).append(name)
-    return found

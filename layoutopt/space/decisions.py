@@ -3,7 +3,7 @@
 Every decision has a name and a finite list of options, each a tuple of words; `()` is the plain one:
   a dimension's name         the mesh axes that it is split over                             `splits`
   "storage of <class>"       (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
-  "recompute <dim>"          (), ("on",): the loop over <dim> runs its body again in backward  `recompute`
+  "recompute <dim>"          (), ("on",): the loop over <dim> is recomputed in backward   `recompute`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
 The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.splits import ANYTHING, Split
@@ -90,6 +90,6 @@ def decisions(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> Decision
     return Decisions(tuple(d for kind in KINDS for d in kind.about(graph, mesh, allowed)))
 
 
-def describe(options: Options) -> str:
-    """What some options decide besides the layout, short; '' if all is plain."""
-    return "; ".join(words for kind in KINDS for words in kind.describe(options))
+def changing(touched: Touched) -> tuple[str, ...]:
+    """Names of the decisions, splits apart, that change how an operation is lowered."""
+    return tuple(dict.fromkeys(name for kind in KINDS for name in kind.changing(touched)))

@@ -1,4 +1,5 @@
-"""What every kind of decision says of itself: its options, what a choice means, how it is read back and told.
+"""What every kind of decision says of itself: its options, which operations they change, what a choice means,
+how it is read back, written and parsed.
 
 A kind is a class in a module of its own, named in `layoutopt.space.decisions.KINDS`; the search knows no more
 of it. Its decisions are those instances of it that `about` finds in a graph.
@@ -7,10 +8,11 @@ of it. Its decisions are those instances of it that `about` finds in a graph.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -59,6 +61,21 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Touched:
+    """What of an operation decisions may change.
+
+    Attributes:
+      recomputed: dimensions of the loops whose recomputation makes it run again.
+      saved: dimensions of the loops that save what it computes for backward.
+      variables: trained variables that it updates, or whose gradient it makes.
+    """
+
+    recomputed: Sequence[str] = ()
+    saved: Sequence[str] = ()
+    variables: Sequence[Variable] = ()
+
+
+@dataclass(frozen=True)
 class Decision(ABC):
     """One thing that is decided.
 
@@ -100,6 +117,16 @@ class Decision(ABC):
         """The option that a layout and options have taken."""
 
     @classmethod
-    def describe(cls, options: Options) -> list[str]:
-        """What is not plain in some options, in words."""
+    def changing(cls, touched: Touched) -> list[str]:
+        """Names of this kind's decisions that change how an operation is lowered; splits are known."""
         return []
+
+    @classmethod
+    def written(cls, options: Options) -> dict[str, Any]:
+        """Its fields of `layoutopt.plan.decided.Decided`."""
+        return {}
+
+    @classmethod
+    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
+        """Its fields of `Options`, from those of `layoutopt.plan.decided.Decided`."""
+        return {}

@@ -5,9 +5,9 @@ Another number is another graph, so every number is a subproblem of its own, whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
 from mesh_tf_core.errors import UserError
@@ -41,8 +41,12 @@ class Microbatches(Decision):
         return (str(options.microbatches),)
 
     @classmethod
-    def describe(cls, options: Options) -> list[str]:
-        return [f"{options.microbatches} microbatches"] if options.microbatches > 1 else []
+    def written(cls, options: Options) -> dict[str, Any]:
+        return {"microbatches": options.microbatches}
+
+    @classmethod
+    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
+        return {"microbatches": said["microbatches"]}
 
 
 def numbers(model: Model, allowed: Sequence[int]) -> list[int]:

@@ -1,12 +1,13 @@
-"""Whether loops over a dimension run their bodies again in backward instead of saving what these compute."""
+"""Activation checkpointing: whether loops over a dimension are recomputed in backward instead of saving what
+their bodies compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -19,7 +20,7 @@ ON: Choice = ("on",)
 
 @dataclass(frozen=True)
 class Recompute(Decision):
-    """The loops over one dimension: () saves, ("on",) runs again."""
+    """The loops over one dimension: () saves, ("on",) recomputes."""
 
     prefix = "recompute "
 
@@ -46,8 +47,16 @@ class Recompute(Decision):
         return ON if self.subject in options.recompute else ()
 
     @classmethod
-    def describe(cls, options: Options) -> list[str]:
-        return [f"{cls.prefix}{dim}" for dim in sorted(options.recompute)]
+    def changing(cls, touched: Touched) -> list[str]:
+        return [recompute_name(dim) for dim in (*touched.recomputed, *touched.saved)]
+
+    @classmethod
+    def written(cls, options: Options) -> dict[str, Any]:
+        return {"recompute": sorted(options.recompute)}
+
+    @classmethod
+    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
+        return {"recompute": frozenset(said["recompute"])}
 
 
 def recompute_name(dim: str) -> str:

@@ -5,12 +5,11 @@ Variables of the same dimensions are one class, and one decision.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -54,9 +53,16 @@ class Storage(Decision):
         return (STAGES[stages.pop()],) if len(stages) == 1 and stages != {0} else ()
 
     @classmethod
-    def describe(cls, options: Options) -> list[str]:
-        counts = Counter(STAGES[stage] for stage in options.storage.values() if stage)
-        return [f"{stage} ×{count}" for stage, count in sorted(counts.items())]
+    def changing(cls, touched: Touched) -> list[str]:
+        return [storage_class(v) for v in touched.variables]
+
+    @classmethod
+    def written(cls, options: Options) -> dict[str, Any]:
+        return {"storage": {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage}}
+
+    @classmethod
+    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
+        return {"storage": {name: stage_number(stage) for name, stage in said["storage"].items()}}
 
 
 def _stage(choice: Choice) -> int:

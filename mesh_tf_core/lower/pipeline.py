@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -45,8 +46,12 @@ class Options:
     @property
     def key(self) -> Hashable:
         """Equal for equal options, and hashable."""
-        values = (getattr(self, f.name) for f in fields(self))
-        return tuple(frozenset(v.items()) if isinstance(v, Mapping) else v for v in values)
+        return frozenset(self.storage.items()), *self.told
+
+    @cached_property
+    def told(self) -> tuple[Hashable, ...]:
+        """All but storage, of which lowering asks its oracle: hashable."""
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name != "storage")
 
 
 DEFAULT = Options()

@@ -83,25 +83,21 @@ def facts(plans: Sequence[PlanFile]) -> Grid:
             lambda p: memory(p.predicted.peak_memory_bytes),
             lambda p: p.predicted.peak_memory_bytes,
         ),
-        _judged("Fits", plans, lambda p: (fit(p).value if p.memory_limit else "limit unknown", fit(p).state)),
-        _judged("How sure", plans, lambda p: (sureness(p).value, sureness(p).state)),
-        _judged("Proven", plans, lambda p: (proof(p).value, proof(p).state)),
+        _rated("Fits", plans, lambda p: (fit(p).value if p.memory_limit else "limit unknown", fit(p).state)),
+        _rated("How sure", plans, lambda p: (sureness(p).value, sureness(p).state)),
+        _rated("Proven", plans, lambda p: (proof(p).value, proof(p).state)),
         _row("Mesh", plans, lambda p: mesh_text(p.mesh)),
         _row("Layout", plans, lambda p: layout_text(p.layout).replace(";", "; ") or "replicated"),
         _row("Hardware", plans, lambda p: p.hardware),
         _row("Devices", plans, lambda p: count(p.devices)),
-        _row("Sent per device", plans, lambda p: traffic(_sent(p)), _sent),
+        _row("Traffic per device", plans, lambda p: traffic(_sent(p)), _sent),
         _row(
             "FLOPs per device",
             plans,
             lambda p: flops(p.predicted.flops_per_device),
             lambda p: p.predicted.flops_per_device,
         ),
-        _row("Microbatches", plans, lambda p: str(p.microbatches)),
-        _row("Recomputed", plans, lambda p: ", ".join(p.recompute) or "nothing"),
-        _row(
-            "Storage", plans, lambda p: "; ".join(f"{k}: {v}" for k, v in p.storage.items()) or "as computed"
-        ),
+        *(_row(name.capitalize(), plans, _decision(name)) for name in plans[0].listed()),
         _row("Model", plans, lambda p: p.model.name),
     ]
     head = (Column("What", lead=True), *(Column(letter(i)) for i in range(len(plans))))
@@ -126,6 +122,10 @@ def pictures(plans: Sequence[PlanFile]) -> tuple[Block, ...]:
 
 def _sent(plan: PlanFile) -> float:
     return sum(plan.predicted.communication_bytes_per_device.values())
+
+
+def _decision(name: str) -> Callable[[PlanFile], str]:
+    return lambda plan: plan.listed()[name] or "–"
 
 
 def _row(
@@ -155,7 +155,7 @@ def _merged(cells: list[Cell]) -> list[Cell]:
     return [cells[0], replace(cells[1], span=len(cells) - 1)]
 
 
-def _judged(name: str, plans: Sequence[PlanFile], say: Callable[[PlanFile], tuple[str, str]]) -> list[Cell]:
+def _rated(name: str, plans: Sequence[PlanFile], say: Callable[[PlanFile], tuple[str, str]]) -> list[Cell]:
     first = say(plans[0])
     told = [say(p) for p in plans]
     return _merged([Cell(name, strong=True), *(Cell(t, state=s, differs=(t, s) != first) for t, s in told)])

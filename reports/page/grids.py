@@ -22,7 +22,7 @@ from layoutopt.plan.units import (
 from reports.figures.pieces import piece_shares
 from reports.figures.tradeoffs import factor_value, layout_letters
 from reports.page.cells import Cell, Chip, Column, Grid, chips
-from reports.plan import dims_on, extras, lies_on, number_text
+from reports.plan import dims_on, lies_on, number_text
 from reports.theme import axis_token
 from reports.views.choices import Ranked, frontier, ranked
 from reports.views.dims import dimension_rows
@@ -150,7 +150,7 @@ def _layout(plan: PlanFile, r: Ranked) -> list[Cell]:
     c, p = r.choice, r.choice.predicted
     text = layout_text(c.layout).replace(";", "; ") or "replicated"
     where = f"{shorten(text, LONGEST)} on {shorten(mesh_text(c.mesh), LONGEST)}"
-    where += f"; {extras(c)}" if extras(c) else ""
+    where += f"; {c.in_short()}" if c.in_short() else ""
     name = Cell("This plan" if r.is_answer else c.name, where, strong=r.is_answer)
     over = p is not None and plan.memory_limit is not None and p.peak_memory_bytes > plan.memory_limit
     verdict = "yes" if c.feasible else "no"
@@ -201,7 +201,7 @@ def frontier_points(plan: PlanFile) -> Grid:
         )
         rows.append(
             [
-                Cell(shorten(text, LONGEST), "; ".join(x for x in (where, extras(f.choice)) if x)),
+                Cell(shorten(text, LONGEST), "; ".join(x for x in (where, f.choice.in_short()) if x)),
                 Cell(memory(f.predicted.peak_memory_bytes)),
                 Cell(seconds(f.predicted.step_seconds), "" if f.is_answer else against),
                 Cell(marks, strong=True),

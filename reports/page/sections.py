@@ -187,9 +187,7 @@ def _record(plan: PlanFile, name: str) -> tuple[Block, ...]:
         ("Hardware", plan.hardware),
         ("Mesh", mesh_option(plan.mesh)),
         ("Layout", shorten(layout_text(plan.layout), LONGEST) or "replicated"),
-        ("Storage", words_of(plan.storage)),
-        ("Recomputed", ", ".join(plan.recompute)),
-        ("Microbatches", str(plan.microbatches)),
+        *((name.capitalize(), words) for name, words in plan.listed().items()),
         *solver,
     ]
     return (Block(grid=grids.record(pairs, "The plan"), notes=tuple(plan.notes)),)

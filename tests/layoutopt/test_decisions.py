@@ -8,7 +8,9 @@ import pytest
 
 import mesh_tf_core as mtf
 from layoutopt import search
-from layoutopt.space.decisions import KINDS, decisions, describe
+from layoutopt.plan.build import decided as decided_of
+from layoutopt.plan.build import options_of
+from layoutopt.space.decisions import KINDS, decisions
 from layoutopt.space.kind import Allowed
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.recompute import Recompute
@@ -41,8 +43,9 @@ def test_names_and_words_are_those_of_plans() -> None:
     assert decided.microbatches == 4
     lean = decided.leanest
     assert set(lean.storage.values()) == {3} and lean.recompute == {"layers"} and lean.microbatches == 4
-    assert describe(lean) == f"zero3 ×{len(lean.storage)}; recompute layers; 4 microbatches"
-    assert describe(mtf.Options()) == ""
+    assert decided_of(lean).in_short() == f"zero3 ×{len(lean.storage)}; recompute layers; 4 microbatches"
+    assert options_of(decided_of(lean)) == lean
+    assert decided_of(mtf.Options()).in_short() == "" and not any(decided_of(mtf.Options()).listed().values())
 
 
 def test_the_leanest_options_are_among_those_allowed() -> None:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layoutopt.plan.details import MemoryTimeline, Point
-from reports.plan import extras
 from reports.reader import plan_of
 from reports.views.choices import best_alternative, frontier, ranked
 from reports.views.dims import dimension_rows
@@ -84,7 +83,7 @@ def test_a_choice_that_runs_otherwise_is_no_twin() -> None:
     plan["alternatives"] = [twin, other]
     _, first, second = ranked(plan_of(plan))
     assert first.twin and not second.twin
-    assert extras(second.choice) == "zero1 of a and b; recomputes layer; 4 microbatches"
+    assert second.choice.in_short() == "zero1 ×2; recompute layer; 4 microbatches"
 
 
 def test_frontier_has_the_knee_and_the_answer() -> None:

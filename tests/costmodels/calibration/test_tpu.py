@@ -72,7 +72,7 @@ def test_numbers_are_bounded(made) -> None:
 
 
 def test_the_fit_holds_and_presets_ship_it(made) -> None:
-    for kind in ("products", "chains"):
+    for kind in ("matmuls", "chains"):
         errors = made.typical[kind]
         assert errors["fitted"] <= errors["held_out"] < 0.31
         assert errors["preset"] == pytest.approx(errors["fitted"], abs=0.06)
