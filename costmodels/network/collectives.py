@@ -160,7 +160,7 @@ def _curves_by_group(hardware: Hardware, kind: str, route: Route) -> dict[int, C
 
 
 def _torus(kind: str, size: float, route: Route) -> CollectiveCost:
-    """Inside a slice over all torus axes at once (formula 6 to 8); over slices hierarchically (11)."""
+    """Inside a slice over all torus axes at once (formulas 5 to 7); over slices level by level."""
     inner = route.size_at("core") * route.size_at("torus")
     within, between = _slice_seconds(kind, size, route), 0.0
     level = route.level("slice")

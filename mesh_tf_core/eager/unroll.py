@@ -1,6 +1,7 @@
 """Loops of an eager step run iteration by iteration, so that values inside their bodies can be looked at.
 
-Variables, random numbers and assignments are those of the loop that would be built.
+Variables, random numbers and assignments are those of the loop that would be built. `engines/loops.py` does
+not drive it: there a lowered loop names what it carries, here a Python function is still to be traced.
 """
 
 from __future__ import annotations
