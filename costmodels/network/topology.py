@@ -18,9 +18,10 @@ A *route* says what a collective over a set of mesh axes meets, level by level, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from costmodels.hardware import Cluster, Hardware, Number, SharedMemory, Torus
 from costmodels.network.assignments import Assignment, Levels, best_assignment, contiguous_assignment
@@ -124,6 +125,14 @@ class Placement:
                 self.mesh.size(axis)
             self._routes[key] = _route(self, key)
         return self._routes[key]
+
+    @property
+    def routes(self) -> frozenset[tuple[frozenset[str], Route]]:
+        """The routes over all sets of mesh axes, with torus axes told apart by their links only: what prices
+        of collectives follow from."""
+        names = self.mesh.names
+        sets = (s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n))
+        return frozenset((frozenset(axes), _anonymous(self.route(axes))) for axes in sets)
 
     def renamed(self, names: Mapping[str, str]) -> Placement:
         """The same with other names for the mesh's axes."""
@@ -301,6 +310,15 @@ def _route(placement: Placement, axes: frozenset[str]) -> Route:
         levels = (Level("memory", size, rate, topology.latency.value),)
     spanned = processes_spanned(placement.mesh, names, placement.hardware.devices_per_process)
     return Route(names, size, devices, tuple(level for level in levels if level.size > 1), spanned)
+
+
+def _anonymous(route: Route) -> Route:
+    """The route without the names of mesh and torus axes."""
+    levels = (
+        replace(level, segments=tuple(replace(segment, axis="") for segment in level.segments))
+        for level in route.levels
+    )
+    return replace(route, axes=(), levels=tuple(levels))
 
 
 def processes_spanned(mesh: Mesh, axes: Iterable[str], devices_per_process: int | None) -> int:

@@ -71,7 +71,7 @@ app.command(epilog=hardware.EXAMPLES, rich_help_panel=MORE)(hardware.hardware)
 app.command("solve-problem", epilog=solve_problem.EXAMPLES, rich_help_panel=MORE)(solve_problem.solve_problem)
 
 
-YOUNG, OLDER = 1_000_000, (50, 1000)
+YOUNG, OLDER = 10_000_000, (50, 1000)
 """Objects, and collections of younger ones, between two walks of the garbage collector: a search makes many
 and drops few, and walking them again and again was a fifth of its time. The process is the command's own."""
 

@@ -29,7 +29,7 @@ from mesh_tf_core.lower.nodes import plan_of
 from mesh_tf_core.lower.rematerialization import running_again, stands_beside_backward
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cluster:
     """Operations that are priced together.
 

@@ -27,7 +27,7 @@ from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.clusters import Cluster
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.formulation.tables import Entry, Table, Tabler, legal
+from layoutopt.formulation.tables import Entry, Table, legal
 from layoutopt.problem import Problem, Sparse, Term, Variable
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
@@ -120,7 +120,7 @@ class Draft:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
         self.context = context or SharedContext(model, decided.microbatches)
         self.program = replace(self.context.program(), mesh=mesh)
-        self.tabler = Tabler(self.context.graph, mesh, pricer)
+        self.tabler = self.context.tabler(mesh, pricer)
         self.left: list[Cluster] = list(self.context.clusters)
         self.tables: list[Table] = []
 

@@ -53,7 +53,7 @@ class Naming:
     """A mesh with its axes numbered.
 
     Attributes:
-      mesh, pricer: with the numbers as names.
+      mesh, pricer: with the numbers as names; the pricer's mesh may have them in another order.
       number: an axis -> its number; `real` the other way.
     """
 
@@ -69,6 +69,7 @@ class Namings:
     def __init__(self, pricer: Pricer) -> None:
         self.pricer = pricer
         self._known: dict[tuple[str, ...], Naming] = {}
+        self._pricers: dict[Hashable, Pricer] = {}
 
     def of(self, splits: Iterable[Axes]) -> Naming:
         """Axes numbered in the order in which they are named here, then the others."""
@@ -77,8 +78,10 @@ class Namings:
         if order not in self._known:
             number = {a: str(i) for i, a in enumerate(order)}
             pricer = self.pricer.renamed(number)
-            real = {i: a for a, i in number.items()}
-            self._known[order] = Naming(pricer.placement.mesh, pricer, number, real)
+            mesh, real = pricer.placement.mesh, {i: a for a, i in number.items()}
+            # Axes that lie on equal links are told apart by no price.
+            pricer = self._pricers.setdefault(pricer.placement.routes, pricer)
+            self._known[order] = Naming(mesh, pricer, number, real)
         return self._known[order]
 
 

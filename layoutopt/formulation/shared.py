@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.memory_points import Points
+from layoutopt.formulation.tables import Tabler
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -25,6 +27,7 @@ class SharedContext:
         step = model.training_step(microbatches)
         self.model, self.microbatches, self.graph = model, microbatches, step.graph
         self._programs: dict[frozenset[str], Program] = {}
+        self._tabler: Tabler | None = None
         self._points: dict[tuple[frozenset[str], bool], Points] = {}
         self.dependencies = Dependencies(self.graph, self.program(), [t.id for t in step.results.values()])
         self.clusters = tuple(clusters(self.dependencies))
@@ -35,6 +38,12 @@ class SharedContext:
             options = Options(recompute=again, microbatches=self.microbatches)
             self._programs[again] = self.model.lower(ONE, Layout(), options, check=False)
         return self._programs[again]
+
+    def tabler(self, mesh: Mesh, pricer: Pricer) -> Tabler:
+        """Makes its tables on a mesh; what it made for the pricer that was asked for last is known."""
+        if self._tabler is None or self._tabler.pricer is not pricer:
+            self._tabler = Tabler(self.graph, mesh, pricer)
+        return self._tabler
 
     def points(self, again: frozenset[str], fuses: bool) -> Points:
         """What its points hold; `fuses`: the compiler makes kernels of several operations."""

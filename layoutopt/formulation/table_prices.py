@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 
 from layoutopt.formulation.extract import Draft, latency, own_seconds
-from layoutopt.formulation.tables import Entry
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.combine import Key
@@ -17,18 +15,13 @@ class TablePrices:
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
-        self._names = [tuple(n for n in c.decisions if n in draft.decided.options) for c in draft.left]
-        self._known: list[dict[Hashable, Entry | None]] = [{} for _ in draft.left]
 
     def seconds(self, layout: Layout, options: Options) -> float:
         """Seconds of a step; inf if that is not legal."""
         draft, prices, chosen = self.draft, self.draft.pricer, self.draft.decided.write(layout, options)
         total, shared = prices.fixed_seconds(draft.program), dict[Key, float]()
-        for cluster, names, known in zip(draft.left, self._names, self._known, strict=True):
-            about = tuple(chosen[n] for n in names)
-            if about not in known:
-                known[about] = draft.tabler.entry(cluster, draft.decided, chosen)
-            entry = known[about]
+        for cluster in draft.left:
+            entry = draft.tabler.entry(cluster, draft.decided, chosen)
             if entry is None:
                 return math.inf
             shared.update({key: latency(key, prices) for key in entry.small if key not in shared})

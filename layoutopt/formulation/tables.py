@@ -92,44 +92,60 @@ def legal(cluster: Cluster, decided: Decisions) -> Table:
     return Table(cluster, names, dict.fromkeys((a[len(pinned) :] for a in found), Entry(0.0)))
 
 
+def _options(cluster: Cluster, decided: Decisions, switches: Sequence[Choice]) -> Options:
+    """The options of lowering that choices of a cluster's switches mean."""
+    chosen = dict(zip(cluster.switches, switches, strict=True))
+    return decided.read({n: choice for n, choice in chosen.items() if n in decided.options})[1]
+
+
 class Tabler:
-    """Builds the tables of one graph on one mesh."""
+    """Builds the tables of one graph on one mesh; no entry twice."""
 
     def __init__(self, graph: Graph, mesh: Mesh, pricer: Pricer) -> None:
         self.graph, self.mesh, self.pricer = graph, mesh, pricer
         self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
+        self._entries: dict[Cluster, dict[Assignment, Entry | None]] = {}
 
     def table(self, cluster: Cluster, decided: Decisions) -> Table:
         """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out."""
-        bare, fixed = legal(cluster, decided), decided.fixed
-        dims = tuple(n for n in bare.names if n in cluster.dims)
-        switches = bare.names[len(dims) :]
+        bare, known = legal(cluster, decided), self._entries.setdefault(cluster, {})
+        every, count = [decided.fixed.get(n, ()) for n in cluster.decisions], len(cluster.dims)
+        place = [cluster.decisions.index(n) for n in bare.names]
         entries: dict[Assignment, Entry] = {}
         placed: tuple[Assignment, Naming, Layout] | None = None
         switched: dict[Assignment, Options] = {}
         for assignment in bare.entries:
-            split, rest = assignment[: len(dims)], assignment[len(dims) :]
-            if placed is None or placed[0] != split:
-                chosen = {**fixed, **dict(zip(dims, split, strict=True))}
-                placed = split, *self._placed({n: chosen.get(n, ()) for n in cluster.dims})
-            if rest not in switched:
-                switched[rest] = decided.read(dict(zip(switches, rest, strict=True)))[1]
-            entry = self._entry(cluster, *placed[1:], switched[rest])
+            for i, choice in zip(place, assignment, strict=True):
+                every[i] = choice
+            key = tuple(every)
+            if key not in known:
+                splits, rest = key[:count], key[count:]
+                if placed is None or placed[0] != splits:
+                    placed = splits, *self._placed(cluster, splits)
+                if rest not in switched:
+                    switched[rest] = _options(cluster, decided, rest)
+                known[key] = self._entry(cluster, *placed[1:], switched[rest])
+            entry = known[key]
             if entry is not None:
                 entries[assignment] = entry
         return Table(cluster, bare.names, entries)
 
     def entry(self, cluster: Cluster, decided: Decisions, chosen: Mapping[str, Choice]) -> Entry | None:
         """The price of a cluster under one choice of everything; None if that is not legal."""
-        options = decided.read({n: chosen[n] for n in cluster.switches if n in chosen})[1]
-        return self._entry(cluster, *self._placed({n: chosen.get(n, ()) for n in cluster.dims}), options)
+        known = self._entries.setdefault(cluster, {})
+        key = tuple([chosen.get(n, ()) for n in cluster.decisions])
+        if key not in known:
+            splits, rest = key[: len(cluster.dims)], key[len(cluster.dims) :]
+            options = _options(cluster, decided, rest)
+            known[key] = self._entry(cluster, *self._placed(cluster, splits), options)
+        return known[key]
 
-    def _placed(self, splits: Mapping[str, Axes]) -> tuple[Naming, Layout]:
-        """Splits with the axes numbered."""
-        naming = self.namings.of(splits.values())
-        number = naming.number
-        return naming, Layout({n: tuple(number[a] for a in axes) for n, axes in splits.items()})
+    def _placed(self, cluster: Cluster, splits: Sequence[Axes]) -> tuple[Naming, Layout]:
+        """Splits of a cluster's dimensions with the axes numbered."""
+        naming = self.namings.of(splits)
+        number, named = naming.number, zip(cluster.dims, splits, strict=True)
+        return naming, Layout({n: tuple([number[a] for a in axes]) for n, axes in named if axes})
 
     def _entry(self, cluster: Cluster, naming: Naming, layout: Layout, options: Options) -> Entry | None:
         """The price of a cluster; None if that is not legal."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.formulation.clusters import Cluster, clusters
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.lowering_cache import lowering_cache
+from layoutopt.formulation.lowering_cache import Namings, lowering_cache
 from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.space.decisions import Decisions, decisions
 from layoutopt.space.kind import Allowed, Choice
@@ -102,6 +103,27 @@ def test_random_models(seed: int) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_all_examples(name: str, hardware: str, parts: int, shapes: list[str]) -> None:
     compare(EXAMPLES[name](), shapes, parts, load_hardware(hardware), seed=5, count=6)
+
+
+@pytest.mark.parametrize(
+    "hardware, mesh, pricers",
+    [
+        ("tpu-v4", "b:8;a:8;c:8", 1),  # a ring of the torus each
+        ("tpu-v4", "b:8;a:8;c:4", 3),
+        ("h100", "b:2;a:8;c:2", 6),
+        ("h100", "b:2;a:2;c:2", 1),  # in one node
+    ],
+)
+def test_axes_on_equal_links_share_their_prices(hardware: str, mesh: str, pricers: int) -> None:
+    prices = pricer(load_hardware(hardware), mtf.Mesh(mesh))
+    namings = Namings(prices)
+    orders = [*itertools.permutations("abc")]
+    found = [namings.of([axes]) for axes in orders]
+    assert len({id(naming.pricer) for naming in found}) == pricers
+    for axes, naming in zip(orders, found, strict=True):
+        for n in (1, 2, 3):
+            named = tuple(naming.number[a] for a in axes[:n])
+            assert naming.pricer.message_seconds(named, 1 << 20) == prices.message_seconds(axes[:n], 1 << 20)
 
 
 def with_its_own_gradient() -> mtf.Model:
