@@ -65,6 +65,8 @@ PositiveFraction = Annotated[Number, Measures("fraction", 1e-6, 1.0)]
 Count = Annotated[Number, Measures("count", 1.0)]
 ByGroup = Annotated[tuple[tuple[int, Bandwidth], ...], Length(1)]
 """Bandwidths by the number of devices in a group."""
+ByHead = Annotated[tuple[tuple[int, PositiveFraction], ...], Length(1)]
+"""Fractions of the peak by the size of an attention's heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,9 @@ class Chip:
     `element_time`: seconds in which one device brings an element through the registers of its vector unit.
     `launch_interval`: a host that launches kernels one by one needs so long for each; None: it does not
     launch them (one program is compiled for the step).
+    `sustained`: what whole steps keep of `matmul_efficiency`, which is of one product alone, the best of a
+    scan: clocks fall under load, and not every product has the best shape. None: all of it.
+    `attention_efficiency`: of kernels that compute attention as one; None: as any product.
     """
 
     devices: Count
@@ -118,6 +123,8 @@ class Chip:
     registers: Registers | None = None
     host_cores: Count | None = None
     launch_interval: Time | None = None
+    sustained: PositiveFraction | None = None
+    attention_efficiency: ByHead | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ def drawn(hardware: Hardware, seed: int) -> Hardware:
 def _varied(path: str, value: Any, factor: Factor) -> Any:
     if isinstance(value, Number):
         found = value.value * factor(path, value.uncertainty)
-        fraction = value.value <= 1.0 and ("efficiency" in path or path.startswith("overlap"))
+        share = "efficiency" in path or path.startswith(("overlap", "chip.sustained"))
+        fraction = value.value <= 1.0 and share
         return replace(value, value=min(found, 1.0) if fraction else found)
     if isinstance(value, Efficiency):
         times = factor(path, value.uncertainty)

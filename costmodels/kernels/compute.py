@@ -2,7 +2,10 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
 
 (1) t = launch + max(flop seconds, memory seconds); never less than the interval at which a host launches,
     when the file has one: the device waits for it
-(2) flop seconds of a product = padded FLOPs / (peak(dtype) · efficiency(padded FLOPs))
+(2) flop seconds of a product = padded FLOPs / (peak(dtype) · efficiency(padded FLOPs) · sustained), where the
+    file says what is sustained; of attention in one kernel, FLOPs / (peak(dtype) · efficiency(head)), where
+    it says that: below the smallest head that was measured, the softmax bounds the kernel, and the efficiency
+    falls with the head's size
 (3) TPU padding: n and k to the width of the matrix unit, m to sublanes, in the better of the two orientations
 (4) GPU padding: tiles = ceil(m / tile) · ceil(n / tile) · batch run in waves of one tile per multiprocessor;
     the last wave takes as long as a full one; the tile is the best of the whole one and its halves
@@ -26,7 +29,7 @@ from dataclasses import dataclass
 from costmodels.hardware import ComputeCurve, Hardware, MatrixUnit
 from mesh_tf_core.errors import UserError
 
-MATMUL_CLASSES = ("matmul", "conv")
+MATMUL_CLASSES = ("matmul", "conv", "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +105,11 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         "vector",
     )
     if quantity.op_class in MATMUL_CLASSES:
-        padding = padding_ratio(hardware.chip.matrix_unit, quantity)
+        efficiency = _attention(hardware, quantity)
+        padding = 1.0 if efficiency else padding_ratio(hardware.chip.matrix_unit, quantity)
         padded = quantity.flops * padding
-        rate = hardware.peak_flops(quantity.dtype) * _efficiency(hardware, padded)
+        efficiency = efficiency or _efficiency(hardware, padded) * _sustained(hardware)
+        rate = hardware.peak_flops(quantity.dtype) * efficiency
         product = contention * padded / rate
         if product <= flops or hardware.chip.vector_flops is None:
             flops, where = product, f"x {padding:.3g} of padding, at {rate / 1e12:.4g} TFLOP/s"
@@ -211,6 +216,20 @@ def _up(size: int, tile: float) -> float:
 def _efficiency(hardware: Hardware, flops: float) -> float:
     curve = hardware.chip.matmul_efficiency.curve
     return min(1.0, curve(min(flops, curve.points[-1][0])))
+
+
+def _sustained(hardware: Hardware) -> float:
+    return 1.0 if hardware.chip.sustained is None else hardware.chip.sustained.value
+
+
+def _attention(hardware: Hardware, quantity: Quantity) -> float | None:
+    """Of equation (2): the efficiency of a kernel for attention; None if it is none or the file has none."""
+    known = hardware.chip.attention_efficiency
+    if quantity.op_class != "attention" or known is None or quantity.matmul_dims is None:
+        return None
+    head, (least, first) = quantity.matmul_dims[2], known[0]
+    below = [number.value for size, number in known if size <= head]
+    return below[-1] if below else first.value * head / least
 
 
 def _memory_seconds(hardware: Hardware, quantity: Quantity) -> float:

@@ -1,7 +1,8 @@
 """What a collective is for. Hardware files say per class which part of its time runs under compute.
 
   gradient    sums of gradients that only the update of variables reads: the rest of backward runs meanwhile
-  parameter   gathers of variables that are stored split, before their use: the layer before runs meanwhile
+  parameter   gathers of variables that are stored split, before their use or after their update: the layer
+              before, or the next step's forward, runs meanwhile
   activation  everything else: what follows waits for it
 The hidden part of a collective is a fraction of its own time, so prices of collectives add up, as the search
 needs; that there is enough compute to hide it under is not checked here. A class that a file does not name is
@@ -23,6 +24,7 @@ from mesh_tf_core.ir.program import (
     Program,
     ReduceScatter,
     Slice,
+    WriteVariable,
 )
 
 GRADIENT, PARAMETER, ACTIVATION = "gradient", "parameter", "activation"
@@ -33,16 +35,19 @@ def classes(program: Program) -> dict[int, str]:
     """Class of every collective, by the first value that it makes."""
     stored = _stored(program)
     needed = _needed(program)
+    written = _written(program)
     found = {}
     for instr, _ in program.walk():
         if isinstance(instr, Collective):
-            found[instr.outputs[0]] = _class(instr, stored, needed)
+            found[instr.outputs[0]] = _class(instr, stored, needed, written)
     return found
 
 
-def _class(instr: Collective, stored: set[int], needed: set[int]) -> str:
+def _class(instr: Collective, stored: set[int], needed: set[int], written: set[int]) -> str:
     if isinstance(instr, AllGather):
-        return PARAMETER if stored.issuperset(instr.inputs) and instr.origin.phase != "update" else ACTIVATION
+        late = instr.origin.phase == "update"
+        whole = written.issuperset(instr.outputs) if late else stored.issuperset(instr.inputs)
+        return PARAMETER if whole else ACTIVATION
     summed = isinstance(instr, AllReduce | ReduceScatter) and getattr(instr, "combine", "sum") == "sum"
     late = instr.origin.phase != "update" and needed.isdisjoint(instr.outputs)
     return GRADIENT if summed and late else ACTIVATION
@@ -57,6 +62,15 @@ def _stored(program: Program) -> set[int]:
         if taken and _moves(instr) and instr.origin.phase != "update":
             stored.update(instr.outputs)
     return stored
+
+
+def _written(program: Program) -> set[int]:
+    """Values that become variables as they are, or when they were moved or cast."""
+    written: set[int] = set()
+    for instr in reversed(program.code):
+        if isinstance(instr, WriteVariable) or (_moves(instr) and written.intersection(instr.outputs)):
+            written.update(instr.inputs)
+    return written
 
 
 def _moves(instr: Instr) -> bool:

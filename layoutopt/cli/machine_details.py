@@ -109,6 +109,7 @@ def _measured(machine: Hardware) -> Iterator[NumberInUnit]:
 def _estimated(machine: Hardware) -> Iterator[NumberInUnit]:
     chip = machine.chip
     best = machine.peak_flops("bfloat16") * chip.matmul_efficiency.curve.points[-1][1]
+    best *= chip.sustained.value if chip.sustained else 1.0
     yield "matmuls, bfloat16, large ones", best, "FLOP/s"
     yield "memory", machine.memory_bandwidth * chip.memory_efficiency.value, "B/s"
     yield "start of a kernel", chip.launch_overhead.value, "s"

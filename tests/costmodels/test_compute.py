@@ -88,6 +88,36 @@ def test_causal_or_unknown_shapes_scale_with_the_flops_given() -> None:
     assert compute_cost(hardware, dataclasses.replace(full, matmul_dims=None)).padding == 1.0
 
 
+def attention(heads: int, d_kv: int, length: int = 4096) -> Quantity:
+    """Forward, every query sees every key."""
+    flops, moved = 4.0 * heads * length * length * d_kv, 8.0 * heads * length * d_kv
+    return Quantity(flops, moved, "attention", "bfloat16", (length, length, d_kv, heads))
+
+
+def test_attention_has_an_efficiency_of_its_own_by_the_size_of_its_heads() -> None:
+    h100 = load_hardware("h100")
+    known = dict(h100.chip.attention_efficiency or ())
+    for size, number in known.items():
+        cost = compute_cost(h100, attention(64, size))
+        assert cost.padding == 1
+        assert cost.flop_seconds == pytest.approx(
+            attention(64, size).flops / h100.peak_flops("bfloat16") / number.value
+        )
+    largest = compute_seconds(h100, attention(64, max(known)))
+    assert compute_seconds(h100, attention(32, 2 * max(known))) == pytest.approx(largest, rel=1e-3)
+    least = compute_cost(h100, attention(64, min(known))).flop_seconds
+    # Half the FLOPs at half the efficiency: the softmax takes as long.
+    assert compute_cost(h100, attention(64, min(known) // 2)).flop_seconds == pytest.approx(least)
+
+
+def test_whole_steps_sustain_less_than_the_best_product_of_a_scan() -> None:
+    full = load_hardware("h100, sustained=1")
+    less = load_hardware("h100, sustained=0.8")
+    x = product(8192, 8192, 8192)
+    assert compute_cost(less, x).flop_seconds == pytest.approx(compute_cost(full, x).flop_seconds / 0.8)
+    assert compute_seconds(less, attention(8, 128)) == compute_seconds(full, attention(8, 128))
+
+
 def test_virtual_devices_share_the_cores() -> None:
     hardware = load_hardware("cpu-local")
     one = compute_seconds(hardware, product(512, 512, 512))

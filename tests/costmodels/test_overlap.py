@@ -64,6 +64,13 @@ def test_stored_split_variables_are_gathered_as_parameters(recompute: tuple[str,
     assert "reduce_scatter" in kinds[GRADIENT]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_new_values_are_gathered_as_parameters_after_the_update(stage: int) -> None:
+    priced = cost("batch:data", hiding(gradient=0.5), storage=stage)
+    gathers = [x for x in priced.lines if x.name == "all_gather"]
+    assert gathers and {(x.origin.phase, x.purpose) for x in gathers} == {("update", PARAMETER)}
+
+
 def test_hidden_seconds_are_fractions_of_each_class() -> None:
     fractions = {GRADIENT: 0.25, PARAMETER: 0.5, ACTIVATION: 0.75}
     priced = cost("batch:data;heads:model", hiding(**fractions), storage=3)
