@@ -1,9 +1,10 @@
 """The contract of an operation: all that anyone may ask of one, checked when its class is made.
 
   required facets  roles, infer, kernel, flops, gradient
-  optional facets  lower, expand, moved, contraction, describe; each says what holds without it
-  facts            kind, free, linear, converts, streams, regroups: attributes of the class, or properties
-                   where they depend on its fields
+  optional facets  lower, expand, moved, contraction, unreduced, summand, describe; each says what holds
+                   without it
+  facts            kind, free, linear, converts, divides, streams, regroups, renames, derives_key, trains:
+                   attributes of the class, or properties where they depend on its fields
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
 off it. No reader knows any single operation: what it must know, the contract says.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar, Protocol
 
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -121,10 +122,12 @@ class Op:
     """
 
     FACETS: ClassVar = ("roles", "infer", "kernel", "flops", "gradient")
-    OPTIONAL: ClassVar = ("lower", "expand", "moved", "contraction", "describe")
+    OPTIONAL: ClassVar = ("lower", "expand", "moved", "contraction", "unreduced", "summand", "describe")
     FACTS: ClassVar = {
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data"),
-        **dict.fromkeys(("free", "linear", "converts", "streams", "regroups"), (False, True)),
+        **dict.fromkeys(("free", "linear", "converts", "divides", "streams"), (False, True)),
+        **dict.fromkeys(("regroups", "derives_key", "trains"), (False, True)),
+        "renames": ((),),
     }
     """Fact -> the values that it may have."""
 
@@ -141,8 +144,16 @@ class Op:
     streams: ClassVar[bool] = False
     """True if a kernel may do it piece by piece between the product that makes its operand and the one that
     reads its result, and write neither (attention: Dao et al. 2022, "FlashAttention")."""
+    divides: ClassVar[bool] = False
+    """True if it is the quotient of its two operands, element by element."""
     regroups: ClassVar[bool] = False
     """True if an axis may split one dimension of an input and another of the output."""
+    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Dimensions that its output has under another name: (old, new)."""
+    derives_key: ClassVar[bool] = False
+    """True if it makes a random key; more int32 scalars behind its operands make another one."""
+    trains: ClassVar[bool] = False
+    """True if it is there for training only: otherwise its first operand stands for it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # A dataclass has its own, so that only a class that is none comes here with something to keep.
@@ -210,6 +221,20 @@ class Op:
 
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
         """(batch, m, n, k) of the matrix product that this operation is; without it, it is none."""
+        return None
+
+    def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
+        """[dim, dimensions of the output]: the same, but for summing out a dimension that the inputs have;
+        without it, it is no sum over one."""
+        return None
+
+    def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
+        """r [dim, dimensions of the output], whose sum over `dim` is the output; without it, that is known of
+        linear operations only.
+
+        Args:
+          parts: such summands of the inputs; of a constant, the input itself.
+        """
         return None
 
     def describe(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype, is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
@@ -86,6 +86,9 @@ class Shift(Op):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy,)
+
+    def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
+        return shift(parts[0], self.offset / dim.size)
 
 
 @dataclass(frozen=True)

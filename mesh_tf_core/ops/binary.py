@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import BINARY, At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
@@ -62,6 +63,14 @@ class Binary(Op):
         if not is_float(x.dtype) or self.fn in _BOOL_RESULT:
             return (None, None)
         return _BINARY_GRADIENTS[self.fn](dy, x, y, output, sum_to)
+
+    @property
+    def divides(self) -> bool:  # type: ignore[override]
+        return self.fn == "div"
+
+    def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
+        linear = {"mul": constant.count(False) == 1, "div": constant[1] and not constant[0]}
+        return binary(self.fn, *parts) if linear.get(self.fn) else None
 
 
 def _product_gradient(dy: Tensor, a: Tensor, b: Tensor) -> Tensor:

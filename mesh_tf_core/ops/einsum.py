@@ -68,6 +68,12 @@ class Einsum(Op):
             grads.append(broadcast(dx, x.shape))
         return grads
 
+    def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
+        return einsum(inputs, [dim, *self.output])
+
+    def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
+        return self.unreduced(dim, parts) if constant.count(False) == 1 else None
+
 
 @dataclass(frozen=True)
 class Broadcast(Op):

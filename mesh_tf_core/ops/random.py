@@ -62,6 +62,7 @@ class FoldIn(Op):
     salt: int
     kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
+    derives_key: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles()
@@ -96,6 +97,7 @@ class Dropout(Op):
 
     rate: float
     kind: ClassVar[str] = "random"
+    trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:

@@ -63,6 +63,12 @@ class Reduce(Op):
         chosen = x.equal(output).cast(x.dtype)
         return (chosen * (dy / reduce_sum(chosen, self.dims)),)
 
+    def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
+        if self.fn != "sum":
+            return None
+        found = reduce_sum(inputs[0], [n for n in self.dims if n != dim.name])
+        return broadcast(found, [dim, *found.shape.without(dim.name)])
+
 
 def names_of(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None) -> tuple[str, ...]:
     """The names of the dimensions meant (None: all)."""

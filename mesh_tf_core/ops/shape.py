@@ -31,6 +31,10 @@ class Rename(Op):
     linear: ClassVar[bool] = True
     regroups: ClassVar[bool] = True
 
+    @property
+    def renames(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
+        return self.names
+
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(parallel=inputs[0].shape.names)
 

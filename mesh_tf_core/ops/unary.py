@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.kernel import UNARY, At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
@@ -118,6 +119,9 @@ class Unary(Op):
             return (None,)
         ref = inputs[0] if _SLOPES[self.fn][0] == "x" else output
         return (dy.graph.apply(UnaryGrad(self.fn), dy, ref),)
+
+    def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
+        return unary(self.fn, parts[0]) if self.fn == "neg" else None
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.random import FoldIn
-from mesh_tf_core.ops.shape import Rename
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -45,13 +43,7 @@ def batch_names(graph: Graph, batch: str) -> set[str]:
     """The batch dimension's name and those that operations rename it to."""
     names = {batch}
     while True:
-        more = {
-            new
-            for node, _ in graph.walk()
-            if isinstance(node.op, Rename)
-            for old, new in node.op.names
-            if old in names
-        }
+        more = {new for node, _ in graph.walk() for old, new in node.op.renames if old in names}
         if more <= names:
             return names
         names |= more
@@ -141,7 +133,7 @@ class _Copy:
                 return
             inputs = [self.tensors[i] for i in node.inputs]
             op = self._op(node.op)
-            if isinstance(op, FoldIn) and not any(isinstance(self._maker(i), FoldIn) for i in node.inputs):
+            if op.derives_key and not any(self._derived(i) for i in node.inputs):
                 assert self.blocks[0].index is not None
                 inputs.append(self.new.tensors[self.blocks[0].index])
             try:
@@ -156,9 +148,9 @@ class _Copy:
                     raise UserError(f"microbatches={self.parts}: {op.describe()} fixes the size of the batch")
                 self.tensors[old] = tensor
 
-    def _maker(self, tensor: int) -> Any:
+    def _derived(self, tensor: int) -> bool:
         node = self.old.producer.get(tensor)
-        return node.op if node else None
+        return node is not None and node.op.derives_key
 
     def _inner(self, block: Block, tensor: int) -> Tensor:
         """A body tensor that no node computes: a carry or a part."""

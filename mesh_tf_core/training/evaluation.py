@@ -23,15 +23,15 @@ import numpy as np
 
 from mesh_tf_core.engines import Engine
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.basic import Cast, Scale, StopGradient
-from mesh_tf_core.ops.binary import Binary
-from mesh_tf_core.ops.random import Dropout
+from mesh_tf_core.ops.basic import StopGradient
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
@@ -133,7 +133,7 @@ def forward(graph: Graph) -> Graph:
     for block in found.blocks:
         block.saved.clear()
         for at, node in enumerate(block.nodes):
-            if isinstance(node.op, Dropout):
+            if node.op.trains:
                 block.nodes[at] = dataclasses.replace(node, op=StopGradient(), inputs=node.inputs[:1])
                 found.producer[node.outputs[0]] = block.nodes[at]
     found.changed()
@@ -156,13 +156,23 @@ def _sums(rows: Rows, result: Tensor) -> tuple[Tensor, ...] | None:
     one = rows.of(result)
     if one is not None:
         return (one,)
-    node, factor = rows.graph.producer.get(result.id), 1.0
-    while node is not None and isinstance(node.op, Scale | Cast):
-        factor *= node.op.factor if isinstance(node.op, Scale) else 1.0
+    node, behind = rows.graph.producer.get(result.id), list[Op]()
+    while node is not None and _scales(node):
+        behind += [] if node.op.converts else [node.op]
         node = rows.graph.producer.get(node.inputs[0])
-    if node is None or not (isinstance(node.op, Binary) and node.op.fn == "div"):
+    if node is None or not node.op.divides:
         return None
     why = rows.why
     above, below = (rows.of(rows.graph.tensor(i)) for i in node.inputs)
     rows.why = rows.why or why
-    return None if above is None or below is None else (above * factor, below)
+    if above is None or below is None:
+        return None
+    for op in reversed(behind):
+        above = rows.graph.apply(op, above)
+    return above, below
+
+
+def _scales(node: Node) -> bool:
+    """Whether a node multiplies by a number, or does not even that."""
+    alone = len(node.inputs) == 1 and node.op.kind == "elementwise"
+    return alone and (node.op.linear or node.op.converts)

@@ -18,15 +18,11 @@ from typing import Any
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import AddN, Cast, Scale, Shift, StopGradient, add_n
-from mesh_tf_core.ops.binary import Binary, binary
-from mesh_tf_core.ops.einsum import Einsum, broadcast, einsum
-from mesh_tf_core.ops.reduce import Reduce, reduce_sum
-from mesh_tf_core.ops.shape import Rename
-from mesh_tf_core.ops.unary import Unary
+from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.shape import rename_dimension
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import batch_names
 
@@ -93,7 +89,7 @@ class Rows:
         roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
         if not rows:
             return Kind.JOINED if self.names & set(roles.reduced) else Kind.MIXED
-        (row,), renamed = rows[:1], isinstance(node.op, Rename)
+        (row,), renamed = rows[:1], bool(node.op.renames)
         apart = len(rows) == 1 and row.size == self.size and (row.name in roles.parallel or renamed)
         return Kind.ROWS if apart and (renamed or row.name not in _named(node.op)) else Kind.MIXED
 
@@ -122,61 +118,41 @@ class Rows:
 
     def _of(self, t: Tensor) -> Tensor | None:
         if self._kind(t.id) is Kind.CONSTANT and is_float(t.dtype):
-            return broadcast(t * (1 / self.size), [self.batch, *t.shape])
+            return self._share(t)
         node, found = self.graph.producer.get(t.id), None
         if self._kind(t.id) is Kind.JOINED and node is not None and node.body is None:
             xs = [self.graph.tensor(i) for i in node.inputs]
-            first = isinstance(node.op, Reduce | Einsum) and all(self._kind(x.id) < Kind.JOINED for x in xs)
-            found = self._first(node.op, xs, t) if first else self._linear(node.op, xs, t)
+            first = all(self._kind(x.id) < Kind.JOINED for x in xs)
+            found = self._first(node.op, xs) if first else self._linear(node.op, xs)
         if found is None:
             self.why = self.why or self._mixing.get(t.id) or (node.op.describe() if node else "a loop")
         return found
 
-    def _first(self, op: Any, xs: Sequence[Tensor], t: Tensor) -> Tensor | None:
-        """Where the batch is summed out."""
-        rows = [d for x in xs for d in x.shape if d.name in self.names]
-        if len(set(rows)) != 1:
-            return None
-        kept = [rows[0], *t.shape]
-        if isinstance(op, Einsum):
-            found = einsum(xs, kept)
-        elif op.fn == "sum":
-            found = broadcast(reduce_sum(xs[0], [n for n in op.dims if n != rows[0].name]), kept)
-        else:
-            return None
-        return (
-            found
-            if rows[0] == self.batch
-            else self.graph.apply(Rename(((rows[0].name, self.batch.name),)), found)
-        )
+    def _share(self, x: Tensor) -> Tensor:
+        """A row's part of a constant."""
+        return broadcast(x * (1 / self.size), [self.batch, *x.shape])
 
-    def _linear(self, op: Any, xs: Sequence[Tensor], t: Tensor) -> Tensor | None:
+    def _first(self, op: Op, xs: Sequence[Tensor]) -> Tensor | None:
+        """Where the batch is summed out."""
+        rows, *others = {d for x in xs for d in x.shape if d.name in self.names}
+        found = None if others else op.unreduced(rows, xs)
+        return None if found is None else rename_dimension(found, rows, self.batch.name)
+
+    def _linear(self, op: Op, xs: Sequence[Tensor]) -> Tensor | None:
         """The same operation on sums over rows, if it is linear in them."""
         constant = [self._kind(x.id) is Kind.CONSTANT for x in xs]
-        product = isinstance(op, Einsum) or (isinstance(op, Binary) and op.fn in ("mul", "div"))
-        if product and constant.count(False) != 1:
+        parts = [x if c else self._of(x) for x, c in zip(xs, constant, strict=True)]
+        known = [r for r in parts if r is not None]
+        if len(known) < len(parts):
             return None
-        found = [x if product and c else self._of(x) for x, c in zip(xs, constant, strict=True)]
-        parts = [r for r in found if r is not None]
-        if len(parts) < len(found):
+        if not (op.linear or op.converts):
+            return op.summand(self.batch, known, constant)
+        known = [self._share(x) if c else x for x, c in zip(known, constant, strict=True)]
+        types = [x.type for x in known]
+        if self.batch.name not in op.roles(*types).parallel:
             return None
-        if isinstance(op, Einsum):
-            return einsum(parts, [self.batch, *t.shape])
-        if isinstance(op, Binary) and (op.fn in ("add", "sub", "mul") or (op.fn == "div" and constant[1])):
-            return binary(op.fn, parts[0], parts[1])
-        if isinstance(op, Scale):
-            return parts[0] * op.factor
-        if isinstance(op, Shift):
-            return parts[0] + op.offset / self.size
-        if isinstance(op, Cast) and is_float(op.dtype):
-            return parts[0].cast(op.dtype)
-        if isinstance(op, StopGradient):
-            return parts[0]
-        if isinstance(op, Unary) and op.fn == "neg":
-            return -parts[0]
-        if isinstance(op, AddN):
-            return add_n(parts)
-        return reduce_sum(parts[0], op.dims) if isinstance(op, Reduce) and op.fn == "sum" else None
+        found = self.graph.apply(op, *known)
+        return found if is_float(found.dtype) else None
 
 
 def _worst(runs: Kind, *kinds: Kind) -> Kind:
