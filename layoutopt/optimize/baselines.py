@@ -1,4 +1,4 @@
-"""Layouts that experts would write by hand, priced beside every answer."""
+"""Layouts that people write by hand, priced with every answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
-EXPERT_DIMS = ("vocab", "d_ff", "heads", "experts")
+BY_HAND = ("vocab", "d_ff", "heads", "experts")
 """Dimensions that Mesh-TensorFlow's and Megatron-LM's layouts split over the model axis (Shazeer et al. 2018,
 section 5; Shoeybi et al. 2019, section 3)."""
 
@@ -19,8 +19,8 @@ section 5; Shoeybi et al. 2019, section 3)."""
 def named_layouts(
     model: Model, mesh: Mesh, options: Mapping[str, tuple[Axes, ...]]
 ) -> Iterator[tuple[str, Mesh, Layout, Options]]:
-    """(name, mesh, layout, options) of replicated, data-parallel, fully sharded and expert layouts on a
-    mesh."""
+    """(name, mesh, layout, options) of replicated, data-parallel, fully sharded, tensor- and expert-parallel
+    layouts, and those that the model declares, on a mesh."""
     plain = Options()
     yield "replicated", mesh, Layout(), plain
     batch = model.batch_dim
@@ -30,19 +30,21 @@ def named_layouts(
             yield "data parallel", mesh, Layout({batch: widest}), plain
             trained = (v.name for v in model.graph.variables.values() if v.trainable and len(v.shape))
             yield "fully sharded (FSDP)", mesh, Layout({batch: widest}), Options(dict.fromkeys(trained, 3))
-    expert = [n for n in EXPERT_DIMS if len(options.get(n, ())) > 1]
-    if "experts" in expert and "d_ff" in expert:
-        expert.remove("d_ff")  # an expert's matrices have both; the axis goes to the experts
-    if expert:
-        rules = {n: max(options[n], key=mesh.group_size) for n in expert}
-        yield "model parallel (expert)", mesh, Layout(rules), plain
-    if batch is not None and expert and len(mesh.axes) > 1:
+    split = [n for n in BY_HAND if len(options.get(n, ())) > 1]
+    if "experts" in split and "d_ff" in split:
+        split.remove("d_ff")  # an expert's matrices have both; the axis goes to the experts
+    words = ["tensor"] * any(n != "experts" for n in split) + ["expert"] * ("experts" in split)
+    kind = f"{' + '.join(words)} parallel"
+    if split:
+        rules = {n: max(options[n], key=mesh.group_size) for n in split}
+        yield f"{kind} (by hand)", mesh, Layout(rules), plain
+    if batch is not None and split and len(mesh.axes) > 1:
         data = tuple(a for a in mesh.names if a.startswith(("data", "batch")))
         first = data if 0 < len(data) < len(mesh.axes) else mesh.names[:-1]
         rest = tuple(a for a in mesh.names if a not in first)
-        rules = {n: rest for n in expert if rest in options[n]}
+        rules = {n: rest for n in split if rest in options[n]}
         if first in options.get(batch, ()):
-            yield "data + model parallel (expert)", mesh, Layout({batch: first, **rules}), plain
+            yield f"data + {kind} (by hand)", mesh, Layout({batch: first, **rules}), plain
     for name, own, layout in _declared(model, mesh):
         yield name, own, layout, plain
 
@@ -62,7 +64,7 @@ def named_in(
 
 
 def _declared(model: Model, mesh: Mesh) -> Iterator[tuple[str, Mesh, Layout]]:
-    """The model's own expert layouts that suit this number of devices."""
+    """The model's own layouts that suit this number of devices."""
     for name, (mesh_text, layout_text) in model.layouts.items():
         layout = Layout(layout_text)
         own = Mesh(mesh_text) if mesh_text else mesh

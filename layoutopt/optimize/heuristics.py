@@ -1,9 +1,9 @@
-"""What simpler searches find on the same mesh: beside the answer they show what proving it is worth.
+"""What simpler searches find on the same mesh: they show what proving it is worth.
 
-  model parallel  the fastest layout that leaves the batch whole
-  greedy          from nothing split: the one split more that saves most, as long as one saves anything
-  least memory    the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
-                  optimiser (`mesh_tensorflow/auto_mtf`) looks for
+  tensor parallel  the fastest layout that leaves the batch whole
+  greedy           from nothing split: the one split more that saves most, as long as one saves anything
+  least memory     the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
+                   optimiser (`mesh_tensorflow/auto_mtf`) looks for
 The last two decide about splits alone: neither knows of storage, recomputation or microbatches. None needs
 all tables: the first makes those that can matter, greedy prices single layouts, and memory follows from what
 is legal.
@@ -28,7 +28,7 @@ from mesh_tf_core.lower import Options
 Baseline = tuple[Layout, Options]
 
 
-def model_parallel(request: Request, subproblem: Subproblem) -> Baseline | None:
+def tensor_parallel(request: Request, subproblem: Subproblem) -> Baseline | None:
     """The fastest layout with an undivided batch, whatever memory it takes; None if there is none in time."""
     batch = request.model.batch_dim
     if batch not in subproblem.decided.free or () not in subproblem.decided.options[batch]:
@@ -85,7 +85,7 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
 
 
 HEURISTICS: dict[str, Callable[[Request, Subproblem], Baseline | None]] = {
-    "model parallel (best)": model_parallel,
+    "tensor parallel (best)": tensor_parallel,
     "greedy": greedy,
     "least memory (as auto_mtf)": least_memory,
 }

@@ -99,7 +99,7 @@ def plain_plan() -> dict[str, Any]:
                 predicted(0.338, 0.05, 0.118, 4.4, {"data": 2.1e9, "model": 4.3e9}),
             ),
             alternative(
-                "model parallel",
+                "tensor parallel",
                 {"data": 1, "model": 512},
                 {"heads": ["model"], "d_ff": ["model"], "vocab": ["model"]},
                 predicted(0.431, 0.12, 1.02, 6.9, {"model": 71e9}),
@@ -311,7 +311,7 @@ def by_kind() -> dict[str, Any]:
                 "reduce_scatter": 0.035,
             },
         },
-        "model parallel": {
+        "tensor parallel": {
             "compute": 0.431,
             "hidden": 0.12,
             "exposed": 1.02,

@@ -61,7 +61,7 @@ def test_ranking() -> None:
         "answer",
         "Mesh-TensorFlow paper",
         "second best: d_model split too",
-        "model parallel",
+        "tensor parallel",
         "data parallel",
         "replicated",
         "pipeline",
