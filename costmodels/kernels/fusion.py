@@ -45,6 +45,8 @@ class Fusion:
       streamed: tensors between the two products of an attention -> the dimension that its softmax runs along.
       narrow: gradients that are casts, made where they are read -> the dtype that they are read in.
       narrows: the nodes of these casts.
+      renames: free nodes by whose names groups read what they read under another one, too -> these groups. A
+        kernel reads it once.
     """
 
     group: Mapping[int, int] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Fusion:
     streamed: Mapping[int, str] = field(default_factory=dict)
     narrow: Mapping[int, str] = field(default_factory=dict)
     narrows: frozenset[int] = frozenset()
+    renames: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 FREE, PRODUCT, MAP, REDUCE, ALONE = "free", "product", "map", "reduce", "alone"
@@ -114,7 +117,22 @@ class _Groups:
         self._between(groups)
         narrow = self._narrow()
         nodes = frozenset(self._made(t) for t in narrow)
-        return Fusion(groups, *self._leaving(), frozenset(self.stored), self._streamed(), narrow, nodes)
+        stored, streamed, renames = frozenset(self.stored), self._streamed(), self._renames()
+        return Fusion(groups, *self._leaving(), stored, streamed, narrow, nodes, renames)
+
+    def _renames(self) -> dict[int, frozenset[int]]:
+        named: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for node, _ in self.graph.walk():
+            for i in node.inputs if node.index in self.fuses else ():
+                named[self._root(node.index), self._source(i)].add(i)
+        found: dict[int, set[int]] = defaultdict(set)
+        for (group, source), names in named.items():
+            for name in names if len(names) > 1 else ():
+                while name != source:
+                    node = self.graph.producer[name]
+                    found[node.index].add(group)
+                    name = node.inputs[node.outputs.index(name)]
+        return {node: frozenset(groups) for node, groups in found.items()}
 
     def _between(self, groups: dict[int, int]) -> None:
         """Adds the free operations between two of a group."""
@@ -133,7 +151,7 @@ class _Groups:
     def _visit(self, node: Node) -> None:
         kind = self._role(node)
         if kind == FREE:
-            self.same.update((o, self._source(i)) for i in node.inputs[:1] for o in node.outputs)
+            self.same.update((o, self._source(i)) for i, o in zip(node.inputs, node.outputs, strict=False))
             return
         sources = [self._source(i) for i in sorted(reads(node))]
         self._begin(node, (m for m in map(self._made, sources) if m in self.group))

@@ -27,6 +27,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import plan_of
 from mesh_tf_core.lower.rematerialization import running_again, stands_beside_backward
+from mesh_tf_core.lower.subgraph import made_by_loop
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +140,14 @@ class _Builder:
         """Decisions, splits apart, that change how a node is lowered."""
         saved = [block.dim.name for block in self._savers(node) if block.dim is not None]
         updated = self._updated(node)
-        made = [t for o in _own(node) for t in self.dependencies.leads_to(o) if t in self.graph.gradient_of]
+        made = [t for o in self._own(node) for t in self.dependencies.leads_to(o) if t in self.graph.gradient_of]
         variables = [self.graph.variables[self.graph.gradient_of[t]] for t in made]
         variables = variables if updated is None else [updated, *variables]
         return changing(Touched(self.remat.get(node.index, ()), saved, variables))
+
+    def _own(self, node: Node) -> tuple[int, ...]:
+        """What a node computes itself: what else a loop gives, its body's nodes make."""
+        return node.outputs if node.body is None else made_by_loop(node, self.graph)
 
     def _savers(self, node: Node) -> list[Block]:
         """The loops that save, for backward, what a node computes, or what its own body does."""
@@ -159,7 +164,7 @@ class _Builder:
         inside = {node.index for node in nodes}
         early: dict[str, Tensor] = {}
         for node in nodes:
-            for o in _own(node):
+            for o in self._own(node):
                 for t in (o, *self.dependencies.outer[o]):
                     if self.dependencies.early(t, inside):
                         early[f"%{t}"] = self.graph.tensor(t)
@@ -192,12 +197,12 @@ class _Builder:
         switches: dict[str, None] = {}
         for node in nodes:
             switches.update(dict.fromkeys(self._switches(node)))
-            for i in (*node.inputs, *_own(node)):
+            for i in (*node.inputs, *self._own(node)):
                 types[self.graph.tensor(i).type] = None
             updated = self._updated(node)
             if updated is not None:
                 types[updated.type] = None
-            for o in _own(node):
+            for o in self._own(node):
                 # Where a gradient is delivered depends on all dimensions of its variable.
                 for t in self.dependencies.leads_to(o):
                     if t in self.graph.gradient_of:
@@ -306,12 +311,6 @@ class _Builder:
         while block is not other and block.parent is not None:
             block = self.graph.blocks[block.parent]
         return block is other
-
-
-def _own(node: Node) -> tuple[int, ...]:
-    """What a node computes itself: of a loop's results only the final carries, its body's nodes make the
-    others."""
-    return node.outputs if node.body is None else node.outputs[: len(node.body.carry_in)]
 
 
 def _bare(node: Node) -> Hashable:

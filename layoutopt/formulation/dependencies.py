@@ -150,8 +150,8 @@ class Dependencies:
         first: dict[int, int] = {}
         for node in self.live:
             group = self.fusion.group.get(node.index)
-            if group is not None:
-                self._join(first.setdefault(group, node.index), node.index)
+            for g in (*([] if group is None else [group]), *self.fusion.renames.get(node.index, ())):
+                self._join(first.setdefault(g, node.index), node.index)
 
     def root(self, index: int) -> int:
         while self.parent.get(index, index) != index:

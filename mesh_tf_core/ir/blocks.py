@@ -34,7 +34,7 @@ class Node:
 
 def reads(node: Node) -> set[int]:
     """The tensors that a node reads, also from inside its loop's body."""
-    found = set(node.inputs)
+    found = set(node.op.operands(node.inputs))
     body = node.body
     if body is not None:
         found.update(outer for outer, _ in body.sliced)

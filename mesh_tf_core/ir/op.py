@@ -1,8 +1,8 @@
 """The contract of an operation: all that anyone may ask of one, checked when its class is made.
 
   required facets  roles, infer, kernel, flops, gradient
-  optional facets  lower, expand, moved, contraction, unreduced, summand, describe; each says what holds
-                   without it
+  optional facets  lower, operands, expand, moved, contraction, unreduced, summand, describe; each says what
+                   holds without it
   facts            kind, free, linear, converts, divides, streams, regroups, renames, derives_key, trains:
                    attributes of the class, or properties where they depend on its fields
 
@@ -122,7 +122,16 @@ class Op:
     """
 
     FACETS: ClassVar = ("roles", "infer", "kernel", "flops", "gradient")
-    OPTIONAL: ClassVar = ("lower", "expand", "moved", "contraction", "unreduced", "summand", "describe")
+    OPTIONAL: ClassVar = (
+        "lower",
+        "operands",
+        "expand",
+        "moved",
+        "contraction",
+        "unreduced",
+        "summand",
+        "describe",
+    )
     FACTS: ClassVar = {
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data"),
         **dict.fromkeys(("free", "linear", "converts", "divides", "streams"), (False, True)),
@@ -205,6 +214,10 @@ class Op:
           types: of the outputs.
         """
         raise NotImplementedError
+
+    def operands(self, inputs: Sequence[int]) -> Sequence[int]:
+        """Those of its inputs that a device reads; without it, all. The others, only its gradient wants."""
+        return inputs
 
     def expand(self, *inputs: Tensor) -> Tensor | None:
         """The same result from smaller operations, used when a `whole` dimension is split; without it, that

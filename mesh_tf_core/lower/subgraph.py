@@ -86,11 +86,22 @@ class Subgraph:
         return _source(tensor, scan, graph) in self.nodes
 
 
+def made_by_loop(scan: Node, graph: Graph) -> tuple[int, ...]:
+    """What a loop itself makes, and no node of its body: final carries, and stacks of what it only passes
+    on."""
+    block = scan.body
+    assert block is not None
+    passed = (o for i, o in (*block.stacked, *block.summed) if _source(i, scan, graph) == scan.index)
+    return (*scan.outputs[: len(block.carry_in)], *passed)
+
+
 def _source(tensor: int, scan: Node, graph: Graph) -> int:
     """The node that computes a tensor in the body of `scan`: what loops inside hand out belongs to the node
-    that computes it in them, and a loop's own state to the loop."""
-    producer = graph.producer.get(tensor, scan)
+    that computes it in them; a loop's own state, and what it only takes from outside, to the loop."""
     assert scan.body is not None
+    if graph.tensor(tensor).block != scan.body.id:
+        return scan.index
+    producer = graph.producer.get(tensor, scan)
     inner = {o: n for n in scan.body.nodes if n.body is not None for o in n.body.saved.values()}
     loop = inner.get(tensor, producer)
     if loop.body is None or loop is scan:

@@ -72,8 +72,10 @@ def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
         op = node.op
         if isinstance(op, Connection):
             continue
-        behind = (op.linear or op.converts) and bool(node.inputs) and all(waits(i, node) for i in node.inputs)
-        for i in node.inputs if behind else ():
+        found = [waits(i, node) for i in op.operands(node.inputs)]
+        # Of several outputs each follows its own operand.
+        behind = (op.linear or op.converts) and (any if len(node.outputs) > 1 else all)(found) and bool(found)
+        for i in op.operands(node.inputs) if behind else ():
             yield uses.maker(i), node
         roles = op.roles(*(uses.graph.tensor(i).type for i in node.inputs))
         if behind or (roles.reduced and roles.combine == "sum"):

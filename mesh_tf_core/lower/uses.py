@@ -91,11 +91,14 @@ class Readers:
         self.outer: dict[int, list[int]] = defaultdict(list)
         self.leaving: set[int] = set()
         for node in nodes:
-            for i in dict.fromkeys(node.inputs):
+            for i in dict.fromkeys(node.op.operands(node.inputs)):
                 self.of[i].append(node)
         for block in graph.blocks:
             for inner, out in (*block.stacked, *block.summed, *block.saved.items()):
-                self.outer[inner].append(out)
+                if graph.tensor(inner).block == block.id:
+                    self.outer[inner].append(out)
+                else:  # the loop takes it from outside, and reads it as nodes do
+                    self.of[inner].append(graph.producer[out])
             self.leaving.update(block.carry_out)
 
     def inner(self, tensor: int) -> int:
@@ -103,7 +106,7 @@ class Readers:
         node = self.graph.producer.get(tensor)
         while node is not None and node.body is not None:
             pairs = {out: inner for inner, out in (*node.body.stacked, *node.body.summed)}
-            if tensor not in pairs:
+            if tensor not in pairs or self.graph.tensor(pairs[tensor]).block != node.body.id:
                 break
             tensor = pairs[tensor]
             node = self.graph.producer.get(tensor)

@@ -10,7 +10,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import constant_like, stop_gradient
+from mesh_tf_core.ops.basic import StopGradient, constant_like, stop_gradient
 from mesh_tf_core.ops.math import maximum, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 
@@ -29,7 +29,7 @@ class CustomGradient(Op):
     function: int = field(compare=False)
     kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
-    regroups: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(parallel=tuple(dict.fromkeys(n for t in inputs[: self.count] for n in t.shape.names)))
@@ -44,8 +44,12 @@ class CustomGradient(Op):
         return 0.0
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        """No instruction: the values themselves."""
-        return list(inputs[: self.count])
+        """The values under other names, each by itself."""
+        pairs = zip(self.operands(inputs), types, strict=True)
+        return [low.local(StopGradient(), [i], [t], [low.values[i].splits])[0] for i, t in pairs]
+
+    def operands(self, inputs: Sequence[int]) -> Sequence[int]:
+        return inputs[: self.count]
 
     def gradient(self, dy: Any, inputs: Sequence[Tensor], output: Any) -> Sequence[Tensor | None]:
         dys = [dy] if self.count == 1 else list(dy)

@@ -144,6 +144,74 @@ def nested(reverse: bool) -> mtf.Model:
     return mtf.Model(mtf.reduce_mean(mtf.square(y.cast("float32"))), by_name("adam", 0.1), name="nested")
 
 
+# -- what shares or passes on values without work --
+
+
+def _passing(name: str) -> tuple[mtf.Graph, mtf.Tensor, mtf.Tensor, Callable[[mtf.Tensor], mtf.Model]]:
+    """A graph, its input, a scale, and what makes a model of its output."""
+    g, b, d = mtf.Graph(name), mtf.Dim("batch", 8), mtf.Dim("d", 16)
+    x, s = g.input("x", [b, d], "float32"), g.variable("s", [d], mtf.ONES)
+    return g, x, s, lambda y: mtf.Model(mtf.reduce_mean(mtf.square(y * s)), mtf.Adam(0.01), name=name)
+
+
+def branch_that_passes_on(outside: bool) -> mtf.Model:
+    """Layers with a branch that gives what it is given: the layer's state, or (`outside`) what is made of it
+    before the branch."""
+    g, x, _, done = _passing("passes on")
+    b, d = x.shape.dims
+    up = g.variable("up", [d, mtf.Dim("f", 32)], mtf.Normal(0.1))
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        y = mtf.einsum([mtf.tanh(mtf.einsum([h, up], [b, up.shape.dims[1]])), up], [b, d])
+        yes = (lambda: y) if outside else (lambda: h * mtf.tanh(y))
+        chosen = mtf.cond(mtf.reduce_sum(h) > 0.0, yes, lambda: h)
+        assert isinstance(chosen, mtf.Tensor)
+        return chosen
+
+    return done(mtf.scan(layer, x, mtf.Dim("layers", 3)))
+
+
+def own_gradients(count: int, looped: bool) -> mtf.Model:
+    """Products with gradients of the model's own, one or two at a time, whose sums wait behind them."""
+    g, x, _, done = _passing("own gradients")
+    b, d = x.shape.dims
+    f = mtf.Dim("f", 32)
+    up, down = g.variable("up", [d, f], mtf.Normal(0.1)), g.variable("down", [f, d], mtf.Normal(0.1))
+
+    def forward(a: mtf.Tensor, w: mtf.Tensor) -> object:
+        made = [mtf.einsum([a, w], [b, f]), mtf.einsum([a, w * 2.0], [b, f])]
+        return tuple(made) if count > 1 else made[0]
+
+    def backward(dys: list[mtf.Tensor], xs: list[mtf.Tensor], ys: object) -> list[mtf.Tensor]:
+        dy = mtf.add_n(dys)
+        return [mtf.einsum([dy, xs[1]], [b, d]), mtf.einsum([dy, xs[0]], [d, f])]
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        made = mtf.custom_gradient(forward, backward, [h, up])
+        hidden = made if isinstance(made, mtf.Tensor) else made[0] * 0.5 + made[1]
+        return h + mtf.einsum([hidden, down], [b, d])
+
+    return done(mtf.scan(layer, x, mtf.Dim("layers", 3)) if looped else layer(x))
+
+
+def two_names() -> mtf.Model:
+    """A kernel that reads one variable under two names."""
+    _, x, s, done = _passing("two names")
+    twice = mtf.custom_gradient(lambda a: a * 2.0, lambda dys, xs, ys: [mtf.reduce_sum(x, "batch")], [s])
+    assert isinstance(twice, mtf.Tensor)
+    return done(x * twice)
+
+
+PASSING: dict[str, Callable[[], mtf.Model]] = {
+    "a branch that gives the state": lambda: branch_that_passes_on(False),
+    "a branch that gives what is outside": lambda: branch_that_passes_on(True),
+    "an own gradient": lambda: own_gradients(1, False),
+    "own gradients in layers": lambda: own_gradients(1, True),
+    "two own gradients": lambda: own_gradients(2, True),
+    "two names": two_names,
+}
+
+
 HARDWARE = ("tpu-v3", "a100", "h100", "cpu-local", "tpu-v5e")
 
 

@@ -19,7 +19,7 @@ from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
-from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, random_model, some_choices
+from tests.layoutopt.models import EXAMPLES, HARDWARE, PASSING, SMALL, random_model, some_choices
 
 PRICE = 1e-9
 ROUNDING = 1 + 1e-12
@@ -71,6 +71,13 @@ def test_examples(name: str, parts: int) -> None:
 def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
         compare(EXAMPLES[name](), mtf.Mesh(mesh), parts, load_hardware(hardware), seed=7, count=20)
+
+
+@pytest.mark.parametrize("hardware", ["tpu-v4", "a100", "cpu-local"])
+@pytest.mark.parametrize("name", PASSING)
+def test_what_is_passed_on_without_work(name: str, hardware: str) -> None:
+    parts = 2 if hardware == "a100" else 1
+    compare(PASSING[name](), mtf.Mesh("x:2;y:2"), parts, load_hardware(hardware), seed=3, count=10)
 
 
 @pytest.mark.parametrize("seed", range(12))
