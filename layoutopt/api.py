@@ -64,7 +64,8 @@ def search(
       out.
       orders: whether a split over several axes has these in the order of the mesh ("mesh") or in every order
       ("all", which takes longer). A pin may have any order.
-      keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven.
+      keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
+      the plan is then `stopped`.
 
     Raises:
       InfeasibleError: proven that nothing fits; the message names the largest tensors.
@@ -98,36 +99,40 @@ def search(
     )
     shapes = meshes(mesh, devices, max_axes, chosen)
     candidates = Search(request, renames=mesh is None)
+    stopped = False
     try:
         best = candidates.run(subproblems(model, shapes, allowed))
     except KeyboardInterrupt:
         if not keep_best:
             raise
-        best = candidates.stopped()
-    return make_plan(
-        candidates.request,
-        best,
-        candidates.subproblem_of(best),
-        _others(candidates, best, top - 1, keep_best),
-        candidates.frontier,
-        candidates.bound,
-        candidates.proven,
-        candidates.considered,
-        mesh is None,
-        time.monotonic() - started,
-    )
-
-
-def _others(candidates: Search, best: Found, count: int, keep_best: bool) -> list[Found]:
-    """The next best layouts; Ctrl-C leaves those that were found."""
+        best, stopped = candidates.stopped(), True
     others: list[Found] = []
+
+    def plan() -> Plan:
+        return make_plan(
+            candidates.request,
+            best,
+            candidates.subproblem_of(best),
+            others,
+            candidates.frontier,
+            candidates.bound,
+            candidates.proven,
+            candidates.considered,
+            mesh is None,
+            time.monotonic() - started,
+            stopped,
+        )
+
     try:
-        for found in itertools.islice(k_best(candidates, best), count):
-            others.append(found)
+        for other in itertools.islice(k_best(candidates, best), top - 1):
+            others.append(other)
+        return plan()
     except KeyboardInterrupt:
-        if not keep_best:
+        if not keep_best or stopped:
             raise
-    return others
+        candidates.hurry()
+        stopped = True
+        return plan()
 
 
 def _check(

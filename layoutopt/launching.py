@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -185,21 +185,6 @@ def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
         for worker in workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.wait(None if until is None else max(0.0, until - time.monotonic()))
-
-
-@contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Signals that ask this process to end raise KeyboardInterrupt, as Ctrl-C does."""
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def free_ports(count: int) -> list[int]:

@@ -2,20 +2,24 @@
 line is an object: {"error": what is wrong, "exit": the code}.
 
 0 done, 2 the user's input is wrong, 3 proven infeasible, 4 stopped at a limit with nothing found,
-130 stopped by Ctrl-C.
+5 a process of several was lost, 130 ended by Ctrl-C and 143 by SIGTERM, after saving.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+CTRL_C = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as programs that the signal ends
 
 
@@ -25,9 +29,12 @@ class Group(TyperGroup):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
         given: Sequence[str] | None = args[0] if args else kwargs.get("args")
-        as_json = "--json" in (sys.argv[1:] if given is None else given)
+        words = sys.argv[1:] if given is None else given
+        as_json, ended = "--json" in words, [CTRL_C]
         try:
-            code = super().main(*args, **kwargs)
+            # A worker of several saves nothing by itself, and its launcher waits for its end.
+            with contextlib.nullcontext() if "--cluster" in words else _ended_alike(ended):
+                code = super().main(*args, **kwargs)
             sys.stdout.flush()
         except ValueError as error:
             # Only a command that ran can raise one; help should not wait for this import.
@@ -39,12 +46,37 @@ class Group(TyperGroup):
         except typer.TyperException as error:
             _fail(_usage(error), error.exit_code, as_json)
         except typer.Abort:
-            _fail("stopped", 130, as_json)
+            _fail("stopped", ended[-1], as_json)
         except KeyboardInterrupt:
-            sys.exit(130)
+            sys.exit(ended[-1])
         except BrokenPipeError:
             _reader_gone()
-        sys.exit(code if isinstance(code, int) else 0)
+        # Typer knows one code for KeyboardInterrupt, whichever signal raised it.
+        sys.exit(ended[-1] if code == CTRL_C else code if isinstance(code, int) else 0)
+
+
+@contextlib.contextmanager
+def _ended_alike(codes: list[int]) -> Iterator[None]:
+    """Within it, SIGTERM and SIGHUP do what Ctrl-C does at that moment; their exit codes are added."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        codes.append(128 + number)
+        as_ctrl_c = signal.getsignal(signal.SIGINT)
+        if not callable(as_ctrl_c):  # commands in the background have none
+            raise KeyboardInterrupt
+        as_ctrl_c(signal.SIGINT, frame)
+
+    heard: list[signal.Signals] = []
+    with contextlib.suppress(ValueError):  # only the main thread hears signals
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, end)
+                heard.append(number)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _fail(message: str, code: int, as_json: bool) -> NoReturn:

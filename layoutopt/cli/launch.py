@@ -51,7 +51,6 @@ def launch(
     Shows what the first worker shows. Training needs --checkpoint in the command to go on after a failure.
     """
     from layoutopt.launching import launch as run
-    from layoutopt.launching import stopped_by_signals
     from mesh_tf_core.errors import UserError
 
     if command[0] not in AFTER_FAILURE:
@@ -61,16 +60,15 @@ def launch(
         )
     whole = [command[0], "--cluster", "--start-timeout", str(START), *command[1:]]
     say = Terminal().say
-    with stopped_by_signals():
-        code = run(
-            whole,
-            processes,
-            devices_per_process,
-            restarts,
-            _checkpoint(command),
-            lambda text: say(f"launch: {text}"),
-            AFTER_FAILURE[command[0]],
-        )
+    code = run(
+        whole,
+        processes,
+        devices_per_process,
+        restarts,
+        _checkpoint(command),
+        lambda text: say(f"launch: {text}"),
+        AFTER_FAILURE[command[0]],
+    )
     raise typer.Exit(code)
 
 

@@ -170,6 +170,8 @@ def search(
         full = with_details(plan, loaded.model, machine, limit, model)
     if out is not None:
         full.save(out)  # before what is shown, whose reader may leave
+    if plan.stopped:
+        terminal.say("stopped: this is the best so far")
     terminal.result(plan.data)
     if not as_json:
         show_plan(terminal, plan, limit)
@@ -179,6 +181,8 @@ def search(
         from layoutopt.cli.report import write_report
 
         write_report(terminal, [full], report)
+    if plan.stopped:
+        raise KeyboardInterrupt  # all that was found is saved
     if out is not None:
         sets = "".join(f" --set {shlex.quote(each)}" for each in settings or ())
         terminal.say(f"next: layoutopt train {model}{sets} --layout {out} --steps 100")

@@ -65,6 +65,8 @@ def solve_problem(
         )
     )
     _show(terminal, problem, found)
+    if found.stopped:
+        raise KeyboardInterrupt  # the best so far is shown
 
 
 def _refuse(problem: Problem, found: Solution) -> None:
@@ -72,6 +74,8 @@ def _refuse(problem: Problem, found: Solution) -> None:
     from layoutopt.problem import Status
     from mesh_tf_core.errors import InfeasibleError, LimitError
 
+    if found.status is Status.LIMIT and found.stopped:
+        raise KeyboardInterrupt
     if found.status is Status.LIMIT:
         raise LimitError(
             f"problem {problem.name!r}: nothing found in {duration_text(found.wall_seconds)}; "

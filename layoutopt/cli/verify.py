@@ -38,7 +38,6 @@ EXAMPLES = examples(
     '--layout "batch:data;heads:model;d_ff:model;vocab:model"',
     "layoutopt verify plan.json --topology v5p:4x4x4 --json",
 )
-PROVEN_IMPOSSIBLE = 3
 
 
 def verify(
@@ -77,6 +76,7 @@ def verify(
     from layoutopt.analysis.verify import verify as compiled
     from layoutopt.cli.running import hushed
     from layoutopt.evaluator import evaluate
+    from mesh_tf_core.errors import InfeasibleError
 
     terminal = Terminal(as_json, quiet)
     check_out(text, "--text")
@@ -93,8 +93,7 @@ def verify(
     if not as_json:
         _show(terminal, loaded, given, evaluation, found)
     if found.refusal is not None:
-        typer.echo(f"error: {_verdict(found)}", err=True)
-        raise typer.Exit(PROVEN_IMPOSSIBLE)
+        raise InfeasibleError(_verdict(found))
 
 
 def _asked(

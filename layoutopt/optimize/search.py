@@ -114,10 +114,15 @@ class Search:
             raise LimitError("nothing was found in the time given; raise --time-limit")
         raise InfeasibleError(self._infeasible())
 
+    def hurry(self) -> float:
+        """Leaves no more time from now on, which it returns."""
+        now = time.monotonic()
+        self.request = replace(self.request, deadline=now)
+        return now
+
     def stopped(self) -> Found:
         """The best layout so far, of a search that Ctrl-C ended; KeyboardInterrupt if there is none."""
-        now = time.monotonic()
-        self.request, self.proven = replace(self.request, deadline=now), False
+        now, self.proven = self.hurry(), False
         limit, memory = self.request.limit, self.request.objective == "memory"
         for found in self.asked.every_judged() if self.asked is not None else ():
             self._add(found)

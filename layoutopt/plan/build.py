@@ -30,10 +30,11 @@ class Plan:
     Attributes:
       data: the contents of the plan file.
       mesh, layout, options: what `mtf.Trainer` and `Model.lower` take.
+      stopped: Ctrl-C ended the search; no plan file says so.
     """
 
-    def __init__(self, data: PlanFile) -> None:
-        self.data = data
+    def __init__(self, data: PlanFile, stopped: bool = False) -> None:
+        self.data, self.stopped = data, stopped
         self.mesh = Mesh(data.mesh)
         self.layout = Layout(data.layout)
         self.options = options_of(data)
@@ -61,7 +62,7 @@ class Plan:
 
     def with_details(self, **found: Any) -> Plan:
         """The same plan with some parts of its `details` set anew."""
-        return Plan(self.data.with_details(**found))
+        return Plan(self.data.with_details(**found), self.stopped)
 
     def __repr__(self) -> str:
         p = self.predicted

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from typer.testing import Result
 
 from layoutopt.cli.progress import bounds_text
-from layoutopt.cli.terminal import plain
+from layoutopt.cli.terminal import Terminal, plain
+from layoutopt.plan.build import load_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).parent / "layoutopt")
@@ -85,6 +89,53 @@ def test_ctrl_c_is_quiet(run: Callable[..., Result], tmp_path: Path) -> None:
     file = interrupted(tmp_path, '    g = mtf.Graph("two_layers")', "    raise KeyboardInterrupt")
     done = run("cost", file, "--mesh", "data:2")
     assert (done.exit_code, done.stdout, done.stderr) == (130, "", "")
+
+
+RUNS = ("--mesh", "data:2", "--layout", "batch:data")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "words",
+    [("cost", *RUNS), ("lower", *RUNS), ("measure", *RUNS), ("validate", *RUNS[:2]), ("train", *RUNS)],
+)
+def test_other_signals_end_a_command_as_ctrl_c_does(
+    run: Callable[..., Result], tmp_path: Path, words: tuple[str, ...], number: int
+) -> None:
+    stop = f"    import os\n    os.kill(os.getpid(), {int(number)})\n"
+    file = interrupted(tmp_path, '    g = mtf.Graph("two_layers")', stop)
+    done = run(words[0], file, *words[1:])
+    assert (done.exit_code, done.stdout, done.stderr) == (128 + number, "", "")
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_search_is_saved_and_says_how_it_ended(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, as_json: bool
+) -> None:
+    said, out = Terminal.say, tmp_path / "plan.json"
+
+    def say(self: Terminal, text: str) -> None:
+        said(self, text)
+        if text.startswith("so far"):
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Terminal, "say", say)
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background
+    try:
+        done = run(*SEARCH[1:], "--out", str(out), *(["--json"] if as_json else []))
+    finally:
+        signal.signal(signal.SIGINT, heard)
+    assert done.exit_code == 128 + number
+    assert "stopped: this is the best so far" in done.stderr
+    assert f"wrote the plan to {out}" in done.stderr
+    kept = load_plan(out)
+    assert kept.solver.status == "FEASIBLE"
+    if as_json:
+        assert json.loads(done.stdout)["layout"] == kept.data.layout
+    else:
+        assert "FEASIBLE" in done.stdout
 
 
 def test_ctrl_c_keeps_what_was_trained(run: Callable[..., Result], tmp_path: Path) -> None:

@@ -60,8 +60,10 @@ def test_out_of_memory_is_a_verdict(run: Callable[..., Result]) -> None:
     sizes = ("--set", "batch=4194304", "--set", "hidden=8192")
     done = run(*MLP, "--topology", "v5e:2x2", "--mesh", "data:4", "--layout", "batch:data", *sizes, "--json")
     assert done.exit_code == 3
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "does not fit on a device, says the compiler for v5e:2x2" in said[0]
+    *_, last = done.stderr.splitlines()
+    said = json.loads(last)
+    assert said["exit"] == 3
+    assert "does not fit on a device, says the compiler for v5e:2x2" in said["error"]
     found = json.loads(done.stdout)
     assert found["compiled"] is False and found["out_of_memory"] is True
     assert found["collectives"] == [] and "memory" in found["reason"]

@@ -37,8 +37,11 @@ def test_where_tables_and_program_differ_nothing_is_called_optimal(
     said = plan.solver
     assert said.status == "FEASIBLE"
     assert 0 < said.bound <= least * (1 + 1e-12)
-    assert said.gap == pytest.approx((said.objective - said.bound) / said.objective) and said.gap >= 0.009
+    assert said.gap == pytest.approx((said.objective - said.bound) / said.objective)
+    assert 0.009 <= said.gap <= 0.012  # as much as they differ, not the share of an unsplit model
     assert any("the tables sum to" in note for note in plan.data.notes)
+    condition = "the bound holds if the tables come to at most 1.2 % more"
+    assert any(condition in note for note in plan.data.notes) == (factor > 1)
 
 
 def test_within_the_tolerance_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
