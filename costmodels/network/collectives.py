@@ -33,6 +33,10 @@ from mesh_tf_core.ir import program
 
 COLLECTIVES = tuple(program.COLLECTIVES)
 """Names of all kinds."""
+ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+"""Kinds that are priced as gathers of the array -> how many, one after the other."""
+OWN = ("all_to_all", "permute")
+"""Kinds with closed forms of their own on every network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,20 @@ class CollectiveCost:
     seconds: float
     algorithm: str
     words: str
+
+
+def check_prices(kinds: Iterable[str]) -> None:
+    """Raises TypeError if a kind of collective has no closed form."""
+    for kind in kinds:
+        if kind not in (*ROUNDS, *OWN):
+            raise TypeError(
+                f"collective {kind!r} has no price: write its closed forms in "
+                "costmodels/network/collectives.py and name it in OWN there; or, if it takes as long as "
+                "gathers do, say how many in ROUNDS"
+            )
+
+
+check_prices(COLLECTIVES)
 
 
 def full_bytes(kind: str, local_bytes: float, group_size: int) -> float:
@@ -171,7 +189,7 @@ def _torus(kind: str, size: float, route: Route) -> CollectiveCost:
         elif kind == "permute":
             between = formulas.permute(size, level.rate, 1, level.latency)
         else:
-            rounds = 2 if kind == "all_reduce" else 1
+            rounds = ROUNDS[kind]
             between = rounds * formulas.ring_gather(level.size, size / inner, level.rate, level.latency)
     algorithm = "torus" if level is None else "torus, then slices"
     words = f"{_bytes(size)} over {_torus_words(route)}"
@@ -192,7 +210,7 @@ def _slice_seconds(kind: str, size: float, route: Route) -> float:
         formulas.switch_gather(core.size, size, core.rate) if core else 0.0,
         formulas.torus_gather(torus.size, size, torus.rate, _rings(torus), _hops(torus)) if torus else 0.0,
     )
-    return once * (2 if kind == "all_reduce" else 1)
+    return once * ROUNDS[kind]
 
 
 def _rings(torus: Level) -> bool:
@@ -287,7 +305,7 @@ def _ring(
 ) -> CollectiveCost:
     """Formula (1) or (2); the steps that cross nodes are slower ones."""
     n, nodes = route.size, route.size_at("network")
-    rounds = 2 if kind == "all_reduce" else 1
+    rounds = ROUNDS[kind]
     steps = rounds * (n - 1)
     crossing = min(steps, rounds * nodes if kind == "all_reduce" else nodes - 1) if nodes > 1 else 0
     latency = _launch(topology, route) + protocol.ring_latency.value
@@ -355,7 +373,7 @@ def _shared_memory(topology: SharedMemory, kind: str, size: float, route: Route)
     elif kind == "all_to_all":
         seconds = (n - 1) * latency + formulas.switch_all_to_all(n, size, level.rate)
     else:
-        rounds = 2 if kind == "all_reduce" else 1
+        rounds = ROUNDS[kind]
         seconds = rounds * formulas.ring_gather(n, size, level.rate, latency)
     words = f"{_bytes(size)} over {n} at {_rate(level.rate)} + {latency * 1e6:g} us a step"
     return CollectiveCost(seconds, "copies", words)

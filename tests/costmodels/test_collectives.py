@@ -18,7 +18,7 @@ from costmodels.hardware import (
     Torus,
     hardware_names,
 )
-from costmodels.network.collectives import CollectiveCost
+from costmodels.network.collectives import CollectiveCost, check_prices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 
@@ -280,3 +280,9 @@ def test_unknown_collective_axis_and_negative_bytes_are_refused() -> None:
 
 def test_no_bytes_take_no_time() -> None:
     assert _seconds("a100", Mesh("d:8"), "all_reduce", ("d",), 0) == 0.0
+
+
+def test_a_kind_without_a_price_is_refused() -> None:
+    check_prices(COLLECTIVES)
+    with pytest.raises(TypeError, match="collective 'broadcast' has no price: write its closed forms"):
+        check_prices([*COLLECTIVES, "broadcast"])
