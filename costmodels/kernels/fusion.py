@@ -80,22 +80,26 @@ def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     return REDUCE if roles.reduced else MAP
 
 
-def fusion(graph: Graph) -> Fusion:
-    """The groups of a graph, remembered until it changes."""
-    return graph.remembered(fusion, lambda: _Groups(graph).found())
+def fusion(graph: Graph, nodes: int | None = None) -> Fusion:
+    """The groups of a graph, remembered until it changes; `nodes`: of so many first ones alone."""
+    count = graph.count if nodes is None else nodes
+    return graph.remembered((fusion, count), lambda: _Groups(graph, count).found())
 
 
 def fusion_of(program: Program) -> Fusion:
-    """The groups of the graph that a program was lowered from; none of a program that was made by hand."""
-    return fusion(program.graph) if isinstance(program.graph, Graph) else Fusion()
+    """The groups of the graph that a program was lowered from, as it was then; none of a program that was
+    made by hand."""
+    return fusion(program.graph, program.nodes) if isinstance(program.graph, Graph) else Fusion()
 
 
 class _Groups:
     """Attributes: `group` is a forest of joined nodes; by its roots: `names` of dimensions, `before` (nodes
     outside that it reads from), the `first` and `last` member, the makers of its product's `operands`."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, count: int) -> None:
         self.graph = graph
+        self.nodes = [n for n, _ in graph.walk() if n.index < count]
+        self.blocks = [graph.blocks[0], *(n.body for n in self.nodes if n.body is not None)]
         self.same: dict[int, int] = {}
         self.group: dict[int, int] = {}
         self.fuses: set[int] = set()
@@ -106,12 +110,12 @@ class _Groups:
         self.operands: dict[int, frozenset[int]] = {}
         self.stored: set[int] = set()
         self.slices: dict[int, list[int]] = defaultdict(list)
-        for block in graph.blocks:
+        for block in self.blocks:
             for outer, inner in block.sliced:
                 self.slices[outer].append(inner)
 
     def found(self) -> Fusion:
-        for node, _ in self.graph.walk():
+        for node in self.nodes:
             self._visit(node)
         groups = {n: self._root(n) for n in self.fuses}
         self._between(groups)
@@ -122,7 +126,7 @@ class _Groups:
 
     def _renames(self) -> dict[int, frozenset[int]]:
         named: dict[tuple[int, int], set[int]] = defaultdict(set)
-        for node, _ in self.graph.walk():
+        for node in self.nodes:
             for i in node.inputs if node.index in self.fuses else ():
                 named[self._root(node.index), self._source(i)].add(i)
         found: dict[int, set[int]] = defaultdict(set)
@@ -137,7 +141,7 @@ class _Groups:
     def _between(self, groups: dict[int, int]) -> None:
         """Adds the free operations between two of a group."""
         readers: dict[int, set[int]] = defaultdict(set)
-        for node in reversed([n for n, _ in self.graph.walk()]):
+        for node in reversed(self.nodes):
             if node.index not in self.group and node.inputs:
                 maker = groups.get(self._made(self._source(node.inputs[0])))
                 if maker is not None and any(maker in readers[o] for o in node.outputs):
@@ -282,11 +286,11 @@ class _Groups:
     def _streamed(self) -> dict[int, str]:
         """What the groups of a product and a softmax make, and what loops keep of it for backward."""
         along: dict[int, str] = {}
-        for node, _ in self.graph.walk():
+        for node in self.nodes:
             if node.op.streams and node.index in self.fuses and self._root(node.index) in self.operands:
                 along[self._root(node.index)] = str(getattr(node.op, "dim", ""))
         found: dict[int, str] = {}
-        for node, _ in self.graph.walk():
+        for node in self.nodes:
             dim = along.get(self._root(node.index)) if node.index in self.fuses else None
             for o in node.outputs if dim is not None else ():
                 if dim in self.graph.tensor(o).shape.names:
@@ -304,12 +308,12 @@ class _Groups:
     def _leaving(self) -> tuple[frozenset[int], frozenset[int]]:
         leaving: set[int] = set()
         again: set[int] = set()
-        for node, _ in self.graph.walk():
+        for node in self.nodes:
             leaving.update(self._read_by(node))
-        for block in self.graph.blocks:
+        for block in self.blocks:
             # What a loop stacks or adds up is seen in the program itself.
             leaving.update(map(self._source, (*block.carry_out, *(o for o, _ in block.sliced))))
-        for block in self.graph.blocks:
+        for block in self.blocks:
             if block.saved:
                 again.update(map(self._source, block.saved))
                 for node in running_again(block):

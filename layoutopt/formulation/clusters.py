@@ -140,7 +140,9 @@ class _Builder:
         """Decisions, splits apart, that change how a node is lowered."""
         saved = [block.dim.name for block in self._savers(node) if block.dim is not None]
         updated = self._updated(node)
-        made = [t for o in self._own(node) for t in self.dependencies.leads_to(o) if t in self.graph.gradient_of]
+        made = [
+            t for o in self._own(node) for t in self.dependencies.leads_to(o) if t in self.graph.gradient_of
+        ]
         variables = [self.graph.variables[self.graph.gradient_of[t]] for t in made]
         variables = variables if updated is None else [updated, *variables]
         return changing(Touched(self.remat.get(node.index, ()), saved, variables))

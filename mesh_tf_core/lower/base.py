@@ -214,4 +214,5 @@ def lower_base(
         dict(state.feeds),
         returned,
         graph,
+        graph.count,
     )

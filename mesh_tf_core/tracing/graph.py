@@ -32,6 +32,7 @@ class Graph(Builder):
 
     Attributes:
       version: another number after every change.
+      count: how many nodes there are, those of loops too; they are numbered in the order in which they came.
     """
 
     def __init__(self, name: str = "model") -> None:
@@ -51,7 +52,7 @@ class Graph(Builder):
         self._shapes: dict[Shape, Shape] = {}
         self._assigned: list[tuple[Variable, Tensor, str]] = []
         self._keys = 0
-        self._count = 0
+        self.count = 0
 
     # -- what follows from all of it -------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ class Graph(Builder):
 
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
         node = Node(
-            self._count,
+            self.count,
             op,
             tuple(x.id for x in inputs),
             tuple(x.id for x in outs),
@@ -147,7 +148,7 @@ class Graph(Builder):
             self._phase,
             body,
         )
-        self._count += 1
+        self.count += 1
         self.block.nodes.append(node)
         for x in outs:
             self.producer[x.id] = node

@@ -186,3 +186,14 @@ def test_fused_work_costs_no_more_and_holds_no_more() -> None:
     assert together.communication_seconds == pytest.approx(alone.communication_seconds, rel=1e-12)
     assert together.flops == pytest.approx(alone.flops, rel=1e-12)
     assert memory(program, fuses=True).peak <= memory(program).peak
+
+
+def test_kernels_are_those_of_the_graph_when_a_program_was_lowered() -> None:
+    g = mtf.Graph("m")
+    start = x(g)
+    loss = mtf.reduce_sum(mtf.square(mtf.tanh(mtf.relu(start * 2.0) + 1.0)))
+    program, hardware = lower(g, Mesh("x:2"), Layout(), {"loss": loss}), load_hardware("tpu-v4")
+    before = price(program, hardware).step_seconds
+    mtf.gradients(loss, [start])  # reads what forward would not have to write
+    assert price(program, hardware).step_seconds == before
+    assert price(lower(g, Mesh("x:2"), Layout(), {"loss": loss}), hardware).step_seconds > before
