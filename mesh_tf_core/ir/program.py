@@ -92,7 +92,7 @@ class Program:
       feeds: name -> value of the batch's tensor.
       results: name -> value that the step returns.
       graph: what it was lowered from, for cost models; engines do not read it.
-      nodes: how many nodes the graph had then.
+      nodes: how many nodes the graph had then; None: as many as it has.
     """
 
     mesh: Mesh
@@ -103,7 +103,7 @@ class Program:
     feeds: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
     graph: object = field(default=None, repr=False, compare=False)
-    nodes: int = field(default=0, repr=False, compare=False)
+    nodes: int | None = field(default=None, repr=False, compare=False)
 
     def walk(self) -> Iterator[tuple[Instr, int]]:
         """Every instruction once (loops before their bodies), with how often it runs at most."""
