@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
+from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, say_damage
 from layoutopt.cli.plans import ModelOption, PlanArgument, open_plan
 from layoutopt.cli.terminal import Terminal
 
@@ -45,7 +45,7 @@ def export(
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
-    found = open_plan(plan, model)
+    found = open_plan(plan, model, on_damage=say_damage)
     own = found.plan
     program = found.loaded.model.lower(own.mesh, own.layout, own.options)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."

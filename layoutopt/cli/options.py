@@ -243,12 +243,17 @@ def read_options(
     return Options(stages, frozenset(recompute), microbatches)
 
 
+def say_damage(text: str) -> None:
+    """A warning on stderr: of what is wrong with a plan that can be used all the same."""
+    typer.echo(f"warning: {text}", err=True)
+
+
 def read_plan(loaded: Loaded, path: str) -> Plan:
     """A plan file that was made for this model."""
     from layoutopt.plan.build import check_plan_model, load_plan
     from mesh_tf_core import UserError
 
-    plan = load_plan(path)
+    plan = load_plan(path, say_damage)
     try:
         check_plan_model(plan, loaded.model)
     except UserError as error:

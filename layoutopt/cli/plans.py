@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import Searched
+    from layoutopt.plan.schema import Told
 
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file made by `search --out`.", show_default=False)
@@ -68,12 +69,15 @@ def hardware_of(plan: Plan) -> str:
     return given if given is not None and Path(split_name(given)[0]).is_file() else plan.data.hardware
 
 
-def open_plan(path: Path, model: str | None, hardware: str | None = None) -> Planned:
+def open_plan(
+    path: Path, model: str | None, hardware: str | None = None, on_damage: Told | None = None
+) -> Planned:
     """A plan file with its model, built with the plan's hyperparameters.
 
     Args:
       model: what `--model` says; None: the model that the plan was made from.
       hardware: another name or file than the plan's.
+      on_damage: as in `load_plan`.
 
     Raises:
       UserError: no such plan, no such model, or a model that has changed since.
@@ -83,7 +87,7 @@ def open_plan(path: Path, model: str | None, hardware: str | None = None) -> Pla
     from layoutopt.plan.build import check_plan_model, load_plan
     from mesh_tf_core.errors import UserError
 
-    plan = load_plan(path)
+    plan = load_plan(path, on_damage)
     source = model or plan.data.details.source
     if not source:
         raise UserError(

@@ -20,6 +20,7 @@ from layoutopt.cli.options import (
     examples,
     read_hardware,
     read_layout,
+    say_damage,
 )
 from layoutopt.cli.plans import ModelOption, open_plan
 from layoutopt.cli.results import given_json, layout_text
@@ -123,7 +124,7 @@ def _asked(
             f"{source} says the hyperparameters, the mesh, the layout and how variables are stored; "
             "leave these options out, or give the MODEL"
         )
-    planned = open_plan(Path(source), model)
+    planned = open_plan(Path(source), model, on_damage=say_damage)
     plan = planned.plan
     return planned.loaded, Given(plan.mesh, plan.layout, plan.options, plan)
 

@@ -13,6 +13,7 @@ from layoutopt.plan.schema import (
     PlanFile,
     Predicted,
     SolverInfo,
+    Told,
     plan_file,
     read_plan_file,
 )
@@ -99,9 +100,14 @@ def options_of(data: Decided) -> Options:
     return Options(**{name: value for kind in KINDS for name, value in kind.parsed(said).items()})
 
 
-def load_plan(path: str | Path) -> Plan:
-    """Reads a plan file; UserError in one line if it is not one."""
-    return Plan(read_plan_file(path))
+def load_plan(path: str | Path, on_damage: Told | None = None) -> Plan:
+    """Reads a plan file; UserError in one line if it is not one.
+
+    Args:
+      on_damage: hears what is wrong with the plan's details, which only explanations and reports read; the
+        plan is then read without them. Without it, that is an error too.
+    """
+    return Plan(read_plan_file(path, on_damage))
 
 
 def parse_plan(content: Any, where: str = "plan") -> Plan:

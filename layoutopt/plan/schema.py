@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -209,17 +209,23 @@ def load_json(path: str | Path, what: str, again: str) -> Any:
     return found
 
 
-def read_plan_file(path: str | Path) -> PlanFile:
-    """The plan in a file; UserError in one line if it is none."""
+Told = Callable[[str], object]
+"""Hears one line of text."""
+
+
+def read_plan_file(path: str | Path, on_damage: Told | None = None) -> PlanFile:
+    """The plan in a file; UserError in one line if it is none. `on_damage` as in `plan_file`."""
     what = f"plan {str(path)!r}"
-    return plan_file(load_json(path, what, AGAIN), what)
+    return plan_file(load_json(path, what, AGAIN), what, on_damage)
 
 
-def plan_file(found: Any, what: str = "the plan") -> PlanFile:
+def plan_file(found: Any, what: str = "the plan", on_damage: Told | None = None) -> PlanFile:
     """The plan in a JSON object; a PlanFile is returned as it is.
 
     Args:
       what: names the plan in errors.
+      on_damage: hears what is wrong with the `details` of a plan that is whole otherwise; the plan is then
+        read without these parts.
     Raises:
       UserError: naming the plan and the first wrong field.
     """
@@ -237,4 +243,10 @@ def plan_file(found: Any, what: str = "the plan") -> PlanFile:
     try:
         return PlanFile.model_validate(found)
     except ValidationError as error:
-        raise refusal(error, what, AGAIN) from None
+        places = [e["loc"] for e in error.errors(include_url=False)]
+        if on_damage is None or any(place[:1] != ("details",) for place in places):
+            raise refusal(error, what, AGAIN) from None
+        on_damage(str(refusal(error, what, "its layout is whole and is used")))
+    damaged = {str(place[1]) for place in places if len(place) > 1}
+    kept = {k: v for k, v in found["details"].items() if k not in damaged} if damaged else {}
+    return PlanFile.model_validate({**found, "details": kept})

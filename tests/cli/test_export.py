@@ -196,3 +196,28 @@ def test_the_model_of_a_plan(refused: Callable[..., str], plan_file: str, tmp_pa
     )
     line = refused("export", str(file), "--to", "jax", "--model", "examples/mlp.py")
     assert f"{file}: examples/mlp.py: has no hyperparameter" in line
+
+
+@pytest.mark.parametrize("damage", [5, {"lines": [3]}, {"memory": "much", "dims": []}])
+def test_a_layout_is_used_though_the_details_of_its_plan_are_damaged(
+    run: Callable[..., Result], plan_file: str, tmp_path: Path, damage: Any
+) -> None:
+    plan = json.loads(Path(plan_file).read_text(encoding="utf-8"))
+    plan["details"] = {**plan.get("details", {}), **damage} if isinstance(damage, dict) else damage
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(plan), encoding="utf-8")
+
+    def exported(plan: str) -> Result:
+        return run("export", plan, "--to", "jax", "--model", LM)
+
+    def priced(plan: str) -> Result:
+        return run("cost", LM, "--layout", plan, *(word for size in SIZES for word in ("--set", size)))
+
+    for use in (exported, priced):
+        whole, found = use(plan_file), use(str(path))
+        assert (found.exit_code, found.stdout) == (0, whole.stdout)
+        (said,) = found.stderr.splitlines()
+        assert said.startswith(f"warning: plan {str(path)!r}: 'details")
+        assert said.endswith("its layout is whole and is used")
+    refused = run("explain", str(path), "--model", LM)
+    assert refused.exit_code == 2 and "'details" in refused.stderr
