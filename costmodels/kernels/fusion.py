@@ -45,7 +45,7 @@ class Fusion:
       streamed: tensors between the two products of an attention -> the dimension that its softmax runs along.
       narrow: gradients that are casts, made where they are read -> the dtype that they are read in.
       narrows: the nodes of these casts.
-      renames: free nodes by whose names groups read what they read under another one, too -> these groups. A
+      aliases: free nodes by whose names groups read what they read under another one, too -> these groups. A
         kernel reads it once.
     """
 
@@ -56,7 +56,7 @@ class Fusion:
     streamed: Mapping[int, str] = field(default_factory=dict)
     narrow: Mapping[int, str] = field(default_factory=dict)
     narrows: frozenset[int] = frozenset()
-    renames: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    aliases: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 FREE, PRODUCT, MAP, REDUCE, ALONE = "free", "product", "map", "reduce", "alone"
@@ -121,10 +121,10 @@ class _Groups:
         self._between(groups)
         narrow = self._narrow()
         nodes = frozenset(self._made(t) for t in narrow)
-        stored, streamed, renames = frozenset(self.stored), self._streamed(), self._renames()
-        return Fusion(groups, *self._leaving(), stored, streamed, narrow, nodes, renames)
+        stored, streamed, aliases = frozenset(self.stored), self._streamed(), self._aliases()
+        return Fusion(groups, *self._leaving(), stored, streamed, narrow, nodes, aliases)
 
-    def _renames(self) -> dict[int, frozenset[int]]:
+    def _aliases(self) -> dict[int, frozenset[int]]:
         named: dict[tuple[int, int], set[int]] = defaultdict(set)
         for node in self.nodes:
             for i in node.inputs if node.index in self.fuses else ():

@@ -150,7 +150,7 @@ class Dependencies:
         first: dict[int, int] = {}
         for node in self.live:
             group = self.fusion.group.get(node.index)
-            for g in (*([] if group is None else [group]), *self.fusion.renames.get(node.index, ())):
+            for g in (*([] if group is None else [group]), *self.fusion.aliases.get(node.index, ())):
                 self._join(first.setdefault(g, node.index), node.index)
 
     def root(self, index: int) -> int:
