@@ -3,9 +3,9 @@
 Use it as `import mesh_tf_core as mtf`. Nothing here loads TensorFlow before a program is run.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from mesh_tf_core import decoding, layers
-from mesh_tf_core.cluster import Cluster
-from mesh_tf_core.eager import Eager
 from mesh_tf_core.errors import ClusterError, InfeasibleError, LayoutError, LimitError, UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Constant, Initializer, Normal, Uniform
@@ -120,7 +120,11 @@ from mesh_tf_core.tracing.gradients import gradients
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.reversible import reversible_scan
 from mesh_tf_core.tracing.scan import scan
-from mesh_tf_core.training import Trainer
+
+if TYPE_CHECKING:
+    from mesh_tf_core.cluster import Cluster
+    from mesh_tf_core.eager import Eager
+    from mesh_tf_core.training import Trainer
 
 __all__ = [
     "ONES",
@@ -295,3 +299,19 @@ __all__ = [
     "zeros",
     "zeros_like",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what runs a model when it is first used: building, pricing and searching need none of it."""
+    import importlib
+
+    homes = {
+        "Cluster": "mesh_tf_core.cluster",
+        "Eager": "mesh_tf_core.eager",
+        "Trainer": "mesh_tf_core.training",
+    }
+    if name not in homes:
+        raise AttributeError(f"module 'mesh_tf_core' has no attribute {name!r}")
+    found = getattr(importlib.import_module(homes[name]), name)
+    globals()[name] = found
+    return found

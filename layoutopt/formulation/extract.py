@@ -18,7 +18,7 @@ An option of x_d with which every layout is slower than one that is known leaves
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -137,7 +137,8 @@ class Draft:
 
     def keep(self, decided: Decisions) -> None:
         """Takes options away."""
-        self.tables = [t.within(decided) for t in self.tables]
+        lost = {n for n, found in self.decided.options.items() if len(decided.options[n]) < len(found)}
+        self.tables = [t if lost.isdisjoint(t.names) else t.within(decided) for t in self.tables]
         self.decided = decided
 
     def times(self) -> Problem:
@@ -178,8 +179,9 @@ class Index:
         self.number = {n: i for i, n in enumerate(names)}
         self.place = {n: {c: j for j, c in enumerate(decided.options[n])} for n in names}
 
-    def row(self, names: Sequence[str], assignment: Sequence[Choice]) -> list[int]:
-        return [self.place[n][c] for n, c in zip(names, assignment, strict=True)]
+    def rows(self, names: Sequence[str], assignments: Iterable[Sequence[Choice]]) -> list[list[int]]:
+        places = [self.place[n] for n in names]
+        return [[place[c] for place, c in zip(places, a, strict=True)] for a in assignments]
 
     def scope(self, names: Sequence[str]) -> tuple[int, ...]:
         return tuple(self.number[n] for n in names)
@@ -192,6 +194,8 @@ def latency(key: Key, pricer: Pricer) -> float:
 
 def own_seconds(entry: Entry, shared: Mapping[Key, float], pricer: Pricer) -> float:
     """What a cluster takes besides the latency that its messages share with others."""
+    if not entry.small:
+        return entry.seconds
     small = (
         pricer.message_seconds(k[0], b) - shared[k] for k, payloads in entry.small.items() for b in payloads
     )
@@ -208,14 +212,14 @@ def _time_terms(tables: Sequence[Table], groups: Sequence[Key], index: Index, pr
         costs = {}
         for assignment, entry in t.entries.items():
             seconds = own_seconds(entry, alpha, pricer)
-            costs[tuple(assignment[i] for i in swap)] = t.cluster.multiplicity * seconds
+            costs[tuple([assignment[i] for i in swap])] = t.cluster.multiplicity * seconds
         known = joined.get(order)
         # An assignment that either table refuses is refused.
         joined[order] = costs if known is None else {a: known[a] + c for a, c in costs.items() if a in known}
     terms = []
     for names, costs in joined.items():
-        rows_ = np.array([index.row(names, a) for a in costs], np.int64).reshape(len(costs), len(names))
-        table = Sparse(rows_, np.array(list(costs.values())))
+        rows = np.array(index.rows(names, costs), np.int64).reshape(len(costs), len(names))
+        table = Sparse(rows, np.array(list(costs.values())))
         terms.append(Term(index.scope(names), table, "time of " + (", ".join(names) or "the rest")))
     return terms
 
@@ -235,8 +239,8 @@ def _message_terms(
                 continue
             seen.add((t.names, sending))
             listed = [
-                (*index.row(t.names, a), sent)
-                for a in t.entries
+                (*row, sent)
+                for a, row in zip(t.entries, index.rows(t.names, t.entries), strict=True)
                 for sent in ((1,) if a in sending else (0, 1))
             ]
             table = Sparse(np.array(listed, np.int64), np.zeros(len(listed)))

@@ -10,7 +10,7 @@ The time of a step is sum_c multiplicity_c T_c + sum over message groups of thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodels.pricing.pricer import Pricer
@@ -61,26 +61,25 @@ class Table:
 
 def assignments(
     names: Sequence[str], shapes: Sequence[Sequence[str]], options: Mapping[str, Sequence[Choice]]
-) -> Iterator[Assignment]:
+) -> list[Assignment]:
     """Assignments of `names` under which no shape uses a mesh axis twice."""
     position = {n: i for i, n in enumerate(names)}
     within = [[position[n] for n in shape if n in position] for shape in shapes]
     earlier = [
         sorted({j for shape in within if i in shape for j in shape if j < i}) for i in range(len(names))
     ]
-    chosen: list[Choice] = [()] * len(names)
-
-    def extend(i: int) -> Iterator[Assignment]:
-        if i == len(names):
-            yield tuple(chosen)
-            return
-        for choice in options[names[i]]:
-            if not choice or not any(set(choice) & set(chosen[j]) for j in earlier[i]):
-                chosen[i] = choice
-                yield from extend(i + 1)
-        chosen[i] = ()
-
-    yield from extend(0)
+    bits: dict[str, int] = {}
+    found: list[tuple[Assignment, tuple[int, ...]]] = [((), ())]
+    for name, others in zip(names, earlier, strict=True):
+        more = [(c, sum(bits.setdefault(a, 1 << len(bits)) for a in c)) for c in options[name]]
+        longer = []
+        for chosen, used in found:
+            taken = 0
+            for j in others:
+                taken |= used[j]
+            longer += [((*chosen, choice), (*used, its)) for choice, its in more if not its & taken]
+        found = longer
+    return [chosen for chosen, _ in found]
 
 
 def legal(cluster: Cluster, decided: Decisions) -> Table:

@@ -48,6 +48,7 @@ class Oracle:
         self.mesh, self.layout, self.variables, self.known = mesh, layout, variables, known or {}
         self.storage = Storage(mesh, layout, variables, stages)
         self.asked: dict[Question, Any] = {}
+        self._answers: dict[Question, Any] = {}
 
     def _ask(self, *question: Any) -> Any:
         if question not in self.asked:
@@ -55,7 +56,11 @@ class Oracle:
         return self.asked[question]
 
     def _answer(self, question: Question) -> Any:
-        what, *about = question
+        if question not in self._answers:
+            self._answers[question] = self._worked_out(*question)
+        return self._answers[question]
+
+    def _worked_out(self, what: str, *about: Any) -> Any:
         if what == "stage":
             return self.storage.stage(about[0]) >= about[1]
         if what == "view":

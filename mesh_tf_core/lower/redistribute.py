@@ -19,6 +19,9 @@ from mesh_tf_core.ir.layout import Axes
 
 Splits = tuple[Axes, ...]
 Cost = tuple[float, int, int]
+NEVER: Cost = (math.inf, 0, 0)
+Step = tuple[str, int, Axes, int]
+"""The fields of a `Move`: of thousands that are looked at, few are made."""
 SPARE = 2
 """Dimensions that neither side splits and that may still hold an axis for a moment (two dimensions that
 swap)."""
@@ -54,7 +57,7 @@ def plan_moves(
     usable = _usable(have, want, sizes)
     start: Cost = (0.0, 0, 0)
     best: dict[Splits, Cost] = {have: start}
-    came: dict[Splits, tuple[Splits, Move]] = {}
+    came: dict[Splits, tuple[Splits, Step]] = {}
     queue: list[tuple[Cost, Splits]] = [(start, have)]
     while queue:
         cost, now = heapq.heappop(queue)
@@ -62,12 +65,12 @@ def plan_moves(
             return tuple(_merged(_path(came, have, want)))
         if cost > best[now]:
             continue
-        for move, after, bytes in _steps(now, movable, usable, sizes, ways):
-            messages = cost[1] + (move.kind != "slice")
+        for step, after, bytes in _steps(now, movable, usable, sizes, ways):
+            messages = cost[1] + (step[0] != "slice")
             total = (cost[0] + bytes, messages, cost[2] + 1)
-            if after not in best or total < best[after]:
+            if total < best.get(after, NEVER) and total < best.get(want, NEVER):
                 best[after] = total
-                came[after] = (now, move)
+                came[after] = (now, step)
                 heapq.heappush(queue, (total, after))
     raise AssertionError(f"no way from {have} to {want}")
 
@@ -86,26 +89,28 @@ def straight(have: Splits, want: Splits) -> tuple[Move, ...] | None:
 
 def _steps(
     now: Splits, movable: Sequence[str], usable: Sequence[int], sizes: Sequence[int], ways: dict[str, int]
-) -> Iterator[tuple[Move, Splits, float]]:
+) -> Iterator[tuple[Step, Splits, float]]:
     """Every step from `now`: what it is, where it leads, and the bytes sent (of a value of one byte in
     all)."""
     used = {a for axes in now for a in axes}
-    local = 1.0 / math.prod(ways[a] for a in used)
+    pieces = [math.prod([ways[a] for a in axes]) for axes in now]
+    local = 1.0 / math.prod(pieces)
     for d in usable:
         for axis in movable:
-            if axis not in used and _divides(sizes[d], (*now[d], axis), ways):
-                yield Move("slice", d, (axis,)), _with(now, d, (*now[d], axis)), 0.0
+            if axis not in used and sizes[d] % (pieces[d] * ways[axis]) == 0:
+                yield ("slice", d, (axis,), -1), _with(now, d, (*now[d], axis)), 0.0
+        n = 1
         for count in range(1, len(now[d]) + 1):
             kept, moved = now[d][:-count], now[d][-count:]
             if moved[0] not in movable:
                 break
-            n = math.prod(ways[a] for a in moved)
+            n *= ways[moved[0]]
             without = _with(now, d, kept)
-            yield Move("gather", d, moved), without, (n - 1) * local
+            yield ("gather", d, moved, -1), without, (n - 1) * local
             for to in usable:
-                if to != d and _divides(sizes[to], (*now[to], *moved), ways):
+                if to != d and sizes[to] % (pieces[to] * n) == 0:
                     after = _with(without, to, (*now[to], *moved))
-                    yield Move("exchange", to, moved, d), after, (n - 1) / n * local
+                    yield ("exchange", to, moved, d), after, (n - 1) / n * local
 
 
 def _usable(have: Splits, want: Splits, sizes: Sequence[int]) -> list[int]:
@@ -130,19 +135,15 @@ def _place(splits: Splits, axis: str) -> tuple[int, int] | None:
     return None
 
 
-def _divides(size: int, axes: Axes, ways: dict[str, int]) -> bool:
-    return size % math.prod(ways[a] for a in axes) == 0
-
-
 def _with(splits: Splits, d: int, axes: Axes) -> Splits:
     return (*splits[:d], axes, *splits[d + 1 :])
 
 
-def _path(came: dict[Splits, tuple[Splits, Move]], have: Splits, want: Splits) -> list[Move]:
+def _path(came: dict[Splits, tuple[Splits, Step]], have: Splits, want: Splits) -> list[Move]:
     moves = []
     while want != have:
-        want, move = came[want]
-        moves.append(move)
+        want, step = came[want]
+        moves.append(Move(*step))
     return moves[::-1]
 
 
