@@ -4,7 +4,7 @@ What was asked is a set of conditions: the pins, the prohibitions, the memory, a
 and microbatches that were allowed. Those are dropped one after the other as long as still nothing fits (a
 deletion filter, Chinneck and Dravnieks 1991): what remains cannot hold together, and every smaller set of it
 can. Then single changes are searched: dropping one of them, more microbatches, twice the devices; where none
-helps, all conditions but the memory are dropped together, and the devices doubled besides.
+helps, all conditions but the memory are dropped together, and the devices are doubled.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 prediction rests on are off by what their sources admit.
 
     sensitivity   a search under every changed condition: its best time and layout
-    robustness    the answer and its rivals priced on machines drawn within the uncertainties; how often the
+    robustness    the answer and its alternatives on machines drawn within the uncertainties; how often the
                   answer stays the fastest, and how much it loses where it does not
 """
 
@@ -28,8 +28,8 @@ from mesh_tf_core.model import Model
 
 FACTORS = (0.5, 1.0, 2.0)
 DRAWS = 40
-RIVAL = 1.5
-"""Layouts that take longer than so many times the answer are no rivals."""
+LONGEST = 1.5
+"""Layouts that take longer than so many times the answer are left out."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS)
     uncertain = sum(1 for u in known if u)
     if not uncertain:
         return Robustness()
-    programs = dict(_rivals(model, plan))
+    programs = dict(_alternatives(model, plan))
     wins: Counter[str] = Counter()
     worst = 0.0
     for seed in range(draws):
@@ -129,17 +129,17 @@ def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS)
         draws=draws,
         wins=wins[""],
         worst=worst,
-        rival=max(others)[1] if others else "",
+        runner_up=max(others)[1] if others else "",
         uncertain=uncertain,
     )
 
 
-def _rivals(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
+def _alternatives(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
     """The answer, named '', and the alternatives that may overtake it."""
     yield "", model.lower(plan.mesh, plan.layout, plan.options)
     for other in plan.alternatives:
         p = other.predicted
-        if not other.feasible or p is None or p.step_seconds > RIVAL * plan.predicted.step_seconds:
+        if not other.feasible or p is None or p.step_seconds > LONGEST * plan.predicted.step_seconds:
             continue
         options = options_of(other)
         if (Layout(other.layout), options) == (plan.layout, plan.options):

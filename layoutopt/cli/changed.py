@@ -68,7 +68,7 @@ def robust_text(found: Robustness) -> str:
         return f"Robust: {share}."
     worst = f"at worst {100 * found.worst:.1f}% slower than the best"
     tie = "A tie with" if found.wins < 0.8 * found.draws else "Nearly always before"
-    return f"{tie} {found.rival!r}: {share}, {worst}."
+    return f"{tie} {found.runner_up!r}: {share}, {worst}."
 
 
 def _value(factor: str, value: float) -> str:

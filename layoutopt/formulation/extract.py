@@ -135,8 +135,8 @@ class Draft:
         options = self.decided.options
         return self.decided.read({n: options[n][c] for n, c in zip(self.decided.free, choices, strict=True)})
 
-    def keep(self, decided: Decisions) -> None:
-        """Takes options away."""
+    def restrict(self, decided: Decisions) -> None:
+        """Takes options away: those of `decided` are left."""
         lost = {n for n, found in self.decided.options.items() if len(decided.options[n]) < len(found)}
         self.tables = [t if lost.isdisjoint(t.names) else t.within(decided) for t in self.tables]
         self.decided = decided

@@ -70,7 +70,7 @@ def fix_options(draft: Draft, upper: float, propose: Propose, deadline: float | 
                     known = min(known, propose(*draft.read(choices)))
             # Should the evaluator be below the tables, these keep what is best by them.
             most = max(known, bound) * (1 + SLACK)
-            draft.keep(_below(most, marginals(found, problem.sizes), draft.decided))
+            draft.restrict(_below(most, marginals(found, problem.sizes), draft.decided))
         made = last = sum(len(t.entries) for t in draft.tables)
     return bound
 

@@ -124,7 +124,7 @@ class Search:
         """The best layout so far, of a search that Ctrl-C ended; KeyboardInterrupt if there is none."""
         now, self.proven = self.hurry(), False
         limit, memory = self.request.limit, self.request.objective == "memory"
-        for found in self.asked.every_judged() if self.asked is not None else ():
+        for found in self.asked.every_evaluated() if self.asked is not None else ():
             self._add(found)
         if not self._fitting(limit):
             self._try_named(now + STOPPING)

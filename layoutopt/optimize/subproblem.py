@@ -117,7 +117,7 @@ class SubproblemSearch:
             self.evaluations[choices] = self._evaluator(self.mesh, *self.extraction.read(choices))
         return self.evaluations[choices]
 
-    def every_judged(self) -> Iterator[Found]:
+    def every_evaluated(self) -> Iterator[Found]:
         """All layouts that were evaluated so far."""
         for choices, evaluation in self.evaluations.items():
             seconds = evaluation.cost.step_seconds

@@ -260,19 +260,19 @@ class Curve(Data):
 
 
 class Robustness(Data):
-    """The answer against its rivals on machines drawn within the uncertainties of the hardware's numbers.
+    """The answer and its alternatives on machines drawn within the uncertainties of the hardware.
 
     Attributes:
       wins: how many of the `draws` machines the answer is the fastest on.
       worst: most time that it takes there, over the fastest, less one.
-      rival: the layout that wins most of the others, if any.
+      runner_up: the layout that wins most of the others, if any.
       uncertain: numbers that have an uncertainty; without any nothing was drawn.
     """
 
     draws: Whole = 0
     wins: Whole = 0
     worst: AsGiven = 0.0
-    rival: str = ""
+    runner_up: str = ""
     uncertain: Whole = 0
 
     @model_validator(mode="after")

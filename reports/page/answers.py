@@ -154,7 +154,7 @@ def robust_words(found: Robustness) -> str:
     drawn = f"{found.draws} machines drawn within the uncertainties"
     if found.wins == found.draws:
         return f"the fastest on all {drawn}"
-    other = f", mostly {shorten(found.rival, 36)}" if found.rival else ""
+    other = f", mostly {shorten(found.runner_up, 36)}" if found.runner_up else ""
     behind = f"elsewhere at most {percent(found.worst)} slower than another{other}"
     return f"the fastest on {found.wins} of {drawn}, {behind}"
 

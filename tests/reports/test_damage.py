@@ -26,7 +26,7 @@ WHOLE = sample.full_plan()
 WHOLE["details"] |= {
     "source": "model.py",
     "search": {"memory_bytes": 10, "pins": "batch:data", "recompute": [True], "microbatches": [1, 2]},
-    "robustness": {"draws": 40, "wins": 33, "worst": 0.06, "rival": "greedy", "uncertain": 71},
+    "robustness": {"draws": 40, "wins": 33, "worst": 0.06, "runner_up": "greedy", "uncertain": 71},
     "proof": {"verified": True, "words": "1 problem", "problems": [{"mesh": "data:2", "bound": 0.4}]},
 }
 

@@ -172,7 +172,7 @@ def test_proof_names_its_rules() -> None:
     assert "under this cost model, with pinned batch:data; shown" in hero(reports.report_html([plan]))
 
 
-ROBUST = {"draws": 40, "wins": 33, "worst": 0.059, "rival": "greedy", "uncertain": 71}
+ROBUST = {"draws": 40, "wins": 33, "worst": 0.059, "runner_up": "greedy", "uncertain": 71}
 
 
 def test_first_screen_says_how_robust() -> None:
@@ -186,7 +186,7 @@ def test_first_screen_says_how_robust() -> None:
     assert f"This plan is {words}." in Page(html).text.replace("\u00a0", " ")
     plan["details"]["robustness"] |= {"wins": 20}
     assert '<div class="answer warn"><dt>How sure</dt>' in reports.report_html([plan])
-    plan["details"]["robustness"] |= {"wins": 40, "worst": 0.0, "rival": ""}
+    plan["details"]["robustness"] |= {"wins": 40, "worst": 0.0, "runner_up": ""}
     assert "the fastest on all 40 machines" in hero(reports.report_html([plan]))
     plan["details"]["robustness"] |= {"draws": 0, "wins": 0}
     assert "machines" not in hero(reports.report_html([plan]))
