@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware
@@ -81,6 +84,15 @@ EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
     "strided": strided,
     "reformer": lambda: reformer(**{**SMALL, "length": 8}, chunk=4, ff_chunks=2, dropout=0.1),
 }
+
+
+def crossed(columns: Sequence[object]) -> list[Any]:
+    """Every example with every column; each example with one of them in turn, the others by night."""
+    return [
+        pytest.param(name, column, marks=() if row % len(columns) == place else pytest.mark.nightly)
+        for row, name in enumerate(EXAMPLES)
+        for place, column in enumerate(columns)
+    ]
 
 
 def windows(dtype: str) -> mtf.Model:

@@ -21,7 +21,7 @@ from layoutopt.space.decisions import Decisions, decisions
 from layoutopt.space.kind import Allowed, Choice
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.combine import together, waiting
-from tests.layoutopt.models import EXAMPLES, HARDWARE, random_model
+from tests.layoutopt.models import EXAMPLES, HARDWARE, crossed, random_model
 
 PRICE = 1e-9
 
@@ -93,15 +93,17 @@ def test_random_models(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "hardware, parts, shapes",
-    [
-        ("tpu-v4", 1, ["b:2;a:2;c:2", "x:4;y:2"]),  # three axes: nine tenths of the time are their tables
-        ("a100", 2, ["x:2;y:4", "y:2;x:4"]),
-        ("cpu-local", 2, ["x:4;y:2", "z:4", "y:2;x:2"]),
-    ],
+    "name, where",
+    crossed(
+        [
+            ("tpu-v4", 1, ["b:2;a:2;c:2", "x:4;y:2"]),  # three axes: nine tenths of the time are their tables
+            ("a100", 2, ["x:2;y:4", "y:2;x:4"]),
+            ("cpu-local", 2, ["x:4;y:2", "z:4", "y:2;x:2"]),
+        ]
+    ),
 )
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_all_examples(name: str, hardware: str, parts: int, shapes: list[str]) -> None:
+def test_all_examples(name: str, where: tuple[str, int, list[str]]) -> None:
+    hardware, parts, shapes = where
     compare(EXAMPLES[name](), shapes, parts, load_hardware(hardware), seed=5, count=6)
 
 

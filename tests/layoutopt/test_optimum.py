@@ -81,13 +81,19 @@ def test_many_random_models(first: int) -> None:
     assert found == {"OPTIMAL", "INFEASIBLE"}
 
 
+LIKE_OTHERS = {"transformer", "transformer with more positions"}
+"""Their problems are as that of the one in bfloat16, and as large."""
+
+
 @pytest.mark.parametrize("name", ["mlp", "mlp in bfloat16"])
 def test_both_solvers_agree(name: str) -> None:
     solvers_agree(name, "data:2;model:2", 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly if n in LIKE_OTHERS else ()) for n in EXAMPLES]
+)
 def test_both_solvers_agree_on_every_example(name: str) -> None:
     solvers_agree(name, "data:2;model:2", 2)
 

@@ -19,7 +19,7 @@ from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
-from tests.layoutopt.models import EXAMPLES, HARDWARE, PASSING, SMALL, random_model, some_choices
+from tests.layoutopt.models import EXAMPLES, HARDWARE, PASSING, SMALL, crossed, random_model, some_choices
 
 PRICE = 1e-9
 ROUNDING = 1 + 1e-12
@@ -66,8 +66,7 @@ def test_examples(name: str, parts: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["a100", "tpu-v5e", "cpu-local"])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name, hardware", crossed(["a100", "tpu-v5e", "cpu-local"]))
 def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
         compare(EXAMPLES[name](), mtf.Mesh(mesh), parts, load_hardware(hardware), seed=7, count=20)
