@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 
 from costmodels.kernels.fusion import PRODUCT, REDUCE, Fusion, fusion_of, role
 from costmodels.kernels.partition import Kernel, Key, Partition, Sizes, Step, Types
-from costmodels.kernels.quantities import Part, parts_of
+from costmodels.kernels.quantities import Part, flops_of, parts_of
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Slice, Value
@@ -245,4 +245,4 @@ class Group:
 
 @lru_cache(maxsize=1 << 16)
 def _flops(op: Op, inputs: tuple[TensorType, ...]) -> float:
-    return float(op.flops(*inputs))
+    return flops_of(op, inputs)

@@ -3,15 +3,29 @@ and stacks. No seconds yet."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 
 from costmodels.kernels.compute import MATMUL_CLASSES, Quantity
 from costmodels.kernels.fusion import FREE, role
 from costmodels.kernels.partition import Kernel, Types
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Local
 from mesh_tf_core.lower.nodes import expansion
+
+
+def flops_of(op: Op, inputs: Sequence[TensorType]) -> float:
+    """FLOPs of an operation; UserError if it gives no number that can be one."""
+    found: object = op.flops(*inputs)
+    if not isinstance(found, Real) or not 0 <= float(found) < math.inf:
+        raise UserError(
+            f"operation {type(op).__name__}: flops gave {found!r}; it must give a finite number, at least 0"
+        )
+    return float(found)
 
 
 def of_local(instr: Local, local: Types) -> Quantity:
@@ -30,7 +44,7 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     # What is gathered from is not passed over.
     worked = outputs if kind == "gather" else (*inputs, *outputs)
     most = max((t.shape.size for t in worked), default=0)
-    flops, dtype = float(op.flops(*inputs)), (inputs or outputs)[0].dtype
+    flops, dtype = flops_of(op, inputs), (inputs or outputs)[0].dtype
     return Quantity(flops, op.moved(inputs, outputs), kind, dtype, matmul, elements=most)
 
 
@@ -69,7 +83,7 @@ def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[Part, ...]:
             continue
         out, made = node.outputs[0], plan.types[0]
         most = max(t.shape.size for t in (*given, made))
-        found.append(Part(kind, float(node.op.flops(*given)), inputs, out, made.bytes, most))
+        found.append(Part(kind, flops_of(node.op, given), inputs, out, made.bytes, most))
         if same.get(whole.result, whole.result) == out:
             return tuple(found)
     return ()

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from costmodels.hardware import Hardware
+from costmodels.kernels.quantities import flops_of
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.units import size_text
 from mesh_tf_core.errors import LayoutError
@@ -91,7 +92,7 @@ class _Lint:
             if not isinstance(instr, Local) or instr.op.kind not in ("matmul", "conv"):
                 continue
             values = [self.program.values[i] for i in (*instr.inputs, *instr.outputs)]
-            flops = times * float(instr.op.flops(*(self.program.local(i) for i in instr.inputs)))
+            flops = times * flops_of(instr.op, [self.program.local(i) for i in instr.inputs])
             total += flops
             used = {a for v in values for split in v.splits for a in split}
             for axis in axes:

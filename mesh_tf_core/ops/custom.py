@@ -55,14 +55,20 @@ class CustomGradient(Op):
         dys = [dy] if self.count == 1 else list(dy)
         ys = [output] if self.count == 1 else list(output)
         xs = list(inputs[self.count :])
-        found = list(inputs[0].graph.gradient_functions[self.function](dys, xs, ys))
+        made: Any = inputs[0].graph.gradient_functions[self.function](dys, xs, ys)
+        found = list(made) if isinstance(made, Sequence) else []
+        if any(dx is not None and not isinstance(dx, Tensor) for dx in found):
+            raise UserError(f"custom_gradient: a gradient must be a tensor or None, found {made!r}")
         for x, dx in zip(xs, found, strict=False):
             if (dx is not None and dx.type.dtype != x.type.dtype) or (
                 dx is not None and set(dx.shape) != set(x.shape)
             ):
                 raise UserError(f"custom_gradient: the gradient of {x!r} must have its type, found {dx!r}")
         if len(found) != len(xs):
-            raise UserError(f"custom_gradient: {len(xs)} inputs need as many gradients, found {len(found)}")
+            raise UserError(
+                f"custom_gradient: {len(xs)} inputs need as many gradients, found {len(found)}, of {made!r}; "
+                "give a list or a tuple"
+            )
         return [*[None] * self.count, *found]
 
     def describe(self) -> str:

@@ -108,8 +108,8 @@ def while_loop(
         runs, *now = carried
         graph.runs_if(runs)
         made = body(*now)
-        new = (made,) if isinstance(made, Tensor) else tuple(made)
-        if [t.type for t in new] != [t.type for t in now]:
+        new = tuple(made) if isinstance(made, tuple | list) else (made,)
+        if [t.type if isinstance(t, Tensor) else t for t in new] != [t.type for t in now]:
             raise UserError(
                 f"while_loop: the body must return what it is given, {', '.join(map(repr, now))}; "
                 f"found {', '.join(map(repr, new))}"

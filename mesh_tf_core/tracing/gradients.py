@@ -103,7 +103,14 @@ class _Backward:
             grads = node.op.gradient(dys[0], inputs, outputs[0])
         else:
             grads = node.op.gradient(tuple(dys), inputs, tuple(outputs))  # type: ignore[arg-type]
-        return list(zip(node.inputs, grads, strict=True))
+        found = list(grads) if isinstance(grads, Iterable) and not isinstance(grads, Tensor) else []
+        wanted = len(node.inputs)
+        if len(found) != wanted or not all(dx is None or isinstance(dx, Tensor) for dx in found):
+            raise UserError(
+                f"operation {type(node.op).__name__}: gradient gave {grads!r}; it must give a tuple with a "
+                f"tensor or None for each input, here {wanted}"
+            )
+        return list(zip(node.inputs, found, strict=True))
 
     def _known(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """The gradient as the current block sees it; zeros where there is none."""

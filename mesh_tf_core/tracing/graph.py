@@ -125,6 +125,11 @@ class Graph(Builder):
         types = op.infer(*(x.type for x in taken))
         many = isinstance(types, tuple)
         listed = types if isinstance(types, tuple) else (types,)
+        if not listed or not all(isinstance(t, TensorType) for t in listed):
+            raise UserError(
+                f"operation {type(op).__name__}: infer gave {types!r}; it must give mtf.TensorType, or a "
+                "tuple of several"
+            )
         outs = [self.new_tensor(t, self.block) for t in listed]
         self._append(op, taken, outs, None)
         return tuple(outs) if many else outs[0]

@@ -55,12 +55,16 @@ def _called(fn: Any, state: Sequence[Tensor], parts: Sequence[Tensor], single: b
     ys: Sequence[Tensor] | None = None
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple | list):
         result, ys = result
-    out = [result] if isinstance(result, Tensor) else list(result)
-    if [x.type for x in out] != [x.type for x in state]:
+    out = list(result) if isinstance(result, tuple | list) else [result]
+    found = [x.type if isinstance(x, Tensor) else x for x in out]
+    if found != [x.type for x in state]:
         raise UserError(
             f"scan over {dim}: the body must return what it is given, "
-            f"{', '.join(str(x.type) for x in state)}; found {', '.join(str(x.type) for x in out)}"
+            f"{', '.join(str(x.type) for x in state)}; found {', '.join(map(str, found))}"
         )
+    for y in ys or ():
+        if not isinstance(y, Tensor):
+            raise UserError(f"scan over {dim}: what the body gives to stack must be tensors, found {y!r}")
     return out, None if ys is None else list(ys)
 
 
