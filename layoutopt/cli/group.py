@@ -8,6 +8,7 @@ line is an object: {"error": what is wrong, "exit": the code}.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CTRL_C = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as programs that the signal ends
 
@@ -51,6 +53,10 @@ class Group(TyperGroup):
             sys.exit(ended[-1])
         except BrokenPipeError:
             _reader_gone()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            _fail(f"a file cannot be written: {error.strerror}; make room, or name another place", 2, as_json)
         # Typer knows one code for KeyboardInterrupt, whichever signal raised it.
         sys.exit(ended[-1] if code == CTRL_C else code if isinstance(code, int) else 0)
 

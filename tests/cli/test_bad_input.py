@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import Result
 
 LM = "examples/transformer_lm.py"
 ON = (LM, "--mesh", "data:2;model:4")
@@ -146,3 +147,9 @@ def test_forms_of_a_program(refused: Callable[..., str]) -> None:
     assert "'program', 'stablehlo'" in refused(
         "lower", "examples/mlp.py", "--mesh", "data:4", "--emit", "hlo"
     )
+
+
+def test_a_full_disk_is_one_line(run: Callable[..., Result]) -> None:
+    done = run("search", "examples/mlp.py", "--mesh", "data:2", "--out", "/dev/full")
+    assert done.exit_code == 2
+    assert "error: a file cannot be written: No space left on device" in done.stderr.splitlines()[-1]
