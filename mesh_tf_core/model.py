@@ -16,7 +16,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.optimizers import SGD, Optimizer
 from mesh_tf_core.optimizers.base import apply_updates
-from mesh_tf_core.tracing.gradients import gradients
+from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
 
@@ -100,7 +100,8 @@ class Model:
                 f"model {self.name!r}: the loss does not depend on {', '.join(missing[:5])}; "
                 "remove these variables or declare them with trainable=False"
             )
-        pairs = [(v, g) for v, g in zip(trained, grads, strict=True) if g is not None]
+        # The update widens what it reads; until then a gradient lies and travels in the width it is made in.
+        pairs = [(v, unwidened(g)) for v, g in zip(trained, grads, strict=True) if g is not None]
         apply_updates(graph, self.optimizer, pairs)
         return TrainingStep(graph, {"loss": self.loss, **self.metrics}, tuple(pairs))
 

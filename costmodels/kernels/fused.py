@@ -11,8 +11,7 @@ kernels, one after the other:
   (5) hardware that says so (`streams_attention`) has a kernel for attention: what is between its two products
       is neither written nor read, unless the dimension of its softmax is split
   (6) a cast of a variable runs once in a step: in a loop that of all layers is kept, for backward too;
-      outside of loops it is made where it is read, and costs what its readers have to read more. A gradient
-      that is a cast is made where it is read, too
+      outside of loops it is made where it is read, and costs what its readers have to read more
   (7) the kernel that makes a term of a loop's sum adds it to the sum
 So a chain of maps behind a product costs the product, its operands and the chain's last result.
 
@@ -116,9 +115,7 @@ class _Fuser:
         groups: dict[tuple[int, bool], Group] = {}
         own: dict[int, Group] = {}
         for instr in code:
-            if self._is_narrow(instr):
-                self.casts[instr.outputs[0]] = instr.inputs[0]
-            if isinstance(instr, Local) and (instr.op.free or instr.outputs[0] in self.casts):
+            if isinstance(instr, Local) and instr.op.free:
                 context.same.update((o, context.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
                 continue
             group = self._group(instr, groups)
@@ -145,24 +142,18 @@ class _Fuser:
                 stack = (r.inner for r in instr.stacked)
                 self.block(instr.body, leaving, stack, times * instr.times, looped=True)
 
-    def _is_narrow(self, instr: Instr) -> bool:
-        """Whether it is a gradient's cast, rule (6)."""
-        node = instr.origin.node
-        return isinstance(instr, Local) and instr.op.converts and node in self.context.fusion.narrows
-
     def _alone(self, instr: Instr, looped: bool) -> Iterable[Instr | VariableCast]:
         """What is not in a group, and what becomes of casts by rule (6)."""
-        if not isinstance(instr, Local) or not instr.op.converts:
-            yield instr
-        elif instr.outputs[0] in self.casts:
-            return
-        elif self.program.values[instr.outputs[0]].tensor not in self.context.fusion.stored:
+        if not (isinstance(instr, Local) and instr.op.converts and self._of_variable(instr)):
             yield instr
         elif not looped:
             self.casts[instr.outputs[0]] = instr.inputs[0]
             yield VariableCast(self.context, instr, self.casts)
         elif instr.origin.phase == "forward" and not self.again:
             yield instr
+
+    def _of_variable(self, cast: Local) -> bool:
+        return self.program.values[cast.outputs[0]].tensor in self.context.fusion.stored
 
     def _group(self, instr: Instr, groups: dict[tuple[int, bool], Group]) -> Group | None:
         """The group that an instruction belongs to, with it in it."""

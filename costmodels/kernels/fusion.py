@@ -10,8 +10,7 @@ compiler makes of training steps):
   (4) gathers, sorts, windows, loops, reads and writes of variables, casts of a variable, and scalars (but for
       those of an update) connect nothing; nor is there a kernel across two blocks, two phases, or the updates
       of two variables; a reduction that makes a variable's gradient is a kernel of its own;
-  (5) no kernel waits for another one that waits for it;
-  (6) a gradient that is a cast is cast where the update reads it.
+  (5) no kernel waits for another one that waits for it.
 A layout breaks these groups further, at collectives, and so does a reduction whose result is used in the same
 group (`costmodels.kernels.fused`).
 """
@@ -24,7 +23,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from mesh_tf_core.ir.blocks import Node, reads
-from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Connection, Read
@@ -43,8 +41,6 @@ class Fusion:
       again: the same for a loop's body that runs again in backward.
       stored: tensors that are variables' values, or parts or casts of them, before the update.
       streamed: tensors between the two products of an attention -> the dimension that its softmax runs along.
-      narrow: gradients that are casts, made where they are read -> the dtype that they are read in.
-      narrows: the nodes of these casts.
       aliases: free nodes by whose names groups read what they read under another one, too -> these groups. A
         kernel reads it once.
     """
@@ -54,8 +50,6 @@ class Fusion:
     again: frozenset[int] = frozenset()
     stored: frozenset[int] = frozenset()
     streamed: Mapping[int, str] = field(default_factory=dict)
-    narrow: Mapping[int, str] = field(default_factory=dict)
-    narrows: frozenset[int] = frozenset()
     aliases: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
@@ -119,10 +113,8 @@ class _Groups:
             self._visit(node)
         groups = {n: self._root(n) for n in self.fuses}
         self._between(groups)
-        narrow = self._narrow()
-        nodes = frozenset(self._made(t) for t in narrow)
         stored, streamed, aliases = frozenset(self.stored), self._streamed(), self._aliases()
-        return Fusion(groups, *self._leaving(), stored, streamed, narrow, nodes, aliases)
+        return Fusion(groups, *self._leaving(), stored, streamed, aliases)
 
     def _aliases(self) -> dict[int, frozenset[int]]:
         named: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -267,19 +259,6 @@ class _Groups:
 
     def _source(self, tensor: int) -> int:
         return self.same.get(tensor, tensor)
-
-    # -- casts of gradients ----------------------------------------------------------------------------------
-
-    def _narrow(self) -> dict[int, str]:
-        """Gradients outside of loops that are cast from something smaller."""
-        found = {}
-        for tensor in self.graph.gradient_of:
-            made, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
-            if maker is not None and maker.op.converts and made.block == 0:
-                given = self.graph.tensor(maker.inputs[0])
-                if itemsize(given.dtype) < itemsize(made.dtype):
-                    found[tensor] = given.dtype
-        return found
 
     # -- attention -------------------------------------------------------------------------------------------
 

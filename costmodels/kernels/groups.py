@@ -68,7 +68,7 @@ class GroupContext:
         maker = self.producer.get(value)
         if isinstance(maker, Collective | Slice):
             return self._narrow(maker.inputs[min(maker.outputs.index(value), len(maker.inputs) - 1)], casts)
-        return self.fusion.narrow.get(self.program.values[value].tensor)
+        return None
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,7 @@ class _Builder:
         others = sorted(i for i in inside if i != node.index and fusion.group.get(i) == group is not None)
         position = {i: n for n, i in enumerate(sorted(inside))}
         read = tuple((o in fusion.leaving, o in fusion.again) for o in node.outputs)
-        narrow = tuple(fusion.narrow.get(t) for t in (*node.inputs, *node.outputs))
-        return tuple(position[i] for i in others), read, narrow
+        return tuple(position[i] for i in others), read
 
     def _switches(self, node: Node) -> tuple[str, ...]:
         """Decisions, splits apart, that change how a node is lowered."""

@@ -113,7 +113,9 @@ class Lowering(Placing):
         roles = plan.roles
         if roles is None:
             if op.converts:
-                return [self._converted(op, inputs[0], plan, tensors[0])]
+                # An update widens its own part of a gradient.
+                input = self.to_natural(inputs[0]) if self.origin.phase == "update" else inputs[0]
+                return [self._converted(op, input, plan, tensors[0])]
             made = op.lower(self, [self.to_natural(i) for i in inputs], plan.types)
             return [self.to_natural(o) for o in made]
         inputs = [self.to_natural(i) for i in inputs]
@@ -148,8 +150,8 @@ class Lowering(Placing):
 
     def _converted(self, op: Op, input: int, plan: Plan, tensor: int) -> int:
         """Done on whatever piece there is: a variable stored split is converted before it is gathered, to
-        half the bytes."""
-        key = (input, op)
+        half the bytes. Once for all who ask before the update; that converts for itself."""
+        key = (input, op, self.origin.phase == "update")
         if key not in self.converted:
             self.converted[key] = self.new(plan.types[0], self.values[input].splits, (), tensor)
             self.emit(Local((input,), (self.converted[key],), self.origin, op))

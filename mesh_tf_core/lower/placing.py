@@ -45,7 +45,7 @@ class Placing:
         self._placements: dict[Layout, dict[Shape, Splits]] = {}
         self._lay_out(layout)
         self.moved: dict[tuple[int, Splits], int] = {}
-        self.converted: dict[tuple[int, Op], int] = {}
+        self.converted: dict[tuple[int, Op, bool], int] = {}
 
     def _lay_out(self, layout: Layout) -> None:
         """Puts a layout in force."""

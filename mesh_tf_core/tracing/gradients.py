@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
-from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import Constant, add_n
+from mesh_tf_core.ops.basic import Cast, Constant, add_n
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import transpose
 from mesh_tf_core.tracing.graph import Graph, graph_of
@@ -30,6 +30,17 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
         one: Tensor = graph.apply(Constant(1.0, loss.dtype))
         found = _Backward(graph, needed).run({loss.id: [one]}, list(graph.nodes))
     return [found.get(x.id) for x in wrt]
+
+
+def unwidened(x: Tensor) -> Tensor:
+    """What a tensor was cast from, if from a smaller float: all that it knows, in half the bytes."""
+    graph = graph_of(x)
+    maker = graph.producer.get(x.id)
+    if maker is None or not isinstance(maker.op, Cast):
+        return x
+    source = graph.tensor(maker.inputs[0])
+    smaller = is_float(source.dtype) and itemsize(source.dtype) < itemsize(x.dtype)
+    return source if smaller and source.block == x.block else x
 
 
 def _depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
@@ -144,7 +155,7 @@ class _Backward:
             block.carry_out = tuple(x.id for x in outs)
             result = self._outward(body, block, found)
         closed = graph.close_loop(block, init)
-        return [(node.inputs[j], dx) for j, dx in zip(carried, closed, strict=True)] + result
+        return [(node.inputs[j], dx) for j, dx in zip(carried, closed, strict=True)] + self._widened(result)
 
     def _reversible(
         self, node: Node, body: Block, dys: list[Tensor | None]
@@ -168,7 +179,7 @@ class _Backward:
             block.carry_out = tuple(x.id for x in (x1, x2, dx1, dx2))
             result = self._outward(body, block, found)
         closed = graph.close_loop(block, init)
-        return [*zip(node.inputs, closed[2:], strict=True), *result]
+        return [*zip(node.inputs, closed[2:], strict=True), *self._widened(result)]
 
     def _undone(
         self, half: Half, kept: Tensor, changed: Tensor, dkept: Tensor, dchanged: Tensor
@@ -192,19 +203,22 @@ class _Backward:
         found = self.run(seeds, again.nodes)
         return x, found.pop(kept.id), {sources.get(i, i): dx for i, dx in found.items()}
 
-    def _outward(
-        self, body: Block, block: Block, found: dict[int, Tensor]
-    ) -> list[tuple[int, Tensor | None]]:
-        """Gradients that leave the loop: stacked for sliced inputs, summed for tensors read from outside."""
+    def _outward(self, body: Block, block: Block, found: dict[int, Tensor]) -> list[tuple[int, Tensor]]:
+        """Gradients that leave the loop: stacked for sliced inputs, before they are widened; summed for
+        tensors read from outside."""
         graph = self.graph
-        out: list[tuple[int, Tensor | None]] = []
+        out: list[tuple[int, Tensor]] = []
         sliced = {inner: outer for outer, inner in body.sliced}
         for i, dx in found.items():
             if i in sliced and i in self.needed:
-                out.append((sliced[i], graph.stack_output(block, graph.visible(dx))))
+                out.append((sliced[i], graph.stack_output(block, unwidened(graph.visible(dx)))))
             elif i in self.needed and not self._inside(body, graph.tensor(i).block):
                 out.append((i, graph.sum_output(block, graph.visible(dx))))
         return out
+
+    def _widened(self, found: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor | None]]:
+        """Gradients in the dtype of what they are of."""
+        return [(i, dx.cast(self.graph.tensor(i).dtype)) for i, dx in found]
 
     def _inside(self, body: Block, block: int) -> bool:
         found: int | None = block

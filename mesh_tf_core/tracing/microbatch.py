@@ -3,9 +3,9 @@
     loss(batch) = sum over j of loss(part j)     (losses are sums scaled by constants of the whole batch)
 
 The transformed graph holds the same operations with a smaller batch dimension inside a loop over
-`microbatch`; loss, metrics and gradients are summed over its iterations. Random keys get the number of the
-part. A model whose operations fix sizes derived from the batch (a reshape that flattens it, say) cannot be
-split so.
+`microbatch`; loss, metrics and gradients are summed over its iterations, gradients in the dtype of their
+variables. Random keys get the number of the part. A model whose operations fix sizes derived from the batch
+(a reshape that flattens it, say) cannot be split so.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -71,6 +72,11 @@ class _Copy:
         self.new = Graph(graph.name)
         self.new.variables.update(graph.variables)
         self.tensors: dict[int, Tensor] = {}
+        self.casts = {
+            (n.inputs[0], n.op.dtype): n.outputs[0]
+            for n, _ in graph.walk()
+            if isinstance(n.op, Cast) and n.phase != "update"
+        }
         self.blocks: dict[int, Block] = {}
 
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
@@ -99,7 +105,7 @@ class _Copy:
                     self._node(node)
             sums = {}
             for name, tensor in wanted.items():
-                inner = self.tensors[tensor.id]
+                inner = self._delivered(tensor.id, tensor.id)
                 sums[name] = self.new.sum_output(body, inner)
                 if tensor.id in self.old.gradient_of:
                     self.new.deliver([(inner, self.old.gradient_of[tensor.id])])
@@ -159,12 +165,20 @@ class _Copy:
         self.tensors[tensor] = found
         return found
 
-    def _outer(self, tensor: int, block: Block) -> int:
+    def _delivered(self, tensor: int, source: int) -> Tensor:
+        """The copy of what a tensor is made of; of a gradient's, in the dtype of its variable."""
+        copy, variable = self.tensors[source], self.old.gradient_of.get(tensor)
+        dtype = copy.dtype if variable is None else self.old.variables[variable].dtype
+        if copy.dtype != dtype and (source, dtype) in self.casts:
+            copy = self.tensors[self.casts[source, dtype]]
+        return copy.cast(dtype)
+
+    def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
         """The copy of a tensor that a loop gives to the block around it."""
         if tensor not in self.tensors:
             assert block.parent is not None
             t = self.old.tensor(tensor)
-            type = TensorType(self._shape(t.shape), t.dtype)
+            type = TensorType(self._shape(t.shape), dtype or t.dtype)
             self.tensors[tensor] = self.new.new_tensor(type, self.new.blocks[block.parent])
             if tensor in self.old.gradient_of:
                 self.new.deliver([(self.tensors[tensor], self.old.gradient_of[tensor])])
@@ -185,7 +199,8 @@ class _Copy:
             for inner in body.nodes:
                 self._node(inner)
             block.carry_out = tuple(self.tensors[i].id for i in body.carry_out)
-            block.stacked = [(self.tensors[i].id, self._outer(o, block)) for i, o in body.stacked]
+            stacked = [(self._delivered(o, i), o) for i, o in body.stacked]
+            block.stacked = [(x.id, self._outer(o, block, x.dtype)) for x, o in stacked]
             block.summed = [(self.tensors[i].id, self._outer(o, block)) for i, o in body.summed]
             pairs = ((a, b) for a, b in body.captured.items() if a in self.tensors and b in self.tensors)
             block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in pairs}

@@ -11,7 +11,7 @@ from costmodels.kernels.groups import Kernel
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Dim, Layout, Mesh
-from mesh_tf_core.ir.program import Local, Program
+from mesh_tf_core.ir.program import AllReduce, Local, Loop, Program
 from mesh_tf_core.optimizers import by_name
 
 B, D, F, LAYERS = Dim("batch", 64), Dim("d", 32), Dim("f", 128), Dim("layers", 3)
@@ -22,7 +22,7 @@ def weight(g: mtf.Graph, name: str, *dims: Dim) -> mtf.Tensor:
     return g.variable(name, dims, mtf.ZEROS, activation_dtype="bfloat16")
 
 
-def step(layers: bool, layout: str = "batch:x") -> Program:
+def step(layers: bool, layout: str = "batch:x", microbatches: int = 1) -> Program:
     """Two products, one after the other; three times in a loop if `layers`."""
     g = mtf.Graph("m")
 
@@ -33,7 +33,8 @@ def step(layers: bool, layout: str = "batch:x") -> Program:
     x = g.input("x", [B, D], "float32").cast("bfloat16")
     y = mtf.scan(block, x, LAYERS) if layers else block(x)
     loss = mtf.reduce_mean(mtf.square(y.cast("float32")))
-    return mtf.Model(loss, by_name("adam", 0.1), name="m").lower(Mesh("x:2"), Layout(layout))
+    model = mtf.Model(loss, by_name("adam", 0.1), name="m")
+    return model.lower(Mesh("x:2"), Layout(layout), mtf.Options(microbatches=microbatches))
 
 
 def casts(program: Program, dtype: str) -> list[tuple[Local | Kernel, float]]:
@@ -63,6 +64,20 @@ def test_a_gradient_is_cast_where_the_update_reads_it(layout: str) -> None:
     assert casts(program, "float32") == []
     share = SIZE // 2 if layout == "f:x" else SIZE
     assert update(program, "wi").read - share * (3 * 4 + 2) <= 16
+
+
+def test_gradients_of_layers_are_stacked_as_they_are_made_and_added_up_in_float32() -> None:
+    """A step keeps and sends a stack of bfloat16; over microbatches the sums are the variables' float32."""
+    whole, parts = step(layers=True), step(layers=True, microbatches=2)
+    (backward,) = (i for i in whole.code if isinstance(i, Loop) and i.origin.phase == "backward")
+    assert {whole.values[s.outer].dtype for s in backward.stacked} == {"bfloat16"}
+    sent = [
+        whole.values[i].dtype for instr in whole.code if isinstance(instr, AllReduce) for i in instr.inputs
+    ]
+    assert sorted(sent) == ["bfloat16", "bfloat16", "float32"]
+    (around,) = (i for i in parts.code if isinstance(i, Loop))
+    assert {parts.values[s.outer].dtype for s in around.summed} == {"float32"}
+    assert len(parts.added) == 2
 
 
 def test_a_cast_outside_of_loops_costs_what_its_readers_read_more() -> None:
@@ -115,7 +130,7 @@ def test_a_stack_written_from_its_end_is_set_to_zero_first() -> None:
     program = step(layers=True)
     stacked = [line for line in pricer(hardware, program).lines(program) if line.name == "stack"]
     gradients = [line for line in stacked if line.origin.phase == "backward"]
-    assert [line.bytes for line in gradients] == [2 * 4.0 * SIZE * LAYERS.size] * 2
+    assert [line.bytes for line in gradients] == [2 * 2.0 * SIZE * LAYERS.size] * 2
     forward = [line for line in stacked if line.origin.phase == "forward"]
     assert forward and all(line.item.quantity.elements == 0 for line in forward)
     assert all(line.item.quantity.elements == SIZE * LAYERS.size for line in gradients)

@@ -73,9 +73,9 @@ MODELS: dict[str, Callable[[], mtf.Model]] = {
 }
 
 
-@pytest.mark.parametrize("hardware", ["tpu-v3", "cpu-local"])
-def test_a_cut_about_a_transformer_holds_for_others(hardware: str) -> None:
-    search = opened(EXAMPLES["transformer in bfloat16"](), "data:2;model:2", 1, hardware)
+def test_a_cut_about_a_transformer_holds_for_others() -> None:
+    """Where kernels are made, rows do not count all of it; elsewhere they do."""
+    search = opened(EXAMPLES["transformer in bfloat16"](), "data:2;model:2", 1, "tpu-v3")
     assert check(search, 1, cuts=40, others=4) > 0
 
 
