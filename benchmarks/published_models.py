@@ -38,6 +38,7 @@ def language_model(
     float32_softmax: bool = False,
     one_hot: bool = False,
     width: str = "d_model",
+    attention: str = "plain",
 ) -> mtf.Model:
     """A decoder without positions; other arguments as `examples/transformer_lm.py`.
 
@@ -48,11 +49,12 @@ def language_model(
       one_hot: tokens are embedded by a product with ones where they are, not looked up.
       width: name of the features between layers; with one of its own they can be split there although heads
         and d_ff are split over the same axis.
+      attention: fused or plain.
     """
     b, s = mtf.Dim("batch", batch), mtf.Dim("length", length)
     d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)
     kind = Float32Softmax if float32_softmax else nn.Attention
-    attention = kind(mtf.Dim("heads", heads), mtf.Dim("d_kv", d_kv), causal=True)
+    attend = kind(mtf.Dim("heads", heads), mtf.Dim("d_kv", d_kv), causal=True, attention=attention)
     feed_forward = nn.FeedForward(mtf.Dim("d_ff", d_ff), "silu" if gated else "relu", gated)
     embedding = nn.Embedding(v, d, dtype)
 
@@ -62,8 +64,8 @@ def language_model(
     def layer(x: mtf.Tensor) -> mtf.Tensor:
         y = normal(x, "attention_norm")
         if parallel:
-            return x + _named(attention(y) + feed_forward(y), "d_model", width)
-        x = x + _named(attention(y), "d_model", width)
+            return x + _named(attend(y) + feed_forward(y), "d_model", width)
+        x = x + _named(attend(y), "d_model", width)
         return x + _named(feed_forward(normal(x, "feed_forward_norm")), "d_model", width)
 
     g = mtf.Graph("published_lm")

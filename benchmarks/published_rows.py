@@ -214,6 +214,7 @@ def maxtext() -> Iterator[Run]:
             "tied": old,
             "one_hot": not old,
             "width": "width",
+            "attention": "plain" if old else "fused",
             "dtype": "bfloat16",
         }
         mesh = f"data:{fsdp}" + (f";model:{tensor}" if tensor > 1 else "")
@@ -231,7 +232,7 @@ def maxtext() -> Iterator[Run]:
         seconds = flops / (float(row["tflops_per_chip"]) * 1e12 * chips)
         name = f"{row['slice']} {row['model']} {row['layout'].split(';')[0]}"
         family = f"{generation} {row['model']}"
-        hardware = replace(load_hardware(f"tpu-{generation}"), streams_attention=not old)
+        hardware = load_hardware(f"tpu-{generation}")
         keeps = row["remat"] == "minimal"
         yield Run("maxtext_tpu.csv", name, family, "", seconds, program, hardware, keeps)
 

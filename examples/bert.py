@@ -32,19 +32,22 @@ def model(
     learning_rate: float = 0.001,
     warmup: int = 50,
     dropout: float = 0.0,
+    attention: str = "plain",
 ) -> mtf.Model:
     """Builds the model: normalisation after every block, gelu, biases, an output tied to the embedding.
 
     Args:
       vocab: of the data; 0 (which the text does not contain) stands for a masked token.
       dtype: of activations; variables and their updates are float32.
+      attention: fused, one operation that never holds all logits, or plain, written out.
       warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
     """
     g = mtf.Graph("bert")
     b, length_dim = mtf.Dim("batch", batch), mtf.Dim("length", length)
     n = mtf.Dim("masked", count(length))
     d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)
-    attention = nn.Attention(mtf.Dim("heads", heads), mtf.Dim("d_kv", d_kv), dropout=dropout)
+    heads_dim, d_kv_dim = mtf.Dim("heads", heads), mtf.Dim("d_kv", d_kv)
+    attend = nn.Attention(heads_dim, d_kv_dim, dropout=dropout, attention=attention)
     feed_forward = nn.FeedForward(mtf.Dim("d_ff", d_ff), "gelu", bias=True, dropout=dropout)
     tokens = g.input("tokens", [b, length_dim])
     positions, targets = g.input("positions", [b, n]), g.input("targets", [b, n])
@@ -55,7 +58,7 @@ def model(
         return nn.LayerNorm(bias=True, name=name)(x)
 
     def layer(x: mtf.Tensor) -> mtf.Tensor:
-        x = norm(x + mtf.dropout(attention(x), dropout), "attention_norm")
+        x = norm(x + mtf.dropout(attend(x), dropout), "attention_norm")
         return norm(x + mtf.dropout(feed_forward(x), dropout), "feed_forward_norm")
 
     x = norm(nn.LearnedPositions(length)(embedding(table, tokens)), "embedding_norm")

@@ -40,6 +40,7 @@ def model(
     learning_rate: float = 0.001,
     warmup: int = 0,
     dropout: float = 0.0,
+    attention: str = "plain",
 ) -> mtf.Model:
     """Builds the model; a sequence is a group whose tokens compete for places at the experts.
 
@@ -53,18 +54,20 @@ def model(
       positions: learned, rotary, none, or the number of learned positions.
       tied: the output projection is the embedding.
       dtype: of activations; variables and their updates are float32.
+      attention: fused, one operation that never holds all logits, or plain, written out.
       warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
     """
     g = mtf.Graph("moe_lm")
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
     d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)
-    attention = nn.Attention(
+    attend = nn.Attention(
         mtf.Dim("heads", heads),
         mtf.Dim("d_kv", d_kv),
         kv_heads,
         causal=True,
         rotary=nn.Rotary() if positions == "rotary" else None,
         dropout=dropout,
+        attention=attention,
     )
     mixture = nn.MixtureOfExperts(
         mtf.Dim("experts", experts),
@@ -83,7 +86,7 @@ def model(
 
     def layer(carry: tuple[mtf.Tensor, mtf.Tensor]) -> tuple[mtf.Tensor, mtf.Tensor]:
         x, unbalance = carry
-        x = x + mtf.dropout(attention(nn.LayerNorm(name="attention_norm")(x)), dropout)
+        x = x + mtf.dropout(attend(nn.LayerNorm(name="attention_norm")(x)), dropout)
         y, loss = mixture(nn.LayerNorm(name="experts_norm")(x))
         return x + mtf.dropout(y, dropout), unbalance + loss
 

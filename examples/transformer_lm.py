@@ -50,6 +50,7 @@ def model(
     optimizer: str = "adam",
     learning_rate: float = 0.001,
     dropout: float = 0.0,
+    attention: str = "plain",
 ) -> mtf.Model:
     """Builds the model.
 
@@ -60,12 +61,19 @@ def model(
       positions: learned, relative (biases in buckets, as T5), rotary, none, or the number of learned ones.
       tied: the output projection is the embedding.
       dtype: of activations; variables and their updates are float32.
+      attention: fused, one operation that never holds all logits, or plain, written out.
     """
     b, s = mtf.Dim("batch", batch), mtf.Dim("length", length)
     d, f, v = mtf.Dim("d_model", d_model), mtf.Dim("d_ff", d_ff), mtf.Dim("vocab", vocab)
     rotary = nn.Rotary() if positions == "rotary" else None
-    attention = nn.Attention(
-        mtf.Dim("heads", heads), mtf.Dim("d_kv", d_kv), kv_heads, causal=True, rotary=rotary, dropout=dropout
+    attend = nn.Attention(
+        mtf.Dim("heads", heads),
+        mtf.Dim("d_kv", d_kv),
+        kv_heads,
+        causal=True,
+        rotary=rotary,
+        dropout=dropout,
+        attention=attention,
     )
     feed_forward = nn.FeedForward(f, "silu" if gated else "relu", gated, dropout=dropout)
     embedding = nn.Embedding(v, d, dtype)
@@ -76,13 +84,13 @@ def model(
         def logits(tokens: mtf.Tensor, cache: decoding.Cache | None = None) -> mtf.Tensor:
             x, bias = embedding(table, tokens), None
             if positions == "relative":
-                relative = attention.relative_at(x, cache)
-                bias = nn.RelativeBias(bidirectional=False)(relative, attention.head_dims, dtype)
+                relative = attend.relative_at(x, cache)
+                bias = nn.RelativeBias(bidirectional=False)(relative, attend.head_dims, dtype)
             elif positions not in ("rotary", "none"):
                 x = nn.LearnedPositions(length if positions == "learned" else int(positions))(x, cache=cache)
 
             def layer(x: mtf.Tensor) -> mtf.Tensor:
-                y = attention(nn.LayerNorm(name="attention_norm")(x), bias=bias, cache=cache)
+                y = attend(nn.LayerNorm(name="attention_norm")(x), bias=bias, cache=cache)
                 x = x + mtf.dropout(y, dropout)
                 y = feed_forward(nn.LayerNorm(name="feed_forward_norm")(x))
                 return x + mtf.dropout(y, dropout)

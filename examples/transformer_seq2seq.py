@@ -52,6 +52,7 @@ def model(
     learning_rate: float = 0.001,
     warmup: int = 0,
     dropout: float = 0.0,
+    attention: str = "plain",
 ) -> mtf.Model:
     """Builds the model. Source and target share the embedding; 0 is padding, and begins the target.
 
@@ -63,6 +64,7 @@ def model(
       positions: learned, relative (biases in buckets, as T5), rotary, none, or the number of learned ones.
       tied: the output projection is the embedding.
       dtype: of activations; variables and their updates are float32.
+      attention: fused, one operation that never holds all logits, or plain, written out.
       warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
     """
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
@@ -70,12 +72,12 @@ def model(
     h, k = mtf.Dim("heads", heads), mtf.Dim("d_kv", d_kv)
     rotary = nn.Rotary() if positions == "rotary" else None
 
-    def attention(name: str, **fields: Any) -> nn.Attention:
-        return nn.Attention(h, k, kv_heads, dropout=dropout, name=name, **fields)
+    def attending(name: str, **fields: Any) -> nn.Attention:
+        return nn.Attention(h, k, kv_heads, dropout=dropout, attention=attention, name=name, **fields)
 
-    own = attention("attention", rotary=rotary)
-    looking_back = attention("attention", rotary=rotary, causal=True)
-    across = attention("cross_attention")
+    own = attending("attention", rotary=rotary)
+    looking_back = attending("attention", rotary=rotary, causal=True)
+    across = attending("cross_attention")
     feed_forward = nn.FeedForward(f, "silu" if gated else "relu", gated, dropout=dropout)
     embedding = nn.Embedding(v, d, dtype)
 

@@ -47,9 +47,7 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> Memory:
-        # Memory knows of no kernels that stream.
-        known = None if self.prices.hardware.streams_attention else self._kernels
-        return memory(self.program, self.prices.itemiser.fuses, known)
+        return memory(self.program, self.prices.itemiser.fuses, self._kernels)
 
     @property
     def predicted(self) -> Predicted:

@@ -256,8 +256,8 @@ class Calibration:
 class Hardware:
     """A machine that programs are priced for. Everything below is per DEVICE and in SI units.
 
-    `fuses`: programs are compiled by XLA, which makes one kernel of several operations; `streams_attention`:
-    attention runs as one kernel (`costmodels.kernels.fused`).
+    `fuses`: programs are compiled by XLA, which makes one kernel of several operations
+    (`costmodels.kernels.fused`).
     """
 
     name: str
@@ -268,7 +268,6 @@ class Hardware:
     chip: Chip
     topology: Torus | Cluster | SharedMemory
     fuses: bool = False
-    streams_attention: bool = False
     overlap: Pairs[Fraction] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()

@@ -227,7 +227,6 @@ class _HardwareFile(_Form):
     device: Text
     calibrated: bool
     fuses: bool = False
-    streams_attention: bool = False
     chip: _ChipForm
     topology: _TopologyForm
     overlap: dict[Purpose, _Fraction] = {}

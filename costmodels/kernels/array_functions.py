@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh_tf_core.ir.dtypes import itemsize
-from mesh_tf_core.ir.kernel import At
+from mesh_tf_core.ir.kernel import At, Attending, Step
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.kernels.contraction import cheapest_pair, matmul, parse, same_order
 
@@ -236,6 +236,21 @@ class Tally:
     def segment_sum(self, x: Piece, ids: Piece, n: int) -> Piece:
         rows = x.shape[len(ids.shape) :]
         return self._note("segment_sum", (n, *rows), x.dtype, x, ids)
+
+    # -- blocks ----------------------------------------------------------------------------------------------
+
+    def loop(self, n: int, step: Step, carried: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
+        """Its calls once for every iteration; what is made is copied into its stack."""
+        first = len(self.noted)
+        state, made = step(0, carried)
+        self.noted += self.noted[first:] * (n - 1)
+        return state, [self._note("copy.concat", (n, *x.shape), x.dtype, x) for x in made]
+
+    def attention(self, a: Attending) -> None:
+        """None: the local engine has no such kernel of its own."""
+
+    def attention_gradient(self, a: Attending, result: Piece, lse: Piece, dresult: Piece) -> None:
+        """None."""
 
     # -- made from nothing -----------------------------------------------------------------------------------
 

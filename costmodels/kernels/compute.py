@@ -39,7 +39,8 @@ class Quantity:
     Attributes:
       flops: floating-point operations as computed (a multiplication and an addition are two).
       bytes: bytes read and written.
-      op_class: 'matmul' or 'conv' (the matrix unit), or any other word: 'elementwise', 'gather', 'reduce', …
+      op_class: 'matmul', 'conv' or 'attention' (the matrix unit), or any other word: 'elementwise', 'gather',
+      'reduce', …
       dtype: element type of the operands.
       matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]; None when unknown: no
       padding then.
@@ -246,7 +247,7 @@ def _curve(hardware: Hardware, quantity: Quantity) -> ComputeCurve | None:
     classes = [quantity.op_class]
     if quantity.op_class not in MATMUL_CLASSES:
         classes.append("elementwise")
-    elif quantity.op_class == "conv":
+    elif quantity.op_class != "matmul":
         classes.append("matmul")
     for op_class in classes:
         curves = [c for c in hardware.compute_curves if c.op_class == op_class]

@@ -8,11 +8,9 @@ kernels, one after the other:
   (3) a value is written if something outside of its kernel needs it. A later kernel of its own group reads it
       too, or computes it again from what it reads anyway, whichever moves fewer bytes
   (4) what a loop stacks is written in its place in the stack, and priced there
-  (5) hardware that says so (`streams_attention`) has a kernel for attention: what is between its two products
-      is neither written nor read, unless the dimension of its softmax is split
-  (6) a cast of a variable runs once in a step: in a loop that of all layers is kept, for backward too;
+  (5) a cast of a variable runs once in a step: in a loop that of all layers is kept, for backward too;
       outside of loops it is made where it is read, and costs what its readers have to read more
-  (7) the kernel that makes a term of a loop's sum adds it to the sum
+  (6) the kernel that makes a term of a loop's sum adds it to the sum
 So a chain of maps behind a product costs the product, its operands and the chain's last result.
 
 All of this is local to a group, and a cluster of the search holds whole groups: prices of clusters add up.
@@ -53,14 +51,13 @@ Unit: TypeAlias = "Instr | Group | VariableCast"
 """What is priced on its own."""
 
 
-def fused(program: Program, again: bool = False, streams: bool = False) -> Fused:
+def fused(program: Program, again: bool = False) -> Fused:
     """The kernels of a program.
 
     Args:
       again: it is (a part of) a loop's body that runs again for backward.
-      streams: attention is one kernel, rule (5).
     """
-    found = _Fuser(program, again, streams)
+    found = _Fuser(program, again)
     items: list[tuple[Instr | Kernel, float]] = []
     inner: set[int] = set()
     passed: set[int] = set()
@@ -78,13 +75,13 @@ def fused(program: Program, again: bool = False, streams: bool = False) -> Fused
     return Fused(tuple(items), frozenset(inner), frozenset(passed), found.casts)
 
 
-def grouped(program: Program, again: bool = False, streams: bool = False) -> list[tuple[Unit, float]]:
+def grouped(program: Program, again: bool = False) -> list[tuple[Unit, float]]:
     """As the items of `fused`, with whole groups in place of the kernels that they fall into."""
-    return _Fuser(program, again, streams).run()
+    return _Fuser(program, again).run()
 
 
 def made_by_kernels(loop: Loop) -> set[int]:
-    """The terms of a loop's sums that kernels of its body make, and add, rule (7)."""
+    """The terms of a loop's sums that kernels of its body make, and add, rule (6)."""
     made = {o for instr in loop.body if isinstance(instr, Local) and not instr.op.free for o in instr.outputs}
     return {term for term, _ in loop.summed if term in made}
 
@@ -92,9 +89,9 @@ def made_by_kernels(loop: Loop) -> set[int]:
 class _Fuser:
     """Walks a program block by block."""
 
-    def __init__(self, program: Program, again: bool, streams: bool) -> None:
+    def __init__(self, program: Program, again: bool) -> None:
         self.program, self.again = program, again
-        self.context = GroupContext(program, streams)
+        self.context = GroupContext(program)
         self.items: list[tuple[Unit, float]] = []
         self.casts: dict[int, int] = {}
 
@@ -143,7 +140,7 @@ class _Fuser:
                 self.block(instr.body, leaving, stack, times * instr.times, looped=True)
 
     def _alone(self, instr: Instr, looped: bool) -> Iterable[Instr | VariableCast]:
-        """What is not in a group, and what becomes of casts by rule (6)."""
+        """What is not in a group, and what becomes of casts by rule (5)."""
         if not (isinstance(instr, Local) and instr.op.converts and self._of_variable(instr)):
             yield instr
         elif not looped:

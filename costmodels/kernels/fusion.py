@@ -40,7 +40,6 @@ class Fusion:
       leaving: tensors that are read outside of their group, or leave their block.
       again: the same for a loop's body that runs again in backward.
       stored: tensors that are variables' values, or parts or casts of them, before the update.
-      streamed: tensors between the two products of an attention -> the dimension that its softmax runs along.
       aliases: free nodes by whose names groups read what they read under another one, too -> these groups. A
         kernel reads it once.
     """
@@ -49,7 +48,6 @@ class Fusion:
     leaving: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
     stored: frozenset[int] = frozenset()
-    streamed: Mapping[int, str] = field(default_factory=dict)
     aliases: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
@@ -113,8 +111,7 @@ class _Groups:
             self._visit(node)
         groups = {n: self._root(n) for n in self.fuses}
         self._between(groups)
-        stored, streamed, aliases = frozenset(self.stored), self._streamed(), self._aliases()
-        return Fusion(groups, *self._leaving(), stored, streamed, aliases)
+        return Fusion(groups, *self._leaving(), frozenset(self.stored), self._aliases())
 
     def _aliases(self) -> dict[int, frozenset[int]]:
         named: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -259,28 +256,6 @@ class _Groups:
 
     def _source(self, tensor: int) -> int:
         return self.same.get(tensor, tensor)
-
-    # -- attention -------------------------------------------------------------------------------------------
-
-    def _streamed(self) -> dict[int, str]:
-        """What the groups of a product and a softmax make, and what loops keep of it for backward."""
-        along: dict[int, str] = {}
-        for node in self.nodes:
-            if node.op.streams and node.index in self.fuses and self._root(node.index) in self.operands:
-                along[self._root(node.index)] = str(getattr(node.op, "dim", ""))
-        found: dict[int, str] = {}
-        for node in self.nodes:
-            dim = along.get(self._root(node.index)) if node.index in self.fuses else None
-            for o in node.outputs if dim is not None else ():
-                if dim in self.graph.tensor(o).shape.names:
-                    found.update(dict.fromkeys(self._kept(o), dim))
-        return found
-
-    def _kept(self, tensor: int) -> list[int]:
-        """A tensor, and its stacks and their parts."""
-        block = self.graph.blocks[self.graph.tensor(tensor).block]
-        stack = block.saved.get(tensor)
-        return [tensor] if stack is None else [tensor, stack, *self.slices[stack]]
 
     # -- what leaves a group ---------------------------------------------------------------------------------
 

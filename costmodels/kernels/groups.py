@@ -13,13 +13,7 @@ from costmodels.kernels.partition import Kernel, Key, Partition, Sizes, Step, Ty
 from costmodels.kernels.quantities import Part, flops_of, parts_of
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Slice, Value
-
-
-def streamed(fusion: Fusion, value: Value) -> bool:
-    """Whether a kernel for attention keeps a value to itself, rule (5)."""
-    dim = fusion.streamed.get(value.tensor)
-    return dim is not None and not value.split_of(dim)
+from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Slice
 
 
 @dataclass
@@ -27,7 +21,6 @@ class GroupContext:
     """What a group is told of the program that it is in.
 
     Attributes:
-      streams: attention is one kernel, rule (5).
       same: a renamed value -> the one that it is.
       producer: value -> what makes it.
       readers: value -> the groups that read it; None for anything else.
@@ -35,7 +28,6 @@ class GroupContext:
     """
 
     program: Program
-    streams: bool
     same: dict[int, int] = field(default_factory=dict)
     producer: dict[int, Instr] = field(default_factory=dict)
     readers: dict[int, set[Group | None]] = field(default_factory=lambda: defaultdict(set))
@@ -55,10 +47,7 @@ class GroupContext:
         return role(instr.op, tuple(TensorType(v.shape, v.dtype) for v in values))
 
     def width(self, value: int, casts: Mapping[int, int]) -> int:
-        """Bytes that an element of a value moves when it is written or read, where `casts` are made; 0 if a
-        kernel for attention holds the value in registers."""
-        if self.streams and streamed(self.fusion, self.program.values[value]):
-            return 0
+        """Bytes that an element of a value moves when it is written or read, where `casts` are made."""
         return itemsize(self._narrow(value, casts) or self.program.values[value].dtype)
 
     def _narrow(self, value: int, casts: Mapping[int, int]) -> str | None:
@@ -73,7 +62,7 @@ class GroupContext:
 
 @dataclass(frozen=True)
 class VariableCast:
-    """A cast of a variable outside of loops, rule (6): a kernel that stands for what is read more."""
+    """A cast of a variable outside of loops, rule (5): a kernel that stands for what is read more."""
 
     context: GroupContext
     instr: Local

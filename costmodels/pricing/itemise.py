@@ -21,8 +21,7 @@ from typing import TypeAlias
 from costmodels.hardware import Hardware
 from costmodels.kernels.array_functions import NoArrayFunctionError
 from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
-from costmodels.kernels.fusion import Fusion, fusion_of
-from costmodels.kernels.groups import Group, VariableCast, streamed
+from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.partition import Kernel, Types
 from costmodels.kernels.quantities import of_kernel, of_local, of_stack
 from costmodels.pricing.items import Called, Computed, Item, Sent, Started
@@ -101,14 +100,12 @@ class Itemiser:
       op_by_op: instructions are priced as the local engine runs them, rule (3).
       in_parts: that engine is one process.
       fuses: operations are priced as the kernels that a compiler makes of them.
-      streams: attention is one kernel (`costmodels.kernels.fused`).
       overlaps: the class of a collective matters.
     """
 
     op_by_op: bool
     in_parts: bool
     fuses: bool
-    streams: bool
     overlaps: bool
 
     @classmethod
@@ -119,7 +116,6 @@ class Itemiser:
             op_by_op,
             op_by_op and hardware.devices_per_process is None,
             hardware.fuses and not op_by_op,
-            hardware.streams_attention,
             bool(hardware.overlap),
         )
 
@@ -129,7 +125,7 @@ class Itemiser:
         Args:
           again: it is part of a loop's body that runs again for backward.
         """
-        return fused(program, again, self.streams) if self.fuses else None
+        return fused(program, again) if self.fuses else None
 
     def units(
         self, program: Program, again: bool = False, kernels: Fused | None = None
@@ -159,16 +155,15 @@ class Itemiser:
                 yield what, times, None
 
     def _timed(self, program: Program, again: bool) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
-        return grouped(program, again, self.streams) if self.fuses else program.expected()
+        return grouped(program, again) if self.fuses else program.expected()
 
     def _stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
         """The stacks that a loop writes."""
         if self.in_parts and loop.origin.phase == "forward":
             return
-        held = fusion_of(program) if self.streams else Fusion()
         zeroed = self.fuses and loop.reverse
         for _, stack in loop.stacked:
-            if stack not in program.added and not streamed(held, program.values[stack]):
+            if stack not in program.added:
                 yield Stack(loop, stack, 2 if self.op_by_op or zeroed else 1, zeroed), 1.0
 
     def _added(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from costmodels.kernels.fusion import Fusion, fusion_of
-from costmodels.kernels.groups import Group, VariableCast, streamed
+from costmodels.kernels.groups import Group, VariableCast
 from costmodels.pricing.itemise import Itemiser, Placed, Sending, Stack, Unit, of_collective, split_names
 from costmodels.pricing.items import Item
 from mesh_tf_core.ir.dims import Shape
@@ -107,7 +106,7 @@ class Templates:
         Args:
           again: it is part of a loop's body that runs again for backward.
         """
-        key, sent = structural_key(program, self._itemiser.streams)
+        key, sent = structural_key(program)
         rows = self._rows.get((key, again))
         if rows is None:
             rows = self._rows[key, again] = tuple(self._read(program, sent, again))
@@ -136,12 +135,8 @@ class Templates:
             yield _Row(template, tuple(zip(ids, known, strict=True)), times, number.get(id(unit)))
 
 
-def structural_key(program: Program, streams: bool) -> tuple[Hashable, list[Collective]]:
-    """The structural key of a program among those of one graph, and its collectives in order.
-
-    Args:
-      streams: attention is one kernel (`costmodels.kernels.fused`).
-    """
+def structural_key(program: Program) -> tuple[Hashable, list[Collective]]:
+    """The structural key of a program among those of one graph, and its collectives in order."""
     sent: list[Collective] = []
 
     def block(code: Sequence[Instr]) -> Hashable:
@@ -159,9 +154,7 @@ def structural_key(program: Program, streams: bool) -> tuple[Hashable, list[Coll
         return type(instr), instr.inputs, instr.outputs, origin.phase, getattr(instr, "combine", "")
 
     values = tuple([(v.tensor, v.shape.names, v.shape.sizes, v.dtype) for v in program.values])
-    fusion = fusion_of(program) if streams else Fusion()
-    held = tuple(streamed(fusion, v) for v in program.values) if fusion.streamed else ()
-    return (block(program.code), values, held, tuple(program.results.values())), sent
+    return (block(program.code), values, tuple(program.results.values())), sent
 
 
 def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:

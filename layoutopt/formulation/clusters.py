@@ -25,7 +25,7 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.nodes import plan_of
+from mesh_tf_core.lower.nodes import moved_dims, plan_of
 from mesh_tf_core.lower.rematerialization import running_again, stands_beside_backward
 from mesh_tf_core.lower.subgraph import made_by_loop
 
@@ -121,7 +121,9 @@ class _Builder:
             stays = node.phase == "forward"
             kernel = self._kernel(node, inside)
             times = self.dependencies.times(node)
-            parts.append((_bare(node), tuple(types), times, leaves, early, what, switches, stays, kernel))
+            anyway = tuple(i in self.moved_anyway(node) for i in node.inputs)
+            how = (switches, stays, kernel, anyway)
+            parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
         return tuple(parts)
@@ -134,6 +136,24 @@ class _Builder:
         position = {i: n for n, i in enumerate(sorted(inside))}
         read = tuple((o in fusion.leaving, o in fusion.again) for o in node.outputs)
         return tuple(position[i] for i in others), read
+
+    def moved_anyway(self, node: Node) -> set[int]:
+        """Operands that a node moves which may run again, and that backward moves alike: once for both."""
+        if node.index not in self.remat:
+            return set()
+        found: set[int] = set()
+        home = self.dependencies.block_of[node.index]
+        for block in (b for b in self.graph.blocks if b.forward is home):
+            for tensor in node.inputs:
+                twin = block.captured.get(tensor, tensor)
+                here = (r for r in self.dependencies.readers[twin] if self._in(r, block))
+                wanted = moved_dims(node, tensor, self.graph)
+                if wanted and any(moved_dims(r, twin, self.graph) == wanted for r in here):
+                    found.add(tensor)
+        return found
+
+    def _in(self, node: Node, block: Block) -> bool:
+        return self.dependencies.block_of[node.index] is block
 
     def _switches(self, node: Node) -> tuple[str, ...]:
         """Decisions, splits apart, that change how a node is lowered."""
@@ -175,6 +195,7 @@ class _Builder:
         )
         subgraph = self._subgraph(nodes)
         again: dict[str, list[int]] = defaultdict(list)
+        moved = frozenset(t for node in nodes for t in self.moved_anyway(node))
         for node in nodes:
             for dim in self.remat.get(node.index, ()):
                 again[dim].append(node.index)
@@ -182,7 +203,7 @@ class _Builder:
             name,
             subgraph,
             {
-                dim: Subgraph(frozenset(found), subgraph.blocks, again=True, unread=self.unread)
+                dim: Subgraph(frozenset(found), subgraph.blocks, again=True, moved=moved, unread=self.unread)
                 for dim, found in again.items()
             },
             *self._dims(nodes),

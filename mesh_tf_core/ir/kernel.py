@@ -15,6 +15,9 @@ from mesh_tf_core.ir.dtypes import TensorType
 
 T = Any
 
+Step = Callable[[Any, Sequence[T]], tuple[list[T], list[T]]]
+"""One iteration of `Kernel.loop`."""
+
 
 class Kernel(Protocol):
     """Array functions of one library. `fn` names are those of `UNARY`, `BINARY` and `REDUCE`."""
@@ -109,6 +112,20 @@ class Kernel(Protocol):
         """A scalar of the library from a Python number or an integer scalar of the library."""
         ...
 
+    def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
+        """step(i, carried) -> (carried, made) for i = 0 .. n - 1, one after the other: what is carried in the
+        end, and what was made, stacked along a new first axis."""
+        ...
+
+    def attention(self, a: Attending) -> tuple[T, T] | None:
+        """Result and log-sum-exp (see `Attending`) by a kernel of the library's own; None if it has none for
+        these operands."""
+        ...
+
+    def attention_gradient(self, a: Attending, result: T, lse: T, dresult: T) -> tuple[T, T, T] | None:
+        """Gradients of query, key and value by a kernel of the library's own; None if it has none."""
+        ...
+
 
 # fmt: off
 UNARY = (
@@ -121,6 +138,49 @@ BINARY = (
 )
 REDUCE = ("sum", "max", "min", "prod", "all", "any")
 # fmt: on
+
+
+@dataclass(frozen=True)
+class Attending:
+    """The operands of attention on one device, in one order: softmax(scale query key + bias) value.
+
+    Shapes are [*shared, *group, queries, width] of query, [*shared, keys, width] of key and value. All others
+    broadcast to the logits' [*shared, *group, queries, keys] and have as many axes. The result is
+    [*shared, *group, queries, width of value], in the query's dtype; the log-sum-exp of the logits
+    [*shared, *group, queries], in float32 (float64 for such a query).
+
+    Attributes:
+      query, key, value: the factors.
+      shared: how many leading axes keys and values have too.
+      first: position of the first query; keys begin at 0.
+      total: queries on all devices together.
+      scale: of the products.
+      causal: a query sees keys up to its own position.
+      window: a query sees fewer than so many positions back (not causal: and ahead); 0 sees all.
+      extra_logit: of a key without a value; None: no such key.
+      bias: added to the logits.
+      mask: bool; keys count where it holds.
+      segments: of queries [.., queries, 1] and of keys [.., 1, keys]; keys count where the two are equal.
+      rate: of dropout on the weights.
+      noise: global numbers of the rows and of the keys, uint32 [.., queries, 1] and [keys], whose sum numbers
+        a weight, and the key of its random bits.
+    """
+
+    query: T
+    key: T
+    value: T
+    shared: int
+    first: Any
+    total: int
+    scale: float
+    causal: bool = False
+    window: int = 0
+    extra_logit: float | None = None
+    bias: T | None = None
+    mask: T | None = None
+    segments: tuple[T, T] | None = None
+    rate: float = 0.0
+    noise: tuple[T, T, T] | None = None
 
 
 @dataclass(frozen=True)

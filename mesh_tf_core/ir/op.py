@@ -1,10 +1,10 @@
 """The contract of an operation: all that anyone may ask of one, checked when its class is made.
 
   required facets  roles, infer, kernel, flops, gradient
-  optional facets  lower, operands, expand, moved, contraction, unreduced, summand, describe; each says what
-                   holds without it
-  facts            kind, free, linear, converts, divides, streams, regroups, renames, derives_key, trains:
-                   attributes of the class, or properties where they depend on its fields
+  optional facets  lower, operands, expand, moved, contraction, unreduced, summand, untrained, describe; each
+                   says what holds without it
+  facts            kind, free, linear, converts, divides, regroups, renames, derives_key: attributes of the
+                   class, or properties where they depend on its fields
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
 off it. No reader knows any single operation: what it must know, the contract says.
@@ -35,8 +35,8 @@ class Roles:
 
     Attributes:
       parallel: a device that holds the matching pieces of the inputs computes its piece of the outputs.
-      reduced: dimensions that the output does not have; a device that holds a piece computes a partial
-        result, and partial results are joined by `combine` ("sum", "max" or "min").
+      reduced: dimensions that an output may lack; a device that holds a piece computes a partial result of
+        every output that does, and partial results are joined by `combine` ("sum", "max" or "min").
       whole: name -> reason; every device needs all of this dimension, so a split input is gathered first.
     """
 
@@ -130,12 +130,13 @@ class Op:
         "contraction",
         "unreduced",
         "summand",
+        "untrained",
         "describe",
     )
     FACTS: ClassVar = {
-        "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data"),
-        **dict.fromkeys(("free", "linear", "converts", "divides", "streams"), (False, True)),
-        **dict.fromkeys(("regroups", "derives_key", "trains"), (False, True)),
+        "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
+        **dict.fromkeys(("free", "linear", "converts", "divides"), (False, True)),
+        **dict.fromkeys(("regroups", "derives_key"), (False, True)),
         "renames": ((),),
     }
     """Fact -> the values that it may have."""
@@ -150,9 +151,6 @@ class Op:
     """True if it says the same numbers in another element type. It is done on whatever piece its operand lies
     in, whether the layout says so or not; what it makes of a variable still is this variable; and a sum may
     wait until after it but for rounding."""
-    streams: ClassVar[bool] = False
-    """True if a kernel may do it piece by piece between the product that makes its operand and the one that
-    reads its result, and write neither (attention: Dao et al. 2022, "FlashAttention")."""
     divides: ClassVar[bool] = False
     """True if it is the quotient of its two operands, element by element."""
     regroups: ClassVar[bool] = False
@@ -161,8 +159,6 @@ class Op:
     """Dimensions that its output has under another name: (old, new)."""
     derives_key: ClassVar[bool] = False
     """True if it makes a random key; more int32 scalars behind its operands make another one."""
-    trains: ClassVar[bool] = False
-    """True if it is there for training only: otherwise its first operand stands for it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # A dataclass has its own, so that only a class that is none comes here with something to keep.
@@ -248,6 +244,11 @@ class Op:
         Args:
           parts: such summands of the inputs; of a constant, the input itself.
         """
+        return None
+
+    def untrained(self) -> tuple[Op, int] | None:
+        """What stands for it where nothing is trained: an operation, and how many of its first operands that
+        takes; without it, it does itself."""
         return None
 
     def describe(self) -> str:

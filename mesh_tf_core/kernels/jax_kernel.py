@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mesh_tf_core.ir.kernel import Attending, Step
 from mesh_tf_core.kernels.contraction import parse
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
@@ -103,7 +104,14 @@ def _sums_alone(spec: str) -> bool:
 
 
 class JaxKernel:
-    """JAX's implementation of `protocol.Kernel`, for traced and concrete arrays alike."""
+    """JAX's implementation of `protocol.Kernel`, for traced and concrete arrays alike.
+
+    Args:
+      platform: what it is compiled for: cpu, gpu or tpu.
+    """
+
+    def __init__(self, platform: str = "cpu") -> None:
+        self.platform = platform
 
     def unary(self, fn: str, x: T) -> T:
         return _UNARY[fn](x)
@@ -229,3 +237,24 @@ class JaxKernel:
         if isinstance(value, jax.Array):
             return self.cast(value, dtype)
         return np.asarray(value).astype(np_dtype(dtype))
+
+    def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
+        return lax.scan(lambda state, i: step(i, state), list(carried), jnp.arange(n, dtype=jnp.int32))
+
+    def attention(self, a: Attending) -> tuple[T, T] | None:
+        if self.platform not in ("tpu", "gpu"):
+            return None
+        from mesh_tf_core.kernels import jax_attention as libraries
+
+        if self.platform == "tpu":
+            return libraries.on_tpu(a) if libraries.fits_tpu(a) else None
+        return libraries.on_gpu(a) if libraries.fits_gpu(a) else None
+
+    def attention_gradient(self, a: Attending, result: T, lse: T, dresult: T) -> tuple[T, T, T] | None:
+        if self.platform not in ("tpu", "gpu"):
+            return None
+        from mesh_tf_core.kernels import jax_attention as libraries
+
+        if self.platform == "tpu":
+            return libraries.gradient_on_tpu(a, result, lse, dresult) if libraries.fits_tpu(a) else None
+        return libraries.gradient_on_gpu(a, result, lse, dresult) if libraries.fits_gpu(a) else None

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mesh_tf_core.ir.kernel import Attending, Step
+
 A = Any
 
 
@@ -207,3 +209,16 @@ class NumpyKernel:
 
     def scalar(self, value: Any, dtype: str) -> A:
         return np.asarray(value).astype(np_dtype(dtype))
+
+    def loop(self, n: int, step: Step, carried: Sequence[A]) -> tuple[list[A], list[A]]:
+        state, parts = list(carried), []
+        for i in range(n):
+            state, made = step(i, state)
+            parts.append(made)
+        return state, [np.stack(same) for same in zip(*parts, strict=True)]
+
+    def attention(self, a: Attending) -> None:
+        return None
+
+    def attention_gradient(self, a: Attending, result: A, lse: A, dresult: A) -> None:
+        return None

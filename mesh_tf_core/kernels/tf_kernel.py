@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from mesh_tf_core.ir.kernel import Attending, Step
 from mesh_tf_core.kernels.contraction import Factor, cheapest_pair, matmul, parse, same_order
 
 T = Any
@@ -256,6 +257,33 @@ class TfKernel:
             return self.cast(value, dtype)
         wanted = tf.as_dtype(dtype)
         return tf.constant(np.asarray(value).astype(wanted.as_numpy_dtype), wanted)
+
+    def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
+        made: list[T] = []
+
+        def example(*state: T) -> list[T]:
+            made[:] = step(tf.constant(0), state)[1]
+            return made
+
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in carried]
+        types = tf.function(example, autograph=False).get_concrete_function(*specs).outputs
+
+        def body(i: T, state: Sequence[T], stacks: Sequence[T]) -> tuple[T, list[T], list[T]]:
+            state, parts = step(i, state)
+            return i + 1, list(state), [s.write(i, x) for s, x in zip(stacks, parts, strict=True)]
+
+        stacks = [tf.TensorArray(x.dtype, n, element_shape=x.shape) for x in types]
+        start = tf.constant(0), list(carried), stacks
+        _, state, stacks = tf.while_loop(
+            lambda i, *_: i < n, body, start, parallel_iterations=1, maximum_iterations=n
+        )
+        return list(state), [s.stack() for s in stacks]
+
+    def attention(self, a: Attending) -> None:
+        return None
+
+    def attention_gradient(self, a: Attending, result: T, lse: T, dresult: T) -> None:
+        return None
 
 
 def _logsumexp(x: T, top: T, axis: int) -> T:

@@ -1,4 +1,5 @@
-"""Dot-product attention: multi-head, multi-query and grouped-query; causal, cross, banded."""
+"""Dot-product attention: multi-head, multi-query and grouped-query; causal, cross, banded; as one operation
+or written out."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mesh_tf_core.decoding.cache import Cache
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import check_rate, project
 from mesh_tf_core.layers.caching import AtPosition, keys_at, last_positions, one_of_all, remembered
 from mesh_tf_core.layers.positions import Rotary
+from mesh_tf_core.ops.attention import attention as fused_attention
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import logical_and
@@ -19,6 +21,12 @@ from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import concat, rename, reshape
 from mesh_tf_core.ops.softmax import masked_softmax
+
+Segments = tuple[Tensor, Tensor]
+"""Of queries and of keys: the number of the text that each belongs to."""
+
+FORMS = ("fused", "plain")
+"""Attention as one operation, or written out."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,9 @@ class Attention:
       dropout: rate on the weights.
       shared_kv: keys are the values: one projection for both.
       extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
+      attention: `fused`, one operation that never holds all logits (`mtf.attention`); or `plain`, written out
+        in products and a softmax. A kind of attention that makes logits or weights in its own way, and a text
+        that grows position by position, are written out in any case.
       length, memory_length, d_model: names of the positions of queries and of keys, and of the features.
     """
 
@@ -50,6 +61,7 @@ class Attention:
     dropout: float = 0.0
     shared_kv: bool = False
     extra_logit: float | None = None
+    attention: str = "plain"
     length: str = "length"
     memory_length: str = "memory_length"
     d_model: str = "d_model"
@@ -59,6 +71,10 @@ class Attention:
 
     def __post_init__(self) -> None:
         check_rate(self, self.dropout)
+        if self.attention not in FORMS:
+            raise UserError(
+                f"{type(self).__name__}: attention {self.attention!r}: {known_names(self.attention, FORMS)}"
+            )
         if self.kv_heads < 0 or (self.kv_heads and self.heads.size % self.kv_heads):
             raise UserError(
                 f"{type(self).__name__}: heads={self.heads.size} must be a multiple of "
@@ -66,6 +82,14 @@ class Attention:
             )
         if self.window < 0:
             raise UserError(f"{type(self).__name__}: window must be >= 0 positions, found {self.window}")
+
+    @property
+    def fused(self) -> bool:
+        """Whether it is one operation."""
+        steps = ("mix", "weights", "seen", "allowed", "relative")
+        return self.attention == "fused" and all(
+            getattr(type(self), s) is getattr(Attention, s) for s in steps
+        )
 
     @property
     def kv_dims(self) -> tuple[Dim, ...]:
@@ -88,6 +112,7 @@ class Attention:
         mask: Tensor | None = None,
         bias: Tensor | None = None,
         cache: Cache | None = None,
+        segments: Segments | None = None,
     ) -> Tensor:
         """[others, length, d_model] -> the same.
 
@@ -96,10 +121,12 @@ class Attention:
           mask: bool with any of the logits' dimensions [others, heads, length, memory_length]; keys count
             where it holds.
           bias: added to the logits, as from `RelativeBias`.
+          segments: int numbers of the text that every query [others, length] and every key [others,
+            memory_length] belongs to, where several are packed into a row; a query sees its own text.
           cache: of a text that grows (see `decoding`). At a position, x is [others, d_model]; keys and values
             of a memory are those of when the prompts were read.
         """
-        self.check_cached(cache, memory, mask)
+        self.check_cached(cache, memory, mask, segments)
         if one_of_all(cache):
             return self.at_position(x, memory is not None, mask, bias, cache)
         crosses, memory = memory is not None, self.memory_of(x, memory)
@@ -110,8 +137,37 @@ class Attention:
                 k = self.rotary(k, self.memory_length, self.d_kv.name)
             if cache is not None:
                 self.remember(cache, k, v, crosses)
-            mixed = self.mix(q, k, v, self.length, self.memory_length, self.seen(x, mask), bias)
-            return self.joined(mixed, x)
+            return self.joined(self.attended(q, k, v, x, mask, bias, segments), x)
+
+    def attended(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        segments: Segments | None = None,
+    ) -> Tensor:
+        """What the queries of x find, over all positions: q's dimensions."""
+        if self.fused:
+            return fused_attention(
+                q,
+                k,
+                v,
+                self.length,
+                self.memory_length,
+                self.d_kv,
+                bias=bias,
+                mask=mask,
+                segments=segments,
+                causal=self.causal,
+                window=self.window,
+                extra_logit=self.extra_logit,
+                dropout=self.dropout,
+            )
+        seen = self.seen(x, mask, segments)
+        return self.mix(q, k, v, self.length, self.memory_length, seen, bias)
 
     def memory_of(self, x: Tensor, memory: Tensor | None) -> Tensor:
         """What is attended to: x itself under the memory's name if no memory is given."""
@@ -124,17 +180,26 @@ class Attention:
             )
         return memory
 
-    def seen(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Where both the mask and the positions let a query see a key."""
+    def seen(self, x: Tensor, mask: Tensor | None, segments: Segments | None = None) -> Tensor | None:
+        """Where the mask, the segments and the positions let a query see a key."""
+        if segments is not None:
+            mask = both(mask, segments[0].equal(segments[1]))
         if self.causal or self.window:
             return both(mask, self.allowed(self.relative(x)))
         return mask
 
-    def check_cached(self, cache: Cache | None, memory: Tensor | None, mask: Tensor | None) -> None:
+    def check_cached(
+        self,
+        cache: Cache | None,
+        memory: Tensor | None,
+        mask: Tensor | None,
+        segments: Segments | None = None,
+    ) -> None:
         """UserError unless this attention can read a text that grows."""
         if cache is not None and not self.cached:
             raise UserError(f"{type(self).__name__}: cannot decode with a cache; use Attention")
-        if cache is not None and memory is None and (mask is not None or not self.causal):
+        hidden = mask is not None or segments is not None
+        if cache is not None and memory is None and (hidden or not self.causal):
             raise UserError(
                 f"{type(self).__name__}: a text that grows is read from left to right; with a cache, use "
                 "causal=True and no mask"
@@ -263,15 +328,16 @@ class LocalAttention(Attention):
         mask: Tensor | None = None,
         bias: Tensor | None = None,
         cache: Cache | None = None,
+        segments: Segments | None = None,
     ) -> Tensor:
         """[others, length, d_model] -> the same.
 
         Args:
-          memory, mask: not supported.
+          memory, mask, segments: not supported.
           bias: [block_length, block_memory_length, heads], from `RelativeBias` of `relative(x)`.
           cache: as `Attention`'s; it holds as many positions as the window sees.
         """
-        if memory is not None or mask is not None:
+        if memory is not None or mask is not None or segments is not None:
             raise UserError("LocalAttention: takes neither a memory nor a mask of its own; use Attention")
         self.check_cached(cache, memory, mask)
         if one_of_all(cache):

@@ -62,8 +62,7 @@ class ExpertsAttention:
                 loss = add_n([one, other])
             if a.rotary is not None:
                 q, k = a.rotary(q, a.length, a.d_kv.name), a.rotary(k, a.memory_length, a.d_kv.name)
-            mixed = a.mix(q, k, v, a.length, a.memory_length, a.seen(x, mask), bias)
-            return a.joined(mixed, x), loss
+            return a.joined(a.attended(q, k, v, x, mask, bias), x), loss
 
     def _projected(self, x: Tensor, names: str, token: str) -> tuple[list[Tensor], Tensor]:
         """One projection [group, token, heads, d_kv] per letter of `names`, and the router's loss."""

@@ -9,7 +9,7 @@ from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.tensor import Builder, Tensor
-from mesh_tf_core.layers.attention import Attention
+from mesh_tf_core.layers.attention import Attention, Segments
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import floordiv, mod
 from mesh_tf_core.ops.neighbours import shift
@@ -52,13 +52,14 @@ class LocalAttention2D(Attention):
         mask: Tensor | None = None,
         bias: Tensor | None = None,
         cache: Cache | None = None,
+        segments: Segments | None = None,
     ) -> Tensor:
         """[others, height, width, d_model] -> the same.
 
         Args:
-          memory, mask, bias: not supported.
+          memory, mask, bias, segments: not supported.
         """
-        if memory is not None or mask is not None or bias is not None:
+        if any(given is not None for given in (memory, mask, bias, segments)):
             raise UserError("LocalAttention2D: takes neither a memory nor a mask nor a bias of its own")
         self.check_cached(cache, memory, mask)
         sides = [x.dim(self.height), x.dim(self.width)]

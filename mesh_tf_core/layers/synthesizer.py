@@ -11,7 +11,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Normal
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.attention import Attention
+from mesh_tf_core.layers.attention import Attention, Segments
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.math import relu, sigmoid
@@ -53,15 +53,16 @@ class Synthesizer(Attention):
         mask: Tensor | None = None,
         bias: Tensor | None = None,
         cache: Cache | None = None,
+        segments: Segments | None = None,
     ) -> Tensor:
         """As of `Attention`."""
-        self.check_cached(cache, memory, mask)
+        self.check_cached(cache, memory, mask, segments)
         memory = self.memory_of(x, memory)
         d = x.dim(self.d_model)
         with x.graph.scope(self.name):
             logits = self._logits(x, memory)
             logits = logits if bias is None else logits + bias.cast(logits.dtype)
-            weights = self.weights(logits, self.seen(x, mask), self.memory_length)
+            weights = self.weights(logits, self.seen(x, mask, segments), self.memory_length)
             v = project(memory, "v", [d], [self.heads, self.d_kv])
             mixed = [*x.shape.without(d.name), self.heads, self.d_kv]
             return self.joined(einsum([dropout(weights, self.dropout), v], mixed), x)

@@ -12,7 +12,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Normal
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.attention import Attention
+from mesh_tf_core.layers.attention import Attention, Segments
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.ops.basic import add_n
 from mesh_tf_core.ops.einsum import einsum
@@ -62,9 +62,10 @@ class TalkingHeadsAttention(Attention):
         mask: Tensor | None = None,
         bias: Tensor | None = None,
         cache: Cache | None = None,
+        segments: Segments | None = None,
     ) -> Tensor:
         """As of `Attention`, with logits [others, heads, softmax_heads, length, memory_length]."""
-        self.check_cached(cache, memory, mask)
+        self.check_cached(cache, memory, mask, segments)
         memory = self.memory_of(x, memory)
         others = x.shape.without(self.length, self.d_model)
         with x.graph.scope(self.name):
@@ -76,7 +77,7 @@ class TalkingHeadsAttention(Attention):
             products = einsum([q, k], [*others, self.heads, self.key_heads, *pairs]) * self.d_kv.size**-0.5
             logits = self._talk("logits", products, self.key_heads, self.softmax_heads, x, memory)
             logits = logits if bias is None else logits + bias.cast(logits.dtype)
-            weights = self.weights(logits, self.seen(x, mask), self.memory_length)
+            weights = self.weights(logits, self.seen(x, mask, segments), self.memory_length)
             weights = self._talk("weights", weights, self.softmax_heads, self.value_heads, x, memory)
             inner = [self.heads, self.value_heads, self.d_kv]
             mixed = einsum([dropout(weights, self.dropout), v], [*x.shape.without(self.d_model), *inner])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import (
@@ -127,7 +127,7 @@ class Lowering(Placing):
             return self._expanded(op, inputs)
         if whole:
             inputs = [self.without(i, whole) for i in inputs]
-        partial = self.oracle.ordered(a for n in reduced for a in layout.axes(n)) if reduced else ()
+        partial = self._partial(reduced)
         if not whole and not partial:
             # What comes out is in its place.
             outs = [
@@ -136,17 +136,22 @@ class Lowering(Placing):
             ]
             self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
             return outs
-        pending = partial if roles.combine == "sum" else ()
+        lacking = [self._partial([n for n in reduced if n not in t.shape.names]) for t in plan.types]
         outs = []
-        for t in plan.types:
+        for t, partial in zip(plan.types, lacking, strict=True):
             splits = self.natural(t.shape)
             if whole:
                 splits = tuple(() if n in whole else s for n, s in zip(t.shape.names, splits, strict=True))
-            outs.append(self.new(t, splits, pending))
+            outs.append(self.new(t, splits, partial if roles.combine == "sum" else ()))
         self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
-        if partial:
-            outs = [self.joined(o, partial, roles.combine) for o in outs]
-        return [self.to_natural(o) for o in outs]
+        joined = (
+            self.joined(o, axes, roles.combine) if axes else o for o, axes in zip(outs, lacking, strict=True)
+        )
+        return [self.to_natural(o) for o in joined]
+
+    def _partial(self, names: Sequence[str]) -> Axes:
+        """The axes that split some dimensions which are summed out."""
+        return self.oracle.ordered(a for n in names for a in self.layout.axes(n)) if names else ()
 
     def _converted(self, op: Op, input: int, plan: Plan, tensor: int) -> int:
         """Done on whatever piece there is: a variable stored split is converted before it is gathered, to

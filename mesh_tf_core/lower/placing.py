@@ -122,7 +122,9 @@ class Placing:
         if self.values[id].splits == splits:
             return id
         if (id, splits) not in self.moved:
-            self.moved[id, splits] = self._move(id, splits)
+            elsewhere = self.subgraph is not None and self.values[id].tensor in self.subgraph.moved
+            made = self.like(self.values[id], splits) if elsewhere else self._move(id, splits)
+            self.moved[id, splits] = made
         return self.moved[id, splits]
 
     def _move(self, id: int, splits: Splits) -> int:

@@ -22,6 +22,7 @@ class Subgraph:
       natural: (block, tensor): also bring a tensor into its natural sharding at the end of a block, as its
         readers would.
       again: it is what runs a second time when a loop is recomputed.
+      moved: tensors that what is not lowered here moves as these nodes do, so that they find them moved.
       unread: stacks of saved values that nothing reads in the whole graph: no loop makes them.
       plans: what was worked out of the nodes: a search lowers the same ones under thousands of layouts.
     """
@@ -30,6 +31,7 @@ class Subgraph:
     blocks: frozenset[int]
     natural: frozenset[tuple[int, int]] = frozenset()
     again: bool = False
+    moved: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
     plans: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)
     _by_block: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)

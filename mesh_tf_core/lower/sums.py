@@ -78,8 +78,10 @@ def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
         for i in op.operands(node.inputs) if behind else ():
             yield uses.maker(i), node
         roles = op.roles(*(uses.graph.tensor(i).type for i in node.inputs))
-        if behind or (roles.reduced and roles.combine == "sum"):
-            pending.update(node.outputs)
+        reduced = roles.reduced if roles.combine == "sum" else ()
+        for o in node.outputs:
+            if behind or any(name not in uses.graph.tensor(o).shape.names for name in reduced):
+                pending.add(o)
 
 
 def delay_sums(program: Program, oracle: Oracle | None = None) -> Program:

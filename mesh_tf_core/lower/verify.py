@@ -183,12 +183,13 @@ class _Verifier:
         for name, axes in splits.items():
             if not (not axes or name not in roles.whole):
                 raise ProgramError(f"{instr.text()}: needs all of {name!r}")
-        if roles.combine == "sum":
-            pending = pending.union(*(splits.get(name, ()) for name in roles.reduced))
+        reduced = roles.reduced if roles.combine == "sum" else ()
         for o in instr.outputs:
-            if set(self.of(o).partial) != pending:
+            lacking = (splits.get(name, ()) for name in reduced if name not in self.of(o).shape.names)
+            left = pending.union(*lacking)
+            if set(self.of(o).partial) != left:
                 raise ProgramError(
-                    f"{instr.text()}: leaves a sum over {sorted(pending)} but %{o} says {self.of(o).partial}"
+                    f"{instr.text()}: leaves a sum over {sorted(left)} but %{o} says {self.of(o).partial}"
                 )
 
     def moves(self, instr: Instr, i: int, o: int, change: dict[str, tuple[int, Axes]]) -> None:

@@ -17,7 +17,7 @@ from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import constant_like
+from mesh_tf_core.ops.basic import StopGradient, constant_like
 from mesh_tf_core.ops.einsum import broadcast
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B
@@ -34,9 +34,12 @@ def mix(k: Kernel, x: Any) -> Any:
     return x
 
 
-def bits(k: Kernel, at: At, key: Any) -> Any:
-    """uint32 random bits for the first output: the same for an element wherever it lies."""
-    shape = at.outputs[0].shape
+NEXT = 0x01000193
+"""What the number of an element is multiplied by for the next dimension."""
+
+
+def numbers(k: Kernel, at: At, shape: Shape) -> Any:
+    """The global number of every element of a device's piece, uint32, the same wherever the element lies."""
     index = k.scalar(0, "uint32")
     for axis, d in enumerate(shape):
         positions = k.iota(d.size, "uint32")
@@ -45,14 +48,19 @@ def bits(k: Kernel, at: At, key: Any) -> Any:
         # Dimension by dimension: index = mix(index * odd + position) would cost a hash per axis; a polynomial
         # in an odd constant is injective enough before the final mix and costs one multiply-add.
         positions = k.reshape(positions, [d.size if i == axis else 1 for i in range(len(shape))])
-        index = k.binary("add", k.binary("mul", index, k.scalar(0x01000193, "uint32")), positions)
-    return mix(k, k.binary("bit_xor", mix(k, index), k.cast(key, "uint32")))
+        index = k.binary("add", k.binary("mul", index, k.scalar(NEXT, "uint32")), positions)
+    return index
+
+
+def uniform(k: Kernel, index: Any, key: Any) -> Any:
+    """float32 in [0, 1) from 24 random bits of every number."""
+    bits = mix(k, k.binary("bit_xor", mix(k, index), k.cast(key, "uint32")))
+    top = k.binary("shift_right", bits, k.scalar(8, "uint32"))
+    return k.binary("mul", k.cast(k.cast(top, "int32"), "float32"), k.scalar(2.0**-24, "float32"))
 
 
 def _uniform(k: Kernel, at: At, key: Any) -> Any:
-    """float32 in [0, 1) from 24 random bits."""
-    top = k.binary("shift_right", bits(k, at, key), k.scalar(8, "uint32"))
-    return k.binary("mul", k.cast(k.cast(top, "int32"), "float32"), k.scalar(2.0**-24, "float32"))
+    return uniform(k, numbers(k, at, at.outputs[0].shape), key)
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,6 @@ class Dropout(Op):
 
     rate: float
     kind: ClassVar[str] = "random"
-    trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
@@ -120,6 +127,9 @@ class Dropout(Op):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy.graph.apply(self, dy, inputs[1]), None)
+
+    def untrained(self) -> tuple[Op, int]:
+        return StopGradient(), 1
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ class Softmax(Op):
 
     dim: str
     kind: ClassVar[str] = "reduce"
-    streams: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return _along(self.dim, inputs, "every element is divided by the sum over all of it")
@@ -68,7 +67,6 @@ class SoftmaxGrad(Op):
 
     dim: str
     kind: ClassVar[str] = "reduce"
-    streams: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return _along(self.dim, inputs, "the gradient subtracts a sum over all of it")

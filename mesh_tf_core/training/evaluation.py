@@ -31,7 +31,6 @@ from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.basic import StopGradient
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
@@ -133,9 +132,11 @@ def forward(graph: Graph) -> Graph:
     for block in found.blocks:
         block.saved.clear()
         for at, node in enumerate(block.nodes):
-            if node.op.trains:
-                block.nodes[at] = dataclasses.replace(node, op=StopGradient(), inputs=node.inputs[:1])
-                found.producer[node.outputs[0]] = block.nodes[at]
+            instead = node.op.untrained()
+            if instead is not None:
+                op, count = instead
+                block.nodes[at] = dataclasses.replace(node, op=op, inputs=node.inputs[:count])
+                found.producer.update(dict.fromkeys(node.outputs, block.nodes[at]))
     found.changed()
     return found
 

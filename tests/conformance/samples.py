@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.conformance import (
+    samples_attention,
     samples_contract,
     samples_dynamic,
     samples_elementwise,
@@ -19,4 +20,5 @@ SAMPLES: tuple[Sample, ...] = (
     *samples_order.SAMPLES,
     *samples_spatial.SAMPLES,
     *samples_dynamic.SAMPLES,
+    *samples_attention.SAMPLES,
 )

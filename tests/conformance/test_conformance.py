@@ -49,7 +49,7 @@ def _operations(base: type[Op] = Op) -> set[type[Op]]:
     found: set[type[Op]] = set()
     for cls in base.__subclasses__():
         found |= _operations(cls)
-        if cls.__module__.startswith(ops_package.__name__):
+        if cls.__module__.startswith(ops_package.__name__) and not cls.__subclasses__():
             found.add(cls)
     return found
 

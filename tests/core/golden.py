@@ -95,6 +95,19 @@ def stopped() -> Built:
     return g, {"y": y}
 
 
+def attention() -> Built:
+    """Queries and keys split alike: keys and values are gathered, their gradients reduce-scattered."""
+    g = mtf.Graph()
+    length, memory = mtf.Dim("length", 8), mtf.Dim("memory", 8)
+    q, k, v = (
+        g.input(n, [B, d, D], "bfloat16") for n, d in zip("qkv", (length, memory, memory), strict=True)
+    )
+    y = mtf.attention(q, k, v, length, memory, D, causal=True, window=4)
+    dq, dk, dv = mtf.gradients(mtf.reduce_sum(y * y), [q, k, v])
+    assert dq is not None and dk is not None and dv is not None
+    return g, {"dq": dq, "dk": dk, "dv": dv}
+
+
 CASES: dict[str, tuple[Callable[[], Built], str, str]] = {
     "residual": (residual, "x:2;y:2", "batch:x;f:y"),
     "scattered": (scattered, "x:2;y:2", "batch:x;f:y;out:y"),
@@ -104,6 +117,7 @@ CASES: dict[str, tuple[Callable[[], Built], str, str]] = {
     "stopped": (stopped, "x:2", "d:x"),
     "training_step": (training_step, "x:2;y:2", "batch:x;f:y"),
     "accumulated": (accumulated, "x:2;y:2", "batch:x;f:y"),
+    "attention": (attention, "x:2;y:2", "batch:x;length:y;memory:y"),
 }
 
 

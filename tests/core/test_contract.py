@@ -114,7 +114,7 @@ def bare() -> None:
         (
             of_unknown_kind,
             r"operation Half: kind is 'matrix'; it may be 'matmul', 'elementwise', 'reduce', 'gather', "
-            r"'random', 'data'$",
+            r"'random', 'data', 'attention'$",
         ),
         (of_unknown_linearity, r"operation Half: linear is 'mostly'; it may be False, True$"),
         (
@@ -182,7 +182,7 @@ def test_what_an_operation_is_without_its_optional_facets() -> None:
     assert not op.lowers() and not op.expands()
     assert (op.expand(), op.contraction(x), op.moved([x], [x])) == (None, None, 32.0)
     assert (op.describe(), op.kind) == ("same(size=3)", "elementwise")
-    assert not any((op.free, op.linear, op.converts, op.streams, op.regroups))
+    assert not any((op.free, op.linear, op.converts, op.regroups))
     assert op == Same() and hash(op) == hash(Same()) and op != Same(4)
 
 

@@ -43,7 +43,7 @@ def hiding() -> Hardware:
     numbers = tuple(
         (n, Number(f, str(f), "a test", "2026")) for n, f in (("gradient", 0.5), ("parameter", 0.7))
     )
-    return replace(load_hardware("tpu-v4"), overlap=numbers, streams_attention=True)
+    return replace(load_hardware("tpu-v4"), overlap=numbers)
 
 
 HARDWARE: dict[str, Callable[[], Hardware]] = {

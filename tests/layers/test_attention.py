@@ -10,6 +10,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
+from mesh_tf_core.layers.attention import FORMS
 from tests.layers.helper import check_layouts, run
 
 H, K = mtf.Dim("heads", 4), mtf.Dim("d_kv", 4)
@@ -68,17 +69,19 @@ def reference(kind: layers.Attention, w: dict[str, Any], x: Any, memory: Any, bi
     return np.tensordot(mixed.reshape(*x.shape[:2], -1), w["attention/o"].reshape(-1, 8), 1)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", KINDS)
-def test_kinds(name: str) -> None:
-    kind = KINDS[name]
+def test_kinds(name: str, form: str) -> None:
+    kind = replace(KINDS[name], attention=form)
     layouts = [*LAYOUTS, ("x:2;y:2", "group:x;heads:y")] if name == "grouped" else LAYOUTS
     dense = check_layouts(lambda g, x: kind(x), {"x": X}, layouts)
     want = reference(kind, dense.variables, X[1], X[1])
     np.testing.assert_allclose(dense.out, want, rtol=1e-4, atol=1e-5)
 
 
-def test_cross_attention() -> None:
-    kind = KINDS["plain"]
+@pytest.mark.parametrize("form", FORMS)
+def test_cross_attention(form: str) -> None:
+    kind = replace(KINDS["plain"], attention=form)
     inputs = {"x": X, "memory": MEMORY}
     dense = check_layouts(lambda g, x, m: kind(x, m), inputs, LAYOUTS)
     np.testing.assert_allclose(
@@ -86,11 +89,12 @@ def test_cross_attention() -> None:
     )
 
 
-def test_a_mask_hides_keys() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_hides_keys(form: str) -> None:
     seen = ("batch:4 memory_length:8", (np.arange(8) < np.array([[3], [8], [1], [5]])).astype(float))
 
     def build(g: mtf.Graph, x: mtf.Tensor, m: mtf.Tensor, s: mtf.Tensor) -> mtf.Tensor:
-        return KINDS["plain"](x, m, mask=s > 0.5)
+        return replace(KINDS["plain"], attention=form)(x, m, mask=s > 0.5)
 
     got = check_layouts(build, {"x": X, "memory": MEMORY, "seen": seen}, LAYOUTS)
     hidden = np.where(seen[1][..., None] > 0.5, MEMORY[1], 99.0)

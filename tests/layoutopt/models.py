@@ -74,6 +74,10 @@ EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
     "transformer with more positions": lambda: transformer(
         **SMALL, kv_heads=1, positions="24", optimizer="sgd", dropout=0.2
     ),
+    "transformer with fused attention": lambda: transformer(**SMALL, attention="fused"),
+    "transformer with biased fused attention in bfloat16": lambda: transformer(
+        **SMALL, kv_heads=2, positions="relative", dtype="bfloat16", dropout=0.1, attention="fused"
+    ),
     "mlp": lambda: mlp(batch=8, hidden=16, layers=3),
     "branching": branching,
     "mlp in bfloat16": lambda: mlp(batch=8, hidden=16, dtype="bfloat16", optimizer="sgd"),

@@ -56,7 +56,7 @@ def compile_for(program: Program, topology: str) -> Executable | Refusal:
     from mesh_tf_core.engines.jax.program import JaxProgram
 
     start = time.perf_counter()
-    lowered = JaxProgram(program, jax_home.topology_mesh(topology, program.mesh)).lowered()
+    lowered = JaxProgram(program, jax_home.topology_mesh(topology, program.mesh), "tpu").lowered()
     try:
         made = lowered.compile()
     except jax_home.compile_errors() as error:
@@ -74,7 +74,7 @@ def stablehlo(program: Program) -> str:
     jax_home.stay_on_cpu()
     from mesh_tf_core.engines.jax.program import JaxProgram
 
-    made = JaxProgram(program, jax_home.abstract_mesh(program.mesh))
+    made = JaxProgram(program, jax_home.abstract_mesh(program.mesh), "tpu")
     return str(made.lowered(lowering_platforms=("tpu",)).as_text())
 
 

@@ -51,12 +51,14 @@ class JaxProgram:
 
     Attributes:
       mesh: JAX's mesh with the program's axes; it may be abstract.
+      platform: of its devices: cpu, gpu or tpu.
       sent: id of a collective -> (it, bytes of the pieces given to it, times per step), known once the step
         is traced.
     """
 
     program: Program
     mesh: Any
+    platform: str
     sent: dict[int, tuple[Collective, int, float]] = field(default_factory=dict)
 
     def jitted(self) -> Any:
@@ -97,7 +99,9 @@ class JaxProgram:
         self, variables: Mapping[str, Any], batch: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """What one device does with its pieces."""
-        device = _Device(self.program, variables.__getitem__, batch.__getitem__, self.sent)
+        device = _Device(
+            self.program, JaxKernel(self.platform), variables.__getitem__, batch.__getitem__, self.sent
+        )
         env: Env = {}
         device.block(self.program.code, env, 1)
         new = {name: device.written.get(name, old) for name, old in variables.items()}
@@ -110,12 +114,13 @@ class _Device(WholeReplica):
     def __init__(
         self,
         program: Program,
+        kernel: JaxKernel,
         read: Callable[[str], Any],
         feed: Callable[[str], Any],
         sent: dict[int, tuple[Collective, int, float]],
     ) -> None:
         coordinate = {axis: lax.axis_index(axis) for axis, n in program.mesh.axes if n > 1}
-        super().__init__(program, JaxKernel(), coordinate, read, feed)
+        super().__init__(program, kernel, coordinate, read, feed)
         self.sent = sent
 
     # -- loops -----------------------------------------------------------------------------------------------

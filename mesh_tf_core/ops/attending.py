@@ -1,0 +1,181 @@
+"""What forward and backward of attention have in common: dimensions, the order of operands, work (see
+`attention` for the mathematics)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.kernel import At, Attending, Kernel
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ops.random import numbers
+
+EXTRAS = ("bias", "mask", "segments", "memory_segments", "key")
+"""Operands besides query, key and value that there may be, in this order."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The dimensions of an attention.
+
+    Attributes:
+      shared: that queries and keys have both, besides the one multiplied over.
+      group: of queries that share a key, besides their positions.
+      width: the values' own dimension.
+      rows: shared, group and the positions of queries.
+      logits: rows and the positions of keys.
+    """
+
+    shared: Shape
+    group: Shape
+    width: Dim
+    rows: Shape
+    logits: Shape
+
+
+@dataclass(frozen=True)
+class AnyAttention(Op, abstract=True):
+    """What forward and backward have in common.
+
+    Attributes:
+      d_kv: name of the dimension that queries and keys are multiplied over.
+      length, memory: positions of queries and of keys.
+      scale, causal, window, extra_logit, rate: see `Attending`.
+      extras: which of `EXTRAS` there are.
+    """
+
+    d_kv: str
+    length: Dim
+    memory: Dim
+    scale: float
+    causal: bool = False
+    window: int = 0
+    extra_logit: float | None = None
+    rate: float = 0.0
+    extras: tuple[str, ...] = ()
+    kind: ClassVar[str] = "attention"
+    products: ClassVar[tuple[int, int]] = (1, 1)
+    """How many products run over the width of the keys, and how many over that of the values."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate < 1:
+            raise UserError(f"attention, dropout: rate must be in [0, 1), found {self.rate}")
+        if self.window < 0:
+            raise UserError(f"attention: window must be >= 0 positions, found {self.window}")
+
+    def describe(self) -> str:
+        chosen = [f.name for f in fields(self)[4:-1] if getattr(self, f.name) != f.default]
+        said = [n if n == "causal" else f"{n}={getattr(self, n)}" for n in chosen]
+        return f"{self.name}({', '.join([self.length.name, self.memory.name, *said, *self.extras])})"
+
+    def sides(self, query: TensorType, key: TensorType, value: TensorType) -> Sides:
+        """The dimensions of pieces of these types."""
+        apart = (self.d_kv, self.length.name)
+        shared = Shape(d for d in query.shape if d.name in key.shape.names and d.name not in apart)
+        group = query.shape.without(*shared.names, *apart)
+        width = next(d for d in value.shape if d.name == self.d_kv or d.name not in key.shape.names)
+        rows = Shape([*shared, *group, query.shape.dim(self.length.name)])
+        return Sides(shared, group, width, rows, Shape([*rows, key.shape.dim(self.memory.name)]))
+
+    def whole(self, sides: Sides) -> dict[str, str]:
+        """Dimensions that every device needs all of, and why."""
+        return {
+            self.d_kv: "a logit is a sum over all of it",
+            sides.width.name: "a row of the result is made as a whole",
+            self.memory.name: "a softmax runs over all of it",
+        }
+
+    def attending(self, k: Kernel, at: At, slices: Sequence[Any]) -> Attending:
+        """A device's pieces, in the order that kernels take them in."""
+        sides = self.sides(*at.inputs[:3])
+        shared, rows = sides.shared.names, sides.rows
+        orders = (
+            (*rows.names, self.d_kv),
+            (*shared, self.memory.name, self.d_kv),
+            (*shared, self.memory.name, sides.width.name),
+        )
+        factors = [ordered(k, *xto) for xto in zip(slices, at.inputs, orders, strict=False)]
+        given = {
+            name: x if name == "key" else ordered(k, x, t, sides.logits.names)
+            for name, x, t in zip(self.extras, slices[3:], at.inputs[3:], strict=False)
+        }
+        noise = None
+        if self.rate:
+            first = k.reshape(numbers(k, at, rows), (*rows.sizes, 1))
+            noise = (first, k.iota(self.memory.size, "uint32"), given["key"])
+        query, key, value = factors
+        return Attending(
+            query,
+            key,
+            value,
+            shared=len(shared),
+            first=at.offset(self.length.name),
+            total=self.length.size,
+            scale=self.scale,
+            causal=self.causal,
+            window=self.window,
+            extra_logit=self.extra_logit,
+            bias=given.get("bias"),
+            mask=given.get("mask"),
+            segments=(given["segments"], given["memory_segments"]) if "segments" in given else None,
+            rate=self.rate,
+            noise=noise,
+        )
+
+    def flops(self, *local: TensorType) -> float:
+        """Of the products, for queries and keys that the positions let see each other; where queries are
+        split, of the device that has most. (The softmax runs beside them.)"""
+        sides = self.sides(*local[:3])
+        queries = sides.rows.sizes[-1]
+        widths = local[0].shape.dim(self.d_kv).size, sides.width.size
+        each = sum(2.0 * n * width for n, width in zip(self.products, widths, strict=True))
+        return each * (sides.rows.size // queries) * self.pairs(queries)
+
+    def pairs(self, queries: int) -> int:
+        """Pairs of a query and a key that the positions let see each other, of the piece of so many queries
+        that has most."""
+        n, m = self.length.size, self.memory.size
+        back = self.window or n
+        if not (self.causal or self.window):
+            return queries * m
+        ahead = 0 if self.causal else back - 1
+        return max(_seen(start, queries, m, back, ahead) for start in range(0, n, queries))
+
+    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+        """Of queries and keys; that of weights and values is as large and much like it."""
+        sides = self.sides(*local[:3])
+        rows = sides.rows.size // sides.shared.size
+        return sides.shared.size, rows, self.memory.size, local[0].shape.dim(self.d_kv).size
+
+
+def _seen(start: int, queries: int, keys: int, back: int, ahead: int) -> int:
+    """Pairs of the queries from `start` with keys at position - back < key <= position + ahead."""
+
+    def below(n: int) -> int:
+        """Sum over i < n of min(i, keys)."""
+        ramp = min(n, keys)
+        return max(0, ramp * (ramp - 1) // 2 + (n - ramp) * keys)
+
+    def summed(shift: int) -> int:
+        """Over the queries, of how many keys lie before position + shift."""
+        return below(max(0, start + queries + shift)) - below(max(0, start + shift))
+
+    return summed(ahead + 1) - summed(1 - back)
+
+
+def ordered(k: Kernel, x: Any, t: TensorType, names: Sequence[str]) -> Any:
+    """A piece with one axis for each of `names`, in their order; of size 1 where it lacks the dimension."""
+    order = sorted(range(len(t.shape)), key=lambda i: names.index(t.shape.names[i]))
+    if order != list(range(len(order))):
+        x = k.transpose(x, order)
+    sizes = dict(zip(t.shape.names, t.shape.sizes, strict=True))
+    return k.reshape(x, [sizes.get(name, 1) for name in names])
+
+
+def back(k: Kernel, x: Any, names: Sequence[str], out: TensorType) -> Any:
+    """What a kernel made, whose axes are `names`, in the order of an output."""
+    order = [names.index(name) for name in out.shape.names]
+    return k.transpose(x, order) if order != list(range(len(order))) else x

@@ -1,0 +1,250 @@
+"""Attention as one operation: softmax(scale query key + bias) value, whose logits are never whole in memory.
+
+For a row (a query of one head), with the weights p_j over the keys that it may see,
+
+    s_j = scale q · k_j + bias_j    lse = log sum_j exp(s_j)    p_j = exp(s_j - lse)    o = sum_j p_j v_j
+
+Forward writes o and lse. Backward computes s and p again, with delta = do · o - dlse:
+
+    dv_j += p_j do    dbias_j = p_j (do · v_j - delta)    dq += scale dbias_j k_j    dk_j += scale dbias_j q
+
+(Dao et al. 2022, "FlashAttention", section 3; Rabe & Staats 2021). Dropout acts on p after lse is taken; its
+mask is made again from its key. A device holds the queries that the layout gives it, and all keys: a split
+dimension of keys is gathered, a split one of queries leaves partial sums of dk and dv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops import blockwise
+from mesh_tf_core.ops.attending import AnyAttention, Sides, back, ordered
+from mesh_tf_core.ops.basic import cast, constant_like
+from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.index import need_ints
+
+
+@dataclass(frozen=True)
+class FusedAttention(AnyAttention):
+    """Result [query with the values' width] and log-sum-exp [rows] from (query, key, value, extras)."""
+
+    @property
+    def name(self) -> str:
+        return "attention"
+
+    def untrained(self) -> tuple[Op, int] | None:
+        """The same without dropout, and so without its key, the last operand."""
+        return (replace(self, rate=0.0, extras=self.extras[:-1]), 2 + len(self.extras)) if self.rate else None
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        sides = self.sides(*inputs[:3])
+        return Roles(sides.rows.names, whole=self.whole(sides))
+
+    def infer(self, *inputs: TensorType) -> tuple[TensorType, TensorType]:
+        self._check(inputs)
+        query, sides = inputs[0], self.sides(*inputs[:3])
+        out = Shape(sides.width if d.name == self.d_kv else d for d in query.shape)
+        statistic = "float64" if query.dtype == "float64" else "float32"
+        return TensorType(out, query.dtype), TensorType(query.shape.without(self.d_kv), statistic)
+
+    def _check(self, inputs: Sequence[TensorType]) -> None:
+        query, key, value = (t.shape for t in inputs[:3])
+
+        def need(holds: bool, what: str) -> None:
+            if not holds:
+                raise UserError(f"attention of {listing(inputs)}: {what}")
+
+        dtypes = {t.dtype for t in inputs[:3]}
+        need(len(dtypes) == 1 and is_float(inputs[0].dtype), "needs query, key and value of one float dtype")
+        need(self.d_kv in query.names, f"the query needs the dimension {self.d_kv!r}")
+        need(query.dim(self.d_kv) in key.dims, f"query and key need one dimension {query.dim(self.d_kv)}")
+        need(self.length in query.dims, f"the query needs its positions {self.length}")
+        need(self.memory in key.dims and self.memory in value.dims, f"keys and values need {self.memory}")
+        apart = self.memory.name not in query.names and self.length.name not in (*key.names, *value.names)
+        need(apart, "positions of queries and of keys need names of their own; rename one with mtf.rename")
+        common = key.without(self.d_kv).dims
+        own = [d for d in value if d not in common]
+        alike = len(own) == 1 and len(value) == len(key) and own[0].name not in query.without(self.d_kv).names
+        need(alike, f"a value needs the dimensions of its key, and one in place of {self.d_kv!r}")
+        lacking = [d for d in common if d != self.memory and d not in query.dims]
+        need(not lacking, f"the query lacks the keys' dimensions {', '.join(map(str, lacking))}")
+        logits = self.sides(*inputs[:3]).logits
+        for name, t in zip(self.extras, inputs[3:], strict=True):
+            strange = [d for d in t.shape if d not in logits.dims]
+            need(not strange, f"the {name} has {', '.join(map(str, strange))}; logits have [{logits}]")
+            if name not in ("bias", "mask"):
+                need_ints(f"attention, {name}", t)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        a, sides = self.attending(k, at, slices), self.sides(*at.inputs[:3])
+        result, lse = k.attention(a) or blockwise.forward(k, a)
+        rows, width = sides.rows.names, sides.width.name
+        return back(k, result, (*rows, width), at.outputs[0]), back(k, lse, rows, at.outputs[1])
+
+    def gradient(self, dy: Any, inputs: Sequence[Tensor], output: Any) -> Sequence[Tensor | None]:
+        dresult, dlse = dy
+        given = [f.name for f in fields(AnyAttention)]
+        same = {name: getattr(self, name) for name in given}
+        if dresult is None:
+            dresult = broadcast(constant_like(output[0], 0.0), output[0].shape)
+        more = [] if dlse is None else [dlse]
+        held = [*inputs, *output, dresult, *more]
+        graph = dresult.graph
+        found: list[Tensor | None] = [*graph.apply(FusedAttentionGrad(**same), *held)]
+        for name in self.extras:
+            bias = graph.apply(FusedAttentionBiasGrad(**same), *held) if name == "bias" else None
+            found.append(bias)
+        return found
+
+
+@dataclass(frozen=True)
+class _Backward(AnyAttention, abstract=True):
+    """From (query, key, value, extras, result, lse, dresult, and dlse if there is one)."""
+
+    def derived(self, k: Kernel, at: At, slices: Sequence[Any], sides: Sides) -> tuple[Any, ...]:
+        """Result, lse, dresult and dlse (or None) in the order of kernels."""
+        rows, n = sides.rows.names, 3 + len(self.extras)
+        orders = ((*rows, sides.width.name), rows, (*rows, sides.width.name), rows)
+        made = [ordered(k, *xto) for xto in zip(slices[n:], at.inputs[n:], orders, strict=False)]
+        return (*made, None)[:4]
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("the second derivative of attention is not defined; use stop_gradient on the first")
+
+
+@dataclass(frozen=True)
+class FusedAttentionGrad(_Backward):
+    """Gradients of query, key and value."""
+
+    products: ClassVar[tuple[int, int]] = (3, 2)
+
+    @property
+    def name(self) -> str:
+        return "attentiongrad"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        sides = self.sides(*inputs[:3])
+        lacking = (*sides.group.names, self.length.name)
+        return Roles(sides.shared.names, lacking, whole=self.whole(sides))
+
+    def infer(self, *inputs: TensorType) -> tuple[TensorType, ...]:
+        return inputs[:3]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        a, sides = self.attending(k, at, slices), self.sides(*at.inputs[:3])
+        result, lse, dresult, dlse = self.derived(k, at, slices, sides)
+        made = k.attention_gradient(a, result, lse, dresult) if dlse is None else None
+        dq, dk, dv = made or blockwise.backward(k, a, result, lse, dresult, dlse)
+        keys = (*sides.shared.names, self.memory.name)
+        return (
+            back(k, dq, (*sides.rows.names, self.d_kv), at.outputs[0]),
+            back(k, dk, (*keys, self.d_kv), at.outputs[1]),
+            back(k, dv, (*keys, sides.width.name), at.outputs[2]),
+        )
+
+
+@dataclass(frozen=True)
+class FusedAttentionBiasGrad(_Backward):
+    """Gradient of the bias, which is the first of the extras."""
+
+    products: ClassVar[tuple[int, int]] = (1, 1)
+
+    @property
+    def name(self) -> str:
+        return "attentionbiasgrad"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        sides, bias = self.sides(*inputs[:3]), inputs[3].shape.names
+        kept = tuple(n for n in sides.rows.names if n in bias)
+        lacking = tuple(n for n in sides.rows.names if n not in bias)
+        return Roles(kept, lacking, whole=self.whole(sides))
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[3]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        a, sides = self.attending(k, at, slices), self.sides(*at.inputs[:3])
+        made = blockwise.bias_gradient(k, a, *self.derived(k, at, slices, sides))
+        kept = [n for n in sides.logits.names if n in at.outputs[0].shape.names]
+        sizes = [at.outputs[0].shape.dim(n).size for n in kept]
+        return back(k, k.reshape(made, sizes), kept, at.outputs[0])
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: Dim | str,
+    memory_length: Dim | str,
+    d_kv: Dim | str,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    segments: tuple[Tensor, Tensor] | None = None,
+    causal: bool = False,
+    window: int = 0,
+    scale: float | None = None,
+    extra_logit: float | None = None,
+    dropout: float = 0.0,
+    random_key: Tensor | None = None,
+) -> Tensor:
+    """Values weighted by the softmax of queries times keys, in one operation that never holds all logits.
+
+    Args:
+      query: [others, group, length, d_kv], in any order.
+      key, value: [others, memory_length, d_kv], a value with any dimension in place of d_kv. Queries that
+        differ in what keys lack share a key.
+      bias: added to the logits, with any of their dimensions [others, group, length, memory_length].
+      mask: bool, with any of them; keys count where it holds.
+      segments: int numbers of the text that every query and every key belongs to; a query sees keys of its
+        own text.
+      causal: a query sees keys up to its own position.
+      window: a query sees fewer than so many positions back (not causal: and ahead); 0 sees all.
+      scale: of the logits; None: d_kv ** -0.5.
+      extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
+      dropout: rate on the weights, decided by `random_key` (None: a new one of the graph).
+
+    Returns:
+      The query's dimensions, with that of the values in place of d_kv. A query that sees no key has some
+      mean of the values.
+    """
+    size = query.dim(_name(d_kv)).size
+    lacking = [d for d in key.shape if d.name not in (*query.shape.names, _name(memory_length))]
+    query = broadcast(query, [*lacking, *query.shape]) if lacking else query
+    if dropout and random_key is None:
+        random_key = query.graph.random_key()
+    extras = {
+        "bias": bias if bias is None or bias.dtype == query.dtype else cast(bias, query.dtype),
+        "mask": mask,
+        "segments": segments and segments[0],
+        "memory_segments": segments and segments[1],
+        "key": random_key if dropout else None,
+    }
+    given = {name: x for name, x in extras.items() if x is not None}
+    op = FusedAttention(
+        _name(d_kv),
+        query.dim(_name(length)),
+        key.dim(_name(memory_length)),
+        size**-0.5 if scale is None else scale,
+        causal,
+        window,
+        extra_logit,
+        dropout,
+        tuple(given),
+    )
+    result, _ = query.graph.apply(op, query, key, value, *given.values())
+    out: Tensor = result
+    return out
+
+
+def _name(dim: Dim | str) -> str:
+    return dim.name if isinstance(dim, Dim) else dim

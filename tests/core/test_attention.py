@@ -1,0 +1,191 @@
+"""Attention as one operation: what must hold whatever the numbers; its blocks, work, program and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
+from mesh_tf_core.ops import blockwise
+from mesh_tf_core.ops.attention import FusedAttention, FusedAttentionGrad
+from mesh_tf_core.training.evaluation import forward
+from tests.conformance.helper import Built, check_close
+from tests.conformance.samples_attention import SAMPLES
+
+B, H, G, L, M, D = (mtf.Dim(n, k) for n, k in {"b": 2, "h": 2, "g": 3, "l": 8, "m": 8, "d": 4}.items())
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.normal(size=(B.size, n.size, h.size, D.size)) for n, h in ((L, H), (M, H), (M, H)))
+
+
+def results(build: Callable[..., mtf.Tensor], **arrays: Any) -> dict[str, Any]:
+    """What `build` makes of float64 inputs, and the gradients of the sum of its squares, one device."""
+    g = mtf.Graph()
+    dims = {2: [B, M], 4: [B, M, H, D]}
+    xs = {
+        n: g.input(
+            n, [B, L, H, D] if n == "q" else dims[np.ndim(x)], "int32" if np.ndim(x) == 2 else "float64"
+        )
+        for n, x in arrays.items()
+    }
+    y = build(g, **xs)
+    floats = [n for n, x in xs.items() if x.dtype == "float64"]
+    found = mtf.gradients(mtf.reduce_sum(y * y), [xs[n] for n in floats])
+    asked = {"y": y, **{f"d{n}": dx for n, dx in zip(floats, found, strict=True) if dx is not None}}
+    return LockstepEngine(mtf.lower(g, mtf.Mesh("one:1"), mtf.Layout(), asked)).step(arrays)
+
+
+def attend(q: mtf.Tensor, k: mtf.Tensor, v: mtf.Tensor, **how: Any) -> mtf.Tensor:
+    return mtf.attention(q, k, v, L, M, D, **how)
+
+
+def alike(one: dict[str, Any], other: dict[str, Any], tolerance: float = 1e-12) -> None:
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        check_close(name, other[name], x, tolerance, "the two")
+
+
+def test_causal_is_a_window_of_the_whole_length() -> None:
+    given = {"q": Q, "k": K, "v": V}
+    causal = results(lambda g, **x: attend(**x, causal=True), **given)
+    alike(causal, results(lambda g, **x: attend(**x, causal=True, window=L.size), **given))
+    whole = results(lambda g, **x: attend(**x), **given)
+    alike(whole, results(lambda g, **x: attend(**x, window=L.size), **given))
+
+
+def test_segments_are_a_mask() -> None:
+    ids = np.array([[0] * 3 + [1] * 5, [0] * 6 + [1] * 2])
+
+    def masked(g: mtf.Graph, q: mtf.Tensor, k: mtf.Tensor, v: mtf.Tensor, ids: mtf.Tensor) -> mtf.Tensor:
+        own = mtf.rename(ids, m="l")
+        return attend(q, k, v, mask=own.equal(ids), causal=True)
+
+    def segmented(g: mtf.Graph, q: mtf.Tensor, k: mtf.Tensor, v: mtf.Tensor, ids: mtf.Tensor) -> mtf.Tensor:
+        return attend(q, k, v, segments=(mtf.rename(ids, m="l"), ids), causal=True)
+
+    given = {"q": Q, "k": K, "v": V, "ids": ids}
+    found = results(segmented, **given)
+    alike(found, results(masked, **given))
+    # The texts do not see each other.
+    other = results(segmented, **{**given, "v": np.where(ids[..., None, None] == 0, V, 99.0)})
+    check_close("y", other["y"][0, :3], found["y"][0, :3], 1e-12, "first text")
+
+
+def test_queries_that_share_a_key_are_keys_repeated() -> None:
+    def repeated(g: mtf.Graph, q: mtf.Tensor, k: mtf.Tensor, v: mtf.Tensor) -> mtf.Tensor:
+        one = [mtf.reshape(mtf.slice_dim(t, H, 0, 1), [B, M, D]) for t in (k, v)]
+        return attend(q, *(mtf.broadcast(t, [B, M, H, D]) for t in one), causal=True)
+
+    def shared(g: mtf.Graph, q: mtf.Tensor, k: mtf.Tensor, v: mtf.Tensor) -> mtf.Tensor:
+        return attend(q, *(mtf.reshape(mtf.slice_dim(t, H, 0, 1), [B, M, D]) for t in (k, v)), causal=True)
+
+    alike(*(results(build, q=Q, k=K, v=V) for build in (repeated, shared)))
+
+
+def test_dropout_keeps_the_mean_and_is_that_of_the_written_out() -> None:
+    from mesh_tf_core.layers import Attention
+
+    g = mtf.Graph()
+    x = g.input("x", [B, mtf.Dim("length", 8), mtf.Dim("d_model", 4)], "float32")
+    key = mtf.Dim("heads", 4), mtf.Dim("d_kv", 2)
+    made: dict[str, Any] = {}
+    for form in ("fused", "plain"):
+        g = mtf.Graph()
+        x = g.input("x", x.shape.dims, "float32")
+        y = Attention(*key, kv_heads=2, causal=True, dropout=0.5, attention=form)(x)
+        step = mtf.Model(mtf.reduce_sum(y * y), mtf.SGD(0.1)).training_step()
+        program = mtf.lower(step.graph, mtf.Mesh("x:2"), mtf.Layout("length:x"), {**step.results, "y": y})
+        engine = LockstepEngine(program)
+        engine.initialize()
+        batch = {"x": np.random.default_rng(1).normal(size=(2, 8, 4)).astype(np.float32)}
+        made[form] = {**engine.step(batch), "q": engine.read("attention/q")}
+    alike(made["plain"], made["fused"], 1e-5)
+    many = 400
+    g = mtf.Graph()
+    q, k, v = (g.input(n, [d, D], "float32") for n, d in zip("qkv", (L, M, M), strict=True))
+    draws = [attend(q, k, v, dropout=0.5) for _ in range(many)]
+    program = mtf.lower(
+        g, mtf.Mesh("one:1"), mtf.Layout(), {"mean": mtf.add_n(draws) / many, "all": attend(q, k, v)}
+    )
+    engine = LockstepEngine(program)
+    engine.initialize()
+    out = engine.step({"q": Q[0, :, 0], "k": K[0, :, 0], "v": V[0, :, 0] * 0 + 1})
+    assert abs(out["mean"] - out["all"]).max() < 0.15 and abs((out["mean"] - out["all"]).mean()) < 0.03
+
+
+def test_evaluation_drops_nothing_out() -> None:
+    g = mtf.Graph()
+    q, k, v = (g.input(n, [d, D], "float32") for n, d in zip("qkv", (L, M, M), strict=True))
+    g.outputs = attend(q, k, v, dropout=0.5)  # type: ignore[attr-defined]
+    (node,) = [n for n in forward(g).nodes if isinstance(n.op, FusedAttention)]
+    assert isinstance(node.op, FusedAttention)
+    assert node.op.rate == 0 and node.op.extras == () and len(node.inputs) == 3
+
+
+@pytest.mark.parametrize("most", [4, 40])
+@pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+def test_blocks_give_the_same(sample: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Built(sample, "float64")
+    want = built.dense()
+    found: list[int] = []
+    loop = NumpyKernel.loop
+    monkeypatch.setattr(
+        NumpyKernel, "loop", lambda self, n, *more: (found.append(n), loop(self, n, *more))[1]
+    )
+    monkeypatch.setattr(blockwise, "MOST", most)
+    for name, x in built.dense().items():
+        check_close(name, x, want[name], 1e-12, f"{sample.name} in blocks of {most}")
+    assert found
+
+
+def brute(n: int, m: int, causal: bool, window: int) -> np.ndarray:
+    apart = np.arange(n)[:, None] - np.arange(m)
+    seen = np.ones((n, m), bool)
+    seen &= (apart >= 0) if causal else True
+    return seen & (abs(apart) < window) if window else seen
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 3, 9, 40])
+@pytest.mark.parametrize(("n", "m"), [(12, 12), (12, 30), (30, 12)])
+def test_flops_are_of_what_the_mask_leaves(n: int, m: int, window: int, causal: bool) -> None:
+    op = FusedAttention("d", mtf.Dim("l", n), mtf.Dim("m", m), 1.0, causal, window)
+    seen = brute(n, m, causal, window)
+    assert op.pairs(n) == seen.sum()
+    pieces = [seen[i * n // 3 : (i + 1) * n // 3].sum() for i in range(3)]
+    assert op.pairs(n // 3) == max(pieces)
+    types = [
+        mtf.TensorType(mtf.Shape([b, d, D]), "float32") for b, d in ((B, op.length), *[(B, op.memory)] * 2)
+    ]
+    assert op.flops(*types) == 2 * 2 * B.size * D.size * seen.sum()
+    grad = FusedAttentionGrad("d", op.length, op.memory, 1.0, causal, window)
+    assert grad.flops(*types) == 2.5 * op.flops(*types)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda q, k: mtf.attention(q, k, k, L, L, D), r"no dimension 'l'"),
+        (lambda q, k: mtf.attention(q, k.cast("float32"), k, L, M, D), "one float dtype"),
+        (lambda q, k: mtf.attention(q, k, mtf.rename(k, d="l"), L, M, D), "names of their own"),
+        (
+            lambda q, k: mtf.attention(q, k, mtf.reduce_sum(k, H), L, M, D),
+            "a value needs the dimensions of its key",
+        ),
+        (
+            lambda q, k: mtf.attention(q, k, k, L, M, D, bias=mtf.rename(k, d="e")),
+            "the bias has e:4; logits have",
+        ),
+        (lambda q, k: mtf.attention(q, k, k, L, M, D, dropout=1.0), r"dropout: rate must be in \[0, 1\)"),
+        (lambda q, k: mtf.attention(q, k, k, L, M, D, window=-1), "window must be >= 0"),
+    ],
+)
+def test_errors(wrong: Callable[..., object], message: str) -> None:
+    g = mtf.Graph()
+    q, k = g.input("q", [B, L, H, D], "float64"), g.input("k", [B, M, H, D], "float64")
+    with pytest.raises(mtf.UserError, match=message):
+        wrong(q, k)
