@@ -4,9 +4,9 @@ mesh.
 Seconds are proven of the tables; what a plan shows is the price of the lowered program. It is OPTIMAL only if
 the two agree on its layout within `layoutopt.problem.TOLERANCE` (relative), whoever found it. Where the
 tables come to less, their bound holds, and the difference is the gap. Where they come to more, other layouts
-may be cheaper than their tables, too: the bound is lowered by the most that the tables count too much of any
-layout at hand, relatively. It holds if they count no other layout even dearer. A note says so, and what is
-proven of every program: no device computes less than its share of what one would alone.
+may be cheaper than their tables, too: the bound is what is proven of every program, that no device computes
+less than its share of what one would alone. A note says what the bound would be if the tables counted no
+layout dearer than the ones at hand.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def make_plan(
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=[
             *best.evaluation.cost.notes,
-            *_notes(request, best, tables, missing),
+            *_notes(request, best, tables, bound, missing),
             *_fewer(request, len(others) + 1),
         ],
     )
@@ -138,7 +138,7 @@ def _solver(
     value = float(best.peak) if tables is None else best.seconds
     bound = min(bound, value)  # but for rounding, and what the tables count too much within the tolerance
     if tables is not None and tables.dearer:
-        bound, proven = bound / (1 + tables.over), False
+        bound, proven = min(bound, _share(request, best.mesh)), False
     gap = (value - bound) / value if value else 0.0
     gap, bound = (0.0, value) if gap < EXACT else (gap, bound)
     return SolverInfo(
@@ -159,7 +159,9 @@ def _share(request: Request, mesh: Mesh) -> float:
     return request.evaluator(mesh, Layout()).cost.compute_seconds / mesh.devices
 
 
-def _notes(request: Request, best: Found, tables: _Tables | None, missing: Sequence[str]) -> list[str]:
+def _notes(
+    request: Request, best: Found, tables: _Tables | None, bound: float, missing: Sequence[str]
+) -> list[str]:
     notes = [f"no time was left for these layouts beside the answer: {', '.join(missing)}"] if missing else []
     if tables is None or abs(tables.seconds - tables.program) <= EXACT * tables.program:
         return notes
@@ -169,11 +171,10 @@ def _notes(request: Request, best: Found, tables: _Tables | None, missing: Seque
         "tables"
     )
     if tables.dearer:
-        share = _share(request, best.mesh)
         notes.append(
-            f"the bound holds if the tables come to at most {tables.over * 100:.2g} % more than the program "
-            f"of any layout, the most of {tables.count} that were compared; what is proven of every program "
-            f"is {share:.9g} s"
+            "the bound is a device's share of what one device would compute: no program is below it; if the "
+            f"tables come to at most {tables.over * 100:.2g} % more than the program of any layout, the most "
+            f"of {tables.count} compared, no layout takes less than {bound / (1 + tables.over):.9g} s"
         )
     return notes
 

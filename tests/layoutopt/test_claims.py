@@ -38,9 +38,10 @@ def test_where_tables_and_program_differ_nothing_is_called_optimal(
     assert said.status == "FEASIBLE"
     assert 0 < said.bound <= least * (1 + 1e-12)
     assert said.gap == pytest.approx((said.objective - said.bound) / said.objective)
-    assert 0.009 <= said.gap <= 0.012  # as much as they differ, not the share of an unsplit model
+    if factor < 1:  # the tables' bound holds; else only what no program can be below does
+        assert 0.009 <= said.gap <= 0.012
     assert any("the tables sum to" in note for note in plan.data.notes)
-    condition = "the bound holds if the tables come to at most 1.2 % more"
+    condition = "if the tables come to at most 1.2 % more than the program of any layout"
     assert any(condition in note for note in plan.data.notes) == (factor > 1)
 
 
