@@ -196,11 +196,11 @@ def test_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_numbers_by_local_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    def local_bits(k: Any, at: At, key: Any) -> Any:
-        return random_bits(k, replace(at, split=frozenset()), key)
+    def local_numbers(k: Any, at: At, shape: Any) -> Any:
+        return numbers(k, replace(at, split=frozenset()), shape)
 
-    random_bits = random_ops.bits
-    monkeypatch.setattr(random_ops, "bits", local_bits)
+    numbers = random_ops.numbers
+    monkeypatch.setattr(random_ops, "numbers", local_numbers)
     caught("uniform", "dropout", match="off the dense")
 
 
