@@ -17,10 +17,10 @@ Where the compiler fuses (`costmodels.kernels.fused`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from costmodels.kernels.fused import Fused, fused, made_by_kernels
+from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import fusion_of
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
@@ -70,31 +70,7 @@ def memory(program: Program, fuses: bool = False, kernels: Fused | None = None) 
       fuses: the compiler makes kernels of several operations (`Hardware.fuses`).
       kernels: those of `fused(program)`, where they are known.
     """
-    return _Walk(program, fuses, kernels=kernels).run()
-
-
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """What a point of a program holds besides the variables: ids of the values alive there, and of casts that
-    are kept there for all iterations, with how many these are; `node` runs there, and what is `dying` is not
-    read again."""
-
-    name: str
-    scope: str
-    phase: str
-    node: int
-    position: int
-    values: tuple[int, ...]
-    kept: tuple[tuple[int, int], ...]
-    dying: frozenset[int] = frozenset()
-
-
-def alive(program: Program, fuses: bool = False) -> list[Alive]:
-    """The values alive at every point. Meant for a program in which nothing is split: other layouts hold
-    the same (what one kernel writes for the next is left out: they may make other kernels)."""
-    walk = _Walk(program, fuses, record=True)
-    walk.run()
-    return walk.trace
+    return _Walk(program, fuses, kernels).run()
 
 
 @dataclass
@@ -111,11 +87,66 @@ class _Copies:
     last: int
 
 
+@dataclass(frozen=True)
+class KernelMemory:
+    """What the kernels of a program mean for memory.
+
+    Attributes:
+      made_of: values that are made where they are read -> what they are made of.
+      twice: stacks of what a loop stacks already, and those, rule (5).
+      nowhere: values without memory, rule (4).
+      casts: of variables in loops, rule (6): position of the outermost loop, the cast, the value that its
+        operand is a part of, how many parts that has.
+    """
+
+    made_of: Mapping[int, int]
+    twice: Mapping[int, int]
+    nowhere: frozenset[int]
+    casts: tuple[tuple[int, Local, int, int], ...]
+
+    @property
+    def shared(self) -> dict[int, int]:
+        """`Liveness.shared`."""
+        return {**self.made_of, **self.twice}
+
+
+def kernel_memory(
+    program: Program,
+    fuses: bool,
+    kernels: Fused | None = None,
+    anyhow: bool = False,
+    again: bool = False,
+) -> KernelMemory:
+    """Rules (4) to (6).
+
+    Args:
+      kernels: those of `fused(program)`, where they are known.
+      anyhow: what has no memory under some sizes has none, so that it holds for every layout with the same
+        instructions.
+      again: the program is (a part of) a loop's body that runs again for backward.
+    """
+    if not fuses:
+        return KernelMemory({}, {}, frozenset(), ())
+    if anyhow:
+        inside, made_of = unwritten(program, again)
+    else:
+        kernels = kernels or fused(program)
+        inside, made_of = set(kernels.inner), kernels.casts
+    twice: dict[int, int] = {}
+    nowhere = inside | made_of.keys()
+    for instr, _ in program.walk():
+        if isinstance(instr, Loop):
+            nowhere.update(part.inner for part in instr.sliced)
+            nowhere.update(made_by_kernels(instr))
+            twice.update(_twice(instr))
+    casts = tuple(_casts(program))
+    nowhere.update(cast.outputs[0] for _, cast, _, _ in casts)
+    return KernelMemory(made_of, twice, frozenset(nowhere), casts)
+
+
 class _Walk:
-    def __init__(
-        self, program: Program, fuses: bool, record: bool = False, kernels: Fused | None = None
-    ) -> None:
-        self.program, self.record = program, record
+    def __init__(self, program: Program, fuses: bool, kernels: Fused | None = None) -> None:
+        self.program = program
         self.stored = {name: _bytes(program, name) for name in program.variables}
         self.resident = sum(self.stored.values())
         self.born: dict[int, Origin] = {}
@@ -123,24 +154,10 @@ class _Walk:
         self.peak = self.resident
         self.at = 0
         self.held: dict[int, int] = {}
-        self.trace: list[Alive] = []
-        shared: dict[int, int] = {}
-        inner: set[int] = set()
-        casts: list[tuple[int, Local, int, int]] = []
-        if fuses:
-            kernels = kernels or fused(program)
-            shared.update(kernels.casts)
-            inner.update(kernels.inner, kernels.casts, kernels.passed if record else ())
-            for instr, _ in program.walk():
-                if isinstance(instr, Loop):
-                    inner.update(part.inner for part in instr.sliced)
-                    inner.update(made_by_kernels(instr))
-                    shared.update(_twice(instr))
-            casts = list(_casts(program))
-            inner.update(cast.outputs[0] for _, cast, _, _ in casts)
-        self.liveness = Liveness(program, shared, inner)
+        found = kernel_memory(program, fuses, kernels)
+        self.liveness = Liveness(program, found.shared, found.nowhere)
         self.now = Held(self.liveness)
-        self.copies = self._copies(casts)
+        self.copies = self._copies(found.casts)
         self.kept: dict[int, int] = {}
 
     def run(self) -> Memory:
@@ -164,12 +181,6 @@ class _Walk:
         if total > self.peak or not self.held:
             self.peak, self.at = max(total, self.peak), len(self.points) - 1
             self.held = {i: b for i, b in {**self.kept, **now.bytes}.items() if b and i not in over}
-        if self.record:
-            values = tuple(i for i, b in now.bytes.items() if b and i not in over)
-            kept = tuple((i, self.copies[i].times) for i in self.kept)
-            at, dying = instr.origin, frozenset(self.liveness.span(instr).frees)
-            number = len(self.trace)
-            self.trace.append(Alive(instr.name, at.scope, at.phase, at.node, number, values, kept, dying))
         if isinstance(instr, Loop):
             now.enters(instr, self._size)
             self.born.update((i, instr.origin) for i in instr.entering)

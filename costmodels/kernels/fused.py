@@ -36,14 +36,11 @@ class Fused:
       items: instructions that are not fused, and kernels, each with how often it runs.
       inner: values that have no memory of their own: maps and reductions whose results stay inside of a
         kernel, or lie in a loop's stack. A product's result stands for that of its kernel.
-      passed: values that are written for a later kernel of their own group only; other layouts may compute
-        them again instead.
       casts: values that are made where they are read -> what they are made of.
     """
 
     items: tuple[tuple[Instr | Kernel, float], ...]
     inner: frozenset[int]
-    passed: frozenset[int]
     casts: Mapping[int, int]
 
 
@@ -60,7 +57,6 @@ def fused(program: Program, again: bool = False) -> Fused:
     found = _Fuser(program, again)
     items: list[tuple[Instr | Kernel, float]] = []
     inner: set[int] = set()
-    passed: set[int] = set()
     for item, times in found.run():
         made: Sequence[Instr | Kernel] = (item,) if isinstance(item, Instr) else ()
         if isinstance(item, VariableCast):
@@ -69,10 +65,19 @@ def fused(program: Program, again: bool = False) -> Fused:
             partition, sizes = item.partition(program.local)
             outcome = partition.outcome(sizes.bytes)
             made = partition.kernels(outcome, sizes)
-            for values, more in zip((inner, passed), partition.inside(outcome), strict=True):
-                values.update(more)
+            inner |= partition.inside(outcome)
         items += [(one, times) for one in made]
-    return Fused(tuple(items), frozenset(inner), frozenset(passed), found.casts)
+    return Fused(tuple(items), frozenset(inner), found.casts)
+
+
+def unwritten(program: Program, again: bool = False) -> tuple[set[int], Mapping[int, int]]:
+    """The values that stay inside of kernels under some sizes, and its `casts`."""
+    found = _Fuser(program, again)
+    inside: set[int] = set()
+    for item, _ in found.run():
+        if isinstance(item, Group):
+            inside |= item.steps(program.local).unwritten
+    return inside, found.casts
 
 
 def grouped(program: Program, again: bool = False) -> list[tuple[Unit, float]]:

@@ -101,11 +101,21 @@ class Group:
 
     def partition(self, local: Types) -> tuple[Partition, Sizes]:
         """Its steps, and their sizes."""
-        parts = [parts_of(i.op, tuple(map(local, i.inputs))) if i.op.expands() else () for i in self.instrs]
+        parts = self._parts(local)
+        return self._steps(parts), self._sizes(parts, local)
+
+    def steps(self, local: Types) -> Partition:
+        """Its steps."""
+        return self._steps(self._parts(local))
+
+    def _parts(self, local: Types) -> list[Sequence[Part]]:
+        return [parts_of(i.op, tuple(map(local, i.inputs))) if i.op.expands() else () for i in self.instrs]
+
+    def _steps(self, parts: Sequence[Sequence[Part]]) -> Partition:
         key = tuple(tuple((p.kind, p.inputs, p.output) for p in found) for found in parts)
         if key not in self._partitions:
             self._partitions[key] = self._partitioned(parts)
-        return self._partitions[key], self._sizes(parts, local)
+        return self._partitions[key]
 
     def signature(self) -> tuple[Hashable, Sequence[int]]:
         """What its kernels follow from: the operations, how they are connected, what is needed of their

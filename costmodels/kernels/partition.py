@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 from costmodels.kernels.fusion import MAP, PRODUCT, REDUCE
 from mesh_tf_core.ir.op import TensorType
@@ -109,12 +110,20 @@ class Partition:
             found.append(Kernel(instrs, ends, product, float(read), float(written), vector, reduces, most))
         return found
 
-    def inside(self, outcome: Outcome) -> tuple[set[int], set[int]]:
-        """Values without memory of their own, and those that are written for later kernels alone."""
+    @cached_property
+    def _results(self) -> frozenset[int]:
+        """What it makes, but for the results of kernels with a product."""
         whole = {o for _, _, product, _ in self.members if product is not None for o in product.outputs}
-        outputs = {key for key in self.maker if isinstance(key, int)} - whole
-        inner = {o for o in outputs if o not in outcome.written or o in self.stacked}
-        return inner, {o for o in outputs if o in outcome.written and o not in self.leaving}
+        return frozenset(key for key in self.maker if isinstance(key, int) and key not in whole)
+
+    def inside(self, outcome: Outcome) -> set[int]:
+        """Values without memory of their own."""
+        return {o for o in self._results if o not in outcome.written or o in self.stacked}
+
+    @cached_property
+    def unwritten(self) -> frozenset[int]:
+        """Values without memory of their own under some sizes."""
+        return frozenset(o for o in self._results if o not in self.leaving or o in self.stacked)
 
     def outcome(self, size: Mapping[Key, int]) -> Outcome:
         """Which values are written, and which kernel runs which steps."""

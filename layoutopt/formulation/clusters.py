@@ -13,7 +13,7 @@ once, with a multiplicity.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from layoutopt.formulation.dependencies import Dependencies
@@ -46,6 +46,7 @@ class Cluster:
       early: outputs that others read before the update: a sum of them neither waits further nor travels with
         other messages.
       multiplicity: how many equal clusters the graph has.
+      members: the nodes of each of them, in corresponding order; the first is the one that is lowered.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Cluster:
     early: Mapping[str, Tensor]
     multiplicity: int = 1
     saves: bool = False
+    members: tuple[tuple[int, ...], ...] = ()
 
     @property
     def decisions(self) -> tuple[str, ...]:
@@ -75,8 +77,15 @@ def clusters(dependencies: Dependencies) -> list[Cluster]:
     merged: dict[Hashable, list[list[Node]]] = defaultdict(list)
     for nodes in groups.values():
         merged[builder.signature(nodes)].append(nodes)
-    found = [builder.cluster(nodes[0], len(nodes)) for nodes in merged.values()]
+    found = [
+        replace(builder.cluster(alike[0], len(alike)), members=tuple(map(_numbers, alike)))
+        for alike in merged.values()
+    ]
     return found + builder.accesses()
+
+
+def _numbers(nodes: Iterable[Node]) -> tuple[int, ...]:
+    return tuple(node.index for node in nodes)
 
 
 class _Builder:
@@ -264,7 +273,10 @@ class _Builder:
                 if found is not None:
                     key, cluster = found
                     merged[key].append(cluster)
-        return [replace(found[0], multiplicity=len(found)) for found in merged.values()]
+        return [
+            replace(found[0], multiplicity=len(found), members=tuple(m for f in found for m in f.members))
+            for found in merged.values()
+        ]
 
     def _access(self, variable: Variable) -> tuple[Hashable, Cluster] | None:
         reads = self.dependencies.reads[variable.name]
@@ -288,7 +300,8 @@ class _Builder:
             tuple((dim, len(k.nodes), tuple(sorted(b for b, _ in k.natural))) for dim, k in again.items()),
         )
         subgraph = self._subgraph(nodes, frozenset(accesses))
-        return key, Cluster(f"{variable.name} (access)", subgraph, again, dims, switches, (dims,), {})
+        name, members = f"{variable.name} (access)", (_numbers(nodes),)
+        return key, Cluster(name, subgraph, again, dims, switches, (dims,), {}, members=members)
 
     def _access_again(self, casts: list[Node], accesses: set[tuple[int, int]]) -> dict[str, Subgraph]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.

@@ -26,6 +26,7 @@ import numpy as np
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.clusters import Cluster
 from layoutopt.formulation.memory_constraints import MemoryConstraints
+from layoutopt.formulation.natural_memory import NaturalMemory
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Entry, Table, legal
 from layoutopt.problem import Problem, Sparse, Term, Variable
@@ -55,7 +56,7 @@ class Extraction:
     tables: tuple[Table, ...]
     groups: tuple[Key, ...]
     problem: Problem
-    memory: MemoryConstraints
+    memory: MemoryConstraints | NaturalMemory
 
     def read(self, choices: Sequence[int]) -> tuple[Layout, Options]:
         """The layout and options of the solver's choices."""
@@ -85,7 +86,7 @@ def legal_problem(
     """The problem without its seconds: what is legal, and what it holds."""
     draft = Draft(model, mesh, decided, pricer, context)
     draft.tables, draft.left = [legal(cluster, decided) for cluster in draft.left], []
-    return draft.extraction()
+    return draft.extraction(NaturalMemory(draft.context, mesh, decided, decided.free))
 
 
 def extract(
@@ -156,16 +157,16 @@ class Draft:
             terms = [*terms, Term((), start, "the start of a step")]
         return Problem(f"{self.model.name} on {self.mesh}", tuple(variables), tuple(terms))
 
-    def extraction(self) -> Extraction:
-        """The problem with all its tables."""
+    def extraction(self, memory: NaturalMemory | None = None) -> Extraction:
+        """The problem with all its tables; `memory`: its rows, if they are not those of the tables."""
         assert not self.left
         decided, names = self.decided, self.decided.free
         groups, index = _groups(self.tables), Index(names, decided)
         terms = _time_terms(self.tables, groups, index, self.pricer)
         terms += _message_terms(self.tables, groups, index, self.pricer)
-        memory = MemoryConstraints(self.context, self.mesh, decided, names, self.pricer.itemiser.fuses)
+        rows = memory or MemoryConstraints(self.context, decided, names, self.tables, self.tabler)
         problem = self._problem(terms, groups)
-        return Extraction(self.mesh, decided, names, tuple(self.tables), groups, problem, memory)
+        return Extraction(self.mesh, decided, names, tuple(self.tables), groups, problem, rows)
 
 
 def _groups(tables: Sequence[Table]) -> tuple[Key, ...]:

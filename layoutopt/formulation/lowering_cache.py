@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 from costmodels.pricing.pricer import Pricer
 from costmodels.pricing.templates import ItemisedCost, Templates
+from layoutopt.formulation.lifetimes import LifetimesCache
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.combine import Waiting
 from mesh_tf_core.lower.oracle import Answers
@@ -26,14 +28,18 @@ class LoweredCluster:
     """A cluster, or what recomputation adds to it, after lowering.
 
     Attributes:
+      subgraph: what was lowered.
       asked: what lowering asked, with the answers.
       cost: None if it is not legal.
       waiting: gradient sums that may travel with those of other clusters.
+      program: what it was lowered to; None if it is not legal.
     """
 
+    subgraph: Subgraph
     asked: Answers
     cost: ItemisedCost | None
     waiting: tuple[Waiting, ...]
+    program: Program | None
 
 
 @dataclass
@@ -41,6 +47,7 @@ class LoweringCache:
     """The lowered clusters of one graph, on hardware that makes the same items."""
 
     templates: Templates
+    lifetimes: LifetimesCache = field(default_factory=LifetimesCache)
     _known: dict[Subgraph, dict[Hashable, list[LoweredCluster]]] = field(default_factory=dict)
 
     def of(self, subgraph: Subgraph) -> dict[Hashable, list[LoweredCluster]]:

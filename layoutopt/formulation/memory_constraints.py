@@ -1,26 +1,30 @@
-"""Memory rows of the integer program: what every point of a step holds (`memory_points`), as tables over the
-decisions.
+"""Memory rows of the integer program: what every point of a step holds (`memory_points`), each thing a table
+over the decisions about the cluster that makes it, read off that cluster as it was lowered for its price.
 
-Loops that run again hold other values at other points, so every set of them has rows of its own, which hold
-nothing where it is not chosen. Copies that only some layouts need are not counted, so a row never forbids a
-layout that fits; `lazy_cuts` adds them where they matter.
+    use_t(x) = sum over the things h alive at t of bytes_h(x_c(h))
+
+Decisions that do not matter to a thing leave its table, equal tables are one, and a point that holds no more
+than another is dropped. Loops that run again hold other values at other points, so every set of them has rows
+of its own, which hold nothing where it is not chosen. What only some layouts hold, or only in the middle of
+an operation, is not counted, so a row never forbids a layout that fits; `lazy_cuts` adds it where it matters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layoutopt.formulation.memory_points import Key, Sizes
-from layoutopt.formulation.memory_shares import Shares
+from layoutopt.formulation.lifetimes import ClusterMemory
+from layoutopt.formulation.memory_points import Key, Points, Thing, undominated
 from layoutopt.formulation.shared import SharedContext
+from layoutopt.formulation.tables import Table, Tabler
 from layoutopt.problem import Entry, Row, Sparse
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import recompute_name
-from mesh_tf_core.ir.mesh import Mesh
 
 
 class MemoryConstraints:
@@ -28,32 +32,38 @@ class MemoryConstraints:
 
     Args:
       names: the decisions with a choice, in the order of the problem's variables.
-      fuses: the compiler makes kernels of several operations.
+      tables: the priced clusters, over these decisions.
     """
 
     def __init__(
         self,
         context: SharedContext,
-        mesh: Mesh,
         decided: Decisions,
         names: Sequence[str],
-        fuses: bool = False,
+        tables: Sequence[Table],
+        tabler: Tabler,
     ) -> None:
-        self.context, self.dependencies, self.fuses = context, context.dependencies, fuses
+        self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
         self.always = decided.read({})[1].recompute
-        self.shares = Shares(context.graph, mesh, decided, names)
+        self.fuses = tabler.pricer.itemiser.fuses
+        self._bytes = _Bytes(context, decided, self.names, tables, tabler)
         self._made: dict[frozenset[str], tuple[Row, ...]] = {}
-        self._largest: dict[Entry, float] = {}
+        self._scaled: dict[tuple[Entry, int], Entry] = {}
 
     def rows(self, again: frozenset[str] = frozenset()) -> tuple[Row, ...]:
         """One row for every point of the step that no other point dominates; they hold nothing where a loop
         of `again` does not run again. No limits are set."""
         again |= self.always
         if again not in self._made:
-            found = self.context.points(again, self.fuses).largest
-            rows = (self._only(self._row(name, sizes), again - self.always) for name, sizes in found)
-            self._made[again] = tuple(rows)
+            points = self.context.points(again, self.fuses)
+            base = self._entries(points.variables())
+            entries, counts = self._counts(points)
+            found = []
+            for point in undominated(counts):
+                held = Counter({entries[i]: int(counts[point, i]) for i in np.flatnonzero(counts[point])})
+                found.append(self._only(self._row(points, point, base + held), again - self.always))
+            self._made[again] = tuple(found)
         return self._made[again]
 
     def point(
@@ -62,25 +72,55 @@ class MemoryConstraints:
         """The row of the point at which a node runs, and what is counted there under some choices besides
         the variables; None if there is no such point. (Of several, the one that holds most.)"""
         points = self.context.points(again | self.always, self.fuses)
-        found = [
-            (self._row(f"memory at {p.name} #{p.position}", points.holds(p)), p)
-            for p in points.trace
-            if (p.node, p.phase) == (node, phase)
-        ]
+        found = []
+        for point in points.running(node, phase):
+            things = [*points.variables(), *(thing for _, thing in points.at(point))]
+            found.append((self._row(points, point, self._entries(things)), point))
         if not found:
             return None
-        row, point = max(found, key=lambda f: f[0].use(choices))
-        counted = {key: self._row("", sizes).use(choices) for key, sizes in points.parts(point).items()}
+        row, at = max(found, key=lambda f: f[0].use(choices))
+        counted: dict[Key, float] = {}
+        for key, thing in points.at(at):
+            entry = self._bytes.entry(thing)
+            counted[key] = counted.get(key, 0.0) + (0.0 if entry is None else entry.use(choices))
         return self._only(row, again - self.always), counted
 
-    def _row(self, name: str, sizes: Sizes) -> Row:
-        return Row(name, math.inf, tuple(self.shares.entry(*each) for each in sizes))
+    def _counts(self, points: Points) -> tuple[list[Entry], np.ndarray]:
+        """Different tables, and how often each point holds each, of shape (points, tables)."""
+        number: dict[Entry, int] = {}
+        spans: list[tuple[int, int, int]] = []
+        for counted in points.counted:
+            entry = self._bytes.entry(counted.thing)
+            if entry is not None:
+                spans.append((number.setdefault(entry, len(number)), counted.first, counted.last + 1))
+        changes = np.zeros((len(points.instrs) + 1, len(number)), np.int64)
+        if spans:
+            tables, first, after = np.array(spans).T
+            np.add.at(changes, (first, tables), 1)
+            np.add.at(changes, (after, tables), -1)
+        return list(number), changes.cumsum(axis=0)[:-1]
+
+    def _entries(self, things: Iterable[Thing]) -> Counter[Entry]:
+        return Counter(entry for thing in things if (entry := self._bytes.entry(thing)) is not None)
+
+    def _row(self, points: Points, point: int, held: Mapping[Entry, int]) -> Row:
+        name = f"memory at {points.instrs[point].name} #{point}"
+        return Row(name, math.inf, tuple(self._times(entry, n) for entry, n in held.items()))
+
+    def _times(self, entry: Entry, n: int) -> Entry:
+        if n == 1:
+            return entry
+        if (entry, n) not in self._scaled:
+            assert isinstance(entry.table, Sparse)
+            table = Sparse(entry.table.assignments, entry.table.values * n)
+            self._scaled[entry, n] = Entry(entry.scope, table)
+        return self._scaled[entry, n]
 
     def _only(self, row: Row, again: frozenset[str]) -> Row:
         """The row, made useless for choices that do not run these loops again."""
         if not again:
             return row
-        most = sum(map(self._most, row.entries))
+        most = sum(map(_most, row.entries))
         gates = []
         for dim in sorted(again):
             options = self.decided.options[recompute_name(dim)]
@@ -89,8 +129,111 @@ class MemoryConstraints:
         name = f"{row.name} with {', '.join(sorted(again))} again"
         return replace(row, name=name, entries=(*row.entries, *gates))
 
-    def _most(self, entry: Entry) -> float:
-        if entry not in self._largest:
-            values = entry.table.values if isinstance(entry.table, Sparse) else entry.table
-            self._largest[entry] = float(values.max(initial=0.0))
-        return self._largest[entry]
+
+@dataclass(frozen=True)
+class _Lowered:
+    """A cluster under all its assignments.
+
+    Attributes:
+      scope, listed: numbers of its decisions, and of their options, one row for an assignment.
+      parts: different (what runs at first, what runs again); `which` of them an assignment has.
+    """
+
+    scope: tuple[int, ...]
+    listed: np.ndarray
+    parts: list[tuple[tuple[ClusterMemory, ...], tuple[ClusterMemory, ...]]]
+    which: np.ndarray
+
+
+class _Bytes:
+    """Tables of bytes over one problem's decisions; equal ones are one object."""
+
+    def __init__(
+        self,
+        context: SharedContext,
+        decided: Decisions,
+        names: Sequence[str],
+        tables: Sequence[Table],
+        tabler: Tabler,
+    ) -> None:
+        self.context, self.decided, self.tabler = context, decided, tabler
+        self._number = {n: i for i, n in enumerate(names)}
+        self._tables = {id(table.cluster): table for table in tables}
+        self._clusters: dict[int, _Lowered] = {}
+        self._entries: dict[Thing, Entry | None] = {}
+        self._same: dict[Hashable, Entry] = {}
+
+    def entry(self, thing: Thing) -> Entry | None:
+        """The bytes of a thing; None if it never has any."""
+        if thing not in self._entries:
+            found = self._cluster(thing.cluster)
+            each = [
+                sum(memory.bytes(thing.reading, thing.what, thing.more) for memory in parts[thing.run])
+                for parts in found.parts
+            ]
+            values = thing.share * np.array(each, float)
+            self._entries[thing] = self._entry(found, values[found.which]) if values.any() else None
+        return self._entries[thing]
+
+    def _entry(self, found: _Lowered, values: np.ndarray) -> Entry:
+        """A table without the decisions that do not matter to it."""
+        keep = list(range(len(found.scope)))
+        for column in range(len(found.scope)):
+            rest = [k for k in keep if k != column]
+            code = _numbered(found.listed[:, rest])
+            order = np.argsort(code, kind="stable")
+            same = code[order[1:]] == code[order[:-1]]
+            if (values[order[1:]] == values[order[:-1]])[same].all():
+                keep = rest
+        first = np.unique(_numbered(found.listed[:, keep]), return_index=True)[1]
+        scope, listed, sizes = (
+            tuple(found.scope[k] for k in keep),
+            found.listed[first][:, keep],
+            values[first],
+        )
+        key = scope, listed.tobytes(), sizes.tobytes()
+        if key not in self._same:
+            self._same[key] = Entry(scope, Sparse(listed, sizes))
+        return self._same[key]
+
+    def _cluster(self, number: int) -> _Lowered:
+        if number in self._clusters:
+            return self._clusters[number]
+        makers = self.context.makers
+        cluster = makers.clusters[number]
+        table = self._tables.get(id(cluster)) or self.tabler.table(cluster, self.decided)
+        place = [{o: i for i, o in enumerate(self.decided.options[n])} for n in table.names]
+        listed = [[p[o] for p, o in zip(place, assignment, strict=True)] for assignment in table.entries]
+        lifetimes, fuses = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser.fuses
+        numbers: dict[Hashable, int] = {}
+        parts, which = [], []
+        for entry in table.entries.values():
+            key = entry.mesh, *map(id, entry.lowered)
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                memories = []
+                for lowered in entry.lowered:
+                    assert lowered.program is not None and entry.mesh is not None
+                    found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, fuses)
+                    memories.append(ClusterMemory(found, lowered.program, entry.mesh))
+                parts.append((tuple(memories[:1]), tuple(memories[1:])))
+            which.append(numbers[key])
+        scope = tuple(self._number[n] for n in table.names)
+        shape = len(listed), len(scope)
+        self._clusters[number] = _Lowered(
+            scope, np.array(listed, np.int64).reshape(shape), parts, np.array(which)
+        )
+        return self._clusters[number]
+
+
+def _numbered(listed: np.ndarray) -> np.ndarray:
+    """One number for each row, equal for equal rows."""
+    code = np.zeros(len(listed), np.int64)
+    for column in listed.T:
+        code = code * (int(column.max(initial=0)) + 1) + column
+    return code
+
+
+def _most(entry: Entry) -> float:
+    values = entry.table.values if isinstance(entry.table, Sparse) else entry.table
+    return float(values.max(initial=0.0))

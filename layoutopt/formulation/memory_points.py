@@ -1,333 +1,370 @@
-"""What every point of a step holds under any layout, on any mesh: variables, optimizer state, saved
-activations, gradients, temporaries. (`memory_constraints` makes tables over the decisions of it.)
+"""What every point of a step holds, whatever is split: which tensors are alive, and who makes them.
 
-Copies that only some layouts need are counted where a node makes them for itself
-(`memory_transients`). How much of a value there is depends on its dimensions, and further:
+The step is lowered once with nothing split, and `mesh_tf_core.ir.liveness` walks it with every name of a
+tensor counted for itself: a layout may make a rename or a reshape a value of its own. A tensor that is alive
+at a point there is alive at the corresponding point under any layout, so a row may count the bytes that the
+cluster which makes it says it has (`layoutopt.formulation.lifetimes`). Nothing is said here of splits or
+sizes.
 
-  variable v         split further (as the state of v) from stage 3 on
-  state of v         split further from stage 1 on
-  gradient of v      split further from stage 1 on while v is updated; before that, if a loop makes it, from 2
-  its casts          a sum that is scattered (stage 1, in a loop 2) is scattered before it is cast: until then
-                     only the narrow value exists
-  part of v          a layer's piece or a cast: split further from stage 3 on; all casts of a loop's pieces
-                     where they are kept
-  gathered v         a whole copy from stage 3 on, from its first reader to its last
-  update of v        split further from stage 1 on
-  saved by a loop    gone when the loop is recomputed
-  result of softmax  and of other operations along a dimension: gone where it is split, for then smaller
-                     operations run instead, in place
-  under another      of that other shape, if only one is still read; else gone where dimensions are split that
-                     only its other names or shapes have (see `aliases`)
-  elementwise y      gone where it has the size of an operand that is smaller while nothing is split
+Two things are counted otherwise, for what becomes of them depends on the layout: copies that are gathered for
+the readers of a block, and values that only live while one operation runs.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.liveness import Alive, alive
-from layoutopt.formulation.aliases import aliases
-from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.memory_gradients import NEVER, gradients
-from layoutopt.formulation.memory_shares import Kind
-from layoutopt.formulation.memory_transients import Moves, moved_dims
-from layoutopt.space.recompute import recompute_name
-from layoutopt.space.storage import storage_class, stored_classes
-from mesh_tf_core.ir.blocks import Block
-from mesh_tf_core.ir.dims import Shape
-from mesh_tf_core.ir.dtypes import itemsize
-from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.program import Instr, Local, Loop, Program, Value
-from mesh_tf_core.lower.rematerialization import stands_beside_backward
+from costmodels.liveness import kernel_memory
+from layoutopt.formulation.lifetimes import Reading
+from layoutopt.formulation.makers import Makers, Source
+from mesh_tf_core.ir.liveness import Held, Liveness
+from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 
 Key = tuple[str, int]
 """What is counted: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside", node)."""
-Held = tuple[Kind, Shape, int]
-"""What is alive: of which kind, the shape, the bytes of an element."""
-Sizes = tuple[tuple[Kind, Shape, int], ...]
-"""Of each kind the bytes in all; of values that lie as a variable does, the bytes per element of a shape."""
+
+
+class Thing(NamedTuple):
+    """Bytes to be read off a cluster.
+
+    Attributes:
+      run: 1 if recomputation makes it.
+      share: how much of it is held.
+    """
+
+    reading: Reading
+    cluster: int
+    what: int
+    more: Hashable
+    run: int
+    share: float
+
+
+class Counted(NamedTuple):
+    """A thing that the points from `first` to `last` hold."""
+
+    first: int
+    last: int
+    key: Key
+    thing: Thing
 
 
 class Points:
-    """The points of one program, in which nothing is split and the loops `again` run again.
+    """The points of one program in which nothing is split: its instructions, loops before their bodies.
 
     Args:
       fuses: the compiler makes kernels of several operations.
+
+    Attributes:
+      instrs: what runs at each point.
+      counted: what they hold besides the variables.
     """
 
-    def __init__(
-        self, dependencies: Dependencies, program: Program, again: frozenset[str], fuses: bool
-    ) -> None:
-        self.graph, self.program, self.dependencies = dependencies.graph, program, dependencies
-        graph, self.classes = self.graph, stored_classes(self.graph)
-        self.saved = {
-            outer: name for b in graph.blocks for outer in b.saved.values() if (name := self._freed(b, outer))
-        }
-        for block in graph.blocks:
-            self.saved.update(
-                {inner: self.saved[outer] for outer, inner in block.sliced if outer in self.saved}
-            )
-        gone = set(map(recompute_name, again))
-        self.saved = {tensor: name for tensor, name in self.saved.items() if name not in gone}
-        self.instrs = [instr for instr, _ in program.walk()]
-        self.maker = {o: i for i in self.instrs for o in i.outputs}
-        self.origin = {o: i.origin for o, i in self.maker.items()}
-        self.nodes = {n.index: n for n, _ in graph.walk()}
-        self.gradients = gradients(self.dependencies, self._classed)
-        self.of_tensor: dict[int, list[int]] = defaultdict(list)
-        self.of_owner: dict[str, list[int]] = defaultdict(list)
-        for value in program.values:
-            self.of_tensor[value.tensor].append(value.id)
-            if value.tensor in self.gradients:
-                self.of_owner[self.gradients[value.tensor].variable].append(value.id)
-        self.trace = alive(program, fuses)
-        self.aliases = aliases(program)
-        self.given = {s.inner for loop in self.instrs if isinstance(loop, Loop) for s in loop.sliced}
-        self.whole = self._gathered()
-        self.held: list[Held] = []
-        self._numbers: dict[Held, int] = {}
-        self._steady: dict[tuple[int, tuple[str, ...], int | None], tuple[int, ...]] = {}
-        self._dims: dict[Hashable, tuple[str, ...]] = {}
-        self.fuses = fuses
+    def __init__(self, makers: Makers, program: Program, fuses: bool) -> None:
+        self.makers, self.program = makers, program
+        self.instrs: list[Instr] = []
+        self.counted: list[Counted] = []
+        kernels = kernel_memory(program, fuses, anyhow=True)
+        self._full = Liveness(program, kernels.shared, kernels.nowhere)
+        self._own = Liveness(program, kernels.made_of, kernels.nowhere, renames=False)
+        self._twice = {*kernels.twice, *kernels.twice.values()}
+        self._maker = {o: instr.origin.node for instr, _ in program.walk() for o in instr.outputs}
+        self._readers = self._read()
+        # What a value is called: state by its tensor in the loop, stacks and parts by what they are of.
+        self._enters: dict[int, int] = {}
+        self._stacked: dict[int, int] = {}
+        self._part: dict[int, tuple[int, int]] = {}
+        self._again: set[int] = set()
+        self._saved = {outer: inner for block in makers.graph.blocks for inner, outer in block.saved.items()}
+        self._alive: dict[int, list[int]] = {}
+        self._since: dict[int, tuple[int, Key, Thing]] = {}
+        self._changing: set[int] = set()
+        self._touches: dict[int, int] = {}
+        self._died: dict[int, int] = {}
+        self._starts: list[int] = []
+        self._walk()
+        self._copies()
+        self._casts(kernels.casts)
 
-    @cached_property
-    def largest(self) -> tuple[tuple[str, Sizes], ...]:
-        """The points that no other dominates: their names, and what they hold."""
-        found = (self.trace[i] for i in undominated(self._counts()))
-        return tuple((f"memory at {p.name} #{p.position}", self.holds(p)) for p in found)
+    def variables(self) -> Iterator[Thing]:
+        """The variables: every point holds them."""
+        for name in self.program.variables:
+            cluster, like = self.makers.variable[name]
+            yield Thing(Reading.VARIABLE, cluster, 0, like, 0, 1.0)
 
-    def holds(self, point: Alive) -> Sizes:
-        """All that a point holds."""
-        held = Counter(self._base)
-        for found in self._parts(point).values():
-            held.update(found)
-        return self._sizes(held)
-
-    def parts(self, point: Alive) -> dict[Key, Sizes]:
-        """What a point holds besides the variables, by what it is."""
-        return {key: self._sizes(held) for key, held in self._parts(point).items()}
-
-    def _number(self, held: Held) -> int:
-        """What stands for `held`: points hold few different things, each of them often."""
-        if held not in self._numbers:
-            self._numbers[held] = len(self.held)
-            self.held.append(held)
-        return self._numbers[held]
-
-    def _sizes(self, held: Counter[int]) -> Sizes:
-        sizes: Counter[tuple[Kind, Shape]] = Counter()
-        for number, count in held.items():
-            kind, shape, element = self.held[number]
-            unit = shape if kind.variable else Shape()
-            sizes[kind, unit] += count * element * (1 if kind.variable else shape.size)
-        return tuple((kind, unit, size) for (kind, unit), size in sizes.items())
-
-    @cached_property
-    def _base(self) -> Counter[int]:
-        """The variables."""
-        base: Counter[int] = Counter()
-        for stored in self.program.variables.values():
-            v = stored.variable
-            owner, stage = (v.slot_of, 1) if v.slot_of else (v.name, 3)
-            kind = Kind(v.shape.names, owner if self._classed(owner) else None, stage)
-            base[self._number((kind, v.shape, itemsize(v.dtype)))] += 1
-        return base
-
-    def _counts(self) -> np.ndarray:
-        """How much of everything each point holds besides the variables, of shape (points, things)."""
-        points = []
-        for point in self.trace:
-            once = [number for _, numbers in self._values(point) for number in numbers]
-            once += map(self._number, (*self.whole[point.position].values(), *self._besides(point)))
-            points.append((once, self._kept(point)))
-        counts = np.zeros((len(points), len(self.held)), np.int64)
-        for held, (once, kept) in zip(counts, points, strict=True):
-            np.add.at(held, once, 1)
-            for _, number, times in kept:
-                held[number] += times
-        return counts
-
-    def _parts(self, point: Alive) -> dict[Key, Counter[int]]:
+    def at(self, point: int) -> Iterator[tuple[Key, Thing]]:
         """What a point holds besides the variables."""
-        parts: dict[Key, Counter[int]] = defaultdict(Counter)
-        for i, numbers in self._values(point):
-            parts[self._key(i)].update(numbers)
-        for i, number, times in self._kept(point):
-            parts[self._key(i)][number] += times
-        for i, whole in self.whole[point.position].items():
-            parts["copy", self.program.values[i].tensor][self._number(whole)] += 1
-        for besides in self._besides(point):
-            parts["inside", point.node][self._number(besides)] += 1
-        return parts
+        return ((c.key, c.thing) for c in self.counted if c.first <= point <= c.last)
 
-    def _besides(self, point: Alive) -> list[Held]:
-        """What the node of a point holds besides its operands and results."""
-        node, instr = self.nodes[point.node], self.instrs[point.position]
-        if not isinstance(instr, Local) or type(instr.op) is not type(node.op) or point.phase == "update":
-            return []
-        types = tuple(self.graph.tensor(t).type for t in (*node.inputs, *node.outputs))
-        if (node.op, types) not in self._dims:
-            self._dims[node.op, types] = moved_dims(self.graph, node)
-        if not (dims := self._dims[node.op, types]):
-            return []
-        roots = tuple(map(self._root, instr.inputs))
-        dying = tuple(r in point.dying or r not in point.values for r in roots)
-        counted = all(o in point.values for o in instr.outputs)
-        moves = Moves(node.op, types, dying, counted, self.fuses, dims, node)
-        return [(Kind((), moves=moves), Shape(), 1)]
+    def running(self, node: int, phase: str) -> list[int]:
+        """The points at which a node runs."""
+        return [i for i, at in enumerate(self.instrs) if (at.origin.node, at.origin.phase) == (node, phase)]
 
-    def _root(self, value: int) -> int:
-        """The value in whose memory a rename or reshape lies."""
-        while isinstance(made := self.maker.get(value), Local) and made.op.free and made.inputs:
-            value = made.inputs[0]
-        return value
+    # -- the walk --------------------------------------------------------------------------------------------
 
-    def _kept(self, point: Alive) -> list[tuple[int, int, int]]:
-        """The casts that are kept for all iterations: (value, what it counts as, how often)."""
-        found = []
-        for i, times in point.kept:
-            value = self.program.values[i]
-            kind = Kind(value.shape.names, self._variable_of(i), 3)
-            found.append((i, self._number((kind, value.shape, itemsize(value.dtype))), times))
-        return found
+    def _walk(self) -> None:
+        now = Held(self._own)
+        self._last: dict[int, int] = {}
+        for instr in self.program.code:
+            self._starts.append(len(self.instrs))
+            self._runs(instr, now)
+        self._starts.append(len(self.instrs))
+        for value in list(self._since):
+            self._close(value, len(self.instrs) - 1)
 
-    def _values(self, point: Alive) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """The values alive at a point, and what each counts as there: the same as everywhere but where
-        something is done with it, and where only its other names are still read."""
-        here, beyond, instead = self._concerned(point), self.aliases.beyond, self.aliases.instead
-        for i in point.values:
-            if i in here:
-                yield i, self._held_as(self.program.values[i], point)
-                continue
-            state = i, beyond(i, point.position), instead(i, point.position)
-            if state not in self._steady:
-                self._steady[state] = self._held_as(self.program.values[i], point)
-            yield i, self._steady[state]
+    def _runs(self, instr: Instr, now: Held) -> None:
+        now.begins(instr, _one)
+        if self._repeats(instr):
+            self._again.update(instr.outputs)
+        if isinstance(instr, Loop):
+            self._names(instr)
+        self._point(instr, now)
+        touched = map(self._full.memory, (*instr.inputs, *instr.outputs))
+        self._touches.update(dict.fromkeys(touched, len(self.instrs)))
+        self.instrs.append(instr)
+        if isinstance(instr, Loop):
+            now.enters(instr, _one)
+            for each in instr.body:
+                self._runs(each, now)
+            now.iterated(instr)
+            self._terms(instr)
+        now.ends(instr)
 
-    def _concerned(self, point: Alive) -> set[int]:
-        """The values that may count as something else at a point than elsewhere: what runs there makes,
-        gathers or casts them, or updates with them."""
-        found = {*self.instrs[point.position].outputs, *self.whole[point.position]}
-        node = self.nodes[point.node]
-        if node.op.converts:
-            found.update(i for t in node.inputs for i in self.of_tensor[t])
-        if point.phase == "update":
-            found.update(self.of_owner[point.scope])
-        return found
+    def _terms(self, loop: Loop) -> None:
+        """The terms of a loop's sums, which are added as soon as they exist: where they are moved first, that
+        is at the end of an iteration. Until then one of the values exists that a term is."""
+        last = len(self.instrs) - 1
+        touched = *loop.inputs, *loop.outputs, *(c.leave for c in loop.carried)
+        self._touches.update(dict.fromkeys(map(self._full.memory, touched), last))
+        for term, _ in loop.summed:
+            first = self._touches.get(self._full.memory(term), last) + 1
+            thing = self._thing(term, Reading.LATE)
+            if thing is not None and first <= last:
+                self.counted.append(Counted(first, last, self._key(term), thing))
+
+    def _names(self, loop: Loop) -> None:
+        body, tensor = self.makers.nodes[loop.origin.node].body, self._tensor
+        assert body is not None
+        for carry, t in zip(loop.carried, body.carry_in, strict=False):
+            if tensor(carry.enter) < 0:
+                self._enters[carry.enter] = t
+        for r in loop.stacked:
+            if tensor(r.outer) < 0:
+                self._stacked[r.outer] = self._enters.get(r.inner, tensor(r.inner))
+        self._part.update((s.inner, (s.outer, loop.dim.size)) for s in loop.sliced)
+
+    def _repeats(self, instr: Instr) -> bool:
+        """Whether recomputation runs it, and not the model's own backward."""
+        phase = self.makers.nodes[instr.origin.node].phase
+        return instr.origin.phase == "recompute" and phase != "recompute"
+
+    def _point(self, instr: Instr, now: Held) -> None:
+        """Notes what changes at a point, of all that is alive."""
+        point, groups = len(self.instrs), self._alive
+        gone = self._last.keys() - now.bytes.keys()
+        new = [v for v in now.bytes if v not in self._last]
+        for v in gone:
+            root = self._last.pop(v)
+            groups[root].remove(v)
+            self._close(v, point - 1)
+        for v in new:
+            root = self._last[v] = self._full.memory(v)
+            groups.setdefault(root, []).append(v)
+        special = dict(self._touched(instr))
+        dirty = {v for g in map(self._full.memory, (*gone, *new)) for v in groups[g]}
+        dirty |= self._changing | special.keys() | self._edges.get(point, set())
+        for v in dirty:
+            if v in self._last:
+                self._note(v, point, special[v] if v in special else self._steady(v, point))
+        self._changing = set(special)
+        runs = self.makers.runs.get(instr.origin.node)
+        if runs is not None and isinstance(instr, Local):
+            thing = Thing(Reading.INSIDE, *runs, self._dying(instr), int(self._repeats(instr)), 1.0)
+            self.counted.append(Counted(point, point, ("inside", instr.origin.node), thing))
+
+    def _note(self, value: int, point: int, thing: Thing | None) -> None:
+        known = self._since.get(value)
+        if known is not None and known[2] != thing:
+            self._close(value, point - 1)
+            known = None
+        if known is None and thing is not None:
+            self._since[value] = point, self._key(value), thing
+
+    def _close(self, value: int, last: int) -> None:
+        found = self._since.pop(value, None)
+        if found is not None and found[0] <= last:
+            self.counted.append(Counted(found[0], last, *found[1:]))
+
+    # -- values ----------------------------------------------------------------------------------------------
+
+    def _tensor(self, value: int) -> int:
+        return self.program.values[value].tensor
 
     def _key(self, value: int) -> Key:
-        tensor = self.program.values[value].tensor
-        if tensor >= 0:
-            return "tensor", tensor
-        origin = self.origin.get(value)
-        return "inside", -1 if origin is None else origin.node
+        tensor = self._tensor(value)
+        return ("tensor", tensor) if tensor >= 0 else ("inside", self._maker.get(value, -1))
 
-    def _gathered(self) -> list[dict[int, Held]]:
-        """For every point the gathered copies, by the value that is gathered: from its first to its last
-        reader in a block."""
-        found: list[dict[int, Held]] = [{} for _ in self.trace]
-        readers: dict[tuple[int, int], list[int]] = {}
-
-        def visit(code: Sequence[Instr], position: int, block: int) -> int:
-            for instr in code:
-                if isinstance(instr, Loop):
-                    position = visit(instr.body, position + 1, position + 1)
-                    continue
-                if isinstance(instr, Local) and instr.origin.phase != "update":
-                    cast = instr.op.converts and self._variable_of(instr.outputs[0])
-                    for i in instr.inputs if not cast else ():
-                        readers.setdefault((block, i), []).append(position)
-                position += 1
-            return position
-
-        visit(self.program.code, 0, 0)
-        for (_, i), positions in readers.items():
-            value, name = self.program.values[i], self._variable_of(i)
-            if name:
-                held = Kind(value.shape.names, name, 3, gathered=True), value.shape, itemsize(value.dtype)
-                for position in range(positions[0], positions[-1] + 1):
-                    found[position][i] = held
-        return found
-
-    def _variable_of(self, value: int) -> str | None:
-        """The variable that a value is, or is a part or cast of, if its storage is decided."""
-        owner = self.dependencies.owner.get(self.program.values[value].tensor)
-        return owner if self._classed(owner) else None
-
-    def _classed(self, name: str | None) -> bool:
-        variable = self.graph.variables.get(name or "")
-        return variable is not None and storage_class(variable) in self.classes
-
-    def _freed(self, block: Block, stack: int) -> str | None:
-        """The recompute decision without which a loop saves `stack`: its own, or that of the loop around."""
-        while not stands_beside_backward(block, self.graph) and block.parent is not None:
-            block = self.graph.blocks[block.parent]
-            if stack not in block.saved:
-                return None
-            stack = block.saved[stack]
-        return recompute_name(block.dim.name) if block.dim else None
-
-    def _held_as(self, value: Value, point: Alive) -> tuple[int, ...]:
-        return tuple(map(self._number, self._things(value, point)))
-
-    def _things(self, value: Value, point: Alive) -> list[Held]:
-        """What a value counts as while the node of a point runs."""
-        names, shape, element = value.shape.names, value.shape, itemsize(value.dtype)
-        origin = self.origin.get(value.id)
-        part_of = self._variable_of(value.id)
-        if part_of is not None:
-            # What a loop is given part by part stays for a whole iteration.
-            replaced = value.id in self.whole[point.position] and value.id not in self.given
-            return [(Kind(names, part_of, 3, replaced=replaced), shape, element)]
-        if value.tensor in self.gradients:
-            return self._gradient(value, point)
-        if origin is not None and origin.phase == "update" and self._classed(origin.scope) and names:
-            return [(Kind(names, origin.scope, 1), shape, element)]
-        loop = self.saved.get(value.tensor)
-        node = self.nodes[point.node]
-        if value.id not in self.instrs[point.position].outputs:
-            instead = self.aliases.instead(value.id, point.position)
-            if instead is not None:
-                shape = self.program.values[instead].shape
-                return [(Kind(shape.names, loop=loop), shape, element)]
-            unless = self.aliases.beyond(value.id, point.position)
-            return [(Kind(names, loop=loop, unless=unless), shape, element)]
-        types = [self.graph.tensor(i).type for i in node.inputs]
-        if node.op.expands():
-            # Where these dimensions are split, smaller operations run instead, some of them in place.
-            kind = Kind(names, loop=loop, unless=tuple(node.op.roles(*types).whole))
-        elif node.op.kind == "elementwise":
-            kind = Kind(names, loop=loop, rivals=self._rivals(value, types))
+    def _steady(self, value: int, point: int) -> Thing | None:
+        """What a value counts as where nothing is done with it."""
+        if self._outer(value) in self._stacked:
+            return self._thing(value, Reading.STACK)
+        root = self._full.memory(value)
+        if (
+            value != root
+            and self._alive[root][0] == value
+            and self._full.has(root)
+            and root not in self._last
+        ):
+            # Its memory is that of a value that is not read under its own name any more.
+            reading = Reading.ANY
         else:
-            kind = Kind(names, loop=loop)
-        return [(kind, shape, element)]
+            reading = Reading.ONCE if value in self._twice else Reading.OWN
+        if value in self._part:
+            return self._thing(value, Reading.ANY if reading is Reading.OWN else reading)
+        home = next((b for b, first, last in self._readers.get(value, ()) if first <= point <= last), None)
+        if home is not None and reading is not Reading.ONCE:
+            return self._thing(value, Reading.UNCOPIED, home)
+        return self._thing(value, reading)
 
-    def _rivals(self, value: Value, types: Sequence[TensorType]) -> tuple[tuple[Shape, int], ...]:
-        """Operands of another size, which some layouts make the same."""
-        own = value.shape.size * itemsize(value.dtype)
-        found = {(t.shape, itemsize(t.dtype)) for t in types if t.shape.size * itemsize(t.dtype) < own}
-        return ((value.shape, itemsize(value.dtype)), *sorted(found, key=str)) if found else ()
+    def _touched(self, instr: Instr) -> Iterator[tuple[int, Thing | None]]:
+        """The values that a point treats otherwise, and what they count as there."""
+        node = instr.origin.node
+        runs, given = self.makers.runs.get(node), self.makers.given.get(node, {})
+        if isinstance(instr, Local):
+            dying = self._dying(instr)
+            for v in filter(self._last.__contains__, instr.outputs):
+                if v not in self._stacked:
+                    yield v, None if runs is None else self._thing(v, Reading.RESULT, (runs[1], dying))
+        if runs is None:
+            return
+        cluster, like = runs
+        mine, updates = set(instr.outputs), instr.origin.phase == "update"
+        ends = set(self._own.span(instr).frees).intersection(instr.inputs)
+        for v in self._last if updates else ends:
+            what, source = given.get(self._tensor(v)), self._source(v)
+            if (
+                v in mine
+                or self._outer(v) in self._stacked
+                or what is None
+                or source is None
+                or v not in self._last
+            ):
+                continue
+            if updates and source.cluster != cluster:
+                thing = Thing(Reading.GIVEN, cluster, what, None, 0, 1.0)
+            elif v in ends:
+                thing = Thing(Reading.OPERAND, cluster, what, like, int(self._repeats(instr)), 1.0)
+                self._died[v] = len(self.instrs)
+            else:
+                continue
+            yield v, thing if self._weighs(v) else None
 
-    def _gradient(self, value: Value, point: Alive) -> list[Held]:
-        """A gradient, or what loops or casts make one of."""
-        names, shape, element = value.shape.names, value.shape, itemsize(value.dtype)
-        gradient = self.gradients[value.tensor]
-        owner, split, narrow = gradient.variable, gradient.split, gradient.narrow
-        if point.phase == "update" and point.scope == owner:
-            return [(Kind(names, owner, 1), shape, element)]
-        # A sum that is scattered is scattered before it is cast: the wide value exists in parts only, later.
-        scattered = tuple(range(gradient.scattered, NEVER))
-        node = self.nodes[point.node]
-        if value.tensor in node.inputs and node.op.converts and node.outputs[0] in self.gradients:
-            return [(Kind(names, owner, split, absent=scattered), shape, element)]
-        found = [(Kind(names, owner, split), shape, narrow)]
-        if element > narrow:
-            found.append((Kind(names, owner, split, absent=scattered), shape, element - narrow))
-        return found
+    def _weighs(self, value: int) -> bool:
+        """Whether no other name of it that is alive stands for its memory."""
+        root = self._full.memory(value)
+        first = self._alive[root][0] == value and self._full.has(root) and root not in self._last
+        return value == root or first
+
+    def _dying(self, instr: Instr) -> frozenset[int]:
+        """The operands that die here, as the cluster calls them."""
+        given, frees = self.makers.given.get(instr.origin.node, {}), set(self._own.span(instr).frees)
+        found = (self._tensor(i) for i in instr.inputs if self._own.memory(i) in frees)
+        return frozenset(given[t] for t in found if t in given)
+
+    def _thing(self, value: int, reading: Reading, more: Hashable = None) -> Thing | None:
+        source = self._source(value)
+        if source is None:
+            return None
+        return Thing(
+            reading, source.cluster, source.tensor, more, int(self._outer(value) in self._again), source.share
+        )
+
+    def _outer(self, value: int) -> int:
+        """The stack that a value is a part of, or itself."""
+        while value in self._part:
+            value = self._part[value][0]
+        return value
+
+    def _source(self, value: int) -> Source | None:
+        """The source of a value, and how much of that it is."""
+        share = 1.0
+        while value in self._part:
+            value, n = self._part[value]
+            share /= n
+        t = self._stacked.get(value, self._enters.get(value, self._tensor(value)))
+        if t < 0:
+            return None
+        if value in self._again:
+            # What a loop would have saved, it makes anew.
+            while t in self.makers.parts and self.makers.parts[t][0] in self._saved:
+                t = self._saved[self.makers.parts[t][0]]
+        found = self.makers.source(t)
+        return None if found is None else found._replace(share=found.share * share)
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def _read(self) -> dict[int, list[tuple[int, int, int]]]:
+        """A variable's value -> the blocks that read it as the layout says, so gathered where it is stored
+        split: node of the loop (or 0), first and last reader."""
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        owner, position = self.makers.dependencies.owner, 0
+
+        def visit(code: Sequence[Instr], block: int) -> None:
+            nonlocal position
+            for instr in code:
+                at, position = position, position + 1
+                if isinstance(instr, Loop):
+                    visit(instr.body, instr.origin.node)
+                elif isinstance(instr, Local) and instr.origin.phase != "update":
+                    casts = instr.op.converts and self._tensor(instr.outputs[0]) in owner
+                    for i in instr.inputs if not casts else ():
+                        if self._tensor(i) in owner:
+                            found[block, i] = found.get((block, i), (at, at))[0], at
+
+        visit(self.program.code, 0)
+        readers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        self._edges: dict[int, set[int]] = defaultdict(set)
+        for (block, value), (first, last) in found.items():
+            readers[value].append((block, first, last))
+            self._edges[first].add(value)
+            self._edges[last + 1].add(value)
+        return readers
+
+    def _copies(self) -> None:
+        """Gathered copies, from their first to their last reader in a block, or until that counts what it is
+        given."""
+        for value, readers in self._readers.items():
+            tensor = self._tensor(value)
+            for block, first, last in readers:
+                source = self.makers.gathered.get((block, tensor))
+                if source is not None:
+                    thing = Thing(Reading.COPY, source.cluster, source.tensor, block, 0, 1.0)
+                    if first <= self._died.get(value, -1) <= last:
+                        last = self._died[value] - 1
+                    if first <= last:
+                        self.counted.append(Counted(first, last, ("copy", tensor), thing))
+
+    def _casts(self, casts: Sequence[tuple[int, Local, int, int]]) -> None:
+        """Casts of a variable's parts that are kept for all iterations."""
+        first: dict[int, int] = {}
+        kept: dict[int, tuple[int, int, int]] = {}
+        for position, cast, source, times in casts:
+            one = first.setdefault(self._full.memory(source), cast.outputs[0])
+            kept[one] = times, kept.get(one, (times, position))[1], position
+        for value, (times, begin, end) in kept.items():
+            thing = self._thing(value, Reading.ANY)
+            if thing is not None:
+                thing = thing._replace(share=thing.share * times)
+                last = self._starts[end + 1] - 1
+                self.counted.append(Counted(self._starts[begin], last, self._key(value), thing))
+
+
+def _one(_: int) -> int:
+    return 1
 
 
 def undominated(counts: np.ndarray) -> list[int]:

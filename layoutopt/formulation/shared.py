@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.dependencies import Dependencies
+from layoutopt.formulation.makers import Makers
 from layoutopt.formulation.memory_points import Points
 from layoutopt.formulation.tables import Tabler
 from mesh_tf_core.ir.layout import Layout
@@ -45,8 +48,13 @@ class SharedContext:
             self._tabler = Tabler(self.graph, mesh, pricer)
         return self._tabler
 
+    @cached_property
+    def makers(self) -> Makers:
+        """Which cluster makes each tensor."""
+        return Makers(self.dependencies, self.clusters)
+
     def points(self, again: frozenset[str], fuses: bool) -> Points:
         """What its points hold; `fuses`: the compiler makes kernels of several operations."""
         if (again, fuses) not in self._points:
-            self._points[again, fuses] = Points(self.dependencies, self.program(again), again, fuses)
+            self._points[again, fuses] = Points(self.makers, self.program(again), fuses)
         return self._points[again, fuses]

@@ -22,6 +22,7 @@ from layoutopt.space.kind import Choice
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options, Subgraph, lower
 from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
 from mesh_tf_core.lower.oracle import Oracle
@@ -33,10 +34,17 @@ NOTHING: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class Entry:
-    """Price of one assignment: seconds, and the bytes of each small message by group."""
+    """What one assignment costs.
+
+    Attributes:
+      small: the bytes of each small message, by group.
+      lowered: what the price is of: the cluster, then what of it runs again; `mesh` is the one it lies on.
+    """
 
     seconds: float
     small: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
+    lowered: tuple[LoweredCluster, ...] = ()
+    mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)
@@ -162,12 +170,14 @@ class Tabler:
             payloads = tuple(w.value.local_bytes(naming.mesh) for w in sums)
             seconds -= sum(naming.pricer.message_seconds(axes, payload) for payload in payloads)
             small[tuple(naming.real[a] for a in axes), dtype] = payloads
+        parts = [lowered]
         for dim in sorted(options.recompute):
             if dim in cluster.again:
                 second = self._lowered(cluster, cluster.again[dim], options, oracle, naming)
                 assert second.cost is not None
                 seconds += naming.pricer.total(second.cost)
-        return Entry(max(seconds, 0.0), small)
+                parts.append(second)
+        return Entry(max(seconds, 0.0), small, tuple(parts), naming.mesh)
 
     def _lowered(
         self, cluster: Cluster, subgraph: Subgraph, options: Options, oracle: Oracle, naming: Naming
@@ -179,10 +189,11 @@ class Tabler:
                 return lowered
         oracle.asked = {}
         found: tuple[ItemisedCost | None, tuple[Waiting, ...]] = (None, ())
+        program: Program | None = None
         try:
             program = lower(self.graph, naming.mesh, oracle.layout, cluster.early, options, subgraph, oracle)
             found = self.cache.templates.itemised(program, subgraph.again), waiting(program)
         except LayoutError:
             pass
-        known.append(LoweredCluster(tuple(oracle.asked.items()), *found))
+        known.append(LoweredCluster(subgraph, tuple(oracle.asked.items()), *found, program))
         return known[-1]

@@ -52,13 +52,19 @@ class Liveness:
     Args:
       shared: value -> another one in whose memory it lies, besides (1).
       nowhere: values that have no memory.
+      renames: rule (1) holds; else every name is counted for itself.
     """
 
     def __init__(
-        self, program: Program, shared: Mapping[int, int] | None = None, nowhere: Set[int] = frozenset()
+        self,
+        program: Program,
+        shared: Mapping[int, int] | None = None,
+        nowhere: Set[int] = frozenset(),
+        renames: bool = True,
     ) -> None:
         self.program, self._nowhere = program, set(nowhere)
         self._shared = {**(shared or {}), **program.added}
+        self._renames = renames
         self._memory: dict[int, int] = {}
         self._spans: dict[int, Span] = {}
         for instr, _ in program.walk():
@@ -85,7 +91,7 @@ class Liveness:
 
     def _place(self, instr: Instr) -> None:
         """Rules (1), (2) and (8)."""
-        free = isinstance(instr, Local) and instr.op.free and instr.inputs
+        free = self._renames and isinstance(instr, Local) and instr.op.free and instr.inputs
         for o in instr.outputs:
             source = instr.inputs[0] if free else self._shared.get(o)
             if source is not None:

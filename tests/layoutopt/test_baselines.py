@@ -79,11 +79,11 @@ def test_with_nothing_split_programs_differ_in_their_mesh_only(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_a_value_counts_as_is_remembered_where_it_stays_so(name: str) -> None:
+def test_no_point_counts_a_tensor_twice(name: str) -> None:
     points = SharedContext(EXAMPLES[name]()).points(frozenset(), fuses=True)
-    for point in points.trace:
-        for value, numbers in points._values(point):
-            assert numbers == points._held_as(points.program.values[value], point)
+    for point in range(len(points.instrs)):
+        keys = [key for key, _ in points.at(point) if key[0] == "tensor"]
+        assert len(keys) == len(set(keys)), points.instrs[point].text()
 
 
 def test_greedy_has_the_microbatches_it_was_searched_with() -> None:

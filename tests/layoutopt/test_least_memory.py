@@ -8,6 +8,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from examples.transformer_lm import model as transformer
 from layoutopt import Plan, search
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Outcome, SubproblemSearch
@@ -130,3 +131,10 @@ def test_what_is_said_to_be_needed_is_needed() -> None:
     with pytest.raises(mtf.InfeasibleError, match="no layout of 'mlp' fits"):
         find(memory=least - 1, storage=("layout",))
     assert find(memory=least, storage=("layout",)).predicted.peak_memory_bytes == least
+
+
+@pytest.mark.slow
+def test_gradients_that_are_moved_at_the_end_of_an_iteration_are_counted() -> None:
+    plan = search(transformer(), mesh="data:8;model:8", hardware="tpu-v4", objective="memory")
+    assert plan.solver.status == "OPTIMAL"
+    assert plan.solver.bound == plan.predicted.peak_memory_bytes

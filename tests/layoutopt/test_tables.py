@@ -9,16 +9,18 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
+from costmodels.liveness import memory
 from costmodels.pricing.pricer import pricer
 from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
 from layoutopt.evaluator import evaluate
-from layoutopt.formulation.extract import Draft, Extraction, extract
+from layoutopt.formulation.extract import Draft, Extraction, extract, legal_problem
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
+from layoutopt.space.storage import stored_classes
 from tests.layoutopt.models import EXAMPLES, HARDWARE, PASSING, SMALL, crossed, random_model, some_choices
 
 PRICE = 1e-9
@@ -98,13 +100,43 @@ def check_random(seed: int) -> None:
         compare(random_model(seed), mesh, parts, hardware, seed, count=8)
 
 
-def test_rows_are_close_to_the_peak_of_an_unsplit_model() -> None:
-    model, mesh = EXAMPLES["transformer"](), mtf.Mesh("data:2;model:2")
-    found = extraction(model, mesh, 1, load_hardware("tpu-v3"))
-    choices = found.choices(mtf.Layout(), mtf.Options())
+REACHED: dict[str, tuple[str, int, bool, int]] = {
+    "nothing is split": ("", 0, False, 1),
+    "copies are gathered in loops": ("batch:data;d_ff:model", 3, False, 1),
+    "copies are gathered where a loop runs again": ("batch:data;d_ff:model", 3, True, 1),
+    "gradients are scattered at the end of a loop": ("batch:data;d_ff:model", 2, False, 2),
+}
+"""Layout, stage of storage, whether layers are recomputed, microbatches."""
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_rows_reach_the_peak(name: str) -> None:
+    layout, stage, recomputed, parts = REACHED[name]
+    model, mesh, hardware = EXAMPLES["transformer"](), mtf.Mesh("data:2;model:2"), load_hardware("tpu-v3")
+    found = extraction(model, mesh, parts, hardware)
+    classes = stored_classes(model.training_step(parts).graph).values()
+    stages = {v.name: stage for members in classes for v in members if stage}
+    again = frozenset({"layers"} if recomputed else ())
+    options = mtf.Options(storage=stages, recompute=again, microbatches=parts)
+    choices = found.choices(mtf.Layout(layout), options)
     assert choices is not None
-    peak = evaluate(model, mesh, mtf.Layout(), load_hardware("tpu-v3")).memory.peak
-    assert max(row.use(choices) for row in found.memory.rows()) == peak
+    peak = evaluate(model, mesh, mtf.Layout(layout), hardware, options).memory.peak
+    assert max(row.use(choices) for row in found.memory.rows(again)) == peak
+
+
+@pytest.mark.parametrize("name", ["transformer", "branching", "reversible"])
+def test_natural_rows_hold_what_splits_leave_of_everything(name: str) -> None:
+    model, mesh = EXAMPLES[name](), mtf.Mesh("data:2;model:2")
+    graph, prices = model.training_step().graph, pricer(load_hardware("tpu-v3"), mesh)
+    decided = decisions(graph, mesh)
+    known = legal_problem(model, mesh, decided, prices)
+    layouts = mtf.Layout(), mtf.Layout(f"{model.batch_dim}:data+model")
+    choices = [known.choices(layout, mtf.Options()) for layout in layouts]
+    assert choices[0] is not None and choices[1] is not None
+    whole, split = (max(row.use(c) for row in known.memory.rows()) for c in choices)
+    program = model.lower(mesh, mtf.Layout(), mtf.Options())
+    assert whole == memory(program).peak
+    assert memory(program).variables < split < whole
 
 
 def test_the_problem_does_not_grow_with_the_layers() -> None:

@@ -1,0 +1,333 @@
+"""What a lowered cluster holds of every tensor that it makes or is given, and when.
+
+A cluster is lowered by itself, so its program says which of its tensors have memory under its decisions: one
+that is renamed lies in its operand's memory, one within a kernel nowhere, a sum that is scattered exists in
+pieces only. `Lifetimes` is what follows from the instructions, which most layouts have in common;
+`ClusterMemory` adds the sizes of one of them. Rows of the search are sums of what these say
+(`layoutopt.formulation.memory_points`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import cached_property
+
+from costmodels.liveness import kernel_memory
+from costmodels.pricing.templates import structural_key
+from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.liveness import Liveness
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import (
+    AllGather,
+    AllReduce,
+    Collective,
+    Instr,
+    Local,
+    Loop,
+    Program,
+    ReduceScatter,
+    Slice,
+    Value,
+)
+from mesh_tf_core.lower import Subgraph
+
+
+class Reading(Enum):
+    """How the bytes of a tensor are read off a lowered cluster.
+
+    OWN: of the tensor's value; 0 where it lies in another's memory or in a kernel.
+    ANY: the same in whatever memory it lies.
+    ONCE: as OWN, but 0 where a loop may stack it under another name.
+    RESULT: as OWN while the node that makes it runs; 0 where it takes the place of a dying operand, or is
+      made after the node's main instruction.
+    OPERAND: as the node that reads it last is given it; 0 where only a moved copy is read.
+    GIVEN: as the cluster is given it.
+    COPY: of its gathered copy in a block.
+    UNCOPIED: as OWN, but 0 where there is such a copy.
+    INSIDE: of the values of no tensor that live while the main instruction of a node runs.
+    LATE: of a term of a loop's sum that is only moved, and added, at the end of an iteration.
+    STACK: of the stack that a loop keeps of it for backward.
+    VARIABLE: of a variable as it is stored.
+    """
+
+    OWN = auto()
+    ANY = auto()
+    ONCE = auto()
+    RESULT = auto()
+    OPERAND = auto()
+    GIVEN = auto()
+    COPY = auto()
+    UNCOPIED = auto()
+    INSIDE = auto()
+    LATE = auto()
+    STACK = auto()
+    VARIABLE = auto()
+
+
+class Lifetimes:
+    """Which value of a lowered cluster stands for each tensor, and from when to when it has memory.
+
+    Args:
+      nodes: of the graph, by their index.
+      fuses: the compiler makes kernels of several operations.
+
+    Attributes:
+      value: tensor -> the value that stands for it, before it is moved.
+      given: tensor -> the value of it that the program reads and does not make.
+      stacks: tensor -> the stack of it that a loop keeps.
+      late: term of a loop's sum -> the values that it is, one after the other, until it is added.
+      copies: (tensor, node of the loop in which it is, or 0) -> its gathered copy.
+      born, until: value -> numbers of the first and last instruction with its memory.
+      main: node -> number of its last instruction before its sums are reduced.
+    """
+
+    def __init__(self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, fuses: bool) -> None:
+        self.program, self._nodes = program, nodes
+        kernels = kernel_memory(program, fuses, anyhow=True, again=subgraph.again)
+        self.live = Liveness(program, kernels.shared, kernels.nowhere)
+        self.instrs: list[Instr] = []
+        self.born: dict[int, int] = {}
+        self.until: dict[int, int] = {}
+        self.main: dict[int, int] = {}
+        self.maker: dict[int, Instr] = {}
+        self._block: dict[int, int] = {}
+        self._read_at: dict[int, int] = {}
+        self._visit(program.code, 0)
+        self.tensor = [v.tensor for v in program.values]
+        own = [nodes[i] for i in subgraph.nodes]
+        self._name(own)
+        self.value = self._values(own)
+        self.given: dict[int, int] = {}
+        for i in (i for instr in self.instrs for i in instr.inputs):
+            if i not in self.born and self.tensor[i] >= 0:
+                self.given.setdefault(self.tensor[i], i)
+        loops = [instr for instr in self.instrs if isinstance(instr, Loop)]
+        stacked = [r for loop in loops for r in loop.stacked]
+        self.stacks = {self.tensor[r.inner]: r.outer for r in stacked if self.tensor[r.outer] < 0}
+        self.stacks.pop(-1, None)
+        lies = {r.outer: self.live.memory(r.inner) for r in stacked if self.live.memory(r.inner) != r.inner}
+        self.twice = {stack for stack, memory in lies.items() if memory not in self.born}
+        self.copies = dict(self._copies())
+        self.late = dict(self._late(r.inner) for loop in loops for r in loop.summed)
+
+    def _visit(self, code: Sequence[Instr], block: int) -> None:
+        summed: set[int] = set()
+        memory, until = self.live.memory, self.until
+        for instr in code:
+            at, span, node = len(self.instrs), self.live.span(instr), instr.origin.node
+            self.instrs.append(instr)
+            for o in instr.outputs:
+                self.born[o], self.maker[o], self._block[o] = at, instr, block
+            if isinstance(instr, AllReduce | ReduceScatter):
+                summed.add(node)
+            if isinstance(instr, Local) and node not in summed:
+                self.main[node] = at
+            if not isinstance(instr, Loop):
+                until.update(dict.fromkeys(span.frees, at))
+                for i in map(memory, instr.inputs):
+                    self._read_at[i] = at
+                    if i not in self.maker and until.get(i, -1) < at:
+                        until[i] = at
+                continue
+            for i in instr.entering:
+                self.born[i], self._block[i] = at, node
+            self._visit(instr.body, node)
+            end = len(self.instrs) - 1
+            self._read_at.update((memory(i), end) for i in instr.leaving)
+            for i in (*span.leaves, *span.enters, *span.frees):
+                until.setdefault(i, end)
+            # What a body reads from around it lasts until the loop's end.
+            for i in map(memory, instr.outside):
+                until[i] = max(until.get(i, 0), end)
+
+    def _name(self, own: Sequence[Node]) -> None:
+        """Gives values that lowering names no tensor the one that they are: carries, sums that are still
+        pending, what lies in another's memory, results that are moved at once."""
+        tensor, born = self.tensor, self.born
+        reads = Counter(i for instr in self.instrs for i in instr.inputs)
+        for instr in self.instrs:
+            body = self._nodes[instr.origin.node].body if isinstance(instr, Loop) else None
+            if isinstance(instr, Loop) and body is not None:
+                for carry, t in zip(instr.carried, body.carry_in, strict=False):
+                    tensor[carry.enter] = t if tensor[carry.enter] < 0 else tensor[carry.enter]
+            elif isinstance(instr, AllReduce):
+                for i, o in zip(instr.inputs, instr.outputs, strict=True):
+                    if tensor[i] < 0 and reads[i] == 1:
+                        tensor[i] = tensor[o]
+        for v in born:
+            m = self.live.memory(v)
+            if m != v and tensor[v] >= 0 and m in born and tensor[m] < 0:
+                tensor[m] = tensor[v]
+        made = {tensor[v] for v in born}
+        for node in own:
+            outputs = self.instrs[self.main[node.index]].outputs if node.index in self.main else ()
+            if len(outputs) == len(node.outputs):
+                for o, t in zip(outputs, node.outputs, strict=True):
+                    if t not in made and tensor[o] < 0:
+                        tensor[o] = t
+                        made.add(t)
+
+    def _values(self, own: Sequence[Node]) -> dict[int, int]:
+        tensor, found = self.tensor, dict[int, int]()
+        for v in sorted(self.born, key=self.born.__getitem__):
+            if tensor[v] >= 0:
+                found[tensor[v]] = v
+        self._last = dict(found)
+        for t, v in found.items():
+            found[t] = self._first(t, v)
+        for node in own:
+            # A cast that is made where it is read.
+            if node.op.converts and node.outputs[0] not in found and node.inputs[0] in found:
+                found[node.outputs[0]] = found[node.inputs[0]]
+        return found
+
+    def _first(self, t: int, v: int) -> int:
+        """The value in whose memory a tensor lies first: before its sum is reduced, under its own name."""
+        while True:
+            m = self.live.memory(v)
+            if m != v and m in self.born and self.tensor[m] == t:
+                v = m
+            made_by = self.maker.get(v)
+            if not isinstance(made_by, AllReduce):
+                return v
+            before = made_by.inputs[made_by.outputs.index(v)]
+            if self.tensor[before] != t:
+                return v
+            v = before
+
+    def _copies(self) -> Iterator[tuple[tuple[int, int], int]]:
+        for v, instr in self.maker.items():
+            if self.tensor[v] < 0 and isinstance(instr, AllGather):
+                source = instr.inputs[0]
+                while self.tensor[source] < 0 and isinstance(
+                    made_by := self.maker.get(source), Collective | Slice
+                ):
+                    source = made_by.inputs[0]
+                if self.tensor[source] >= 0:
+                    yield (self.tensor[source], self._block[v]), v
+
+    def _late(self, value: int) -> tuple[int, tuple[int, ...]]:
+        """The tensor that a term is, and its value with those that it is moved from; none if it is not moved
+        at the end of an iteration, where lowering gives what it moves no tensor."""
+        if self.program.values[value].tensor >= 0:
+            return -1, ()
+        found = [value]
+        while isinstance(made_by := self.maker.get(found[-1]), Collective | Slice):
+            found.append(made_by.inputs[made_by.outputs.index(found[-1])])
+        tensor = next((self.tensor[v] for v in found if self.tensor[v] >= 0), -1)
+        return tensor, tuple(found) if len(found) > 1 and all(map(self.live.has, found)) else ()
+
+    @cached_property
+    def inside(self) -> dict[int, tuple[int, ...]]:
+        """Node -> the values of no tensor that are held while its main instruction runs."""
+        spans = [
+            (v, self.born[v], self.until.get(v, len(self.instrs)))
+            for v, instr in self.maker.items()
+            if self.tensor[v] < 0 and self.live.has(v) and not isinstance(instr, Loop)
+        ]
+        return {n: tuple(v for v, a, b in spans if a <= at <= b) for n, at in self.main.items()}
+
+    def read(self, tensor: int, node: int) -> int | None:
+        """The value of a tensor that a node's main instruction holds, if it still does."""
+        value = self.given.get(tensor, self._last.get(tensor))
+        if value is None or node not in self.main:
+            return None
+        return value if self._read_at.get(self.live.memory(value), -1) >= self.main[node] else None
+
+
+@dataclass(frozen=True)
+class ClusterMemory:
+    """The lifetimes of a lowered cluster under one layout."""
+
+    lifetimes: Lifetimes
+    program: Program
+    mesh: Mesh
+
+    def bytes(self, reading: Reading, what: int, more: Hashable) -> int:
+        """Bytes of a tensor (INSIDE: of what a node holds) on one device.
+
+        Args:
+          more: the node, block, variable or dying operands that the reading is about.
+        """
+        found, value = self.lifetimes, self.lifetimes.value.get(what)
+        match reading:
+            case Reading.VARIABLE:
+                stored = self.program.variables.get(str(more))
+                return 0 if stored is None else stored.value.local_bytes(self.mesh)
+            case Reading.INSIDE:
+                assert isinstance(more, frozenset)
+                values = (v for v in found.inside.get(what, ()) if not self._over(v, found.main[what], more))
+                return sum(map(self._size, values))
+            case Reading.LATE:
+                return min(map(self._size, found.late.get(what, ())), default=0)
+            case Reading.STACK:
+                return self._size(found.stacks.get(what))
+            case Reading.GIVEN:
+                return self._size(found.given.get(what))
+            case Reading.OPERAND:
+                assert isinstance(more, int)
+                return self._size(found.read(what, more))
+            case Reading.COPY:
+                assert isinstance(more, int)
+                return self._size(found.copies.get((what, more)))
+            case Reading.ANY:
+                return self._size(value)
+        if value is None or not found.live.has(value):
+            return 0
+        return 0 if self._absent(value, reading, what, more) else self._size(value)
+
+    def _absent(self, value: int, reading: Reading, what: int, more: Hashable) -> bool:
+        found = self.lifetimes
+        match reading, more:
+            case Reading.UNCOPIED, _:
+                return (what, more) in found.copies
+            case Reading.ONCE, _:
+                return value in found.twice
+            case Reading.RESULT, (int(node), frozenset() as dying):
+                at = found.main.get(node, -1)
+                return found.born[value] > at or self._over(value, at, dying)
+        return False
+
+    def _over(self, value: int, at: int, dying: AbstractSet[int]) -> bool:
+        """Whether the instruction `at` makes a value in the place of an operand: one of the tensors `dying`,
+        or one of no tensor."""
+        found = self.lifetimes
+        instr = found.maker.get(value)
+        if found.born[value] != at or not isinstance(instr, Local) or instr.op.kind != "elementwise":
+            return False
+        for i in instr.inputs:
+            m = found.live.memory(i)
+            free = (m in found.born and found.tensor[m] < 0) or not dying.isdisjoint(
+                (found.tensor[i], found.tensor[m])
+            )
+            if free and self._size(m) == self._size(value):
+                return True
+        return False
+
+    def _size(self, value: int | None) -> int:
+        return 0 if value is None else self._value(value).local_bytes(self.mesh)
+
+    def _value(self, value: int) -> Value:
+        return self.program.values[value]
+
+
+@dataclass
+class LifetimesCache:
+    """The lifetimes of the programs of one graph, by their structural keys."""
+
+    _known: dict[Hashable, Lifetimes] = field(default_factory=dict)
+    _of: dict[int, tuple[Program, Lifetimes]] = field(default_factory=dict)
+
+    def of(self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, fuses: bool) -> Lifetimes:
+        known = self._of.get(id(program))
+        if known is None:
+            key = subgraph, fuses, structural_key(program)[0]
+            if key not in self._known:
+                self._known[key] = Lifetimes(program, nodes, subgraph, fuses)
+            # The program is kept, so that its id stays its own.
+            known = self._of[id(program)] = program, self._known[key]
+        return known[1]
