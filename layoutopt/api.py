@@ -119,6 +119,7 @@ def search(
             candidates.proven,
             candidates.considered,
             mesh is None,
+            frozenset(m.shape for m in shapes) if mesh is None else None,
             time.monotonic() - started,
             stopped,
         )

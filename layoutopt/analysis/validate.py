@@ -17,8 +17,7 @@ from costmodels.calibration import Sample, assemble, noise, open_drift, repeats_
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.analysis.validation import Row, sample_layouts, summary
-from layoutopt.optimize.baselines import named_layouts
-from layoutopt.space.splits import domains
+from layoutopt.optimize.baselines import by_name
 from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
@@ -120,7 +119,7 @@ def choose(
         plain: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
         best = search(model, mesh=mesh, hardware=hardware, memory=math.inf, **plain).layout
     fixed = [Candidate("best by the search", best, seconds_of(model, mesh, best, prices))]
-    for name, own, layout, _ in named_layouts(model, mesh, domains(model.graph, mesh)):
+    for name, own, layout, _ in by_name(model, mesh):
         if own == mesh and all(layout != c.layout for c in fixed):
             try:
                 fixed.append(Candidate(name, layout, seconds_of(model, mesh, layout, prices)))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layoutopt.optimize.baselines import named_layouts
+from layoutopt.optimize.baselines import by_name
 from layoutopt.space.splits import domains
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
@@ -53,7 +53,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 def sample_layouts(model: Model, mesh: Mesh, count: int, seed: int = 0) -> list[Layout]:
     """Up to `count` different legal layouts on a mesh: the named ones, then random ones by `seed`."""
     options = domains(model.graph, mesh)
-    found = [layout for _, own, layout, _ in named_layouts(model, mesh, options) if own == mesh]
+    found = [layout for _, own, layout, _ in by_name(model, mesh) if own == mesh]
     layouts = [x for x in dict.fromkeys(found) if _legal(model, mesh, x)]
     rng = random.Random(seed)
     splittable = sorted(name for name, axes in options.items() if len(axes) > 1)

@@ -1,76 +1,253 @@
-"""Layouts that people write by hand, priced with every answer."""
+"""What experts would write, by the names that they use. Each is the search itself with less to choose from.
+
+  data parallel           data dimensions over all axes, weights whole between uses (ZeRO up to stage 2)
+  fully sharded (FSDP)    the same, with every variable stored split (ZeRO stage 3)
+  tensor parallel         dimensions of weights over all axes, the batch whole (Megatron-LM, Shoeybi et al.
+                          2019, section 3)
+  data + tensor parallel  data over the first axes, weights over the others (Shazeer et al. 2018, section 5;
+                          GSPMD, Xu et al. 2021, section 5)
+  expert parallel         data over all axes, experts over the same, with all-to-alls between (GShard,
+                          Lepikhin et al. 2021); of mixtures of experts alone
+
+`parallelism` says which dimension is which. A name stands for many plans: which of the weights' dimensions,
+the shape of the mesh, storage, recomputation and microbatches are left to choose (`restricted`). Where the
+batch does not divide over all devices, what is left of them splits a sequence or an image.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 
-from layoutopt.space.splits import domains
+from layoutopt.space.decisions import Decisions, decisions
+from layoutopt.space.kind import Allowed
+from layoutopt.space.parallelism import parallelism
+from layoutopt.space.splits import Split, domains
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import STAGES, stage_number
 from mesh_tf_core.model import Model
 
-BY_HAND = ("vocab", "d_ff", "heads", "experts")
-"""Dimensions that Mesh-TensorFlow's and Megatron-LM's layouts split over the model axis (Shazeer et al. 2018,
-section 5; Shoeybi et al. 2019, section 3)."""
+WHOLE, SPLIT = STAGES[:3], STAGES[3:]
+"""Stages at which a variable is whole between its updates, and others."""
 
 
-def named_layouts(
-    model: Model, mesh: Mesh, options: Mapping[str, tuple[Axes, ...]]
+class Plans(ABC):
+    """Plans on one mesh.
+
+    Attributes:
+      data: axes that the data dimensions are split over, all of them.
+      rest: axes that other dimensions may be split over, at least one of which is: `split`, if it names any.
+    """
+
+    mesh: Mesh
+    data: Axes = ()
+    rest: Axes = ()
+    split: tuple[str, ...] = ()
+
+    @abstractmethod
+    def decided(self, allowed: Allowed, microbatches: int) -> Decisions | None:
+        """What may be chosen with so many microbatches; None if that is nothing."""
+
+    def plain(self) -> tuple[Layout, Options] | None:
+        """One of them, as it is written without a search."""
+        return None
+
+
+@dataclass(frozen=True)
+class Restriction(Plans):
+    """Plans of one name on one mesh.
+
+    Attributes:
+      stages: of storage, where these are of the name.
+    """
+
+    model: Model
+    mesh: Mesh
+    data: Axes
+    rest: Axes
+    split: tuple[str, ...]
+    stages: tuple[str, ...] = ()
+
+    def decided(self, allowed: Allowed, microbatches: int) -> Decisions | None:
+        stages = tuple(s for s in allowed.storage if s in self.stages) or self.stages[:1] or allowed.storage
+        wanted = Allowed(storage=stages, recompute=allowed.recompute, microbatches=(microbatches,))
+        every = decisions(self.model.training_step(microbatches).graph, self.mesh, wanted)
+        options = self.options({n: every.options[n] for n in every.of(Split)})
+        return None if options is None else every.within(options)
+
+    def options(self, every: Mapping[str, tuple[Axes, ...]]) -> dict[str, tuple[Axes, ...]] | None:
+        """What is left of the splits of every dimension; None if that is nothing by this name."""
+        dims = parallelism(self.model)
+        options: dict[str, tuple[Axes, ...]] = dict.fromkeys(every, ((),))
+        shared = set(self.rest) & set(self.data)
+        for name in every.keys() & {*self.split}:
+            found = _within(every[name], self.rest)
+            # As one axis, unless data dimensions may have some of them.
+            options[name] = tuple(o for o in found if shared or len(o) in (0, len(self.rest)))
+        if self.split and not any(any(options.get(n, ())) for n in self.split):
+            return None
+        # What stands beside another that may have its axes has to choose.
+        rivals = (*dims.data, *(self.split if shared else ()))
+        for name in dims.data if self.data else ():
+            found = _within(every.get(name, ((),)), self.data)
+            whole = tuple(axes for axes in found if len(axes) == len(self.data))
+            first = name == dims.data[0]
+            if first and not whole:
+                return None
+            options[name] = whole if whole and (first or dims.apart(name, rivals)) else found
+        return options
+
+    def plain(self) -> tuple[Layout, Options] | None:
+        """Everything as wide as can be."""
+        options, dims = self.options(domains(self.model.graph, self.mesh)), parallelism(self.model)
+        if options is None:
+            return None
+        rules: dict[str, Axes] = {}
+        for name in dict.fromkeys((*dims.data[:1], *self.split, *dims.data)):
+            taken = {a for n, axes in rules.items() if not dims.apart(name, (n,)) for a in axes}
+            free = [axes for axes in options.get(name, ()) if not taken & set(axes)]
+            rules[name] = max(free, key=self.mesh.group_size, default=())
+        trained = (v.name for v in self.model.graph.variables.values() if v.trainable and len(v.shape))
+        stage = stage_number(self.stages[0]) if self.stages else 0
+        return Layout(rules), Options(dict.fromkeys(trained, stage))
+
+
+@dataclass(frozen=True)
+class Pinned(Plans):
+    """Plans with these splits, which a simpler search has found."""
+
+    model: Model
+    mesh: Mesh
+    layout: Layout
+
+    def decided(self, allowed: Allowed, microbatches: int) -> Decisions | None:
+        graph = self.model.training_step(microbatches).graph
+        pins = {n: self.layout.axes(n) for n in graph.dims()}
+        try:
+            return decisions(
+                graph, self.mesh, replace(allowed, pins=pins, forbid={}, microbatches=(microbatches,))
+            )
+        except UserError:
+            return None
+
+
+def _axes(mesh: Mesh) -> Axes:
+    """The axes that can split something."""
+    return tuple(a for a in mesh.names if mesh.size(a) > 1)
+
+
+def _within(options: Iterable[Axes], axes: Axes) -> tuple[Axes, ...]:
+    return tuple(o for o in options if set(o) <= set(axes))
+
+
+class Baselines:
+    """The named plans of one model for as many devices as a mesh has.
+
+    Args:
+      mesh: plans on it come first.
+      shapes: of other meshes that there may be (None: all of one or two axes).
+    """
+
+    def __init__(self, model: Model, mesh: Mesh, shapes: Set[tuple[int, ...]] | None = None) -> None:
+        self.model, self.mesh, self.devices, self.shapes = model, mesh, mesh.devices, shapes
+        self.dims, self.sizes = parallelism(model), model.graph.dims()
+
+    def restrictions(self) -> dict[str, list[Restriction]]:
+        """Name -> where its plans are."""
+        found = {
+            "data parallel": [*self._data(WHOLE)],
+            "fully sharded (FSDP)": [*self._data(SPLIT)],
+            "tensor parallel": [*self._tensor()],
+            "data + tensor parallel": [*self._both()],
+            "expert parallel": [*self._experts()],
+        }
+        return {name: plans for name, plans in found.items() if plans}
+
+    def _data(self, stages: tuple[str, ...]) -> Iterator[Restriction]:
+        most = self.devices
+        if self.dims.data:
+            most = math.gcd(most, *self.sizes[self.dims.data[0]])
+        for mesh in self._meshes([(("data", most), ("model", self.devices // most))]):
+            data = max(self._parts(mesh), key=mesh.group_size, default=())
+            rest = tuple(a for a in _axes(mesh) if a not in data)
+            if data:
+                yield Restriction(self.model, mesh, data, rest, self.dims.sequence if rest else (), stages)
+            if not rest:
+                break
+
+    def _tensor(self) -> Iterator[Restriction]:
+        for mesh in self._meshes([(("model", self.devices),)]):
+            yield Restriction(self.model, mesh, (), _axes(mesh), self.dims.weights)
+            break
+
+    def _both(self) -> Iterator[Restriction]:
+        ways = self._ways(self.dims.weights)
+        for mesh in self._meshes((("data", self.devices // n), ("model", n)) for n in ways):
+            for data in self._parts(mesh):
+                rest = tuple(a for a in _axes(mesh) if a not in data)
+                if rest:
+                    yield Restriction(self.model, mesh, data, rest, self.dims.weights)
+
+    def _experts(self) -> Iterator[Restriction]:
+        ways = self._ways(self.dims.experts)
+        for mesh in self._meshes([(("data", self.devices // n), ("data2", n)) for n in ways]):
+            if self.dims.experts and _axes(mesh) in self._parts(mesh):
+                yield Restriction(self.model, mesh, _axes(mesh), _axes(mesh), self.dims.experts)
+
+    def _meshes(self, others: Iterable[Iterable[tuple[str, int]]]) -> Iterator[Mesh]:
+        """The given mesh and others, without axes of one device."""
+        yield self.mesh
+        for axes in others:
+            found = [(name, size) for name, size in axes if size > 1]
+            for mesh in (Mesh(found), Mesh(found[::-1])) if self.shapes is not None else (Mesh(found),):
+                if mesh.shape != self.mesh.shape and (self.shapes is None or mesh.shape in self.shapes):
+                    yield mesh
+                    break
+
+    def _ways(self, names: Iterable[str]) -> list[int]:
+        """Into how many pieces one of these dimensions can be split, more than one."""
+        found = {math.gcd(self.devices, *self.sizes[n]) for n in names}
+        return [n for n in range(2, self.devices + 1) if any(most % n == 0 for most in found)]
+
+    def _parts(self, mesh: Mesh) -> list[Axes]:
+        """Axes that the batch may be split over, the most first: any of the given mesh, else `data`."""
+        names = _axes(mesh)
+        every = [x for count in range(len(names), 0, -1) for x in itertools.combinations(names, count)]
+        if mesh != self.mesh:
+            every = [tuple(a for a in names if a.startswith("data"))]
+        sizes = self.sizes[self.dims.data[0]] if self.dims.data else ()
+        return [x for x in every if x and sizes and all(n % mesh.group_size(x) == 0 for n in sizes)]
+
+
+def by_name(
+    model: Model, mesh: Mesh, names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Mesh, Layout, Options]]:
-    """(name, mesh, layout, options) of replicated, data-parallel, fully sharded, tensor- and expert-parallel
-    layouts, and those that the model declares, on a mesh."""
-    plain = Options()
-    yield "replicated", mesh, Layout(), plain
-    batch = model.batch_dim
-    if batch is not None:
-        widest = max(options.get(batch, ((),)), key=mesh.group_size)
-        if widest:
-            yield "data parallel", mesh, Layout({batch: widest}), plain
-            trained = (v.name for v in model.graph.variables.values() if v.trainable and len(v.shape))
-            yield "fully sharded (FSDP)", mesh, Layout({batch: widest}), Options(dict.fromkeys(trained, 3))
-    split = [n for n in BY_HAND if len(options.get(n, ())) > 1]
-    if "experts" in split and "d_ff" in split:
-        split.remove("d_ff")  # an expert's matrices have both; the axis goes to the experts
-    words = ["tensor"] * any(n != "experts" for n in split) + ["expert"] * ("experts" in split)
-    kind = f"{' + '.join(words)} parallel"
-    if split:
-        rules = {n: max(options[n], key=mesh.group_size) for n in split}
-        yield f"{kind} (by hand)", mesh, Layout(rules), plain
-    if batch is not None and split and len(mesh.axes) > 1:
-        data = tuple(a for a in mesh.names if a.startswith(("data", "batch")))
-        first = data if 0 < len(data) < len(mesh.axes) else mesh.names[:-1]
-        rest = tuple(a for a in mesh.names if a not in first)
-        rules = {n: rest for n in split if rest in options[n]}
-        if first in options.get(batch, ()):
-            yield f"data + {kind} (by hand)", mesh, Layout({batch: first, **rules}), plain
-    for name, own, layout in _declared(model, mesh):
-        yield name, own, layout, plain
+    """(name, mesh, layout, options) of one plan of every name on a mesh, as it is written without a search,
+    of nothing split, and of the model's own expert layouts.
 
-
-def named_in(
-    model: Model, mesh: Mesh, names: Mapping[str, str]
-) -> Iterator[tuple[str, Mesh, Layout, Options]]:
-    """As `named_layouts`, for a mesh whose axes a plan calls by other names; the layouts have its own."""
-    own = {new: old for old, new in names.items()}
-    called = Mesh([(names.get(a, a), n) for a, n in mesh.axes])
-    for name, its, layout, options in named_layouts(model, called, domains(model.graph, called)):
-        if its == called:
-            rules = {n: tuple(own.get(a, a) for a in axes) for n, axes in layout.items()}
-            yield name, mesh, Layout(rules), options
-        else:
-            yield name, its, layout, options
-
-
-def _declared(model: Model, mesh: Mesh) -> Iterator[tuple[str, Mesh, Layout]]:
-    """The model's own layouts that suit this number of devices."""
+    Args:
+      names: what a plan calls the mesh's axes, if not by their names.
+    """
+    yield "replicated", mesh, Layout(), Options()
+    for name, plans in Baselines(model, mesh, frozenset()).restrictions().items():
+        found = next(filter(None, (plan.plain() for plan in plans)), None)
+        if found is not None:
+            yield name, mesh, *found
+    own = {new: old for old, new in (names or {}).items()}
+    called = Mesh([((names or {}).get(a, a), n) for a, n in mesh.axes])
     for name, (mesh_text, layout_text) in model.layouts.items():
-        layout = Layout(layout_text)
-        own = Mesh(mesh_text) if mesh_text else mesh
+        layout, its = Layout(layout_text), Mesh(mesh_text) if mesh_text else called
         axes = {a for found in layout.values() for a in found}
-        if own.devices == mesh.devices and axes <= set(own.names):
-            yield name, own, layout
+        if its.devices == mesh.devices and axes <= set(its.names):
+            if its == called:
+                its, layout = mesh, Layout({n: tuple(own.get(a, a) for a in x) for n, x in layout.items()})
+            yield name, its, layout, Options()
 
 
 def axis_names(layout: Layout, mesh: Mesh, batch: str | None) -> dict[str, str]:

@@ -41,23 +41,32 @@ Propose = Callable[[Layout, Options], float]
 """Evaluates a layout; the seconds of the fastest known one that fits."""
 
 
-def fix_options(draft: Draft, upper: float, propose: Propose, deadline: float | None = None) -> float:
+def fix_options(
+    draft: Draft,
+    upper: float,
+    propose: Propose,
+    deadline: float | None = None,
+    first: int = FIRST,
+    weights: dict[int, float] | None = None,
+) -> float:
     """Makes tables until none is left, or the bound reaches `upper`, or the deadline is over.
 
     Args:
       upper: seconds of a known layout; only faster ones matter.
+      first: entries before options are looked at first.
+      weights: what clusters cost while nothing is split, as far as that is known; it is filled.
 
     Returns:
       seconds: no layout takes less, or none takes less than `upper` if that is less.
     """
-    weight = {id(c): _share(draft, c) for c in draft.left}
-    total, told = sum(weight.values()), 0.0
+    weight = fill({} if weights is None else weights, draft)
+    total, told = sum(weight[id(c)] for c in draft.left), 0.0
     known, bound, made, last = upper, 0.0, 0, 0
     while draft.left and (deadline is None or time.monotonic() < deadline):
         best = max(draft.left, key=lambda c: weight[id(c)] / _width(c, draft.decided))
         told += weight[id(best)]
         made += len(draft.make(best).entries)
-        if draft.left and made - last < max(FIRST, MORE * last):
+        if draft.left and made - last < max(first, MORE * last):
             continue
         problem = draft.times()
         found = eliminate(problem)
@@ -81,15 +90,17 @@ def faster(
     upper: float,
     propose: Propose,
     deadline: float | None = None,
+    first: int = FIRST,
+    weights: dict[int, float] | None = None,
 ) -> tuple[float, SubproblemSearch | None]:
-    """The problem of what may be faster than `upper` seconds.
+    """The problem of what may be faster than `upper` seconds; the arguments are those of `fix_options`.
 
     Returns:
       seconds as `fix_options` does; None if nothing is faster, or there was no time for all tables.
     """
     prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.microbatches)
     draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, context)
-    bound = fix_options(draft, upper, propose, deadline)
+    bound = fix_options(draft, upper, propose, deadline, first, weights)
     if draft.left or bound >= upper * (1 - EXACT):
         return bound, None
     extraction = draft.extraction()
@@ -98,6 +109,12 @@ def faster(
     )
     bound = max(bound, search.eliminated.bound)  # with what messages share
     return bound, search if bound < upper * (1 - EXACT) else None
+
+
+def fill(weights: dict[int, float], draft: Draft) -> dict[int, float]:
+    """The weights of clusters by their id, those of a draft among them."""
+    weights.update({id(c): _share(draft, c) for c in draft.left if id(c) not in weights})
+    return weights
 
 
 def _share(draft: Draft, cluster: Cluster) -> float:

@@ -1,12 +1,10 @@
-"""What simpler searches find on the same mesh: they show what proving it is worth.
+"""What simpler searches find on the same mesh: beside the answer they show what proving it is worth.
 
-  tensor parallel  the fastest layout that leaves the batch whole
-  greedy           from nothing split: the one split more that saves most, as long as one saves anything
-  least memory     the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
-                   optimiser (`mesh_tensorflow/auto_mtf`) looks for
-The last two decide about splits alone: neither knows of storage, recomputation or microbatches. None needs
-all tables: the first makes those that can matter, greedy prices single layouts, and memory follows from what
-is legal.
+  greedy        from nothing split: the one split more that saves most, as long as one saves anything
+  least memory  the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
+                optimiser (`mesh_tensorflow/auto_mtf`) looks for
+Both decide about splits alone; storage, recomputation and microbatches are chosen after them (`restricted`).
+Neither needs tables: greedy prices single layouts, and memory follows from what is legal.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator
 
 from layoutopt.formulation.extract import legal_problem
-from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
@@ -26,19 +23,6 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 
 Baseline = tuple[Layout, Options]
-
-
-def tensor_parallel(request: Request, subproblem: Subproblem) -> Baseline | None:
-    """The fastest layout with an undivided batch, whatever memory it takes; None if there is none in time."""
-    batch = request.model.batch_dim
-    if batch not in subproblem.decided.free or () not in subproblem.decided.options[batch]:
-        return None
-    decided = subproblem.decided.within({batch: ((),)})
-    whole = Subproblem(subproblem.mesh, decided)
-    table_prices = request.evaluator.table_prices(subproblem.mesh, subproblem.decided)
-    _, search = faster(request.evaluator, whole, math.inf, table_prices.seconds, request.deadline)
-    found = None if search is None else search.fastest(math.inf, deadline=request.deadline).found
-    return None if found is None else (found.layout, found.options)
 
 
 def greedy(request: Request, subproblem: Subproblem) -> Baseline:
@@ -85,7 +69,6 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
 
 
 HEURISTICS: dict[str, Callable[[Request, Subproblem], Baseline | None]] = {
-    "tensor parallel (best)": tensor_parallel,
     "greedy": greedy,
     "least memory (as auto_mtf)": least_memory,
 }

@@ -12,13 +12,14 @@ layout dearer than the ones at hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from layoutopt.evaluator import Evaluation
-from layoutopt.optimize.baselines import axis_names, named_in
+from layoutopt.optimize.baselines import Baselines, Pinned, axis_names, by_name
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import EXACT, Request
+from layoutopt.optimize.restricted import Answer, BestPlans
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
@@ -29,6 +30,8 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.verify import verify
+
+Shapes = Set[tuple[int, ...]] | None
 
 
 def make_plan(
@@ -41,6 +44,7 @@ def make_plan(
     proven: bool,
     considered: int,
     searched_mesh: bool,
+    shapes: Shapes,
     seconds: float,
     stopped: bool = False,
 ) -> Plan:
@@ -53,6 +57,7 @@ def make_plan(
         meshes were searched to the end.
       considered: number of combinations of decisions.
       searched_mesh: give the mesh's axes speaking names.
+      shapes: of meshes that baselines may have (None: all of one or two axes).
       seconds: wall time of the search.
       stopped: Ctrl-C ended it.
 
@@ -62,7 +67,7 @@ def make_plan(
     verify(best.evaluation.program)
     tables = _tables(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
-    alternatives, missing = _alternatives(request, subproblem, best, names)
+    alternatives, missing, notes = _alternatives(request, subproblem, best, names, shapes)
     ranked = _ranked(request, others, searched_mesh)
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
@@ -80,6 +85,7 @@ def make_plan(
         notes=[
             *best.evaluation.cost.notes,
             *_notes(request, best, tables, bound, missing),
+            *notes,
             *_fewer(request, len(others) + 1),
         ],
     )
@@ -117,7 +123,7 @@ def _tables(request: Request, best: Found, subproblem: Subproblem, others: Seque
         return found
     ratios = [found.seconds / found.program]
     named = [(n.layout, n.options) for n in others]
-    named += [(layout, options) for _, mesh, layout, options in named_in(request.model, best.mesh, {})]
+    named += [(layout, options) for _, mesh, layout, options in by_name(request.model, best.mesh)]
     for layout, options in named:
         options = replace(options, microbatches=best.options.microbatches)
         seconds = summed(layout, options)
@@ -220,19 +226,56 @@ def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> 
 
 
 def _alternatives(
-    request: Request, subproblem: Subproblem, best: Found, names: Mapping[str, str]
-) -> tuple[list[Alternative], list[str]]:
-    """Named baselines on the answer's mesh, the best one that leaves the batch whole, what simpler searches
-    find; and the names of those for which there was no time."""
-    out = [_beside(request, *named, names) for named in named_in(request.model, best.mesh, names)]
+    request: Request, subproblem: Subproblem, best: Found, names: Mapping[str, str], shapes: Shapes
+) -> tuple[list[Alternative], list[str], list[str]]:
+    """The best of every name on any mesh of as many devices, the model's own layouts, and what simpler
+    searches find; the names of those for which there was no time; notes."""
+    out: list[Alternative] = []
     missing: list[str] = []
+    over: list[str] = []
+
+    def add(name: str, answer: Answer, quick: tuple[Mesh, Layout, Options] | None) -> None:
+        """The best of some plans, else the one that is known without a search."""
+        if not answer.proven:
+            missing.append(name)
+        found = answer.found
+        chosen = quick if found is None else (found.mesh, found.layout, found.options)
+        if chosen is not None:
+            out.append(_beside(request, name, *chosen, names if chosen[0] == best.mesh else {}))
+            if answer.proven and not out[-1].feasible:
+                over.append(name)
+
+    quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, names)}
+    baselines, search = Baselines(request.model, best.mesh, shapes), BestPlans(request, best.seconds)
+    for name, plans in baselines.restrictions().items():
+        add(name, Answer(proven=False) if request.late else search.of(plans), quick.pop(name, None))
+    out += [_beside(request, name, *own, names) for name, own in quick.items()]
     for name, heuristic in HEURISTICS.items():
-        found = None if request.late else heuristic(request, subproblem)
-        if found is not None:
-            out.append(_beside(request, name, best.mesh, *found, names))
+        known = None if request.late else heuristic(request, subproblem)
+        if known is not None:
+            add(name, search.with_options(Pinned(request.model, best.mesh, known[0])), (best.mesh, *known))
         elif request.late:
             missing.append(name)
-    return out, missing
+    return out, missing, [*_never(over), *_elsewhere(request, best, out)]
+
+
+def _never(names: Sequence[str]) -> list[str]:
+    listed = ", ".join(names)
+    return [f"too large with every storage, recomputation and microbatches: {listed}"] if names else []
+
+
+def _elsewhere(request: Request, best: Found, out: Sequence[Alternative]) -> list[str]:
+    """Where the mesh that was given costs time."""
+    if request.objective == "memory":
+        return []
+    seconds = best.seconds * (1 - EXACT)
+    faster = [a for a in out if a.feasible and a.predicted and a.predicted.step_seconds < seconds]
+    return [
+        f"{a.name} on {Mesh(a.mesh)} is faster than the answer on {best.mesh}; "
+        f"search --devices {best.mesh.devices} looks at every mesh"
+        for a in faster
+        if sorted(a.mesh.values()) != sorted(best.mesh.shape)
+    ]
 
 
 def _ranked(request: Request, others: Sequence[Found], searched_mesh: bool) -> list[Alternative]:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from layoutopt.formulation.extract import count_layouts
-from layoutopt.optimize.baselines import axis_names, named_in
+from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import EXACT, Request
@@ -320,7 +320,7 @@ class Search:
 
     def _named(self, mesh: Mesh, names: Mapping[str, str]) -> Iterator[tuple[Mesh, Layout, Options]]:
         """Layouts by name on a mesh whose axes are called otherwise in a plan."""
-        for _, its, layout, options in named_in(self.request.model, mesh, names):
+        for _, its, layout, options in by_name(self.request.model, mesh, names):
             if its == mesh:
                 yield mesh, layout, options
 

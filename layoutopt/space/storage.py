@@ -41,12 +41,12 @@ class Storage(Decision):
 
     @property
     def leanest(self) -> Choice:
-        return max(self.options, key=_stage)
+        return max(self.options, key=stage_of)
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:
             stages = to.options.setdefault("storage", {})
-            stages.update(dict.fromkeys(self.variables, _stage(choice)))
+            stages.update(dict.fromkeys(self.variables, stage_of(choice)))
 
     def read(self, layout: Layout, options: Options) -> Choice:
         stages = {options.storage.get(v, 0) for v in self.variables}
@@ -65,7 +65,8 @@ class Storage(Decision):
         return {"storage": {name: stage_number(stage) for name, stage in said["storage"].items()}}
 
 
-def _stage(choice: Choice) -> int:
+def stage_of(choice: Choice) -> int:
+    """The stage that an option is."""
     return stage_number(choice[0]) if choice else 0
 
 

@@ -12,7 +12,6 @@ from costmodels.hardware import load_hardware
 from layoutopt.api import search
 from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.optimize.baselines import named_layouts
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of
@@ -91,20 +90,5 @@ def test_greedy_has_the_microbatches_it_was_searched_with() -> None:
     plan = search(model, mesh="x:2;y:2", hardware=V3, microbatches=(4,))
     (greedy,) = [a for a in plan.alternatives if a.name == "greedy"]
     assert greedy.microbatches == 4
-    own = evaluate(model, plan.mesh, mtf.Layout(greedy.layout), V3, mtf.Options(microbatches=4))
+    own = evaluate(model, plan.mesh, mtf.Layout(greedy.layout), V3, options_of(greedy))
     assert greedy.predicted == own.predicted
-
-
-@pytest.mark.parametrize(
-    ("dims", "kind"),
-    [
-        (("heads", "d_ff"), "tensor"),
-        (("experts", "d_ff"), "expert"),
-        (("experts", "heads"), "tensor + expert"),
-    ],
-)
-def test_layouts_by_hand_say_which_parallelism_they_are(dims: tuple[str, ...], kind: str) -> None:
-    model, mesh = EXAMPLES["mlp"](), mtf.Mesh("data:2;model:2")
-    options = dict.fromkeys(("batch", *dims), ((), ("data",), ("model",)))
-    names = {n for n, *_ in named_layouts(model, mesh, options)}
-    assert {f"{kind} parallel (by hand)", f"data + {kind} parallel (by hand)"} <= names

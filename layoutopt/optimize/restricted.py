@@ -1,0 +1,289 @@
+"""The best of some plans that go by one name: the search with less to choose from, over meshes and numbers of
+microbatches.
+
+The same tables, bounds and solvers as for the whole answer it; what was lowered for that is known. Fewer
+microbatches come first: where pieces cost no less than the whole, what is fastest with few of them and fits
+leaves nothing for more. Where everything takes `FAR` times the seconds of the best layout at least, any plan
+that fits will do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from layoutopt.formulation.extract import Draft, legal_problem
+from layoutopt.optimize.baselines import Plans
+from layoutopt.optimize.fixing import faster, fill
+from layoutopt.optimize.request import EXACT, Request
+from layoutopt.optimize.subproblem import Found, SubproblemSearch
+from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.problem import Solution, Status
+from layoutopt.space.decisions import Decisions
+from layoutopt.space.microbatches import numbers
+from layoutopt.space.recompute import Recompute
+from layoutopt.space.splits import Split
+from layoutopt.space.storage import stage_of, stored_classes
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.model import Model
+
+FIRST = 40
+"""Entries of tables before their bound is looked at: these problems are small."""
+FAR, NEAR = 4.0, 0.05
+"""Times the seconds of the best layout from which on any plan will do; the part of its seconds that more
+microbatches have to save."""
+HEAVY = 12
+"""Clusters by which plans are ordered."""
+Weights = dict[int, dict[int, float]]
+"""What clusters cost about, by the number of microbatches."""
+
+
+@dataclass
+class Answer:
+    """The best of some plans.
+
+    Attributes:
+      found: the fastest that fits; if none does, one that holds little; None: no plan is legal.
+      proven: `found` is the best, or `FAR` is; if it does not fit, none does.
+    """
+
+    found: Found | None = None
+    proven: bool = True
+
+
+class BestPlans:
+    """Finds the best of plans by any name, beside the best layout of all.
+
+    Args:
+      seconds: of the best layout.
+    """
+
+    def __init__(self, request: Request, seconds: float) -> None:
+        self.request, self.seconds = request, seconds
+        parts = numbers(request.model, request.allowed.microbatches)
+        self.parts = parts[::-1] if request.objective == "memory" else parts
+        self._weights: Weights = {}
+
+    def of(self, plans: Sequence[Plans]) -> Answer:
+        """The fastest that fits, of the first plans where others are as fast; a lean one where the least
+        memory is asked for."""
+        search = _Search(self.request, self.seconds, self._weights)
+        plans = search.ordered(plans, self.parts[0])
+        for number in self.parts:
+            for each in plans:
+                search.look(each, number)
+            if search.best and search.memory:
+                break
+            if not search.best and all(search.least.get(id(each), 0.0) >= search.far for each in plans):
+                break
+            search.near = NEAR
+        if not search.best:
+            search.squeeze(plans, self.parts)
+        return Answer(search.best or search.over, search.proven)
+
+    def with_options(self, plans: Plans) -> Answer:
+        """One of some plans that differ in their options alone: the fastest storage, with nothing recomputed
+        if that fits, else everything; the fewest microbatches that fit."""
+        search = _Search(self.request, self.seconds, self._weights)
+        for number in self.parts:
+            decided = plans.decided(self.request.allowed, number)
+            if decided is not None and not search.best and not self.request.late:
+                search.choose_options(Subproblem(plans.mesh, decided))
+        return Answer(search.best or search.over, not self.request.late)
+
+
+class _Search:
+    """What is known of some plans.
+
+    Attributes:
+      far: seconds; what takes more is looked at only until something fits.
+      near: part of the seconds that has to be saved.
+      best: of those that fit; `over`: of the others.
+      least: of plans by their id, seconds that none takes less than, nor with more microbatches.
+      weights: of clusters, for `faster`, by the number of microbatches.
+    """
+
+    def __init__(self, request: Request, seconds: float, weights: Weights) -> None:
+        self.request, self.memory, self.weights = request, request.objective == "memory", weights
+        self.seconds, self.far, self.near = seconds, FAR * seconds, EXACT
+        self.best: Found | None = None
+        self.over: Found | None = None
+        self.proven = True
+        self.least: dict[int, float] = {}
+
+    @property
+    def upper(self) -> float:
+        """Seconds of the best so far; only what is faster matters."""
+        return math.inf if self.memory or self.best is None else self.best.seconds
+
+    def ordered(self, plans: Sequence[Plans], number: int) -> list[Plans]:
+        """Plans that differ for the hardware, those first that are likely faster."""
+        different: dict[Hashable, Plans] = {}
+        for each in plans:
+            different.setdefault(self._routes(each), each)
+        if len(different) < 3 or self.memory:
+            return [*different.values()]
+        return sorted(different.values(), key=lambda each: self._estimate(each, number))
+
+    def _routes(self, plans: Plans) -> Hashable:
+        """What its data and its other collectives meet, whatever the axes are called."""
+        if set(plans.data) & set(plans.rest) or not plans.data:
+            return plans.mesh, plans.data
+        place = self.request.evaluator.prices(plans.mesh).placement
+        return tuple(
+            (level.size, level.rate, *((s.size, s.stride, s.ring) for s in level.segments))
+            for axes in (plans.data, plans.rest)
+            for level in place.route(axes).levels
+        )
+
+    def _estimate(self, plans: Plans, number: int) -> float:
+        """Seconds of what costs most of one of its plans."""
+        decided, plain = plans.decided(self.request.allowed, number), plans.plain()
+        if decided is None or plain is None:
+            return math.inf
+        evaluator = self.request.evaluator
+        prices, context = evaluator.prices(plans.mesh), evaluator.context(number)
+        draft = Draft(evaluator.model, plans.mesh, decided, prices, context)
+        weights = fill(self.weights.setdefault(number, {}), draft)
+        chosen = decided.write(plain[0], replace(decided.leanest, recompute=frozenset()))
+        total = 0.0
+        for cluster in sorted(draft.left, key=lambda c: -weights[id(c)])[:HEAVY]:
+            entry = draft.tabler.entry(cluster, decided, chosen)
+            total += math.inf if entry is None else cluster.multiplicity * entry.seconds
+        return total
+
+    def look(self, plans: Plans, number: int) -> None:
+        """Looks for something better with a number of microbatches."""
+        least = self.least.get(id(plans), 0.0)
+        if least >= self.upper * (1 - self.near) or (self.best and least >= self.far):
+            return
+        # Nothing that was searched is faster than the best layout.
+        if self.upper <= self.seconds * (1 + EXACT):
+            return
+        decided = plans.decided(self.request.allowed, number)
+        if decided is None:
+            return
+        if self.request.late:
+            self.proven = False
+            return
+        if held(self.request.model, plans.mesh, decided) > self.request.limit:
+            return
+        bound, found = self._ask(Subproblem(plans.mesh, decided))
+        if found is not None and not _split(found, plans):
+            bound, found = math.inf, None
+            for case in _cases(decided, plans):
+                least, best = self._ask(Subproblem(plans.mesh, case))
+                bound = min(bound, least)
+                self._keep(best)
+        self._keep(found)
+        if self.request.evaluator.prices(plans.mesh).pieces_cost_more:
+            self.least[id(plans)] = bound
+
+    def _ask(self, subproblem: Subproblem) -> tuple[float, Found | None]:
+        """Seconds that nothing here takes less than, and the best here, or the fastest though it is too
+        large."""
+        request, upper = self.request, self.upper
+        if self.memory:
+            return 0.0, self._lean(subproblem)
+        weights = self.weights.setdefault(subproblem.microbatches, {})
+        bound, search = faster(
+            request.evaluator, subproblem, upper, lambda *_: upper, request.deadline, FIRST, weights
+        )
+        if search is None:
+            self.proven = self.proven and not request.late
+            return bound, None
+        if bound >= self.far:
+            return bound, search.fastest(math.inf, deadline=request.deadline).found
+        outcome = search.fastest(request.limit, None if math.isinf(upper) else upper, request.deadline)
+        self.proven = self.proven and outcome.proven
+        seen = sorted(search.every_evaluated(), key=lambda f: f.seconds)
+        return bound, outcome.found or next(iter(seen), None)
+
+    def choose_options(self, subproblem: Subproblem) -> None:
+        """Keeps the fastest storage with no loop recomputed, or with all of them, or what holds least."""
+        request, decided = self.request, subproblem.decided
+        if not self.memory:
+            _, search = faster(
+                request.evaluator, subproblem, math.inf, lambda *_: math.inf, request.deadline, FIRST
+            )
+            for last in (False, True) if search is not None else ():
+                assert search is not None
+                pins = {
+                    n: search.extraction.decided.options[n][-1 if last else 0] for n in decided.of(Recompute)
+                }
+                pins = {n: choice for n, choice in pins.items() if n in search.extraction.names}
+                self._keep(search.fastest(math.inf, deadline=request.deadline, pinned=pins).found)
+                if self.best:
+                    return
+        self._keep(self._lean(subproblem))
+
+    def _lean(self, subproblem: Subproblem) -> Found | None:
+        """A layout with little memory, without tables of seconds."""
+        evaluator, (mesh, decided) = self.request.evaluator, (subproblem.mesh, subproblem.decided)
+        if not set(decided.free) & set(decided.of(Split)):
+            options = decided.leanest
+            layout = decided.read({})[0]
+            with suppress(LayoutError):
+                evaluation = evaluator(mesh, layout, options)
+                solution = Solution(Status.FEASIBLE, (), evaluation.memory.peak, 0.0, 0.0, "by name")
+                return Found(mesh, layout, options, evaluation, solution)
+            return None
+        context = evaluator.context(subproblem.microbatches)
+        known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh), context)
+        search = SubproblemSearch(evaluator.model, mesh, decided, evaluator.hardware, known, evaluator)
+        return search.lean({}, self.request.deadline)
+
+    def squeeze(self, plans: Sequence[Plans], parts: Sequence[int]) -> None:
+        """Looks for anything that fits, or else holds little."""
+        for each in plans:
+            known = ((n, each.decided(self.request.allowed, n)) for n in parts)
+            legal = [(n, decided) for n, decided in known if decided is not None]
+            if not legal or self.best or self.request.late:
+                continue
+            # Variables do not get smaller with more microbatches.
+            hopeless = held(self.request.model, each.mesh, legal[0][1]) > self.request.limit
+            decided = legal[0 if hopeless else -1][1]
+            found = self._lean(Subproblem(each.mesh, decided))
+            if found is not None and not _split(found, each):
+                cases = (self._lean(Subproblem(each.mesh, case)) for case in _cases(decided, each))
+                found = min(filter(None, cases), key=lambda f: f.peak, default=None)
+            self._keep(found)
+
+    def _keep(self, found: Found | None) -> None:
+        if found is None:
+            return
+        if found.peak > self.request.limit:
+            self.over = min(found, self.over or found, key=lambda f: f.peak)
+        elif self.memory:
+            self.best = min(self.best or found, found, key=lambda f: f.peak)
+        else:
+            self.best = min(self.best or found, found, key=lambda f: f.seconds)
+
+
+def _split(found: Found, plans: Plans) -> bool:
+    return not plans.split or any(found.layout.axes(n) for n in plans.split)
+
+
+def _cases(decided: Decisions, plans: Plans) -> Iterator[Decisions]:
+    """The decisions with one of the dimensions split that have to be, each in turn."""
+    for name in plans.split:
+        some = tuple(filter(None, decided.options.get(name, ())))
+        if some:
+            yield decided.within({name: some})
+
+
+def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
+    """Bytes of variables that a device holds at least, whatever is chosen."""
+    graph, stages = model.step_graph, dict[str, int]()
+    for name, variables in stored_classes(graph).items():
+        stages.update(dict.fromkeys((v.name for v in variables), max(map(stage_of, decided.options[name]))))
+    most = {n: max(map(mesh.group_size, decided.options[n])) for n in decided.of(Split)}
+    total = 0.0
+    for v in graph.variables.values():
+        further = stages.get(v.slot_of or v.name, 0) >= (1 if v.slot_of else 3)
+        ways = math.prod(most.get(n, 1) for n in v.shape.names)
+        total += v.bytes / (mesh.devices if further else min(ways, mesh.devices))
+    return total

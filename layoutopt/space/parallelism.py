@@ -1,0 +1,97 @@
+"""What the dimensions of a model are to an expert, read off its graph: names decide nothing.
+
+data      the first dimension of the inputs, and what it is called after renames and reshapes
+sequence  other dimensions of inputs that no trained variable has (length, height), and their other names
+weights   dimensions of trained variables that are neither: split, they make tensor parallelism
+experts   those of the weights that never stand beside the batch, but under another name do: tokens are sent
+          to them
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mesh_tf_core.model import Model
+from mesh_tf_core.ops.shape import groups
+from mesh_tf_core.tracing.graph import Graph
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """The dimensions of one model by what splitting them is called.
+
+    Attributes:
+      data: the batch first.
+      weights: those that the fewest variables have first.
+      beside: pairs of dimensions that some tensor has both of.
+    """
+
+    data: tuple[str, ...]
+    sequence: tuple[str, ...]
+    weights: tuple[str, ...]
+    experts: tuple[str, ...]
+    beside: frozenset[frozenset[str]]
+
+    def apart(self, name: str, others: Iterable[str]) -> bool:
+        """Whether no tensor has a dimension together with any of some others."""
+        return not any(frozenset((name, other)) in self.beside for other in others if other != name)
+
+
+def parallelism(model: Model) -> Parallelism:
+    """What the dimensions of a model are."""
+    graph = model.step_graph
+    return graph.remembered("parallelism", lambda: _parallelism(model, graph))
+
+
+def _parallelism(model: Model, graph: Graph) -> Parallelism:
+    links = _links(graph)
+    trained = [v for v in graph.variables.values() if v.trainable]
+    variables = Counter(n for v in trained for n in v.shape.names)
+    counted = {b.dim.name for b in graph.blocks if b.dim is not None}
+    data = _closed([model.batch_dim] if model.batch_dim else [], links)
+    found = (n for t in graph.inputs.values() for n in t.shape.names)
+    sequence = _closed((n for n in found if n not in data and n not in variables), links)
+    beside = {
+        frozenset(pair)
+        for names in {t.shape.names for t in graph.tensors}
+        for pair in itertools.combinations(names, 2)
+    }
+    weights = [
+        n for n in sorted(variables, key=lambda n: variables[n]) if n not in {*data, *sequence, *counted}
+    ]
+    experts = [
+        n
+        for n in weights
+        if frozenset((n, model.batch_dim)) not in beside
+        and any(frozenset((other, model.batch_dim)) in beside for other in links.get(n, ()))
+    ]
+    return Parallelism(tuple(data), tuple(sequence), tuple(weights), tuple(experts), frozenset(beside))
+
+
+def _links(graph: Graph) -> dict[str, dict[str, None]]:
+    """Dimension -> what it becomes where elements are regrouped: a split of a group's first dimension stays
+    one of the new group's first."""
+    links: dict[str, dict[str, None]] = {}
+    for node, _ in graph.walk():
+        if not node.op.regroups or len(node.inputs) != 1 or len(node.outputs) != 1:
+            continue
+        before, after = (graph.tensor(t).shape for t in (*node.inputs, *node.outputs))
+        for old, new in groups(before, after) if before.size == after.size else ():
+            if old and new and old[0].name != new[0].name:
+                links.setdefault(old[0].name, {})[new[0].name] = None
+                links.setdefault(new[0].name, {})[old[0].name] = None
+    return links
+
+
+def _closed(names: Iterable[str], links: dict[str, dict[str, None]]) -> list[str]:
+    """Names and all that they are linked to."""
+    found = dict.fromkeys(names)
+    todo = list(found)
+    while todo:
+        new = [n for n in links.get(todo.pop(), ()) if n not in found]
+        found.update(dict.fromkeys(new))
+        todo += new
+    return list(found)

@@ -1,0 +1,201 @@
+"""Plans by name: each is within its definition, and the best that enumeration finds there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from examples.moe_lm import model as mixture
+from examples.resnet import model as resnet
+from layoutopt.analysis.lint import lint
+from layoutopt.api import search
+from layoutopt.evaluator import evaluate
+from layoutopt.optimize.baselines import Baselines
+from layoutopt.optimize.restricted import FAR
+from layoutopt.plan.build import Plan, options_of
+from layoutopt.plan.schema import Alternative
+from layoutopt.space.kind import Allowed
+from layoutopt.space.parallelism import parallelism
+from tests.layoutopt.models import SMALL, transformer
+
+V3 = load_hardware("tpu-v3")
+AGREE = 1e-6
+MIXTURE = {**SMALL, "layers": 2, "experts": 4, "d_ff": 64}
+ASKED: dict[str, Any] = {"storage": ("layout", "zero3"), "microbatches": (1,)}
+LABELS = ("data parallel", "fully sharded (FSDP)", "tensor parallel")
+MODELS: dict[str, Callable[[], mtf.Model]] = {
+    "two layers": lambda: two_layers(),
+    "transformer": lambda: transformer(**{**SMALL, "layers": 2, "positions": "none"}),
+    "mixture": lambda: mixture(**{**MIXTURE, "positions": "none"}),
+}
+
+
+def two_layers(batch: int = 64, d: int = 64, f: int = 256) -> mtf.Model:
+    g = mtf.Graph("two_layers")
+    rows, inner, outer = mtf.Dim("batch", batch), mtf.Dim("d", d), mtf.Dim("f", f)
+    x = g.input("x", [rows, inner], "float32")
+    v, w = g.variable("v", [inner, outer], mtf.Normal(0.1)), g.variable("w", [outer, inner], mtf.Normal(0.1))
+    y = mtf.einsum([mtf.gelu(mtf.einsum([x, v], [rows, outer])), w], [rows, inner])
+    return mtf.Model(mtf.reduce_mean(mtf.square(y)), mtf.Adam(0.1))
+
+
+def named(plan: Plan, name: str) -> Alternative:
+    (found,) = [a for a in plan.alternatives if a.name == name]
+    return found
+
+
+def split(found: Alternative) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(axes) for name, axes in found.layout.items() if axes}
+
+
+def test_the_graph_says_what_a_dimension_is() -> None:
+    text, moe, images = (
+        parallelism(transformer(**SMALL)),
+        parallelism(mixture(**MIXTURE)),
+        parallelism(resnet()),
+    )
+    assert (text.data, text.experts) == (("batch",), ())
+    assert {"vocab", "d_ff", "heads", "d_kv", "d_model"} == set(text.weights)
+    assert {"length", "memory_length", "positions"} == set(text.sequence)
+    assert (moe.data, moe.experts) == (("batch", "expert_batch"), ("experts",))
+    assert images.sequence == ("height", "width") and "channels" in images.weights
+    assert not text.apart("d_ff", ["d_model"]) and text.apart("d_ff", ["vocab", "d_ff"])
+
+
+def test_names_are_of_no_matter() -> None:
+    g = mtf.Graph("other_names")
+    rows, a, b = mtf.Dim("d_model", 8), mtf.Dim("batch", 16), mtf.Dim("length", 32)
+    x = g.input("x", [rows, a], "float32")
+    v, w = g.variable("v", [a, b], mtf.Normal(0.1)), g.variable("w", [b, a], mtf.Normal(0.1))
+    y = mtf.einsum([mtf.gelu(mtf.einsum([x, v], [rows, b])), w], [rows, a])
+    found = parallelism(mtf.Model(mtf.reduce_mean(mtf.square(y)), mtf.Adam(0.1)))
+    assert (found.data, found.sequence, set(found.weights)) == (("d_model",), (), {"batch", "length"})
+
+
+def every_plan(model: mtf.Model, mesh: mtf.Mesh, label: str, most: int) -> list[tuple[float, int]]:
+    """Seconds and peaks of all plans of a name with one microbatch, stored as the layout says or split."""
+    points = []
+    for each in Baselines(model, mesh).restrictions()[label]:
+        decided = each.decided(Allowed(storage=ASKED["storage"]), 1)
+        if decided is None:
+            continue
+        assert math.prod(map(len, decided.options.values())) <= most, label
+        for picked in itertools.product(*decided.options.values()):
+            layout, options = decided.read(dict(zip(decided.options, picked, strict=True)))
+            with suppress(mtf.LayoutError):
+                found = evaluate(model, each.mesh, layout, V3, options)
+                if not each.split or any(layout.axes(n) for n in each.split):
+                    points.append((found.cost.step_seconds, found.memory.peak))
+    return points
+
+
+@pytest.mark.parametrize("label", [*LABELS, "data + tensor parallel"])
+def test_the_best_of_a_name_is_what_enumeration_finds(label: str) -> None:
+    model, mesh = MODELS["two layers"](), mtf.Mesh("x:2;y:2")
+    points = every_plan(model, mesh, label, 300)
+    peaks = sorted(peak for _, peak in points)
+    for limit in (math.inf, peaks[len(peaks) // 3], peaks[0], peaks[0] - 1):
+        try:
+            plan = search(model, mesh=mesh, hardware=V3, memory=limit, **ASKED)
+        except mtf.InfeasibleError:
+            continue
+        best = named(plan, label)
+        fits = [seconds for seconds, peak in points if peak <= limit]
+        assert best.predicted is not None and best.feasible == bool(fits)
+        never = [n for n in plan.data.notes if n.startswith("too large with every storage")]
+        assert any(label in n for n in never) == (not fits)
+        if fits and min(fits) < FAR * plan.predicted.step_seconds:
+            assert best.predicted.step_seconds <= min(fits) * (1 + AGREE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("where", [{"mesh": "x:2;y:2"}, {"devices": 8}])
+def test_every_plan_is_legal_within_its_definition_and_not_better(name: str, where: dict[str, Any]) -> None:
+    model = MODELS[name]()
+    dims = parallelism(model)
+    plan = search(model, hardware=V3, microbatches=(1, 2), **where)
+    for each in plan.alternatives:
+        mesh, own = mtf.Mesh(each.mesh), split(each)
+        assert mesh.devices == plan.mesh.devices
+        judged = evaluate(model, mesh, mtf.Layout(each.layout), V3, options_of(each))
+        assert each.predicted == judged.predicted
+        if each.feasible and "devices" in where:
+            assert judged.cost.step_seconds >= plan.predicted.step_seconds * (1 - AGREE)
+        if each.name in LABELS[:2]:
+            assert own == dict.fromkeys(dims.data, mesh.names)
+            stages = {
+                each.storage.get(v.name, "layout") for v in model.graph.variables.values() if v.trainable
+            }
+            assert stages == {"zero3"} if each.name == LABELS[1] else "zero3" not in stages
+        if each.name == "tensor parallel":
+            assert own and own.keys() <= {*dims.weights} and set(own.values()) == {mesh.names}
+        if each.name == "data + tensor parallel":
+            data, rest = own.pop(dims.data[0]), {axes for n, axes in own.items() if n not in dims.data}
+            assert {own.pop(n) for n in dims.data[1:]} <= {data}
+            assert rest and not {*data} & {a for axes in rest for a in axes}
+            assert {*data} | {a for axes in rest for a in axes} == {*mesh.names}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_splits_data_has_nothing_to_lint_but_what_its_name_says(name: str) -> None:
+    model = MODELS[name]()
+    plan = search(model, mesh="x:2;y:2", hardware=V3, **ASKED)
+    for label in LABELS[:2]:
+        found = named(plan, label)
+        judged = evaluate(model, mtf.Mesh(found.mesh), mtf.Layout(found.layout), V3, options_of(found))
+        kinds = {f.kind for f in lint(model, judged, V3, options_of(found))}
+        assert kinds <= ({"repeated memory"} if label == LABELS[0] else set())
+
+
+def test_one_axis_is_rearranged_for_what_needs_two() -> None:
+    plan = search(MODELS["transformer"](), mesh="x:4", hardware=V3, **ASKED)
+    assert named(plan, "data + tensor parallel").mesh == {"data": 2, "model": 2}
+    assert named(plan, "fully sharded (FSDP)").mesh == {"x": 4}
+    shapes = search(MODELS["transformer"](), devices=4, max_axes=1, hardware=V3, **ASKED)
+    assert "data + tensor parallel" not in {a.name for a in shapes.alternatives}
+
+
+def test_a_batch_for_half_the_devices_leaves_the_rest_to_the_sequence() -> None:
+    model = transformer(**{**SMALL, "layers": 2, "batch": 2})
+    found = named(search(model, mesh="x:2;y:2", hardware=V3, **ASKED), "fully sharded (FSDP)")
+    own = split(found)
+    assert len(own["batch"]) == 1
+    assert {a for n, axes in own.items() if n in parallelism(model).sequence for a in axes} == {
+        *found.mesh
+    } - {*own["batch"]}
+
+
+def test_a_plan_on_another_mesh_that_is_faster_is_pointed_out() -> None:
+    model, pins = two_layers(4096, 1024, 4096), "batch:none;d:none;f:none"
+    plan = search(model, mesh="x:4", hardware=V3, pins=pins, **ASKED)
+    found = named(plan, "data + tensor parallel")
+    assert found.predicted and found.predicted.step_seconds < plan.predicted.step_seconds
+    (note,) = [n for n in plan.data.notes if "search --devices 4" in n]
+    assert note.startswith("data + tensor parallel on data:2;model:2 is faster than the answer on x:4")
+
+
+@pytest.mark.slow
+def test_fsdp_of_a_mixture_is_as_good_as_in_practice() -> None:
+    model = mixture(
+        layers=12,
+        d_model=1024,
+        d_kv=64,
+        heads=16,
+        d_ff=4096,
+        experts=16,
+        vocab=32000,
+        batch=64,
+        length=1024,
+        dtype="bfloat16",
+    )
+    plan = search(model, devices=8, hardware="tpu-v4")
+    found = named(plan, "fully sharded (FSDP)")
+    assert found.predicted is not None and split(found).keys() == {"batch", "expert_batch"}
+    assert 1 <= found.predicted.step_seconds / plan.predicted.step_seconds < 1.3
