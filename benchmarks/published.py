@@ -1,15 +1,12 @@
 """Predictions against step times, throughput and memory that others published.
 
-    .venv/bin/python -m benchmarks.published [--out FILE.json]
+    .venv/bin/python -m benchmarks.published [--page FILE.md] [--table NAME …]
 
-Every row of the tables that the layout language can express is priced from the hardware preset and the
-model's dimensions, under the layout that its authors state (`published_rows`). Printed twice: as the presets
-ship, and with at most three constants per software stack, each model predicted by constants fitted without
-it (`published_fit`). Beside them what other cost models report, and floors that any must beat. The presets'
-hidden fraction of gradients and parameters, one half, is itself from these fits; one run decides it (GSPMD's
-trillion parameters, the only one that this communication bounds), and is far off when it is left out. The
-interval between launches of the presets of GPUs without a compiler is from them, too (vTrain's rows); the
-rows on V100 and the 22-billion-parameter model had no part in it.
+Every row is priced with a preset as it ships, under the model, layout and options that its source states
+(`published_tpu`, `published_gpu`). Nothing is set per row but the network of the machine, where a source says
+that it is another (`--set-hardware`). Rows that cannot be expressed are shown apart and not judged. Rows that
+had a part in the fit of a preset's constants are apart too; the constants are listed with their intervals
+(`published_fit`).
 """
 
 from __future__ import annotations
@@ -18,78 +15,96 @@ import argparse
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published_fit import STACKS, Priced, Quality, Stack, fit, quality, without_own
+from benchmarks import published_gpu, published_tpu
+from benchmarks.published_criteria import criteria, quality, words_of
+from benchmarks.published_fit import STACKS, Fitter, Priced, constants, has_part
 from benchmarks.published_memory import memory_rows
-from benchmarks.published_rows import LEFT_OUT, Pricers, read, runs
+from benchmarks.published_page import page
+from benchmarks.published_rows import PIPELINED, Prices, Run, read
+from costmodels import load_hardware
 
 OUT = Path(__file__).parent / "results" / "published.json"
-SHOWN = 30
+SHOWN = 60
 """Tables with more rows than this are summed up only."""
 
 
-def priced() -> list[Priced]:
-    """Every run, lowered and priced."""
-    known: Pricers = {}
-    return [Priced.of(run, known) for run in runs()]
+def runs() -> Iterator[Run]:
+    """Every row of every table."""
+    tpu, gpu = published_tpu, published_gpu
+    for source in (tpu.mesh_tensorflow, tpu.gspmd, tpu.maxtext, tpu.small):
+        yield from source()
+    for source in (gpu.common, gpu.vtrain, gpu.oneflow, gpu.megatron):
+        yield from source()
 
 
-def report(stack: Stack, rows: Sequence[Priced]) -> dict[str, Any]:
-    """Prints a stack's tables; returns its results."""
-    constants, fitted = fit(stack, rows), without_own(stack, rows)
-    words = ", ".join(f"{n} {k:.3g}" for n, k in zip(stack.constants, constants, strict=True))
-    print(f"\n{stack.name}; constants of all rows: {words}")
-    tables: dict[str, list[tuple[Priced, float]]] = defaultdict(list)
-    for p, o in zip(rows, fitted, strict=True):
-        tables[p.run.table].append((p, o))
-    results = {}
-    for table, found in tables.items():
-        inside = [p for p, _ in found]
-        shipped, left = quality(inside, [p.shipped for p in inside]), quality(inside, [o for _, o in found])
-        print(f"\n  {table}: {len(found)} rows; left out: {LEFT_OUT.get(table, 'none')}")
-        if len(found) <= SHOWN:
-            _rows(found)
-        for name, q in (("as shipped", shipped), ("model left out", left)):
-            print(f"    {name:15}{_words(q)}")
-        results[table] = {
-            "as shipped": asdict(shipped),
-            "model left out": asdict(left),
-            "rows": [_row(p, o) for p, o in found],
-        }
-    return {"constants": dict(zip(stack.constants, constants, strict=True)), "tables": results}
+def priced(tables: Sequence[str] = ()) -> list[Priced]:
+    """Every run that can be lowered and priced; of some tables, if they are named."""
+    prices = Prices()
+    chosen = (r for r in runs() if not tables or any(t in r.table for t in tables))
+    return [Priced.of(run, prices) for run in chosen if run.unjudged != PIPELINED]
 
 
-def _rows(found: Sequence[tuple[Priced, float]]) -> None:
-    print(f"    {'run':46} {'published':>10} {'as shipped':>18} {'model left out':>18}")
-    for p, o in found:
-        s = p.run.seconds
-        print(
-            f"    {p.run.name[:46]:46} {s:8.3f} s {p.shipped:8.3f} s {p.shipped / s - 1:+6.1%} "
-            f"{o:9.3f} s {o / s - 1:+6.1%}"
-        )
-
-
-def _words(q: Quality) -> str:
-    words = f"mean error {q.mape:.1%}, largest {q.worst:.1%}"
-    if q.spearman is not None:
-        words += f"; within workloads Spearman {q.spearman:.3f}, regret {q.regret:.1%} (largest "
-        words += f"{q.worst_regret:.1%})"
-    return words
-
-
-def _row(p: Priced, o: float) -> dict[str, Any]:
-    return {
-        "run": p.run.name,
-        "published_seconds": p.run.seconds,
-        "as_shipped_seconds": p.shipped,
-        "model_left_out_seconds": o,
+def report(table: str, rows: Sequence[Priced]) -> dict[str, Any]:
+    """Prints a table's rows and how good they are; returns the results."""
+    print(f"\n{table}: {len(rows)} rows")
+    if len(rows) <= SHOWN:
+        for p in rows:
+            mark = f"not judged: {p.run.unjudged}" if p.run.unjudged else "fitted" if has_part(p.run) else ""
+            mark += ", not all is stated" if p.run.assumed else ""
+            s = p.run.seconds
+            print(
+                f"    {p.run.name[:58]:58} {s:8.3f} s {p.shipped:8.3f} s {p.error:+6.1%} "
+                f"{p.peak / p.limit:5.0%} {mark}"
+            )
+    parts = {
+        "no part in a fit": [p for p in rows if not p.run.unjudged and not has_part(p.run)],
+        "part in a fit": [p for p in rows if has_part(p.run)],
+        "not judged": [p for p in rows if p.run.unjudged],
     }
+    found = {name: quality(part) for name, part in parts.items() if part}
+    for name, q in found.items():
+        print(f"    {name}: {words_of(q)}")
+    listed = [
+        {
+            "run": p.run.name,
+            "hardware": p.run.hardware,
+            "published_seconds": p.run.seconds,
+            "predicted_seconds": p.shipped,
+            "predicted_bytes": p.peak,
+            "usable_bytes": p.limit,
+            "fitted": has_part(p.run),
+            "not_judged": p.run.unjudged or None,
+        }
+        for p in rows
+    ]
+    return {"quality": {name: asdict(q) for name, q in found.items()}, "rows": listed}
+
+
+def fits(rows: Sequence[Priced]) -> dict[str, Any]:
+    """Prints the fitted constants of every stack with their intervals, beside those that ship."""
+    found = {}
+    for stack in STACKS:
+        own = [p for p in rows if p.run.stack == stack.name and has_part(p.run)]
+        if not own:
+            continue
+        shipped = constants(load_hardware(stack.presets[0]))
+        fitter = Fitter(stack, own, shipped)
+        values, ends = fitter.fit(), fitter.intervals()
+        models = list(dict.fromkeys(p.run.model for p in own))
+        print(f"\n{stack.name}: constants of {', '.join(stack.presets)}, fitted to {len(own)} rows")
+        found[stack.name] = {"rows": len(own), "models": models, "constants": {}}
+        for name, value, low, high in zip(stack.names, values, *ends, strict=True):
+            ships = shipped.get(name, shipped["gradient"])
+            print(f"    {name:24} ships {ships:.3g}, fitted {value:.3g} ({low:.3g} to {high:.3g})")
+            found[stack.name]["constants"][name] = {"ships": ships, "fitted": value, "interval": [low, high]}
+    return found
 
 
 def others() -> list[str]:
@@ -103,18 +118,33 @@ def others() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    found = priced()
-    stacks = {s.name: report(s, [p for p in found if p.run.table in s.tables]) for s in STACKS}
-    print(
-        "\nPeak memory of the 22-billion-parameter model of Korthikanti et al. 2022, 8 A100, tensor parallel"
+    parser.add_argument("--page", type=Path, help="write the page of the documentation there")
+    parser.add_argument(
+        "--table", action="append", default=[], help="only tables of this name (again for more)"
     )
+    args = parser.parse_args()
+    rows = priced(args.table)
+    tables: dict[str, list[Priced]] = defaultdict(list)
+    for p in rows:
+        tables[p.run.table].append(p)
+    print("published, predicted, error; peak memory of what a device has")
+    results = {table: report(table, found) for table, found in tables.items()}
+    pipelined = sum(run.unjudged == PIPELINED for run in runs())
+    print(f"\nNot expressed: {pipelined} rows with pipeline stages")
+    for table, why in published_gpu.LEFT_OUT.items():
+        print(f"    {table}, {len(read(table))} rows: {why}")
+    fitted = fits(rows)
     memory = memory_rows()
+    print("\nPeak memory of the 22-billion-parameter model of Korthikanti et al. 2022, 8 A100")
     for m in memory:
         print(
             f"    {m['run']:40} {m['published_gib']:8.2f} GiB {m['predicted_gib']:8.2f} GiB {m['error']:+.1%}"
         )
+    print("\nCriteria")
+    judged = criteria(rows, memory)
+    for c in judged:
+        verdict = "no rows" if c.reached is None else "met" if c.met else "NOT MET"
+        print(f"    {c.name:68} {c.text:>28}  {verdict}")
     print("\nWhat others report (and floors: simpler models on the vTrain tables)")
     for line in others():
         print(f"    {line}")
@@ -125,13 +155,17 @@ def main() -> None:
             "numpy": version("numpy"),
             "scipy": version("scipy"),
         },
-        "stacks": stacks,
+        "criteria": [asdict(c) for c in judged],
+        "tables": results,
+        "constants": fitted,
         "memory": memory,
         "others": others(),
-        "left_out": LEFT_OUT,
+        "pipelined": pipelined,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if not args.table:
+        OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.page:
+        args.page.write_text(page(result, judged), encoding="utf-8")
 
 
 if __name__ == "__main__":

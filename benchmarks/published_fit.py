@@ -1,165 +1,179 @@
-"""Three constants per software stack, fitted to published runs with one model left out at a time.
+"""The constants of the presets that are fitted to published runs, with their intervals.
 
-XLA on TPUs, per run:
-  (1) step = compute a + (gradient and parameter communication) (1 - b) + (activation communication) (1 - c)
-PyTorch on GPUs (Megatron-LM, Megatron-DeepSpeed, OneFlow), which launches kernel by kernel from the host:
-  (2) step = sum over kernels of max(seconds a, b) + communication c
-Quantities are priced from the hardware preset and the model's dimensions. The constants are the same for all
-models, sizes and generations of a stack; least mean absolute error of the logarithm.
+At most four for a stack of software, the same for all its machines, models and sizes:
+  (1) kernel = max(interval, launch + max(FLOP seconds / sustained, bytes seconds / efficiency))
+      step = sum of kernels + sum over collectives of seconds (1 - hidden)
+FLOP seconds are divided for products alone. Least mean absolute error of the logarithm; the interval of 90 %
+is of fits to models drawn with replacement (bootstrap), as runs of one model are no independent evidence.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.stats import spearmanr
 
-from benchmarks.published_rows import GSPMD, Pricers, Run
-from costmodels.pricing.overlap import ACTIVATION
+from benchmarks.published_gpu import COMPILED, LAUNCHED
+from benchmarks.published_rows import Prices, Run, peak
+from benchmarks.published_tpu import TPU
+from costmodels import Hardware
+from costmodels.kernels.compute import compute_cost
+from costmodels.pricing.items import Computed
+from costmodels.pricing.overlap import CLASSES
 
-Constants = Sequence[float]
+DRAWS = 100
+SUSTAINED, EFFICIENCY, INTERVAL = "sustained", "memory_efficiency", "launch_interval"
+HIDDEN = "gradient and parameter"
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A run and its quantities.
+    """A run, what it is predicted to take and to hold, and the quantities of equation (1).
 
     Attributes:
-      shipped: predicted with the preset as it is; nothing fitted.
-      seconds, times: of every kind of kernel, without the wait for its launch, and how often one runs.
-      hideable, exposed: seconds of gradients' and parameters' communication, and of all other.
+      shipped: seconds with the preset as it is.
+      peak, limit: bytes that it holds, and that there are.
+      kernels: a row each: FLOP seconds of products and of all else, bytes seconds (both at the full rate),
+        launch, times.
+      sent: seconds of collectives, by class.
     """
 
     run: Run
     shipped: float
-    seconds: np.ndarray
-    times: np.ndarray
-    hideable: float
-    exposed: float
+    peak: int
+    limit: float
+    kernels: np.ndarray
+    sent: np.ndarray
+
+    @property
+    def error(self) -> float:
+        return self.shipped / self.run.seconds - 1
 
     @staticmethod
-    def of(run: Run, known: Pricers | None = None) -> Priced:
-        """A run, priced; `known` as in `Run.cost`."""
-        shipped = cost = run.cost(known)
-        chip = run.hardware.chip
-        if chip.launch_interval is not None:
-            patient = replace(run.hardware, chip=replace(chip, launch_interval=None))
-            cost = replace(run, hardware=patient).cost(known)
-        kernels: Counter[float] = Counter()
-        hideable = exposed = 0.0
+    def of(run: Run, prices: Prices) -> Priced:
+        program = run.program()
+        hardware, cost = prices.of(run, program)
+        shipped = constants(hardware)
+        kernels, sent = [], np.zeros(len(CLASSES))
         for x in cost.lines:
-            if not x.is_communication:
-                kernels[float(f"{x.seconds:.4g}")] += x.times  # type: ignore[assignment]
-            elif x.purpose == ACTIVATION:
-                exposed += x.seconds * x.times
-            else:
-                hideable += x.seconds * x.times
-        seconds, times = np.array(list(kernels)), np.array(list(kernels.values()), float)
-        return Priced(run, shipped.step_seconds, seconds, times, hideable, exposed)
+            if not isinstance(x.item, Computed):
+                sent[CLASSES.index(x.purpose)] += x.seconds * x.times
+                continue
+            found = compute_cost(hardware, x.item.quantity, program.mesh.devices)
+            product = x.kind in ("matmul", "conv")
+            worked = found.flop_seconds * (shipped[SUSTAINED] if product else 1.0)
+            moved = found.memory_seconds * shipped[EFFICIENCY]
+            kernels.append((worked * product, worked * (not product), moved, found.launch_seconds, x.times))
+        held = peak(hardware, program)
+        return Priced(run, cost.step_seconds, held, hardware.usable_memory_bytes, np.array(kernels), sent)
+
+
+def constants(hardware: Hardware) -> dict[str, float]:
+    """The constants of equation (1) as a preset has them."""
+    chip = hardware.chip
+    return {
+        SUSTAINED: 1.0 if chip.sustained is None else chip.sustained.value,
+        EFFICIENCY: chip.memory_efficiency.value,
+        INTERVAL: 0.0 if chip.launch_interval is None else chip.launch_interval.value,
+        **{purpose: hardware.hidden_fraction(purpose) for purpose in CLASSES},
+    }
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A software stack: equation, its constants' names, and where a fit starts."""
+    """A stack of software.
+
+    Attributes:
+      names: of the constants that are fitted; `HIDDEN` stands for two classes of collectives alike.
+      starts: where a fit starts.
+      presets: whose files hold the constants.
+      has_part: whether a run has a part in the fit.
+    """
 
     name: str
-    tables: tuple[str, ...]
-    constants: tuple[str, str, str]
-    starts: tuple[Constants, ...]
-    step: Callable[[Constants, Priced], float]
-
-
-def _bounded(fraction: float) -> float:
-    return min(1.0, max(0.0, fraction))
-
-
-def _compiled(k: Constants, p: Priced) -> float:
-    """Equation (1)."""
-    compute = float((p.times * p.seconds).sum())
-    return abs(k[0]) * compute + p.hideable * (1 - _bounded(k[1])) + p.exposed * (1 - _bounded(k[2]))
-
-
-def _launched(k: Constants, p: Priced) -> float:
-    """Equation (2); the second constant in microseconds."""
-    kernels = np.maximum(abs(k[0]) * p.seconds, abs(k[1]) * 1e-6)
-    return float((p.times * kernels).sum()) + abs(k[2]) * (p.hideable + p.exposed)
+    names: tuple[str, ...]
+    starts: tuple[float, ...]
+    presets: tuple[str, ...]
+    has_part: Callable[[Run], bool]
 
 
 STACKS = (
+    Stack(TPU, (HIDDEN,), (0.5,), ("tpu-v3",), lambda run: run.table.startswith("gspmd")),
     Stack(
-        "XLA on TPUs",
-        ("mesh_tf_runs.csv", *GSPMD, "maxtext_tpu.csv", "tpu_v2_v3_small.csv"),
-        ("compute x", "hidden gradients and parameters", "hidden activations"),
-        ((1, 0.5, 0.5), (1.1, 0.1, 0.1), (0.95, 0.9, 0.1), (1, 0.1, 0.9)),
-        _compiled,
+        COMPILED,
+        (SUSTAINED,),
+        (0.9,),
+        ("h100", "a100"),
+        lambda run: "pax" in run.table or ("dgxc" in run.table and run.model == "llama3-8b"),
     ),
     Stack(
-        "PyTorch on GPUs",
-        ("vtrain_a100_h1024.csv", "oneflow_megatron_v100.csv", "megatron_recompute_a100.csv"),
-        ("compute x", "microseconds a kernel at least", "communication x"),
-        ((1.3, 40, 1), (1, 20, 1.5)),
-        _launched,
+        LAUNCHED,
+        (INTERVAL, EFFICIENCY, HIDDEN),
+        (48e-6, 0.6, 0.3),
+        ("a100-eager", "v100-eager"),
+        lambda run: run.table == "vtrain_a100_h1024.csv",
     ),
 )
 
 
-def fit(stack: Stack, rows: Sequence[Priced]) -> tuple[float, ...]:
-    """Constants of least mean absolute log error."""
-
-    def error(k: Constants) -> float:
-        return statistics.fmean(abs(np.log(stack.step(k, p) / p.run.seconds)) for p in rows)
-
-    options = {"maxiter": 400, "xatol": 1e-3, "fatol": 1e-5}
-    tried = [minimize(error, start, method="Nelder-Mead", options=options) for start in stack.starts]
-    return tuple(float(x) for x in min(tried, key=lambda m: m.fun).x)
+def has_part(run: Run) -> bool:
+    """Whether a run had a part in the fit of its stack's constants."""
+    return not run.unjudged and any(s.name == run.stack and s.has_part(run) for s in STACKS)
 
 
-def without_own(stack: Stack, rows: Sequence[Priced]) -> list[float]:
-    """Every row predicted with constants that its model had no part in."""
-    found: dict[str, tuple[float, ...]] = {}
-    for family in {p.run.family for p in rows}:
-        found[family] = fit(stack, [p for p in rows if p.run.family != family])
-    return [stack.step(found[p.run.family], p) for p in rows]
+class Fitter:
+    """Equation (1) for many runs at once."""
+
+    def __init__(self, stack: Stack, rows: Sequence[Priced], fixed: dict[str, float]) -> None:
+        self.stack, self.rows, self.fixed = stack, rows, fixed
+        self.first = np.cumsum([0, *(len(p.kernels) for p in rows)])[:-1]
+        self.product, self.other, self.moved, self.launch, self.times = np.concatenate(
+            [p.kernels for p in rows]
+        ).T
+        self.sent = np.array([p.sent for p in rows])
+        self.seconds = np.array([p.run.seconds for p in rows])
+
+    def predicted(self, values: Sequence[float]) -> np.ndarray:
+        """Seconds of every run."""
+        k = {**self.fixed, **dict(zip(self.stack.names, values, strict=True))}
+        hidden = [k.get(HIDDEN, k[p]) if p != "activation" else k[p] for p in CLASSES]
+        worked = self.product / _within(k[SUSTAINED]) + self.other
+        kernel = np.maximum(worked, self.moved / _within(k[EFFICIENCY])) + self.launch
+        computed = np.add.reduceat(self.times * np.maximum(kernel, k[INTERVAL]), self.first)
+        exposed: np.ndarray = computed + self.sent @ (1 - np.clip(hidden, 0.0, 1.0))
+        return exposed
+
+    def fit(self, weights: np.ndarray | None = None) -> np.ndarray:
+        """Constants of least mean absolute log error; models count alike unless `weights` says other."""
+        weights = self.alike() if weights is None else weights
+
+        def error(scaled: np.ndarray) -> float:
+            off = np.abs(np.log(self.predicted(scaled * self.stack.starts) / self.seconds))
+            return float(np.average(off, weights=weights))
+
+        start = np.ones(len(self.stack.names))
+        found = minimize(error, start, method="Nelder-Mead", options={"xatol": 1e-3, "fatol": 1e-6})
+        values: np.ndarray = found.x * self.stack.starts
+        return values
+
+    def alike(self) -> np.ndarray:
+        """Weights of runs under which every model counts alike."""
+        models = [p.run.model for p in self.rows]
+        return np.array([1 / models.count(model) for model in models])
+
+    def intervals(self) -> np.ndarray:
+        """5 % and 95 % of every constant over fits to models drawn with replacement."""
+        rng, models = np.random.default_rng(0), sorted({p.run.model for p in self.rows})
+        index = np.array([models.index(p.run.model) for p in self.rows])
+        drawn = []
+        for _ in range(DRAWS):
+            count = np.bincount(rng.integers(len(models), size=len(models)), minlength=len(models))
+            drawn.append(self.fit(count[index] * self.alike()))
+        ends: np.ndarray = np.quantile(drawn, [0.05, 0.95], axis=0)
+        return ends
 
 
-@dataclass(frozen=True)
-class Quality:
-    """How good predictions of some rows are; `spearman` and `regret` are means over workloads of at least
-    three runs (None: there are none)."""
-
-    rows: int
-    mape: float
-    worst: float
-    spearman: float | None
-    regret: float | None
-    worst_regret: float | None
-
-
-def quality(rows: Sequence[Priced], predicted: Sequence[float]) -> Quality:
-    """Errors of steps, and of choices within workloads."""
-    errors = [abs(o / p.run.seconds - 1) for p, o in zip(rows, predicted, strict=True)]
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for p, o in zip(rows, predicted, strict=True):
-        if p.run.workload:
-            groups[p.run.workload].append((o, p.run.seconds))
-    ranked = [g for g in groups.values() if len(g) >= 3]
-    ranks = [float(spearmanr(*zip(*g, strict=True)).statistic) for g in ranked]
-    regrets = [min(g)[1] / min(m for _, m in g) - 1 for g in ranked]
-    return Quality(
-        len(rows),
-        statistics.fmean(errors),
-        max(errors),
-        _mean(ranks),
-        _mean(regrets),
-        max(regrets, default=None),
-    )
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return statistics.fmean(found) if found else None
+def _within(fraction: float) -> float:
+    return min(1.0, max(0.05, fraction))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.published_rows import MEGATRON, gpt, lowered, read
+from benchmarks.published_gpu import MEGATRON, gpt
+from benchmarks.published_rows import lowered, read
 from costmodels.liveness import Memory, memory
 from examples.transformer_lm import model as language_model
 

@@ -1,0 +1,224 @@
+"""Published runs on GPUs: model, mesh, layout and options as their sources state them.
+
+What a source does not say is taken as its software does by default, and the run is marked `assumed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mesh_tf_core as mtf
+from benchmarks.published_models import language_model as published_model
+from benchmarks.published_rows import CUSTOM, PIPELINED, Run, lowered, read
+from examples.transformer_lm import model as language_model
+
+COMPILED, LAUNCHED = "GPUs, few large kernels", "GPUs, kernels launched from Python"
+MEGATRON = "batch:data;heads:model;d_ff:model;vocab:model"
+VOCAB_GPT = 51200
+COMMON = ("dgxc_benchmarking_h100", "jax_toolbox_pax", "torchtitan")
+LEFT_OUT = {"published/jax_toolbox_t5x.csv": "T5: encoder and decoder of different lengths"}
+VTRAIN = ("vtrain_a100_h1024.csv", "published/vtrain_a100_h2048.csv", "published/vtrain_a100_multi.csv")
+
+
+def common() -> Iterator[Run]:
+    """Tables in one set of columns: MaxText, Paxml, NeMo, torchtitan; bfloat16 runs of dense decoders."""
+    for table in COMMON:
+        for row in read(f"published/{table}.csv"):
+            if row["dtype"] == "bfloat16" and row["family"] == "dense" and row["outcome"] == "ran":
+                yield _common(table, row)
+
+
+def _common(table: str, row: Mapping[str, str]) -> Run:
+    ways = {name: int(row[name] or 1) for name in ("dp", "fsdp", "cp", "tp", "pp")}
+    data, batch = ways["dp"] * ways["fsdp"], int(row["global_batch"])
+    split = {"data": data, "context": ways["cp"], "model": ways["tp"]}
+    named = recomputation(row)
+    whole = named == "full"
+    sizes = {
+        "layers": int(row["layers"]),
+        "d_model": int(row["d_model"]),
+        "d_kv": int(row["d_head"]),
+        "heads": int(row["heads"]),
+        "kv_heads": 0 if row["kv_heads"] == row["heads"] else int(row["kv_heads"]),
+        "d_ff": int(row["d_ff"]),
+        "gated": row["gated"] == "1",
+        "vocab": int(row["vocab"]),
+        "tied": row["tied"] == "1",
+        "batch": batch,
+        "length": int(row["seq"]),
+        "dtype": "bfloat16",
+        "attention": "fused" if fused(row) else "plain",
+        "rotary": row["positions"].startswith("rotary"),
+    }
+    rules = "batch:data;length:context;heads:model;d_ff:model;vocab:model"
+    if ways["tp"] > 1:
+        sizes["rows"] = "rows"
+        rules += ";rows:context+model" if ways["cp"] > 1 else ";rows:model"
+    stage = int(row["zero"] or 1) if table != "dgxc_benchmarking_h100" or row["zero"] != "0" else 1
+    parts = batch // (int(row["micro_batch"]) * data) if row["micro_batch"] else 1
+
+    def program() -> mtf.Program:
+        mesh, layout = mesh_and_layout(split, rules)
+        return lowered(published_model, sizes, mesh, layout, stage=stage, recompute=whole, microbatches=parts)
+
+    return Run(
+        f"published/{table}.csv",
+        row["case"],
+        row["model"],
+        "",
+        float(row["step_s"]),
+        program,
+        machine(row["gpu"]),
+        COMPILED,
+        PIPELINED if ways["pp"] > 1 else "" if named in ("none", "full") else CUSTOM,
+        assumed="" in (row["recompute"], row["attention"]),
+        gib=float(row["memory_gib"]) if row["memory_gib"] else None,
+    )
+
+
+def recomputation(row: Mapping[str, str]) -> str:
+    """'none', 'full', or a policy. Where it is not stated: none, but for GPT-3 175B of Paxml, whose
+    activations would not fit (praxis saves nothing by default)."""
+    if not row["recompute"]:
+        return "full" if row["model"] == "gpt-175b" else "none"
+    return row["recompute"]
+
+
+def fused(row: Mapping[str, str]) -> bool:
+    """Whether attention is one kernel. Where it is not stated: with TransformerEngine and heads of 128."""
+    if row["attention"]:
+        return row["attention"].startswith("flash")
+    return "TransformerEngine" in row["framework"] and row["d_head"] == "128"
+
+
+def machine(gpu: str) -> str:
+    """The preset of a GPU as published; torchtitan's H100s are slower ones."""
+    if "HBM2e" in gpu:
+        return "h100-hbm2e"
+    return gpu.partition("_")[0].lower()
+
+
+def mesh_and_layout(split: Mapping[str, int], rules: str) -> tuple[str, str]:
+    """Axes of more than one device, and the rules that name only them."""
+    axes = {name: n for name, n in split.items() if n > 1} or {"data": 1}
+    kept = []
+    for rule in rules.split(";"):
+        _, _, over = rule.partition(":")
+        if all(axes.get(axis, 1) > 1 for axis in over.split("+")):
+            kept.append(rule)
+    return ";".join(f"{name}:{n}" for name, n in axes.items()), ";".join(kept)
+
+
+def gpt(hidden: int, heads: int, layers: int, length: int, batch: int) -> dict[str, Any]:
+    """GPT as Megatron builds it: tied embeddings, learned positions, Adam in mixed precision; attention
+    written out, as everywhere before 2023."""
+    return {
+        "layers": layers,
+        "d_model": hidden,
+        "d_kv": hidden // heads,
+        "heads": heads,
+        "d_ff": 4 * hidden,
+        "vocab": VOCAB_GPT,
+        "length": length,
+        "batch": batch,
+        "tied": True,
+        "dtype": "float16",
+        "attention": "plain",
+    }
+
+
+def megatron_program(sizes: dict[str, Any], data: int, tensor: int, parts: int) -> mtf.Program:
+    """Tensor and data parallel, every layer computed again."""
+    mesh, layout = mesh_and_layout({"data": data, "model": tensor}, MEGATRON)
+    return lowered(language_model, sizes, mesh, layout, recompute=True, microbatches=parts)
+
+
+def vtrain() -> Iterator[Run]:
+    """Megatron-DeepSpeed on A100, activations checkpointed per layer; several nodes with 100 GB/s each."""
+    for table in VTRAIN:
+        for row in read(table):
+            hidden, heads, layers, length, batch, micro, tensor, data, gpus = (
+                int(row[n])
+                for n in (
+                    "hidden size",
+                    "attention heads",
+                    "n_layers",
+                    "sequence length",
+                    "global batch",
+                    "micro batch",
+                    "tensor parallelism",
+                    "data parallelism",
+                    "n_gpus",
+                )
+            )
+            sizes = gpt(hidden, heads, layers, length, batch)
+            parts = batch // (micro * data)
+
+            def program(sizes: Any = sizes, how: tuple[int, int, int] = (data, tensor, parts)) -> mtf.Program:
+                return megatron_program(sizes, *how)
+
+            workload = f"{hidden}x{layers}, {gpus} GPUs, batch {batch}"
+            yield Run(
+                table,
+                f"{workload}: tensor {tensor}, data {data}, micro batch {micro}",
+                f"GPT {hidden}x{layers}",
+                workload,
+                float(row["iteration time (ms)"]) / 1e3,
+                program,
+                "a100-eager, node_egress=100GB/s" if gpus > 8 else "a100-eager",
+                LAUNCHED,
+                "" if row["pipeline parallelism"] == "1" else PIPELINED,
+            )
+
+
+def oneflow() -> Iterator[Run]:
+    """OneFlow and Megatron-LM on V100, four nodes of eight; Megatron's times are the ones compared.
+
+    A node has one network card of 100 Gb/s for all of its GPUs, not four (Oneflow-Inc/DLPerf, test
+    environment).
+    """
+    heads = {768: 12, 1536: 16, 2304: 24, 3072: 32}
+    for row in read("oneflow_megatron_v100.csv"):
+        hidden, layers, batch, gpus = (int(row[n]) for n in ("hidden", "layers", "global_batch", "gpus"))
+        sizes = gpt(hidden, heads[hidden], layers, 2048, batch)
+
+        def program(
+            sizes: Any = sizes, how: tuple[int, int] = (int(row["dp"]), int(row["tp"]))
+        ) -> mtf.Program:
+            return megatron_program(sizes, *how, 1)
+
+        workload = f"{hidden}x{layers}, {gpus} GPUs, batch {batch}"
+        yield Run(
+            "oneflow_megatron_v100.csv",
+            f"{workload}: tensor {row['tp']}, data {row['dp']}",
+            f"GPT {hidden}x{layers}",
+            workload,
+            batch / float(row["megatron_seq_s"]),
+            program,
+            "v100-eager, node_egress=12.5GB/s",
+            LAUNCHED,
+            "" if row["pp"] == "1" else PIPELINED,
+        )
+
+
+def megatron() -> Iterator[Run]:
+    """The models of Korthikanti et al. 2022 on A100, all layers computed again."""
+    for row in read("megatron_recompute_a100.csv"):
+        hidden, heads, layers, batch = (int(row[n]) for n in ("hidden", "heads", "layers", "batch"))
+        sizes = gpt(hidden, heads, layers, int(row["seq"]), batch)
+
+        def program(sizes: Any = sizes) -> mtf.Program:
+            return megatron_program(sizes, 1, 8, 1)
+
+        yield Run(
+            "megatron_recompute_a100.csv",
+            f"{row['model']}, all recomputed",
+            row["model"],
+            "",
+            float(row["time_full_s"]),
+            program,
+            "a100-eager",
+            LAUNCHED,
+            "" if row["pp"] == "1" else PIPELINED,
+        )
