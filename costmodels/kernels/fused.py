@@ -9,7 +9,8 @@ kernels, one after the other:
       too, or computes it again from what it reads anyway, whichever moves fewer bytes
   (4) what a loop stacks is written in its place in the stack, and priced there
   (5) a cast of a variable runs once in a step: in a loop that of all layers is kept, for backward too;
-      outside of loops it is made where it is read, and costs what its readers have to read more
+      outside of loops it is made where it is read, and costs what its readers have to read more, but for
+      the half of a split master copy (`mesh_tf_core.lower.storage`): that is written
   (6) the kernel that makes a term of a loop's sum adds it to the sum
 So a chain of maps behind a product costs the product, its operands and the chain's last result.
 
@@ -148,11 +149,16 @@ class _Fuser:
         """What is not in a group, and what becomes of casts by rule (5)."""
         if not (isinstance(instr, Local) and instr.op.converts and self._of_variable(instr)):
             yield instr
-        elif not looped:
+        elif not looped and not self._is_half(instr):
             self.casts[instr.outputs[0]] = instr.inputs[0]
             yield VariableCast(self.context, instr, self.casts)
-        elif instr.origin.phase == "forward" and not self.again:
+        elif not looped or (instr.origin.phase == "forward" and not self.again):
             yield instr
+
+    def _is_half(self, cast: Local) -> bool:
+        """Whether a cast is what the layout's whole copy of a variable is gathered from."""
+        made, read = (self.program.values[i].tensor for i in (cast.outputs[0], cast.inputs[0]))
+        return made == read
 
     def _of_variable(self, cast: Local) -> bool:
         return self.program.values[cast.outputs[0]].tensor in self.context.fusion.stored

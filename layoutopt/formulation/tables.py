@@ -26,6 +26,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options, Subgraph, lower
 from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
 from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.tracing.graph import Graph
 
 Assignment = tuple[Choice, ...]
@@ -156,7 +157,15 @@ class Tabler:
 
     def _entry(self, cluster: Cluster, naming: Naming, layout: Layout, options: Options) -> Entry | None:
         """The price of a cluster; None if that is not legal."""
-        oracle = Oracle(naming.mesh, layout, self.graph.variables, options.storage, self.sizes, naming.real)
+        oracle = Oracle(
+            naming.mesh,
+            layout,
+            self.graph.variables,
+            options.storage,
+            self.sizes,
+            naming.real,
+            narrow_reads(self.graph),
+        )
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
         lowered = self._lowered(cluster, cluster.subgraph, first, oracle, naming)
         if lowered.cost is None:

@@ -28,6 +28,7 @@ from layoutopt.space.splits import Split
 from layoutopt.space.storage import stage_of, stored_classes
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import Model
 
 FIRST = 40
@@ -278,12 +279,13 @@ def _cases(decided: Decisions, plans: Plans) -> Iterator[Decisions]:
 def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
     """Bytes of variables that a device holds at least, whatever is chosen."""
     graph, stages = model.step_graph, dict[str, int]()
+    masters = narrow_reads(graph)
     for name, variables in stored_classes(graph).items():
         stages.update(dict.fromkeys((v.name for v in variables), max(map(stage_of, decided.options[name]))))
     most = {n: max(map(mesh.group_size, decided.options[n])) for n in decided.of(Split)}
     total = 0.0
     for v in graph.variables.values():
-        further = stages.get(v.slot_of or v.name, 0) >= (1 if v.slot_of else 3)
+        further = stages.get(v.slot_of or v.name, 0) >= (1 if v.slot_of or v.name in masters else 3)
         ways = math.prod(most.get(n, 1) for n in v.shape.names)
         total += v.bytes / (mesh.devices if further else min(ways, mesh.devices))
     return total

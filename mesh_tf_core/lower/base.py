@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
@@ -30,11 +31,16 @@ from mesh_tf_core.lower.nodes import Plan, expansion, gathered, plan_of
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.subgraph import Subgraph
+from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.graph import Graph
 
 
 class Lowering(Placing):
-    """The state of one lowering: goes through the nodes of a graph."""
+    """The state of one lowering: goes through the nodes of a graph.
+
+    Attributes:
+      masters: a variable's tensor -> its master copy as it is stored, where `env` has the half of it.
+    """
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class Lowering(Placing):
         self._plans: dict[int, Plan] = {} if subgraph is None else subgraph.plans
         self.loops = Loops(self, frozenset(recompute), self.node, self.nodes)
         self._again = False
+        self.masters: dict[int, int] = {}
 
     def node(self, node: Node, again: bool = False) -> None:
         """Lowers one node; `again` when a forward node runs a second time, for backward."""
@@ -78,7 +85,8 @@ class Lowering(Placing):
     def _in_layout(self, node: Node, plan: Plan) -> None:
         op = node.op
         if not isinstance(op, Connection):
-            inputs = [self.value_of(i) for i in node.inputs]
+            masters = self.masters if node.phase == "update" else {}
+            inputs = [masters[i] if i in masters else self.value_of(i) for i in node.inputs]
             outs = self.apply(op, inputs, plan, node.outputs)
             for tensor, out in zip(node.outputs, outs, strict=True):
                 self.bind(tensor, out)
@@ -91,11 +99,26 @@ class Lowering(Placing):
             self.env[tensor] = self.feeds[op.feed] = out
         elif isinstance(op, Read):
             (tensor,), (type,) = node.outputs, plan.types
-            out = self.env[tensor] = self.new(type, self.stored_splits(op), tensor=tensor)
+            out = self.new(type, self.stored_splits(op), tensor=tensor)
             self.emit(ReadVariable((), (out,), self.origin, op.variable.name))
+            self.env[tensor] = self._half(op.variable, out)
         elif isinstance(op, Assign):
             value = self.placed(self.value_of(node.inputs[0]), self.stored_splits(op))
             self.emit(WriteVariable((value,), (), self.origin, op.variable.name))
+
+    def _half(self, variable: Variable, master: int) -> int:
+        """What forward and backward read of a variable: as it is stored, or of a split master copy (stages 1
+        and 2) its half-precision values, made once, before all loops."""
+        dtype, v = self.oracle.half(variable), self.values[master]
+        if dtype is None:
+            return master
+        self.masters[v.tensor] = master
+        type = TensorType(v.shape, dtype)
+        if self.subgraph is not None and self.subgraph.again:
+            return self.new(type, self.natural(v.shape), (), v.tensor)
+        half = self.new(type, v.splits, (), v.tensor)
+        self.emit(Local((master,), (half,), self.origin, Cast(dtype)))
+        return self.placed(half, self.natural(v.shape))
 
     def stored_splits(self, op: Read | Assign) -> Splits:
         variable = op.variable
@@ -156,6 +179,8 @@ class Lowering(Placing):
     def _converted(self, op: Op, input: int, plan: Plan, tensor: int) -> int:
         """Done on whatever piece there is: a variable stored split is converted before it is gathered, to
         half the bytes. Once for all who ask before the update; that converts for itself."""
+        if self.values[input].dtype == plan.types[0].dtype:
+            return input
         key = (input, op, self.origin.phase == "update")
         if key not in self.converted:
             self.converted[key] = self.new(plan.types[0], self.values[input].splits, (), tensor)
@@ -211,7 +236,9 @@ def lower_base(
             state.values[id] = state.values[id].of(tensor)
     # A part of a graph returns what it has.
     wanted = ((n, t.id) for n, t in (results or {}).items() if subgraph is None or t.id in state.env)
-    returned = {name: state.to_natural(state.value_of(tensor)) for name, tensor in wanted}
+    env, returned = {**state.env, **state.masters}, {}
+    for name, tensor in wanted:
+        returned[name] = state.to_natural(env[tensor] if tensor in env else state.value_of(tensor))
     return Program(
         mesh,
         layout,

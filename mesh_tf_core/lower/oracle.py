@@ -30,6 +30,7 @@ class Oracle:
       stages: variable name -> stage (see `storage`).
       known: name -> sizes of dimensions that the layout is known to divide; nothing is asked about these.
       real: the names that the mesh's axes have elsewhere, which decide between equally cheap moves.
+      narrow: see `storage.narrow_reads`.
 
     Attributes:
       asked: every question so far, with its answer.
@@ -43,8 +44,9 @@ class Oracle:
         stages: Mapping[str, int],
         known: Mapping[str, Set[int]] | None = None,
         real: Mapping[str, str] | None = None,
+        narrow: Mapping[str, str] | None = None,
     ) -> None:
-        self.real = real
+        self.real, self.narrow = real, narrow or {}
         self.mesh, self.layout, self.variables, self.known = mesh, layout, variables, known or {}
         self.storage = Storage(mesh, layout, variables, stages)
         self.asked: dict[Question, Any] = {}
@@ -103,7 +105,16 @@ class Oracle:
         """The layout in which a variable (or an optimizer's slot) lies between steps."""
         if variable.slot_of is not None:
             return self.view(variable.slot_of)
-        return self.view(variable.name) if self.stage(variable.name, 3) else self.layout
+        least = 1 if variable.name in self.narrow else 3
+        return self.view(variable.name) if self.stage(variable.name, least) else self.layout
+
+    def half(self, variable: Variable) -> str | None:
+        """The dtype in which a variable is gathered as a step begins, if its master copy alone is stored
+        split."""
+        dtype = self.narrow.get(variable.name)
+        if dtype is None or not self.stage(variable.name, 1) or self.stage(variable.name, 3):
+            return None
+        return dtype
 
     def ways(self, axes: Axes) -> int:
         """Number of devices in a group over some axes."""

@@ -13,6 +13,7 @@ from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Instr, Local, Origin, Slice, Value
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.graph import Graph
@@ -37,7 +38,9 @@ class Placing:
         oracle: Oracle | None = None,
     ) -> None:
         self.graph, self.mesh, self.layout, self.subgraph = graph, mesh, layout, subgraph
-        self.oracle = oracle or Oracle(mesh, layout, graph.variables, storage or {})
+        self.oracle = oracle or Oracle(
+            mesh, layout, graph.variables, storage or {}, narrow=narrow_reads(graph)
+        )
         self.values: list[Value] = []
         self.code: list[Instr] = []
         self.env: dict[int, int] = {}

@@ -7,6 +7,9 @@ sharding of weight update"):
   1  the optimizer's state is split further; every device updates its part, then the variable is gathered
   2  and so is the gradient, from the moment a layer's part of it is known
   3  and so is the variable: it is gathered before every use
+Of a variable that forward and backward read in half precision only (`narrow_reads`), what is stored is the
+master copy that the update works on. It belongs to the state: from stage 1 on it is split, and its half is
+gathered whole, in half precision, as a step begins (their section 3: 2 + 2 + 12 / N bytes for stage 1).
 """
 
 from __future__ import annotations
@@ -15,10 +18,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.tracing.graph import Graph
 
 STAGES = ("layout", "zero1", "zero2", "zero3")
 """Names of the stages in plans."""
@@ -65,6 +72,50 @@ class Storage:
         if variable not in self._views:
             self._views[variable] = shard_layout(self.variables[variable], self.layout, self.mesh)
         return self._views[variable]
+
+
+def narrow_reads(graph: Graph) -> Mapping[str, str]:
+    """The trained variables that all before the update reads through casts to one smaller float -> this
+    dtype."""
+    return graph.remembered(narrow_reads, lambda: _narrow_reads(graph))
+
+
+def _narrow_reads(graph: Graph) -> dict[str, str]:
+    owner: dict[int, str] = {}
+    found: dict[str, set[str | None]] = {}
+    parts: dict[int, list[int]] = {}
+    for block in graph.blocks:
+        for outer, inner in block.sliced:
+            parts.setdefault(outer, []).append(inner)
+    for node in graph.nodes:
+        if isinstance(node.op, Read) and node.op.variable.trainable:
+            waiting = [node.outputs[0]]
+            while waiting:
+                tensor = waiting.pop()
+                owner[tensor] = node.op.variable.name
+                waiting.extend(parts.get(tensor, ()))
+    for node, _ in graph.walk():
+        for i in _read(node) if node.phase != "update" else ():
+            if i in owner:
+                found.setdefault(owner[i], set()).add(_narrowed(node, graph))
+    return {name: dtype for name, dtypes in found.items() if len(dtypes) == 1 for dtype in dtypes if dtype}
+
+
+def _read(node: Node) -> tuple[int, ...]:
+    """What a node reads, or its loop hands out; nodes inside read for themselves."""
+    body: Block | None = node.body
+    if body is None:
+        return node.inputs
+    made = (*body.stacked, *body.summed, *body.saved.items())
+    return *node.inputs, *body.carry_out, *(inner for inner, _ in made)
+
+
+def _narrowed(node: Node, graph: Graph) -> str | None:
+    """The dtype that a node casts to, if a smaller float."""
+    if not node.op.converts:
+        return None
+    before, after = (graph.tensor(t).dtype for t in (node.inputs[0], node.outputs[0]))
+    return after if is_float(after) and itemsize(after) < itemsize(before) else None
 
 
 def shard_layout(variable: Variable, layout: Layout, mesh: Mesh) -> Layout:

@@ -20,6 +20,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.home import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
+from tests.core.test_storage import program as mixed
 from tests.engines import loop_cases
 from tests.engines.control import PROGRAMS, batches
 from tests.engines.programs import every_collective, language_model, numbers, tokens
@@ -92,6 +93,16 @@ def loops() -> None:
     one_step(program, 1e-10)
 
 
+def half(stage: int) -> None:
+    """Weights in half precision, their master copies split, two microbatches."""
+    program = mixed(stage, "data:2", 2)
+    engine, oracle, batch = open_engine(program, "jax"), open_engine(program, "lockstep"), numbers(program)
+    for _ in range(3):
+        equal(engine.step(batch), oracle.step(batch), 0.02)
+    assert engine.variable_bytes == oracle.variable_bytes
+    assert engine.communication_bytes == program.communication_bytes()
+
+
 def control(name: str) -> None:
     """Branches and loops that stop early."""
     program = PROGRAMS[name]()
@@ -154,6 +165,7 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"training {m} {layout}": lambda m=m, n=layout, h=h: training(m, n, h) for m, layout, h in MODELS},
     "loops": loops,
+    **{f"half stage {stage}": lambda stage=stage: half(stage) for stage in (1, 2, 3)},
     **{
         f"loop {name}": lambda case=case: case.check(lambda p, batch: open_engine(p, "jax").step(batch))
         for name, case in loop_cases.CASES.items()

@@ -1,0 +1,109 @@
+"""Storage in mixed precision: the ZeRO paper's bytes, and what a step learns that splits nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.liveness import memory
+from mesh_tf_core import Dim
+from mesh_tf_core.engines import open_engine
+from mesh_tf_core.ir.program import AllGather, Loop, Program
+from mesh_tf_core.lower.storage import narrow_reads
+from mesh_tf_core.optimizers import by_name
+
+B, D, LAYERS = Dim("batch", 16), Dim("d", 64), Dim("layers", 4)
+DTYPE = "bfloat16"
+
+
+def model(d: Dim = D, batch: Dim = B, float32: bool = False) -> mtf.Model:
+    """Square layers in bfloat16; with `float32` the loss reads their weights as they are, too."""
+    g = mtf.Graph("m")
+    out = Dim("out", d.size)
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        w = g.variable("w", [d, out], mtf.Constant(0.01))
+        y = mtf.rename(mtf.einsum([h, w.cast(DTYPE)], [batch, out]), out="d")
+        return h + (y * mtf.reduce_mean(w).cast(DTYPE) if float32 else y)
+
+    x = g.input("x", [batch, d], "float32").cast(DTYPE)
+    loss = mtf.reduce_mean(mtf.square(mtf.scan(layer, x, LAYERS).cast("float32")))
+    return mtf.Model(loss, by_name("adam", 0.01), name="m")
+
+
+def program(stage: int, mesh: str = "data:8", parts: int = 1, **sizes: Dim) -> Program:
+    options = mtf.Options(storage={"w": stage}, microbatches=parts)
+    return model(**sizes).lower(mtf.Mesh(mesh), mtf.Layout("batch:data"), options)
+
+
+def state_bytes(found: Program) -> int:
+    """What a step holds of weights at its peak: as stored, as read by all layers, their gradients. A layer's
+    own gathered weights, and what it computes, come on top."""
+    total = 0
+    for h in memory(found, fuses=True).holdings:
+        value = None if h.value < 0 else found.values[h.value]
+        if value is None or (
+            "batch" not in value.shape.names
+            and ("layers" in value.shape.names or h.bytes == LAYERS.size * value.local_bytes(found.mesh))
+        ):
+            total += h.bytes
+    return total
+
+
+@pytest.mark.parametrize("devices", [1, 4, 64, 1024])
+def test_bytes_of_a_parameter_are_those_of_the_paper(devices: int) -> None:
+    """Rajbhandari et al. 2020, figure 1, Adam with K = 12: 16; 4 + 12/N; 2 + 14/N; 16/N."""
+    d = Dim("d", 4096)
+    for stage, each in enumerate((16, 4 + 12 / devices, 2 + 14 / devices, 16 / devices)):
+        found = program(stage, f"data:{devices}", d=d, batch=Dim("batch", 1024))
+        # The step counter is a number more.
+        assert state_bytes(found) == each * LAYERS.size * d.size**2 + 4, stage
+
+
+def test_half_the_weights_are_gathered_once_and_the_master_copy_never() -> None:
+    for parts in (1, 2):
+        for stage in (1, 2):
+            found = program(stage, parts=parts)
+            gathers = [i for i in found.code if isinstance(i, AllGather)]
+            (whole,) = (found.values[o] for i in gathers for o in i.outputs)
+            assert (whole.dtype, whole.shape.names) == (DTYPE, ("layers", "d", "out"))
+            loops = [i for i, _ in found.walk() if isinstance(i, Loop)]
+            assert not any(isinstance(i, AllGather) for loop in loops for i in loop.body)
+            assert found.variables["w"].splits == ((), ("data",), ())
+
+
+def test_a_variable_that_is_read_in_float32_too_is_no_master_copy() -> None:
+    assert narrow_reads(model().step_graph) == {"w": DTYPE}
+    wide = model(float32=True)
+    assert narrow_reads(wide.step_graph) == {}
+    found = wide.lower(mtf.Mesh("data:8"), mtf.Layout("batch:data"), mtf.Options(storage={"w": 1}))
+    assert found.variables["w"].splits == ((), (), ())
+
+
+def learned(found: Program, engine: str) -> list[np.ndarray]:
+    """Losses of three steps, and the weights after them."""
+    running = open_engine(found, engine)
+    x = np.random.default_rng(0).normal(size=(B.size, D.size)).astype(np.float32)
+    losses = [
+        np.asarray(running.step({"x": x.reshape(found.values[found.feeds["x"]].shape.sizes)})["loss"])
+        for _ in range(3)
+    ]
+    weights = np.asarray(running.read("w"))
+    running.close()
+    return [*losses, weights]
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "local"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_stage_learns_the_same(engine: str, parts: int) -> None:
+    """To the last bit; but from stage 2 on a microbatch's terms are summed over devices at once, in the half
+    precision that they are made in, not with the others after all of them."""
+    *expected, weights = learned(program(0, "data:2", parts), engine)
+    assert expected[2] < expected[0]
+    for stage in (1, 2, 3):
+        exact = parts == 1 or stage == 1
+        *losses, found = learned(program(stage, "data:2", parts), engine)
+        np.testing.assert_allclose(losses, expected, 0.0 if exact else 0.02, err_msg=f"stage {stage}")
+        if exact:
+            np.testing.assert_array_equal(found, weights, err_msg=f"stage {stage}")
