@@ -54,6 +54,16 @@ def test_numbers_are_per_device() -> None:
     assert load_hardware("tpu-v4").peak_flops("bfloat16") == 275e12
 
 
+@pytest.mark.parametrize(
+    ("name", "sold"), [("v100", 32), ("a100-40", 40), ("a100", 80), ("a100-eager", 80), ("h100", 80)]
+)
+def test_a_gpu_has_the_memory_that_cuda_reports(name: str, sold: int) -> None:
+    """The number that it is sold by, in GiB, but for 1 or 2 %; the runtime takes its reserve of that."""
+    gpu = load_hardware(name)
+    assert 0.98 < gpu.memory_bytes / (sold * 2**30) < 1
+    assert 0.4 * 2**30 < gpu.memory_bytes - gpu.usable_memory_bytes < 1.6 * 2**30
+
+
 def test_only_the_local_machine_is_marked_uncalibrated_by_word() -> None:
     local = load_hardware("cpu-local")
     assert not local.calibrated
