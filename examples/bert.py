@@ -32,7 +32,7 @@ def model(
     learning_rate: float = 0.001,
     warmup: int = 50,
     dropout: float = 0.0,
-    attention: str = "plain",
+    attention: str = "fused",
 ) -> mtf.Model:
     """Builds the model: normalisation after every block, gelu, biases, an output tied to the embedding.
 

@@ -40,7 +40,7 @@ def model(
     learning_rate: float = 0.001,
     warmup: int = 0,
     dropout: float = 0.0,
-    attention: str = "plain",
+    attention: str = "fused",
 ) -> mtf.Model:
     """Builds the model; a sequence is a group whose tokens compete for places at the experts.
 

@@ -50,7 +50,7 @@ def model(
     optimizer: str = "adam",
     learning_rate: float = 0.001,
     dropout: float = 0.0,
-    attention: str = "plain",
+    attention: str = "fused",
 ) -> mtf.Model:
     """Builds the model.
 

@@ -52,7 +52,7 @@ def model(
     learning_rate: float = 0.001,
     warmup: int = 0,
     dropout: float = 0.0,
-    attention: str = "plain",
+    attention: str = "fused",
 ) -> mtf.Model:
     """Builds the model. Source and target share the embedding; 0 is padding, and begins the target.
 

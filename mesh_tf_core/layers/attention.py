@@ -61,7 +61,7 @@ class Attention:
     dropout: float = 0.0
     shared_kv: bool = False
     extra_logit: float | None = None
-    attention: str = "plain"
+    attention: str = "fused"
     length: str = "length"
     memory_length: str = "memory_length"
     d_model: str = "d_model"
