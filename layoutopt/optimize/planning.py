@@ -233,6 +233,7 @@ def _alternatives(
     out: list[Alternative] = []
     missing: list[str] = []
     over: list[str] = []
+    far: list[str] = []
 
     def add(name: str, answer: Answer, quick: tuple[Mesh, Layout, Options] | None) -> None:
         """The best of some plans, else the one that is known without a search."""
@@ -243,7 +244,7 @@ def _alternatives(
         if chosen is not None:
             out.append(_beside(request, name, *chosen, names if chosen[0] == best.mesh else {}))
             if answer.proven and not out[-1].feasible:
-                over.append(name)
+                (far if answer.far else over).append(name)
 
     quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, names)}
     baselines, search = Baselines(request.model, best.mesh, shapes), BestPlans(request, best.seconds)
@@ -256,12 +257,19 @@ def _alternatives(
             add(name, search.with_options(Pinned(request.model, best.mesh, known[0])), (best.mesh, *known))
         elif request.late:
             missing.append(name)
-    return out, missing, [*_never(over), *_elsewhere(request, best, out)]
+    return out, missing, [*_never(over, far), *_elsewhere(request, best, out)]
 
 
-def _never(names: Sequence[str]) -> list[str]:
-    listed = ", ".join(names)
-    return [f"too large with every storage, recomputation and microbatches: {listed}"] if names else []
+def _never(over: Sequence[str], far: Sequence[str]) -> list[str]:
+    """Why names whose plan does not fit have no other."""
+    return [
+        *(
+            [f"too large with every storage, recomputation and microbatches: {', '.join(over)}"]
+            if over
+            else []
+        ),
+        *([f"too slow to look for plans that fit: {', '.join(far)}"] if far else []),
+    ]
 
 
 def _elsewhere(request: Request, best: Found, out: Sequence[Alternative]) -> list[str]:

@@ -33,9 +33,9 @@ from mesh_tf_core.model import Model
 
 FIRST = 40
 """Entries of tables before their bound is looked at: these problems are small."""
-FAR, NEAR = 4.0, 0.05
-"""Times the seconds of the best layout from which on any plan will do; the part of its seconds that more
-microbatches have to save."""
+FAR, NEAR = 4.0, 1.2
+"""Times the seconds of the best layout from which on any plan will do; from which on more microbatches are
+not looked at where fewer fit."""
 HEAVY = 12
 """Clusters by which plans are ordered."""
 Weights = dict[int, dict[int, float]]
@@ -48,11 +48,13 @@ class Answer:
 
     Attributes:
       found: the fastest that fits; if none does, one that holds little; None: no plan is legal.
-      proven: `found` is the best, or `FAR` is; if it does not fit, none does.
+      proven: nothing was left out for want of time.
+      far: all take `FAR` times the seconds of the best layout; more microbatches were not looked at.
     """
 
     found: Found | None = None
     proven: bool = True
+    far: bool = False
 
 
 class BestPlans:
@@ -72,18 +74,19 @@ class BestPlans:
         """The fastest that fits, of the first plans where others are as fast; a lean one where the least
         memory is asked for."""
         search = _Search(self.request, self.seconds, self._weights)
-        plans = search.ordered(plans, self.parts[0])
+        plans, far = search.ordered(plans, self.parts[0]), False
         for number in self.parts:
             for each in plans:
                 search.look(each, number)
             if search.best and search.memory:
                 break
-            if not search.best and all(search.least.get(id(each), 0.0) >= search.far for each in plans):
+            far = not search.best and all(search.least.get(id(each), 0.0) >= search.far for each in plans)
+            if far:
                 break
-            search.near = NEAR
+            search.enough = NEAR * self.seconds
         if not search.best:
             search.squeeze(plans, self.parts)
-        return Answer(search.best or search.over, search.proven)
+        return Answer(search.best or search.over, search.proven, far)
 
     def with_options(self, plans: Plans) -> Answer:
         """One of some plans that differ in their options alone: the fastest storage, with nothing recomputed
@@ -101,7 +104,7 @@ class _Search:
 
     Attributes:
       far: seconds; what takes more is looked at only until something fits.
-      near: part of the seconds that has to be saved.
+      enough: seconds; what takes more is not looked at once something fits.
       best: of those that fit; `over`: of the others.
       least: of plans by their id, seconds that none takes less than, nor with more microbatches.
       weights: of clusters, for `faster`, by the number of microbatches.
@@ -109,7 +112,7 @@ class _Search:
 
     def __init__(self, request: Request, seconds: float, weights: Weights) -> None:
         self.request, self.memory, self.weights = request, request.objective == "memory", weights
-        self.seconds, self.far, self.near = seconds, FAR * seconds, EXACT
+        self.seconds, self.far, self.enough = seconds, FAR * seconds, FAR * seconds
         self.best: Found | None = None
         self.over: Found | None = None
         self.proven = True
@@ -159,7 +162,7 @@ class _Search:
     def look(self, plans: Plans, number: int) -> None:
         """Looks for something better with a number of microbatches."""
         least = self.least.get(id(plans), 0.0)
-        if least >= self.upper * (1 - self.near) or (self.best and least >= self.far):
+        if least >= self.upper * (1 - EXACT) or (self.best and least >= self.enough):
             return
         # Nothing that was searched is faster than the best layout.
         if self.upper <= self.seconds * (1 + EXACT):
@@ -245,8 +248,8 @@ class _Search:
             if not legal or self.best or self.request.late:
                 continue
             # Variables do not get smaller with more microbatches.
-            hopeless = held(self.request.model, each.mesh, legal[0][1]) > self.request.limit
-            decided = legal[0 if hopeless else -1][1]
+            fewest = held(self.request.model, each.mesh, legal[0][1]) > self.request.limit
+            decided = legal[0 if fewest or self.least.get(id(each), 0.0) >= self.far else -1][1]
             found = self._lean(Subproblem(each.mesh, decided))
             if found is not None and not _split(found, each):
                 cases = (self._lean(Subproblem(each.mesh, case)) for case in _cases(decided, each))
