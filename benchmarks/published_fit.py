@@ -90,7 +90,7 @@ class Stack:
       starts: where a fit starts.
       presets: whose files hold the constants.
       has_part: whether a run has a part in the fit.
-      looked_at: whether a run was looked at when a number that ships was set apart from its fit, or without one.
+      looked_at: whether a run was looked at when a shipped number was set apart from its fit, or without one.
     """
 
     name: str

@@ -28,12 +28,12 @@ judged have a policy of recomputation of their own (priced with nothing recomput
 CONSTANTS = """\
 ## Fitted constants
 
-At most four for a stack of software; every other number of a preset is measured or specified. The interval of
-90 % is of fits to models drawn with replacement. Where what ships is not the fit: `sustained` 0.88 lies between
-the fit in which models count alike (0.83) and the one in which rows do (1), and was set when the errors of all
-rows were known; of collectives, compiled programs on GPUs hide 0.5 by how steps of `dgxc_benchmarking_h100`
-grow from 8 to 2048 GPUs, and programs launched from Python 0.4, so that vTrain's several-node rows are within
-13 %. These rows count as having had a part.
+At most four for a stack of software; every other number of a preset is measured or specified. The interval
+of 90 % is of fits to models drawn with replacement. Where what ships is not the fit: `sustained` 0.88 lies
+between the fit in which models count alike (0.83) and the one in which rows do (1), and was set when the
+errors of all rows were known; of collectives, compiled programs on GPUs hide 0.5 by how steps of
+`dgxc_benchmarking_h100` grow from 8 to 2048 GPUs, and programs launched from Python 0.4, so that vTrain's
+several-node rows are within 13 %. These rows count as having had a part.
 
 | stack | constant | ships | fitted | interval | to |
 |---|---|---|---|---|---|"""
