@@ -18,8 +18,9 @@ from mesh_tf_core.ops.random import NEXT, uniform
 
 MOST = 1 << 22
 """Logits of a block."""
-_HIDDEN = -1e9
-"""Added to logits that do not count."""
+_LEAST, _HIDDEN = -1e30, -2e30
+"""The least logit that a bias makes, and the one of a key that does not count: less, whatever the bias, so
+that a row sees keys that are hidden from it only where it sees no other; then it sees all alike."""
 
 
 def _sizes(x: Any) -> list[int]:
@@ -155,13 +156,11 @@ def _logits(k: Kernel, a: Attending) -> Any:
     wide, keys = _wide(a), _sizes(a.key)[-2]
     q = k.binary("mul", k.cast(a.query, wide), k.scalar(a.scale, wide))
     s = _shaped(k, a, _product(k, a, "bnd,bmd->bnm", q, a.key), keys)
+    seen = _seen(k, a)
     if a.bias is not None:
         s = k.binary("add", s, k.cast(a.bias, wide))
-    seen = _seen(k, a)
-    if seen is None:
-        return s
-    hidden = k.where(seen, k.scalar(0.0, wide), k.scalar(_HIDDEN, wide))
-    return k.binary("add", s, hidden)
+        s = s if seen is None else k.binary("max", s, k.scalar(_LEAST, wide))
+    return s if seen is None else k.where(seen, s, k.scalar(_HIDDEN, wide))
 
 
 def _seen(k: Kernel, a: Attending) -> Any:
@@ -229,7 +228,10 @@ def _weights(k: Kernel, a: Attending, lse: Any, dresult: Any, delta: Any) -> tup
     """Of one block: the weights, and the gradient of the logits."""
     s = _logits(k, a)
     axis, column = len(s.shape) - 1, [*_sizes(lse), 1]
-    weights = k.exp_less(s, k.reshape(lse, column), axis, a.extra_logit is None)
+    # Not exp(s - lse): where all keys are hidden, lse has lost how many they are beside the size of `_HIDDEN`.
+    weights = k.softmax(s, axis)
+    if a.extra_logit is not None:
+        weights = k.exp_less(s, k.reshape(lse, column), axis, False)
     dp = _kept(k, a, _shaped(k, a, _product(k, a, "bnd,bmd->bnm", dresult, a.value), s.shape[axis]))
     return weights, k.binary("mul", weights, k.binary("sub", dp, k.reshape(delta, column)))
 

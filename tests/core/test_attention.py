@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 from mesh_tf_core.ops import blockwise
@@ -189,3 +190,39 @@ def test_errors(wrong: Callable[..., object], message: str) -> None:
     q, k = g.input("q", [B, L, H, D], "float64"), g.input("k", [B, M, H, D], "float64")
     with pytest.raises(mtf.UserError, match=message):
         wrong(q, k)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "local", "jax"])
+def test_rows_that_see_no_key_see_all_alike(engine: str) -> None:
+    """Forward and backward: the log-sum-exp alone has lost how many keys there are."""
+    graph, keys = mtf.Graph(), 64
+    b, m, d = mtf.Dim("b", 2), mtf.Dim("m", keys), mtf.Dim("d", 4)
+    rng = np.random.default_rng(0)
+    given = {n: rng.normal(size=(2, 2 if n == "q" else keys, 4)).astype("float32") for n in "qkv"}
+    q = graph.input("q", [b, mtf.Dim("l", 2), d], "float32")
+    k, v = (graph.input(n, [b, m, d], "float32") for n in "kv")
+    mask = graph.input("mask", [b, m], "int32").cast("bool")
+    result = mtf.attention(q, k, v, "l", "m", "d", mask=mask)
+    (dv,) = mtf.gradients(mtf.reduce_sum(result), [v])
+    program = mtf.lower(graph, mtf.Mesh("x:1"), mtf.Layout(), {"result": result, "dv": dv})
+    found = open_engine(program, engine).step({**given, "mask": np.zeros((2, keys), np.int32)})
+    mean = given["v"].mean(1, keepdims=True)
+    np.testing.assert_allclose(found["result"], np.broadcast_to(mean, (2, 2, 4)), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found["dv"], np.full((2, keys, 4), 2 / keys), rtol=1e-5)
+
+
+@pytest.mark.parametrize("least", [-1e9, -1e30, float(np.finfo(np.float32).min)])
+def test_hidden_keys_stay_hidden_whatever_the_bias(least: float) -> None:
+    graph, size = mtf.Graph(), mtf.Dim("m", 4)
+    q = graph.input("q", [mtf.Dim("l", 4), mtf.Dim("d", 2)], "float32")
+    k, v = (graph.input(n, [size, mtf.Dim("d", 2)], "float32") for n in "kv")
+    bias = graph.input("bias", [size], "float32")
+    result = mtf.attention(q, k, v, "l", "m", "d", bias=bias, causal=True)
+    engine = open_engine(mtf.lower(graph, mtf.Mesh("x:1"), mtf.Layout(""), {"result": result}), "lockstep")
+    rng = np.random.default_rng(0)
+    given = {n: rng.normal(size=(4, 2)).astype("float32") for n in "qkv"}
+    given["bias"] = np.array([least, least, 0, 0], np.float32)
+    later = {**given, "v": given["v"] + np.array([0, 0, 100, 100], np.float32)[:, None]}
+    first, second = (engine.step(x)["result"] for x in (given, later))
+    np.testing.assert_array_equal(first[:2], second[:2])
+    assert (first[2:] != second[2:]).all()
