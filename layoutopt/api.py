@@ -60,8 +60,8 @@ def search(
       time_limit: seconds.
       storage: stages that variables may be stored at, of "layout", "zero1", "zero2", "zero3".
       recompute: whether the bodies of loops may, must or must not run again in backward.
-      microbatches: numbers of parts that the batch may be split into; those that do not divide it are left
-      out.
+      microbatches: numbers of parts that the batch may be split into; those that do not divide it, or into
+      which the model cannot be split, are left out.
       orders: whether a split over several axes has these in the order of the mesh ("mesh") or in every order
       ("all", which takes longer). A pin may have any order.
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;

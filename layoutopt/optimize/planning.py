@@ -25,6 +25,7 @@ from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
 from layoutopt.plan.schema import Alternative, PlanFile, Predicted, SolverInfo
 from layoutopt.problem import TOLERANCE
+from layoutopt.space.microbatches import impossible
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -86,6 +87,7 @@ def make_plan(
             *best.evaluation.cost.notes,
             *_notes(request, best, tables, bound, missing),
             *notes,
+            *_unsplit(request),
             *_fewer(request, len(others) + 1),
         ],
     )
@@ -183,6 +185,14 @@ def _notes(
             f"of {tables.count} compared, no layout takes less than {bound / (1 + tables.over):.9g} s"
         )
     return notes
+
+
+def _unsplit(request: Request) -> list[str]:
+    """Which numbers of microbatches were left out, and why."""
+    refused = impossible(request.model, request.allowed.microbatches)
+    if not refused:
+        return []
+    return [f"not searched: --microbatches {','.join(map(str, refused))} ({next(iter(refused.values()))})"]
 
 
 def _fewer(request: Request, count: int) -> list[str]:

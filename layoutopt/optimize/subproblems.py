@@ -29,18 +29,17 @@ class Subproblem:
 def subproblems(model: Model, shapes: Sequence[Mesh], allowed: Allowed) -> Iterator[Subproblem]:
     """Every problem of a search, the fewest microbatches of every mesh first.
 
-    More microbatches than can be had are left out: the model cannot be split so, or what is pinned does not
-    divide the smaller batch.
+    More microbatches are left out where what is pinned does not divide the smaller batch.
 
     Raises:
-      UserError: the batch cannot be split into any of these numbers, or what is pinned or forbidden does not
+      UserError: the model cannot be split into any of these numbers, or what is pinned or forbidden does not
         suit even the fewest.
     """
     parts = numbers(model, allowed.microbatches)
     for number in parts:
+        graph = model.training_step(number).graph
         for mesh in shapes:
             try:
-                graph = model.training_step(number).graph
                 yield Subproblem(mesh, decisions(graph, mesh, replace(allowed, microbatches=(number,))))
             except UserError:
                 if number == parts[0]:

@@ -50,7 +50,28 @@ class Microbatches(Decision):
 
 
 def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
-    """The numbers of microbatches that divide the batch, in order; UserError if none does."""
+    """The numbers of microbatches that the model can be split into, in order; UserError if there is none."""
+    found, refused = _dividing(model, allowed), impossible(model, allowed)
+    if found and len(refused) == len(found):
+        raise UserError(
+            f"--microbatches {_listed(allowed)}: the model cannot be split so ({refused[found[0]]}); "
+            "use --microbatches 1"
+        )
+    return [number for number in found if number not in refused]
+
+
+def impossible(model: Model, allowed: Sequence[int]) -> dict[int, str]:
+    """Those numbers that divide the batch, but that the model cannot be split into, each with why."""
+    found = {}
+    for number in _dividing(model, allowed):
+        try:
+            model.training_step(number)
+        except UserError as error:
+            found[number] = str(error)
+    return found
+
+
+def _dividing(model: Model, allowed: Sequence[int]) -> list[int]:
     size = 1
     if model.batch_dim is not None:
         size = min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
@@ -58,7 +79,11 @@ def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
     if not found:
         has = "the model has no batch" if model.batch_dim is None else f"{model.batch_dim!r} has size {size}"
         raise UserError(
-            f"--microbatches {','.join(map(str, allowed))}: {has}, which none of these divides; "
+            f"--microbatches {_listed(allowed)}: {has}, which none of these divides; "
             f"allow 1{' or another divisor' if size > 1 else ''}"
         )
     return found
+
+
+def _listed(allowed: Sequence[int]) -> str:
+    return ",".join(map(str, allowed))

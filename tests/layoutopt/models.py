@@ -66,6 +66,29 @@ def strided() -> mtf.Model:
     return mtf.Model(mtf.reduce_mean(mtf.square(y)), mtf.Adam(0.01))
 
 
+def towers(dtype: str) -> mtf.Model:
+    """Two encoders whose outputs are told apart: every example of a batch against every other one's pair."""
+    g = mtf.Graph("towers")
+    batch, d, joint = mtf.Dim("batch", 8), mtf.Dim("d", 16), mtf.Dim("joint", 8)
+    other = mtf.Dim("others", batch.size)
+
+    def tower(name: str) -> mtf.Tensor:
+        x = g.input(name, [batch, d], "float32").cast(dtype)
+        w = g.variable(f"{name} w", [d, joint], mtf.Normal(0.1), activation_dtype=dtype)
+        z = mtf.einsum([x, w], [batch, joint])
+        return z * mtf.rsqrt(mtf.reduce_sum(mtf.square(z), joint) + 1e-6)
+
+    scale = mtf.exp(g.variable("log scale", [], mtf.Constant(2.0))).cast(dtype)
+    left, right = tower("left"), mtf.rename(tower("right"), batch=other.name)
+    logits = mtf.einsum([left, right], [batch, other]) * scale
+    losses = [
+        mtf.softmax_cross_entropy(logits, mtf.mtf_range(g, of), over)
+        for of, over in ((batch, other), (other, batch))
+    ]
+    loss = 0.5 * mtf.add_n([mtf.reduce_mean(each) for each in losses])
+    return mtf.Model(loss, mtf.Adam(0.01), name="towers")
+
+
 EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
     "transformer": lambda: transformer(**SMALL),
     "transformer in bfloat16": lambda: transformer(

@@ -11,8 +11,9 @@ from layoutopt import search
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
-from tests.layoutopt.models import EXAMPLES
+from tests.layoutopt.models import EXAMPLES, towers
 
 
 def bound(name: str, mesh: Mesh, parts: int, hardware: str) -> float:
@@ -40,3 +41,15 @@ def test_the_bound_rules_out_nothing_better() -> None:
     alone = [search(model, **asked, memory=limit, microbatches=[m]) for m in (1, 2, 4, 8)]
     assert together.solver.status == "OPTIMAL"
     assert together.predicted.step_seconds == min(plan.predicted.step_seconds for plan in alone)
+
+
+def test_what_a_model_cannot_be_split_into_is_not_searched() -> None:
+    plan = search(towers("float32"), mesh="data:4", hardware="h100")
+    assert plan.solver.status == "OPTIMAL" and plan.options.microbatches == 1
+    (note,) = (n for n in plan.data.notes if n.startswith("not searched"))
+    assert note.startswith("not searched: --microbatches 2,4,8 (") and "has the batch twice" in note
+
+
+def test_only_numbers_that_a_model_cannot_be_split_into_are_refused() -> None:
+    with pytest.raises(UserError, match=r"^--microbatches 2,4: .* has the batch twice .* --microbatches 1$"):
+        search(towers("float32"), mesh="data:4", hardware="h100", microbatches=(2, 4))
