@@ -6,17 +6,18 @@
     haliax           axis mapping (`haliax.axis_mapping`)
     maxtext          `logical_axis_rules` and mesh sizes of MaxText's base.yml
 
-Python and YAML come as text that can be pasted or imported. What a library cannot say is
-refused with a reason.
+Python and YAML come as text that can be pasted or imported. A layout that a library cannot say is refused
+with a reason; `unsaid` has what its form leaves out of a plan's storage, recomputation and microbatches.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from layoutopt.plan.decided import Decided
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -32,22 +33,27 @@ class Placed:
     name: str
     dims: tuple[str, ...]
     splits: tuple[Axes, ...]
+    trained: bool = False
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What is written: a layout and every tensor that lies between steps."""
+    """What is written: a layout, every tensor that lies between steps, and what else is decided."""
 
     title: str
     mesh: Mesh
     layout: Layout
     variables: tuple[Placed, ...]
     inputs: tuple[Placed, ...]
+    decided: Decided = field(default_factory=Decided)
 
 
 def placed(program: Program) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
     """The variables and the inputs of a program."""
-    variables = tuple(Placed(n, s.variable.shape.names, s.splits) for n, s in program.variables.items())
+    variables = tuple(
+        Placed(n, s.variable.shape.names, s.splits, s.variable.trainable)
+        for n, s in program.variables.items()
+    )
     feeds = ((name, program.values[i]) for name, i in program.feeds.items())
     return variables, tuple(Placed(name, v.shape.names, v.splits) for name, v in feeds)
 
@@ -61,6 +67,25 @@ def export(what: Exported, to: str) -> str:
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: no such form; {known_names(to, FORMATS)}")
     return FORMATS[to](what)
+
+
+def unsaid(what: Exported, to: str) -> Decided:
+    """What is decided beside the layout and has no word in the form of the library `to`; see `said`."""
+    whole, kept = what.decided, said(what, to)
+    return Decided(
+        storage={n: stage for n, stage in whole.storage.items() if kept.storage.get(n) != stage},
+        recompute=[dim for dim in whole.recompute if dim not in kept.recompute],
+        microbatches=1 if kept.microbatches == whole.microbatches else whole.microbatches,
+    )
+
+
+def said(what: Exported, to: str) -> Decided:
+    """What is decided beside the layout, as far as the form of the library `to` says it."""
+    storage = what.decided.storage
+    if to == "maxtext":
+        stage = _maxtext_stage(what)
+        return what.decided.model_copy(update={"storage": dict.fromkeys(storage, stage) if stage else {}})
+    return Decided(storage=storage if to in SAY_EVERY_VARIABLE else {})
 
 
 def _comment(text: str) -> str:
@@ -196,20 +221,54 @@ MAXTEXT_AXES = (
 MAXTEXT_ALIKE = {"batch": "data", "model": "tensor", "experts": "expert"}
 
 
+MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
+"""The logical axes that every matrix has and MaxText splits for FSDP; `d_model` of ours."""
+MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
+"""Stage -> the axis of MaxText that splits the batch, and at this stage the state too, or the weights too."""
+MAXTEXT_REMAT = ("minimal_with_context", "full")
+"""`remat_policy` that saves the most, and that recomputes all of a layer (the default there)."""
+
+
+def _maxtext_stage(what: Exported) -> str:
+    """The stage at which MaxText can store every matrix, at most that of any matrix of the plan; '' if none.
+
+    The axes of the batch must split nothing else by themselves: they become one axis.
+    """
+    batch = set(what.layout.axes("batch"))
+    others = [batch & set(axes) for _, axes in what.layout.items()]
+    if not batch or any(some not in (set(), batch) for some in others):
+        return ""
+    matrices = [v for v in what.variables if v.trained and len(set(v.dims) & set(MAXTEXT_DIMS)) > 1]
+    stages = {what.decided.storage.get(v.name, "") for v in matrices if "d_model" in v.dims}
+    least = min(stages, default="")
+    return "zero1" if least == "zero2" else least
+
+
 def _maxtext(what: Exported) -> str:
-    names = _maxtext_axes(what.mesh)
-    rules = []
+    stage, batch = _maxtext_stage(what), what.layout.axes("batch")
+    names = _maxtext_axes(what.mesh, dict.fromkeys(batch, MAXTEXT_STORED[stage]) if stage else {})
+    logical: dict[str, list[str]] = {}
     for name, axes in what.layout.items():
         if name not in MAXTEXT_DIMS:
             raise UserError(
                 f"maxtext has no logical axis for dimension {name!r}; {known_names(name, MAXTEXT_DIMS)}"
             )
-        rules += [json.dumps([logical, [names[a] for a in axes]]) for logical in MAXTEXT_DIMS[name]]
-    sizes = dict.fromkeys(MAXTEXT_AXES, 1) | {names[axis]: size for axis, size in what.mesh.axes}
+        logical |= {each: _renamed(axes, names) for each in MAXTEXT_DIMS[name]}
+    if stage == "zero3":
+        for each in MAXTEXT_WEIGHTS:
+            logical[each] = [*logical.get(each, ()), *_renamed(batch, names)]
+    rules = [json.dumps([each, axes]) for each, axes in logical.items()]
+    more = [f"remat_policy: {MAXTEXT_REMAT[bool(what.decided.recompute)]}"]
+    more += ["shard_optimizer_over_data: True"] if stage == "zero1" else []
+    more += [f"gradient_accumulation_steps: {n}"] if (n := what.decided.microbatches) > 1 else []
+    sizes = dict.fromkeys(MAXTEXT_AXES, 1)
+    for axis, size in what.mesh.axes:
+        sizes[names[axis]] *= size
     return "\n".join(
         [
             _comment(what.title),
             *(f"ici_{axis}_parallelism: {size}" for axis, size in sizes.items()),
+            *more,
             "logical_axis_rules: [",
             *(f"  {rule}," for rule in rules[:-1]),
             *(f"  {rule}" for rule in rules[-1:]),
@@ -219,11 +278,17 @@ def _maxtext(what: Exported) -> str:
     )
 
 
-def _maxtext_axes(mesh: Mesh) -> dict[str, str]:
-    """Mesh axis -> the axis of MaxText that stands for it: of the same name, of the same meaning, or free."""
-    names = {a: MAXTEXT_ALIKE.get(a, a) for a in mesh.names if MAXTEXT_ALIKE.get(a, a) in MAXTEXT_AXES}
-    if len(set(names.values())) < len(names):
-        names = {}
+def _renamed(axes: Axes, names: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(names[a] for a in axes))
+
+
+def _maxtext_axes(mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
+    """Mesh axis -> the axis of MaxText that stands for it: given, of the same name or meaning, or free."""
+    alike = {a: MAXTEXT_ALIKE.get(a, a) for a in mesh.names if a not in given}
+    alike = {a: name for a, name in alike.items() if name in {*MAXTEXT_AXES} - {*given.values()}}
+    if len(set(alike.values())) < len(alike):
+        alike = {}
+    names = {**given, **alike}
     free = [axis for axis in MAXTEXT_AXES if axis not in names.values()]
     for axis in mesh.names:
         if axis not in names:
@@ -233,6 +298,8 @@ def _maxtext_axes(mesh: Mesh) -> dict[str, str]:
     return names
 
 
+SAY_EVERY_VARIABLE = ("dtensor", "jax")
+"""Forms that say how each variable and its state lie, storage included."""
 FORMATS: Mapping[str, Callable[[Exported], str]] = {
     "mesh-tensorflow": _mesh_tensorflow,
     "dtensor": _dtensor,

@@ -362,12 +362,19 @@ class TrainResult(LayoutResult):
 
 
 class ExportResult(Result):
-    """`export`: the layout in another library's form."""
+    """`export`: the layout in another library's form.
+
+    Attributes:
+      not_said: what is decided beside the layout and has no word in that form; only if there is any.
+      peak_memory_bytes: what a device holds without it.
+    """
 
     command = "export"
     to: str
     mesh: Mesh
     text: str
+    not_said: Decided | None = None
+    peak_memory_bytes: int | None = None
 
 
 class InitResult(Result):

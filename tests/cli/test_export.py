@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 import mesh_tf_core as mtf
 from layoutopt.cli import app
 from layoutopt.models.loading import load_model
-from layoutopt.plan.export import FORMATS, Exported, Placed, export
+from layoutopt.plan.decided import Decided
+from layoutopt.plan.export import FORMATS, Exported, Placed, export, unsaid
 
 LM = "examples/transformer_lm.py"
 SIZES = ("layers=2", "d_model=64", "d_ff=128", "length=32", "batch=8")
@@ -32,6 +33,21 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.stderr
     path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(done.stdout, encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def stored_plan(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A plan that stores every variable at zero3, recomputes its layers and has two microbatches."""
+    sets = [word for size in SIZES for word in ("--set", size)]
+    decided = ("--storage", "zero3", "--recompute", "always", "--microbatches", "2")
+    pins = [word for rule in (*RULES.split(";"), "positions:none") for word in ("--pin", rule)]
+    done = CliRunner().invoke(
+        app, ["search", LM, "--mesh", "data:2;model:2", *sets, *pins, *decided, "--json"]
+    )
+    assert done.exit_code == 0, done.stderr
+    path = tmp_path_factory.mktemp("stored") / "plan.json"
     path.write_text(done.stdout, encoding="utf-8")
     return str(path)
 
@@ -140,6 +156,65 @@ def test_written_to_a_file_and_as_json(
     found = result("export", plan_file, "--to", "haliax")
     assert found.pop("format") == "layoutopt-export/1"
     assert found == {"to": "haliax", "mesh": {"data": 2, "model": 4}, "text": out.read_text(encoding="utf-8")}
+
+
+LOST = {
+    "haliax": {"storage", "recompute", "microbatches"},
+    "mesh-tensorflow": {"storage", "recompute", "microbatches"},
+    "jax": {"recompute", "microbatches"},
+}
+
+
+@pytest.mark.parametrize("to", LOST)
+def test_what_a_form_leaves_out_is_said(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], stored_plan: str, to: str
+) -> None:
+    found, told = result("export", stored_plan, "--to", to), run("export", stored_plan, "--to", to).stderr
+    assert set(found["not_said"]) == LOST[to]
+    assert (
+        found["peak_memory_bytes"]
+        > json.loads(Path(stored_plan).read_text())["predicted"]["peak_memory_bytes"]
+    )
+    assert ("not in this form: storage zero3 of " in told) == ("storage" in LOST[to])
+    assert "not in this form: recompute of layers\nnot in this form: 2 microbatches\n" in told
+    assert "the exported layout alone holds" in told
+
+
+def test_maxtext_says_storage_recompute_and_microbatches(
+    run: Callable[..., Result], stored_plan: str
+) -> None:
+    done = run("export", stored_plan, "--to", "maxtext")
+    head, rules = done.stdout.split("logical_axis_rules: ")
+    table = dict(json.loads(rules))
+    assert "ici_fsdp_parallelism: 2\n" in head and "ici_tensor_parallelism: 2\n" in head
+    assert "remat_policy: full\n" in head and "gradient_accumulation_steps: 2\n" in head
+    assert table["activation_batch"] == table["embed"] == ["fsdp"] and table["mlp"] == ["tensor"]
+    for line in done.stderr.splitlines():
+        assert "recompute" not in line and "microbatches" not in line
+
+
+@pytest.mark.parametrize(
+    ("stages", "said", "lost"),
+    [
+        (("zero1", "zero1"), "shard_optimizer_over_data: True", set()),
+        (("zero1", "zero3"), "shard_optimizer_over_data: True", {"wo"}),
+        (("", "zero3"), "ici_data_parallelism: 2", {"wo"}),
+        (("zero3", "zero3"), "ici_fsdp_parallelism: 8", set()),
+        (("zero2", "zero2"), "shard_optimizer_over_data: True", {"wi", "wo"}),
+    ],
+)
+def test_maxtext_stores_all_weights_alike(stages: tuple[str, str], said: str, lost: set[str]) -> None:
+    weights = (
+        Placed("wi", ("d_model", "d_ff"), ((), ()), True),
+        Placed("wo", ("d_ff", "d_model"), ((), ()), True),
+    )
+    stored = Decided(storage={name: stage for name, stage in zip(("wi", "wo"), stages, strict=True) if stage})
+    mesh, layout = mtf.Mesh("a:2;b:4;c:2"), mtf.Layout("batch:a+b;d_ff:c")
+    what = Exported("title", mesh, layout, weights, (), stored)
+    text = export(what, "maxtext")
+    assert said in text and set(unsaid(what, "maxtext").storage) == lost
+    assert ("ici_data_parallelism: 8" in text) == ("shard_optimizer" in said)
+    assert "remat_policy: minimal_with_context" in text
 
 
 def two_axes(**layout: tuple[str, ...]) -> Exported:
