@@ -115,7 +115,7 @@ class Restriction(Plans):
             rules[name] = max(free, key=self.mesh.group_size, default=())
         trained = (v.name for v in self.model.graph.variables.values() if v.trainable and len(v.shape))
         stage = stage_number(self.stages[0]) if self.stages else 0
-        return Layout(rules), Options(dict.fromkeys(trained, stage))
+        return Layout(rules), Options(dict.fromkeys(trained, stage) if stage else {})
 
 
 @dataclass(frozen=True)

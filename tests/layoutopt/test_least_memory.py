@@ -10,6 +10,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.transformer_lm import model as transformer
 from layoutopt import Plan, search
+from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Outcome, SubproblemSearch
 from layoutopt.optimize.subproblems import subproblems
@@ -105,6 +106,7 @@ def test_what_is_not_proven_of_less_memory_is_still_bounded(monkeypatch: pytest.
 
 def test_without_time_there_is_a_plan_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Search, "_late", lambda self: True)
+    monkeypatch.setattr(Request, "late", property(lambda self: True))
     model = EXAMPLES["transformer"]()
     rng = random.Random(0)
     for objective in ("time", "memory", "pareto"):
