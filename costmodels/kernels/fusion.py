@@ -26,7 +26,7 @@ from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Connection, Read
-from mesh_tf_core.lower.nodes import converts_variable, updated
+from mesh_tf_core.lower.nodes import converts_variable, repeated, updated
 from mesh_tf_core.lower.rematerialization import running_again
 from mesh_tf_core.tracing.graph import Graph
 
@@ -93,6 +93,7 @@ class _Groups:
         self.nodes = [n for n, _ in graph.walk() if n.index < count]
         self.blocks = [graph.blocks[0], *(n.body for n in self.nodes if n.body is not None)]
         self.same: dict[int, int] = {}
+        self.repeated = repeated(graph)
         self.group: dict[int, int] = {}
         self.fuses: set[int] = set()
         self.names: dict[int, frozenset[str]] = {}
@@ -121,7 +122,7 @@ class _Groups:
         found: dict[int, set[int]] = defaultdict(set)
         for (group, source), names in named.items():
             for name in names if len(names) > 1 else ():
-                while name != source:
+                while (name := self.repeated.get(name, name)) != source:
                     node = self.graph.producer[name]
                     found[node.index].add(group)
                     name = node.inputs[node.outputs.index(name)]
@@ -143,6 +144,9 @@ class _Groups:
 
     def _visit(self, node: Node) -> None:
         kind = self._role(node)
+        if self._repeats(node):
+            self.same[node.outputs[0]] = self.repeated[node.outputs[0]]
+            return
         if kind == FREE:
             self.same.update((o, self._source(i)) for i, o in zip(node.inputs, node.outputs, strict=False))
             return
@@ -174,6 +178,9 @@ class _Groups:
             return ALONE
         sized = any(t.shape for t in (*types, *(self.graph.tensor(o).type for o in node.outputs)))
         return kind if kind == FREE or sized or self._updates(node) else ALONE
+
+    def _repeats(self, node: Node) -> bool:
+        return any(o in self.repeated for o in node.outputs)
 
     def _store(self, tensor: int) -> None:
         """Notes a variable's value and its parts in loops."""
@@ -274,7 +281,8 @@ class _Groups:
                     again.update(self._read_by(node))
             else:
                 again.update(t for t in leaving if self.graph.tensor(t).block == block.id)
-        return frozenset(leaving), frozenset(again)
+        names = [{t for t, first in self.repeated.items() if first in found} for found in (leaving, again)]
+        return frozenset(leaving | names[0]), frozenset(again | names[1])
 
     def _read_by(self, node: Node) -> Iterable[int]:
         """What a node reads of other groups (free operations pass it on)."""

@@ -10,7 +10,7 @@ from costmodels.kernels.fusion import fusion
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
-from mesh_tf_core.lower.nodes import converts_variable, moved_dims, updated
+from mesh_tf_core.lower.nodes import converts_variable, moved_dims, repeated, updated
 from mesh_tf_core.lower.sums import waiting_nodes
 from mesh_tf_core.lower.uses import Readers
 from mesh_tf_core.tracing.graph import Graph
@@ -42,6 +42,8 @@ class Dependencies:
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
         self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}
+        self.repeated = repeated(graph)
+        live |= {self._number(t) for t, first in self.repeated.items() if self._number(first) in live}
         self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]
         self.block_of: dict[int, Block] = {}
         self.uses = Readers(graph, self.live)
@@ -54,6 +56,7 @@ class Dependencies:
         self.reads: dict[str, list[Node]] = defaultdict(list)
         self.owner: dict[int, str] = {}
         self._variables()
+        self._conversions()
         self._gathers()
         self._sums()
         self._updates()
@@ -94,6 +97,16 @@ class Dependencies:
                 if reader.phase != "update" and not (reader.op.converts and self.variable_of(reader)):
                     out.setdefault((self.block_of[reader.index].id, tensor), []).append(reader)
         return out
+
+    # -- conversions that are shared -------------------------------------------------------------------------
+
+    def _number(self, tensor: int) -> int:
+        return self.graph.producer[tensor].index
+
+    def _conversions(self) -> None:
+        """Joins what converts one tensor: it is done once for all of them."""
+        for tensor, first in self.repeated.items():
+            self._join(self._number(first), self._number(tensor))
 
     # -- gathers that are shared -----------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -43,6 +43,25 @@ def converts_variable(node: Node) -> bool:
     """Whether a node, given a variable or a part of one, makes the same of it that stays where it is stored.
     (What an update converts belongs to the update.)"""
     return node.op.converts and node.phase != "update"
+
+
+def repeated(graph: Graph) -> Mapping[int, int]:
+    """Tensors that repeat a conversion -> what the first such of the same tensor in the same block makes:
+    lowering converts once for all who ask before the update."""
+    return graph.remembered(repeated, lambda: _repeated(graph))
+
+
+def _repeated(graph: Graph) -> dict[int, int]:
+    first: dict[tuple[int, int, Op], int] = {}
+    found: dict[int, int] = {}
+    for node, _ in graph.walk():
+        if node.op.converts and node.phase != "update":
+            (input,), (output,) = node.inputs, node.outputs
+            key = graph.tensor(output).block, found.get(input, input), node.op
+            known = first.setdefault(key, output)
+            if known != output:
+                found[output] = known
+    return found
 
 
 def gathered(op: Op, roles: Roles) -> Iterable[str]:

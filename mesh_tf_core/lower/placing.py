@@ -12,6 +12,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Instr, Local, Origin, Slice, Value
 from mesh_tf_core.ir.values import Splits
+from mesh_tf_core.lower.nodes import repeated
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.lower.subgraph import Subgraph
@@ -113,6 +114,9 @@ class Placing:
 
     def _given(self, tensor: int) -> int:
         assert self.subgraph is not None, f"tensor %{tensor} is used before it is computed"
+        first = repeated(self.graph).get(tensor)
+        if first is not None:
+            return self.value_of(first)
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
         splits = self.natural(t.shape)
         if maker is not None and maker.op.converts and maker.inputs[0] in self.env:

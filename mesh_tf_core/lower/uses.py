@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.program import Carry, Instr, Loop, Program, Result, Sliced, Value
+from mesh_tf_core.lower.nodes import repeated
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -80,7 +81,7 @@ class Readers:
       nodes: those that count, in order.
 
     Attributes:
-      of: tensor -> the nodes that read it.
+      of: tensor -> the nodes that read it, also where a repeated conversion calls it otherwise.
       outer: body tensor -> the tensors that a loop makes of it outside.
       leaving: body tensors that a loop carries on.
     """
@@ -90,9 +91,11 @@ class Readers:
         self.of: dict[int, list[Node]] = defaultdict(list)
         self.outer: dict[int, list[int]] = defaultdict(list)
         self.leaving: set[int] = set()
+        again = repeated(graph)
         for node in nodes:
-            for i in dict.fromkeys(node.op.operands(node.inputs)):
+            for i in dict.fromkeys(again.get(i, i) for i in node.op.operands(node.inputs)):
                 self.of[i].append(node)
+        self.of.update((i, self.of[first]) for i, first in again.items())
         for block in graph.blocks:
             for inner, out in (*block.stacked, *block.summed, *block.saved.items()):
                 if graph.tensor(inner).block == block.id:

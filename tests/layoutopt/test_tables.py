@@ -21,7 +21,16 @@ from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
 from layoutopt.space.storage import stored_classes
-from tests.layoutopt.models import EXAMPLES, HARDWARE, PASSING, SMALL, crossed, random_model, some_choices
+from tests.layoutopt.models import (
+    EXAMPLES,
+    HARDWARE,
+    PASSING,
+    SMALL,
+    crossed,
+    random_model,
+    some_choices,
+    towers,
+)
 
 PRICE = 1e-9
 ROUNDING = 1 + 1e-12
@@ -79,6 +88,13 @@ def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:
 def test_what_is_passed_on_without_work(name: str, hardware: str) -> None:
     parts = 2 if hardware == "a100" else 1
     compare(PASSING[name](), mtf.Mesh("x:2;y:2"), parts, load_hardware(hardware), seed=3, count=10)
+
+
+@pytest.mark.parametrize(
+    "dtype, hardware", [("float32", "h100"), ("bfloat16", "tpu-v5e"), ("bfloat16", "a100")]
+)
+def test_what_two_operations_convert_alike(dtype: str, hardware: str) -> None:
+    compare(towers(dtype), mtf.Mesh("data:2;model:2"), 1, load_hardware(hardware), seed=11, count=10)
 
 
 @pytest.mark.parametrize("seed", range(12))
