@@ -24,3 +24,7 @@ def __getattr__(name: str) -> Any:
     found = getattr(importlib.import_module(homes[name]), name)
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    return __all__

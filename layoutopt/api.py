@@ -16,9 +16,11 @@ from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan, parse_plan
+from layoutopt.plan.details import Searched
+from layoutopt.plan.fields import LARGEST
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
-from layoutopt.space.splits import parse_forbid, parse_rules
+from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.storage import STAGES
@@ -98,6 +100,18 @@ def search(
         on_better,
     )
     shapes = meshes(mesh, devices, max_axes, chosen)
+    asked = Searched(
+        hardware=hardware if isinstance(hardware, str) else hardware.name,
+        memory_bytes=int(min(request.limit, LARGEST)),
+        devices=None if devices is None else int(devices),
+        max_axes=int(max_axes),
+        objective=objective,
+        pins=rules_text(pins),
+        forbid=rules_text(forbid),
+        storage=allowed.storage,
+        recompute=tuple(map(bool, allowed.recompute)),
+        microbatches=tuple(map(int, allowed.microbatches)),
+    )
     candidates = Search(request, renames=mesh is None)
     stopped = False
     try:
@@ -122,7 +136,7 @@ def search(
             frozenset(m.shape for m in shapes) if mesh is None else None,
             time.monotonic() - started,
             stopped,
-        )
+        ).with_details(search=asked)
 
     try:
         for other in itertools.islice(k_best(candidates, best), top - 1):

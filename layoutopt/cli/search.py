@@ -28,6 +28,7 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.plan_tables import show_plan
+from layoutopt.cli.plans import where_of
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import bytes_text, seconds_text
@@ -153,16 +154,9 @@ def search(
         with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):
             why = str(diagnose(find, loaded.model, {**where, **asked}))
         raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
-    question: dict[str, Any] = {
-        "hardware": with_settings(hardware, set_hardware or ()),
-        "memory_bytes": limit,
-        "devices": devices,
-        "max_axes": max_axes,
-        "objective": objective.value,
-    }
-    from layoutopt.plan.details import Searched
-
-    plan = plan.with_details(source=model, search=Searched(**question, **asked))
+    named = with_settings(hardware, set_hardware or ())
+    question = where_of(plan).model_copy(update={"hardware": named})
+    plan = plan.with_details(source=model, search=question)
     full = plan
     if out is not None or report is not None:
         from layoutopt.cli.details import with_details
@@ -185,7 +179,11 @@ def search(
         raise KeyboardInterrupt  # all that was found is saved
     if out is not None:
         sets = "".join(f" --set {shlex.quote(each)}" for each in settings or ())
-        terminal.say(f"next: layoutopt train {model}{sets} --layout {out} --steps 100")
+        terminal.say(
+            f"next: layoutopt train {model}{sets} --layout {out} --steps 100"
+            if machine.kind == "cpu"
+            else f"next: layoutopt explain {out}; report and export take it too"
+        )
 
 
 def _stages(text: str) -> list[str]:

@@ -129,6 +129,13 @@ def parse_forbid(rules: str | Mapping[str, Axes] | None) -> dict[str, Axes]:
     return forbid
 
 
+def rules_text(rules: str | Mapping[str, Axes] | None) -> str | None:
+    """Rules as text, which parses to the same; None if there are none."""
+    if isinstance(rules, str):
+        return rules or None
+    return ";".join(f"{dim}:{'+'.join(axes) or NOWHERE[0]}" for dim, axes in _parsed(rules)) or None
+
+
 def _parsed(rules: str | Mapping[str, Axes] | None) -> Iterator[tuple[str, Axes]]:
     if not isinstance(rules, str):
         yield from ((dim, Layout({dim: axes}).axes(dim)) for dim, axes in (rules or {}).items())

@@ -50,6 +50,22 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_what_is_next_for_another_machine(run: Callable[..., Result], tmp_path: Path) -> None:
+    out = str(tmp_path / "plan.json")
+    done = run("search", "examples/mlp.py", "--mesh", "data:2", "--hardware", "h100", "--out", out)
+    assert f"next: layoutopt explain {out}; report and export" in done.stderr
+
+
+def test_a_model_that_has_changed_in_other_ways(
+    plan_file: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    plan = json.loads(plan_file.read_text(encoding="utf-8"))
+    plan["model"]["fingerprint"] = "0"
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    assert "or by another version of layoutopt: its operations differ" in refused("explain", str(path))
+
+
 def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> None:
     found = result("search", LM, "--mesh", "data:2;model:4", *SMALL)
     assert [key for key in found if key not in ("notes", "details")] == PLAN

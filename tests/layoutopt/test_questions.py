@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+import layoutopt
 import mesh_tf_core as mtf
 from examples.mlp import model as mlp
 from layoutopt import search
-from layoutopt.space.splits import parse_forbid, parse_rules
+from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
 from mesh_tf_core.errors import UserError
 
 
@@ -67,3 +68,13 @@ def test_a_stage_that_is_named_twice_is_allowed_once(model: mtf.Model) -> None:
 def test_a_file_is_no_model() -> None:
     with pytest.raises(UserError, match=r"search: 'examples/mlp.py' is no Model; build one"):
         search("examples/mlp.py", mesh="data:2")  # type: ignore[arg-type]
+
+
+def test_rules_in_words_are_the_same_rules() -> None:
+    rules = {"batch": ("data", "model"), "d": ()}
+    assert rules_text(rules) == "batch:data+model;d:none" and parse_rules(rules_text(rules)) == rules
+    assert rules_text(None) is rules_text({}) is None
+
+
+def test_only_public_names_are_shown() -> None:
+    assert dir(layoutopt) == ["Plan", "load_plan", "search"]
