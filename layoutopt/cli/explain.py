@@ -23,7 +23,7 @@ from layoutopt.cli.plans import (
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
-from layoutopt.plan.units import bytes_text, seconds_text, share_text
+from layoutopt.plan.units import bytes_text, seconds_text, share_text, some
 
 if TYPE_CHECKING:
     from costmodels.liveness import Memory
@@ -39,7 +39,7 @@ EXAMPLES = examples(
 )
 MOST = 15
 LARGEST = 3
-"""Tensors named at the peak."""
+"""Tensors named at the peak, and numbers that differ."""
 
 
 def explain(
@@ -88,6 +88,8 @@ def explain(
     evaluation = evaluate(found.loaded.model, own.mesh, own.layout, found.hardware, own.options)
     other = _against(found, against)
     said = disagreements(own, evaluation)
+    if said and (numbers := _other_numbers(found)):
+        said.insert(0, f"made with other hardware numbers: {some(numbers, LARGEST)}")
     if sensitivity and for_memory(found):
         raise UserError("--sensitivity varies what makes a step fast: it needs a plan of another --objective")
     proof = checked_proof(terminal, found, evaluation, said) if check else None
@@ -99,6 +101,15 @@ def explain(
         terminal.say(f"wrote the plan to {out}")
     if proof is not None and proof.faster is not None:
         raise UserError(f"--check: the plan's proof is {proof}")
+
+
+def _other_numbers(found: Planned) -> list[str]:
+    """Numbers of the hardware that are not those that the plan was made with, as far as it says these."""
+    from layoutopt.cli.machine_details import hardware_details
+
+    said, now = found.plan.data.details.hardware, hardware_details(found.hardware, found.plan.mesh)
+    before = {n.path: n.value for n in said.numbers} if said else {}
+    return [n.path for n in now.numbers if n.path in before and before[n.path] != n.value]
 
 
 def for_memory(found: Planned) -> bool:

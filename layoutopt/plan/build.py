@@ -130,7 +130,12 @@ def check_plan_model(plan: Plan, model: Any) -> None:
         different.insert(0, f"its model is {info.name!r}, this one {model.name!r}")
     if info.parameters != model.parameters:
         different.append(f"{info.parameters:,} parameters there, {model.parameters:,} here")
-    why = "; ".join(different) or "its operations differ"
+    why = "; ".join(different)
+    if not why:
+        raise UserError(
+            "the plan was made for another model or by another version of layoutopt: its operations differ; "
+            "search again"
+        )
     raise UserError(
         f"the plan was made for another model: {why}; search again, or set the same hyperparameters"
     )

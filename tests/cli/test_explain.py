@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import layoutopt
 from costmodels.hardware import preset_content, write_profile
 from layoutopt.cli import app
+from layoutopt.models.loading import load_model
 
 # Large enough that splitting pays.
 PLAIN = ("--storage", "layout", "--recompute", "never", "--microbatches", "1")
@@ -207,3 +209,38 @@ def test_wrong_input(refused: Callable[..., str], plan_file: Path) -> None:
         "explain", plan, "--pin", "btch:data", "-q"
     )
     assert "cannot be read" in refused("explain", "none.json")
+
+
+def test_a_plan_saved_from_python_says_what_was_asked(
+    result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    model = load_model(MLP[0], [MLP[2], MLP[4]]).model
+    limits = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
+    plan = layoutopt.search(
+        model, mesh="data:2;model:2", pins={"hidden": ()}, forbid="pixels:data", **limits
+    )
+    plan.save(tmp_path / "plan.json")
+    asked = layoutopt.load_plan(tmp_path / "plan.json").data.details.search
+    assert asked is not None and (asked.pins, asked.storage, asked.devices) == (
+        "hidden:none",
+        ("layout",),
+        None,
+    )
+    free = layoutopt.search(model, mesh="data:2;model:2", **limits)
+    assert free.predicted.step_seconds < plan.predicted.step_seconds
+    found = result("explain", str(tmp_path / "plan.json"), "--model", MLP[0])
+    assert found["memory"]["binds"] is False
+
+
+def test_other_hardware_numbers_are_told(
+    result: Callable[..., dict[str, Any]], plan_file: Path, tmp_path: Path
+) -> None:
+    plan = json.loads(plan_file.read_text(encoding="utf-8"))
+    number = plan["details"]["hardware"]["numbers"][0]
+    number["value"] = "another"
+    plan["predicted"]["step_seconds"] *= 2
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    said = result("explain", str(path))["disagreements"]
+    assert said[0] == f"made with other hardware numbers: {number['path']}"
+    assert said[1].startswith("step_seconds is ")
