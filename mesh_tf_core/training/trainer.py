@@ -67,6 +67,11 @@ class Trainer:
     ) -> None:
         self.model, self.cluster = model, cluster
         self.plan: Any = None
+        for given in (mesh, layout):
+            if isinstance(given, str) and given.endswith(".json"):
+                raise UserError(
+                    f"Trainer: {given!r} is a file; write Trainer(model, layoutopt.load_plan({given!r}))"
+                )
         if not isinstance(mesh, Mesh | str):
             if layout or options != DEFAULT:
                 raise UserError("Trainer: a plan decides the layout and the options; leave them out")

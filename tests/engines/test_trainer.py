@@ -233,3 +233,9 @@ def test_auto_without_a_search_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(auto, "GROUP", "no package has this")
     with pytest.raises(mtf.UserError, match=r"auto.* needs a search, and no installed package has one"):
         mtf.Trainer(network(), "a:2", layout="auto", engine="lockstep")
+
+
+@pytest.mark.parametrize("where", [("plan.json",), ("data:2", "plan.json")])
+def test_a_plan_file_in_place_of_a_plan(where: tuple[str, ...]) -> None:
+    with pytest.raises(mtf.UserError, match=r"is a file; write Trainer\(model, layoutopt.load_plan\("):
+        mtf.Trainer(network(), *where)
