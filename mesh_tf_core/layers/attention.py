@@ -315,7 +315,10 @@ class LocalAttention(Attention):
         if not self.window:
             raise UserError("LocalAttention: needs a window of at least 1 position")
         if self.rotary is not None:
-            raise UserError("LocalAttention: rotary positions are not supported; use RelativeBias")
+            raise UserError(
+                "LocalAttention: rotary positions are not supported; use RelativeBias, or "
+                'Attention(window=..., attention="fused")'
+            )
 
     @property
     def _names(self) -> tuple[str, str]:
