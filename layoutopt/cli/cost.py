@@ -25,7 +25,7 @@ from layoutopt.cli.options import (
     read_layout,
     read_memory,
 )
-from layoutopt.cli.results import given_json, layout_text, options_json, words
+from layoutopt.cli.results import given_json, layout_text
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text, seconds_text
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.results import CostLine
+    from mesh_tf_core import Options
 
 EXAMPLES = examples(
     'layoutopt cost examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
@@ -91,7 +92,7 @@ def cost(
         )
     )
     if not as_json:
-        _show(terminal, loaded, found, machine, limit, reason, options_json(given.options))
+        _show(terminal, loaded, found, machine, limit, reason, given.options)
         if lines:
             from layoutopt.cli.cost_tables import line_table
 
@@ -139,9 +140,10 @@ def _show(
     machine: Hardware,
     limit: int,
     reason: str | None,
-    options: dict[str, Any],
+    options: Options,
 ) -> None:
     from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
+    from layoutopt.plan.build import decided
 
     price, held = found.cost, found.memory
     peak = held.points[held.at].origin if held.points else None
@@ -149,7 +151,7 @@ def _show(
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
         ("layout", layout_text(found.program.layout)),
-        *((name, words(value)) for name, value in options.items()),
+        *((name, words) for name, words in decided(options).listed().items() if words),
         ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),
         (
             "step",

@@ -28,13 +28,6 @@ def options_json(options: Options) -> dict[str, Any]:
     return decided(options).model_dump(exclude_defaults=True)
 
 
-def words(value: Any) -> str:
-    """A JSON value without its punctuation."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {words(item)}" for name, item in value.items())
-    return ", ".join(words(item) for item in value) if isinstance(value, list) else str(value)
-
-
 def layout_text(layout: Layout) -> str:
     """A layout for people."""
     return str(layout) or "replicated (nothing is split)"

@@ -274,7 +274,10 @@ def _never(over: Sequence[str], far: Sequence[str]) -> list[str]:
     """Why names whose plan does not fit have no other."""
     return [
         *(
-            [f"too large with every storage, recomputation and microbatches: {', '.join(over)}"]
+            [
+                "too large with every storage, recomputation and number of microbatches that was allowed: "
+                + ", ".join(over)
+            ]
             if over
             else []
         ),
