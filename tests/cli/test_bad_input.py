@@ -59,7 +59,7 @@ ON = (LM, "--mesh", "data:2;model:4")
         ),
         pytest.param(
             [*ON, "--set", "layer=3"],
-            f"--set layer=3: {LM} has no hyperparameter 'layer'; did you mean 'layers'? known: batch, d_ff,",
+            f"--set layer=3: {LM} has no hyperparameter 'layer'; did you mean 'layers'? known: attention,",
             id="unknown hyperparameter",
         ),
         pytest.param(

@@ -216,9 +216,7 @@ def test_a_plan_saved_from_python_says_what_was_asked(
 ) -> None:
     model = load_model(MLP[0], [MLP[2], MLP[4]]).model
     limits = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
-    plan = layoutopt.search(
-        model, mesh="data:2;model:2", pins={"hidden": ()}, forbid="pixels:data", **limits
-    )
+    plan = layoutopt.search(model, mesh="data:2;model:2", pins={"hidden": ()}, forbid="pixels:data", **limits)
     plan.save(tmp_path / "plan.json")
     asked = layoutopt.load_plan(tmp_path / "plan.json").data.details.search
     assert asked is not None and (asked.pins, asked.storage, asked.devices) == (
