@@ -40,7 +40,7 @@ class ClusterError(UserError):
 def known_names(asked: str, known: Iterable[str]) -> str:
     """Says which names exist, the nearest first: the tail of every 'unknown name' message."""
     names = sorted(known)
-    near = [name for name in names if name.lower() == asked.lower()]
-    near = near or difflib.get_close_matches(asked, names, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    lower = {name.lower(): name for name in reversed(names)}
+    near = difflib.get_close_matches(asked.lower(), lower, n=1, cutoff=0.6)
+    hint = f"did you mean {lower[near[0]]!r}? " if near else ""
     return f"{hint}known: {', '.join(names) if names else 'none'}"

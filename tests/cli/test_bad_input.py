@@ -142,6 +142,7 @@ def test_commands_that_are_none(refused: Callable[..., str]) -> None:
 def test_hardware_of_no_such_name(refused: Callable[..., str]) -> None:
     assert "did you mean 'tpu-v2'? known: a100" in refused("hardware", "tpu-v22")
     assert "did you mean 'h100'? known: a100" in refused("hardware", "H100")
+    assert "did you mean 'h100'? known: a100" in refused("hardware", "H100x")
 
 
 def test_forms_of_a_program(refused: Callable[..., str]) -> None:
