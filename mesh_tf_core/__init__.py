@@ -305,15 +305,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads what runs a model when it is first used: building, pricing and searching need none of it."""
-    import importlib
-
-    homes = {
-        "Cluster": "mesh_tf_core.cluster",
-        "Eager": "mesh_tf_core.eager",
-        "Trainer": "mesh_tf_core.training",
-    }
-    if name not in homes:
-        raise AttributeError(f"module 'mesh_tf_core' has no attribute {name!r}")
-    found = getattr(importlib.import_module(homes[name]), name)
+    found: Any
+    match name:
+        case "Cluster":
+            from mesh_tf_core.cluster import Cluster as found
+        case "Eager":
+            from mesh_tf_core.eager import Eager as found
+        case "Trainer":
+            from mesh_tf_core.training import Trainer as found
+        case _:
+            raise AttributeError(f"module 'mesh_tf_core' has no attribute {name!r}")
     globals()[name] = found
     return found
