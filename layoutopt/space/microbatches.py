@@ -51,8 +51,9 @@ class Microbatches(Decision):
 
 def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
     """The numbers of microbatches that the model can be split into, in order; UserError if there is none."""
-    found, refused = _dividing(model, allowed), impossible(model, allowed)
-    if found and len(refused) == len(found):
+    found = _dividing(model, allowed)
+    refused = _impossible(model, found)
+    if len(refused) == len(found):
         raise UserError(
             f"--microbatches {_listed(allowed)}: the model cannot be split so ({refused[found[0]]}); "
             "use --microbatches 1"
@@ -62,8 +63,12 @@ def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
 
 def impossible(model: Model, allowed: Sequence[int]) -> dict[int, str]:
     """Those numbers that divide the batch, but that the model cannot be split into, each with why."""
+    return _impossible(model, _dividing(model, allowed))
+
+
+def _impossible(model: Model, numbers: Sequence[int]) -> dict[int, str]:
     found = {}
-    for number in _dividing(model, allowed):
+    for number in numbers:
         try:
             model.training_step(number)
         except UserError as error:

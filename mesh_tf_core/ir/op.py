@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar, Protocol
 
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.kernel import At, Kernel
@@ -265,6 +266,17 @@ class Op:
     def expands(cls) -> bool:
         """Whether it has an `expand` of its own."""
         return cls.expand is not Op.expand
+
+
+def inferred(op: Op, types: TensorType | tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+    """The types of the results, one by one; UserError if what `infer` gave is something else."""
+    listed = types if isinstance(types, tuple) else (types,)
+    if not listed or not all(isinstance(t, TensorType) for t in listed):
+        raise UserError(
+            f"operation {type(op).__name__}: infer gave {types!r}; it must give mtf.TensorType, or a "
+            "tuple of several"
+        )
+    return listed
 
 
 _UNHASHABLE = re.compile(r"(\w+\.)*(list|dict|set|bytearray|List|Dict|Set|Mutable\w+|ndarray)\b")

@@ -228,9 +228,10 @@ def _weights(k: Kernel, a: Attending, lse: Any, dresult: Any, delta: Any) -> tup
     """Of one block: the weights, and the gradient of the logits."""
     s = _logits(k, a)
     axis, column = len(s.shape) - 1, [*_sizes(lse), 1]
-    # Not exp(s - lse): where all keys are hidden, lse has lost how many they are beside `_HIDDEN`.
-    weights = k.softmax(s, axis)
-    if a.extra_logit is not None:
+    if a.extra_logit is None:
+        # Not exp(s - lse): where all keys are hidden, lse has lost how many they are beside `_HIDDEN`.
+        weights = k.softmax(s, axis)
+    else:
         weights = k.exp_less(s, k.reshape(lse, column), axis, False)
     dp = _kept(k, a, _shaped(k, a, _product(k, a, "bnd,bmd->bnm", dresult, a.value), s.shape[axis]))
     return weights, k.binary("mul", weights, k.binary("sub", dp, k.reshape(delta, column)))

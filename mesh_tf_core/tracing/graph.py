@@ -15,7 +15,7 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.initializers import ZEROS, Initializer, Variable
-from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.op import Op, TensorType, inferred
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.ops.basic import cast
@@ -123,16 +123,9 @@ class Graph(Builder):
     def apply(self, op: Op, *inputs: Tensor) -> Any:
         taken = [self.visible(x, op) for x in inputs]
         types = op.infer(*(x.type for x in taken))
-        many = isinstance(types, tuple)
-        listed = types if isinstance(types, tuple) else (types,)
-        if not listed or not all(isinstance(t, TensorType) for t in listed):
-            raise UserError(
-                f"operation {type(op).__name__}: infer gave {types!r}; it must give mtf.TensorType, or a "
-                "tuple of several"
-            )
-        outs = [self.new_tensor(t, self.block) for t in listed]
+        outs = [self.new_tensor(t, self.block) for t in inferred(op, types)]
         self._append(op, taken, outs, None)
-        return tuple(outs) if many else outs[0]
+        return tuple(outs) if isinstance(types, tuple) else outs[0]
 
     def unary(self, fn: str, x: Tensor) -> Tensor:
         return unary(fn, x)
