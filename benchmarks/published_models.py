@@ -82,11 +82,13 @@ def language_model(
     tokens, targets = g.input("tokens", [b, s]), g.input("targets", [b, s])
     table = embedding.table(g)
     marks = mtf.one_hot(tokens, v, dtype) if one_hot else None
-    embedded = embedding(table, tokens) if marks is None else mtf.einsum([marks, table], [b, s, d])
+    embedded = (
+        embedding(table, tokens) if marks is None else mtf.einsum([marks, table], [b, s, d], chooses=True)
+    )
     x = mtf.scan(layer, between(embedded), mtf.Dim("layers", layers))
     logits = embedding.logits(normal(x, "final_norm"), table if tied else None)
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v))
-    return mtf.Model(loss, by_name(optimizer, 0.001), name="published_lm")
+    return mtf.Model(loss, by_name(optimizer, 0.001), name="published_lm", token_dims=(b, s))
 
 
 def _named(x: mtf.Tensor, old: str, new: str) -> mtf.Tensor:

@@ -64,7 +64,7 @@ def model(
     x = norm(nn.LearnedPositions(length)(embedding(table, tokens)), "embedding_norm")
     x = mtf.scan(layer, mtf.dropout(x, dropout), mtf.Dim("layers", layers))
     # Only the masked positions go on: the vocabulary is the widest product of the model.
-    x = mtf.einsum([x, mtf.one_hot(positions, length_dim, dtype)], [b, n, d])
+    x = mtf.einsum([x, mtf.one_hot(positions, length_dim, dtype)], [b, n, d], chooses=True)
     x = mtf.rename(x, d_model="d_hidden")
     x = nn.Dense((d,), ("d_hidden",), bias=True, activation="gelu", name="transform")(x)
     logits = embedding.logits(norm(x, "transform_norm"), table)
@@ -73,7 +73,13 @@ def model(
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v))
     right = mtf.reduce_mean(mtf.argmax(logits, v).equal(targets).cast("float32"))
     rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
-    return mtf.Model(loss, by_name(optimizer, rate), metrics={"accuracy": right}, name="bert")
+    return mtf.Model(
+        loss,
+        by_name(optimizer, rate),
+        metrics={"accuracy": right},
+        name="bert",
+        token_dims=(b, length_dim),
+    )
 
 
 def count(length: int) -> int:

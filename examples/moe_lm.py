@@ -100,6 +100,7 @@ def model(
         by_name(optimizer, mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate),
         metrics={"cross_entropy": entropy, "unbalance": unbalance},
         name="moe_lm",
+        token_dims=text,
     )
 
 

@@ -96,6 +96,7 @@ def model(
         mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v)),
         by_name(optimizer, mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate),
         name="reformer_lm",
+        token_dims=(b, s),
     )
 
 

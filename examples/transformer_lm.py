@@ -108,6 +108,7 @@ def model(
         by_name(optimizer, learning_rate),
         name="transformer_lm",
         layouts={"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {},
+        token_dims=(b, s),
         network=network,
     )
 

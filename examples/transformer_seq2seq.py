@@ -143,6 +143,7 @@ def model(
         by_name(optimizer, rate),
         name="transformer_seq2seq",
         layouts={"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {},
+        token_dims=text,
         network=network,
     )
 

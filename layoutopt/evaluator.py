@@ -6,7 +6,7 @@ solver.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from costmodels.hardware import Hardware
 from costmodels.kernels.fused import Fused
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.pricer import Cost, Pricer, pricer
+from costmodels.utilisation import model_flops, utilisation
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.table_prices import TablePrices
@@ -28,12 +29,14 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
 DEFAULT = Options()
+ONE_DEVICE = Mesh("all:1")
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """A layout's program, and what follows from it when it is asked for: its price and its memory."""
 
+    model: Model = field(repr=False, compare=False)
     program: Program
     prices: Pricer = field(repr=False, compare=False)
 
@@ -51,14 +54,24 @@ class Evaluation:
 
     @property
     def predicted(self) -> Predicted:
+        model, seconds, mesh = self.model, self.cost.step_seconds, self.program.mesh
+        flops = unsplit_flops(model)
+
+        def rate(items: int | None) -> float | None:
+            return items / seconds if items and seconds else None
+
         return Predicted(
-            step_seconds=self.cost.step_seconds,
+            step_seconds=seconds,
             compute_seconds=self.cost.compute_seconds,
             communication_seconds=self.cost.communication_seconds,
             exposed_communication_seconds=self.cost.exposed_communication_seconds,
             peak_memory_bytes=self.memory.peak,
             flops_per_device=self.cost.flops,
             communication_bytes_per_device=self.program.communication_bytes(),
+            mfu=utilisation(flops, self.prices.hardware, mesh.devices, seconds),
+            model_flops=sum(flops.values()),
+            examples_per_second=rate(model.examples),
+            tokens_per_second=rate(model.tokens),
         )
 
     def reason(self, limit: float | None) -> str | None:
@@ -73,6 +86,16 @@ class Evaluation:
         )
 
 
+def unsplit_flops(model: Model) -> Mapping[str, float]:
+    """FLOPs that a step of the model needs, by dtype (`costmodels.utilisation`): those of its program on one
+    device, the same under every layout."""
+
+    def found() -> Mapping[str, float]:
+        return model_flops(model.lower(ONE_DEVICE, Layout(), check=False))
+
+    return model.step_graph.remembered("model_flops", found)
+
+
 def evaluate(
     model: Model,
     mesh: Mesh,
@@ -83,7 +106,8 @@ def evaluate(
     check: bool = True,
 ) -> Evaluation:
     """Lowers one layout to price and walk it; `check` as in `lower`. LayoutError if it is not legal."""
-    return Evaluation(model.lower(mesh, layout, options, check=check), prices or pricer(hardware, mesh))
+    program = model.lower(mesh, layout, options, check=check)
+    return Evaluation(model, program, prices or pricer(hardware, mesh))
 
 
 class Evaluator:

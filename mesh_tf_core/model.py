@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -34,6 +36,7 @@ class Model:
       name, hparams: for plans and reports.
       layouts: named expert layouts (name -> (mesh string, layout string)) that the search shows beside its
         answer.
+      token_dims: dimensions of an input, whose elements are the tokens of a step; none if it has no tokens.
       network: network(graph) builds the model in another graph and returns what gives logits there (see
         `decoding`); None for models that do not decode.
     """
@@ -44,6 +47,7 @@ class Model:
     name: str = "model"
     hparams: Mapping[str, Any] = field(default_factory=dict)
     layouts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    token_dims: Sequence[Dim | str] = ()
     network: Callable[[Graph], Callable[..., Tensor]] | None = field(default=None, repr=False)
     _whole: TrainingStep | None = field(default=None, repr=False, compare=False)
     _parts: dict[int, tuple[int, TrainingStep]] = field(default_factory=dict, repr=False, compare=False)
@@ -51,6 +55,7 @@ class Model:
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Tensor) or len(self.loss.shape):
             raise UserError(f"Model: loss must be a scalar tensor, found {self.loss!r}; use mtf.reduce_mean")
+        _ = self.tokens
 
     @property
     def graph(self) -> Graph:
@@ -72,6 +77,22 @@ class Model:
         """The first dimension of every input, if they have one in common: what data parallelism splits."""
         firsts = {t.shape.names[0] for t in self.graph.inputs.values() if t.shape.names}
         return firsts.pop() if len(firsts) == 1 else None
+
+    @property
+    def examples(self) -> int:
+        """How many examples a step learns from: the largest first dimension of an input."""
+        return max((t.shape.sizes[0] for t in self.graph.inputs.values() if len(t.shape)), default=1)
+
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens a step learns from; None if `token_dims` names none."""
+        names = tuple(d.name if isinstance(d, Dim) else d for d in self.token_dims)
+        shapes = [t.shape for t in self.graph.inputs.values()]
+        found = next((s for s in shapes if set(names) <= set(s.names)), None)
+        if found is None and names:
+            listed = "; ".join(f"{name} [{t.shape}]" for name, t in self.graph.inputs.items()) or "none"
+            raise UserError(f"Model: no input has the token_dims {', '.join(names)}; inputs: {listed}")
+        return math.prod(found.dim(n).size for n in names) if found and names else None
 
     @property
     def step_graph(self) -> Graph:

@@ -159,6 +159,7 @@ def _show(
             f"{seconds_text(price.exposed_communication_seconds)} exposed communication "
             f"(of {seconds_text(price.communication_seconds)})",
         ),
+        ("speed", found.predicted.speed),
         ("work", f"{rate_text(price.flops, 'FLOP')} per device"),
         (
             "memory",

@@ -28,7 +28,7 @@ from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import Timed, batches, items_of, open_trainer, timed_steps
 from layoutopt.cli.terminal import Terminal, facts
-from layoutopt.plan.units import bytes_text, seconds_text
+from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
 
 if TYPE_CHECKING:
     from layoutopt.evaluator import Evaluation
@@ -121,7 +121,7 @@ def _show(
                     f"({seconds_text(min(seconds))} to {seconds_text(max(seconds))})",
                 ),
                 ("predicted", f"{seconds_text(said)} for {hardware} ({said / step:.2f} of the measured)"),
-                ("rate", f"{items / step:,.0f} {name}/s"),
+                ("rate", throughput_text(items / step, name)),
                 ("compiling", seconds_text(engine.compile_seconds)),
                 ("traffic", f"per device: {_sent(engine.communication_bytes)} ({equal})"),
                 ("memory", _memory(engine.peak_memory_bytes, predicted.memory.peak)),

@@ -18,6 +18,7 @@ from layoutopt.plan.units import (
     mesh_option,
     rate_text,
     seconds_text,
+    share_text,
     times_text,
 )
 
@@ -61,6 +62,7 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
             f"{seconds_text(p.step_seconds)} predicted = {seconds_text(p.compute_seconds)} compute + "
             f"{seconds_text(p.exposed_communication_seconds)} exposed communication",
         ),
+        *([("speed", p.speed)] if p.speed else []),
         ("work", f"{rate_text(p.flops_per_device, 'FLOP')} per device"),
         ("traffic", f"per device: {traffic}" if traffic else "none"),
         ("memory", f"{bytes_text(p.peak_memory_bytes)}{of} per device"),
@@ -147,6 +149,8 @@ def _table(
     if width >= WIDE:
         columns.append(("compute", _cell(lambda p: seconds_text(p.compute_seconds))))
         columns.append(("exposed", _cell(lambda p: seconds_text(p.exposed_communication_seconds))))
+        if all(row.predicted is None or row.predicted.mfu is not None for row in rows):
+            columns.append(("MFU", _cell(lambda p: share_text(p.mfu or 0.0, 1))))
     columns.append(("memory", _cell(lambda p: bytes_text(p.peak_memory_bytes))))
     if lean:
         columns.append((share, _cell(lambda p: times_text(p.peak_memory_bytes, rows[0].bytes))))

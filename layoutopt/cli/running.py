@@ -134,9 +134,7 @@ def _zeros(model: Model) -> Iterator[dict[str, Any]]:
 
 
 def items_of(model: Model) -> tuple[int, str]:
-    """How many things a step learns from, and what they are: tokens of texts, or else examples."""
-    sizes = [t.shape for t in model.graph.inputs.values() if t.dtype.startswith("int") and len(t.shape) > 1]
-    if sizes:
-        return max(shape.size for shape in sizes), "tokens"
-    firsts = [t.shape.sizes[0] for t in model.graph.inputs.values() if len(t.shape)]
-    return max(firsts, default=1), "examples"
+    """How many things a step learns from, and what they are: tokens where the model names them, or else
+    examples."""
+    tokens = model.tokens
+    return (model.examples, "examples") if tokens is None else (tokens, "tokens")

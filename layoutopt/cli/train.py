@@ -37,7 +37,7 @@ from layoutopt.cli.progress import Bounds, Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import evaluated_model, items_of, open_trainer, start_devices
 from layoutopt.cli.terminal import Terminal, facts
-from layoutopt.plan.units import duration_text, seconds_text
+from layoutopt.plan.units import duration_text, seconds_text, throughput_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -227,7 +227,7 @@ class _Run:
         actual = self.step_seconds
         left = (self.steps - step) * actual
         return (
-            f"loss {self.losses[-1]:.4f}, {self.items / actual:,.0f} {self.item}/s, "
+            f"loss {self.losses[-1]:.4f}, {throughput_text(self.items / actual, self.item)}, "
             f"{seconds_text(actual)} a step ({seconds_text(self.predicted.step_seconds)} predicted), "
             f"{duration_text(left)} left"
         )
@@ -272,7 +272,7 @@ class _Run:
                     "step",
                     f"{seconds_text(step)} (predicted {seconds_text(predicted)} for {self.machine.name})",
                 ),
-                ("rate", f"{self.items / step:,.0f} {self.item}/s"),
+                ("rate", throughput_text(self.items / step, self.item)),
                 ("input", f"waited for it {100 * self.waited:.1f}% of the time"),
                 ("loss", f"{self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at the end"),
             ]

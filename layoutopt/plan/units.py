@@ -192,6 +192,11 @@ def rate_text(amount: float, unit: str) -> str:
     return f"{_three_digits(amount)} {prefix}{unit}"
 
 
+def throughput_text(rate: float, items: str) -> str:
+    """123456.7 tokens a second as '123,457 tokens/s'."""
+    return f"{rate:,.0f} {items}/s" if rate >= 100 else f"{digits(rate)} {items}/s"
+
+
 def seconds_text(seconds: float) -> str:
     """0.00186 as '1.86 ms'."""
     if not math.isfinite(seconds):

@@ -1,8 +1,8 @@
 """The contract of an operation: all that anyone may ask of one, checked when its class is made.
 
   required facets  roles, infer, kernel, flops, gradient
-  optional facets  lower, operands, expand, moved, contraction, unreduced, summand, untrained, describe; each
-                   says what holds without it
+  optional facets  lower, operands, expand, moved, contraction, overhead, unreduced, summand, untrained,
+                   describe; each says what holds without it
   facts            kind, free, linear, converts, divides, regroups, renames, derives_key: attributes of the
                    class, or properties where they depend on its fields
 
@@ -129,6 +129,7 @@ class Op:
         "expand",
         "moved",
         "contraction",
+        "overhead",
         "unreduced",
         "summand",
         "untrained",
@@ -232,6 +233,11 @@ class Op:
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
         """(batch, m, n, k) of the matrix product that this operation is; without it, it is none."""
         return None
+
+    def overhead(self, *local: TensorType) -> float:
+        """Those of its `flops` that the model's mathematics does not ask for: what another operation did
+        already, products with ones and zeros that only choose; without it, none."""
+        return 0.0
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
         """[dim, dimensions of the output]: the same, but for summing out a dimension that the inputs have;

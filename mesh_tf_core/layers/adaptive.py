@@ -190,11 +190,11 @@ class AdaptiveSoftmax:
         place = where(inside, cumsum(inside.cast("int32"), length, exclusive=True), slot.size)
         others = targets.shape.without(length.name)
         here = one_hot(place, slot, x.dtype)
-        few = einsum([here, x], [*others, slot, e.d_model])
+        few = einsum([here, x], [*others, slot, e.d_model], chooses=True)
         # A slot that stays empty has the cluster's first target, and no weight on the way back.
         ids = put_along(where(inside, targets - start, 0), place, slot, others.names)
         loss = softmax_cross_entropy(e.part(few, tables, i), ids, e.dim(i))
-        return einsum([here.cast(loss.dtype), loss], Shape(targets.shape))
+        return einsum([here.cast(loss.dtype), loss], Shape(targets.shape), chooses=True)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -178,5 +178,5 @@ class RelativeAttention(Attention):
         apart = -(mtf_range(g, q.dim(length)) - mtf_range(g, k.dim(memory)))
         # As a product: a look-up would need an index per head and example.
         which = one_hot(self.positions.bucket(apart), count, q.dtype)
-        own = einsum([products, which], [*products.shape.without(count.name), k.dim(memory)])
+        own = einsum([products, which], [*products.shape.without(count.name), k.dim(memory)], chooses=True)
         return super().mix(q, k, v, length, memory, mask, own if bias is None else own + bias.cast(q.dtype))

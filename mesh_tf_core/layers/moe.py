@@ -94,10 +94,10 @@ def through(
     there = {b.name: f"expert_{b.name}", choice.name: experts.name}
     routed = router(x, choice, token, d.name, importance=importance)
     places = routed.dispatch.dim("capacity")
-    sent = einsum([routed.dispatch.cast(x.dtype), x], [b, choice, places, d])
+    sent = einsum([routed.dispatch.cast(x.dtype), x], [b, choice, places, d], chooses=True)
     back = rename(work(rename(sent, **there)), **{new: old for old, new in there.items()})
     made = [d for d in x.shape if d.name != d_model] + [d for d in back.shape if d not in (b, choice, places)]
-    return einsum([routed.combine.cast(x.dtype), back], made), routed.loss
+    return einsum([routed.combine.cast(x.dtype), back], made, chooses=True), routed.loss
 
 
 def blocks(

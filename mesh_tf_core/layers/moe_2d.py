@@ -67,7 +67,7 @@ class MixtureOfExperts2D:
         with x.graph.scope(self.name):
             routed = self.outer(x, row, self.token, d.name, names=("row_router", "row_capacity"))
             places = routed.dispatch.dim("row_capacity")
-            sent = einsum([routed.dispatch.cast(x.dtype), x], [a, b, row, places, d])
+            sent = einsum([routed.dispatch.cast(x.dtype), x], [a, b, row, places, d], chooses=True)
             importance = reduce_sum(routed.dispatch, self.token)
             if self.outer.normalized:
                 # Of two gates that add up to 1 the first choice's is the larger.
@@ -76,7 +76,7 @@ class MixtureOfExperts2D:
             parts, which = rename(sent, **there), rename(importance, **there)
             made, loss = self._row(parts, which, places)
             back = rename(made, **{new: old for old, new in there.items()})
-            y = einsum([routed.combine.cast(x.dtype), back], x.shape)
+            y = einsum([routed.combine.cast(x.dtype), back], x.shape, chooses=True)
             return y, routed.loss + loss
 
     def _row(self, x: Tensor, importance: Tensor, places: Dim) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class MixtureOfExperts2D:
             flat, column, tokens.name, d.name, [self.rows], which, ("column_router", "column_capacity")
         )
         few = routed.dispatch.dim("column_capacity")
-        sent = einsum([routed.dispatch.cast(x.dtype), flat], [a, self.rows, column, few, d])
+        sent = einsum([routed.dispatch.cast(x.dtype), flat], [a, self.rows, column, few, d], chooses=True)
         made = blocks(
             rename(sent, **there),
             [self.rows, self.columns],
@@ -102,5 +102,5 @@ class MixtureOfExperts2D:
             self.dropout,
         )
         back = rename(made, **{new: old for old, new in there.items()})
-        y = einsum([routed.combine.cast(x.dtype), back], flat.shape)
+        y = einsum([routed.combine.cast(x.dtype), back], flat.shape, chooses=True)
         return reshape(reshape(y, [*apart, d]), x.shape), routed.loss

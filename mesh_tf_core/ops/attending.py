@@ -59,6 +59,8 @@ class AnyAttention(Op, abstract=True):
     kind: ClassVar[str] = "attention"
     products: ClassVar[tuple[int, int]] = (1, 1)
     """How many products run over the width of the keys, and how many over that of the values."""
+    again: ClassVar[tuple[int, int]] = (0, 0)
+    """How many of these another operation of the step made already."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
@@ -128,10 +130,16 @@ class AnyAttention(Op, abstract=True):
     def flops(self, *local: TensorType) -> float:
         """Of the products, for queries and keys that the positions let see each other; where queries are
         split, of the device that has most. (The softmax runs beside them.)"""
+        return self._flops(self.products, *local)
+
+    def overhead(self, *local: TensorType) -> float:
+        return self._flops(self.again, *local)
+
+    def _flops(self, products: tuple[int, int], *local: TensorType) -> float:
         sides = self.sides(*local[:3])
         queries = sides.rows.sizes[-1]
         widths = local[0].shape.dim(self.d_kv).size, sides.width.size
-        each = sum(2.0 * n * width for n, width in zip(self.products, widths, strict=True))
+        each = sum(2.0 * n * width for n, width in zip(products, widths, strict=True))
         return each * (sides.rows.size // queries) * self.pairs(queries)
 
     def pairs(self, queries: int) -> int:

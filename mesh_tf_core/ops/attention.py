@@ -126,6 +126,7 @@ class FusedAttentionGrad(_Backward):
     """Gradients of query, key and value."""
 
     products: ClassVar[tuple[int, int]] = (3, 2)
+    again: ClassVar[tuple[int, int]] = (1, 0)
 
     @property
     def name(self) -> str:
@@ -157,6 +158,7 @@ class FusedAttentionBiasGrad(_Backward):
     """Gradient of the bias, which is the first of the extras."""
 
     products: ClassVar[tuple[int, int]] = (1, 1)
+    again: ClassVar[tuple[int, int]] = (1, 1)
 
     @property
     def name(self) -> str:

@@ -18,9 +18,14 @@ from mesh_tf_core.ops.common import align, all_parallel, joined, listing, same_d
 
 @dataclass(frozen=True)
 class Einsum(Op):
-    """Multiplies the inputs and sums out every dimension that `output` does not keep."""
+    """Multiplies the inputs and sums out every dimension that `output` does not keep.
+
+    Attributes:
+      chooses: a factor of ones and zeros brings elements to other places: what a lookup would do.
+    """
 
     output: Shape
+    chooses: bool = False
     kind: ClassVar[str] = "matmul"
 
     def roles(self, *inputs: TensorType) -> Roles:
@@ -47,6 +52,12 @@ class Einsum(Op):
         """One multiply and one add per point of the joint space and per pair of operands."""
         return 2.0 * joined("einsum", local).size * max(1, len(local) - 1)
 
+    def overhead(self, *local: TensorType) -> float:
+        return self.flops(*local) if self.chooses else 0.0
+
+    def describe(self) -> str:
+        return f"{self.name}(output=[{' '.join(self.output.names)}])"
+
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
         if len(local) != 2:
             return None
@@ -64,12 +75,12 @@ class Einsum(Op):
         for i, x in enumerate(inputs):
             others = [t for j, t in enumerate(inputs) if j != i]
             found = set(dy.shape.names).union(*(t.shape.names for t in others))
-            dx = einsum([dy, *others], [d for d in x.shape if d.name in found])
+            dx = einsum([dy, *others], [d for d in x.shape if d.name in found], self.chooses)
             grads.append(broadcast(dx, x.shape))
         return grads
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
-        return einsum(inputs, [dim, *self.output])
+        return einsum(inputs, [dim, *self.output], self.chooses)
 
     def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
         return self.unreduced(dim, parts) if constant.count(False) == 1 else None
@@ -104,8 +115,12 @@ class Broadcast(Op):
         return (einsum([dy], inputs[0].shape),)
 
 
-def einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor:
+def einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim], chooses: bool = False) -> Tensor:
     """Multiplies `xs` by dimension name and sums out what `output` does not keep.
+
+    Args:
+      chooses: one of `xs` is made of ones and zeros (or of weights in place of the ones) to bring elements of
+        another to their places, as a lookup would: work that runs, and none of the model's FLOPs.
 
     Example: `einsum([x, w], [batch, d_ff])` for x [batch d_model] and w [d_model d_ff].
     """
@@ -114,7 +129,7 @@ def einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor:
     shape = Shape(output)
     if len(xs) == 1 and xs[0].shape == shape:
         return xs[0]
-    return xs[0].graph.apply(Einsum(shape), *xs)
+    return xs[0].graph.apply(Einsum(shape, chooses), *xs)
 
 
 def broadcast(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:

@@ -63,16 +63,17 @@ def speed(plan: PlanFile) -> Answer:
     """Step time, and how much better it is than what else would do."""
     step = plan.predicted.step_seconds
     other = best_alternative(plan)
-    note = "per step, predicted"
+    said = "per step, predicted" + (f" ({plan.predicted.speed})" if plan.predicted.speed else "")
+    note = said
     if other is not None and other.ratio is not None:
         name = shorten(other.choice.name, 36)
         note = (
-            f"per step, predicted; the next best, {name}, takes {times(other.ratio)} as long"
+            f"{said}; the next best, {name}, takes {times(other.ratio)} as long"
             if other.ratio >= 1
-            else f"per step, predicted; {name} is priced at {times(other.ratio)} this time"
+            else f"{said}; {name} is priced at {times(other.ratio)} this time"
         )
     elif plan.alternatives and not any(a.feasible for a in plan.alternatives):
-        note = "per step, predicted; none of the alternatives fits"
+        note = f"{said}; none of the alternatives fits"
     state = "warn" if other is not None and other.ratio is not None and other.ratio < 0.999 else ""
     return Answer("How fast", seconds(step), note, state)
 

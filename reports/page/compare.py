@@ -97,6 +97,11 @@ def facts(plans: Sequence[PlanFile]) -> Grid:
             lambda p: flops(p.predicted.flops_per_device),
             lambda p: p.predicted.flops_per_device,
         ),
+        *(
+            [_row("Speed", plans, lambda p: p.predicted.speed or "–")]
+            if any(p.predicted.speed for p in plans)
+            else []
+        ),
         *(_row(name.capitalize(), plans, _decision(name)) for name in plans[0].listed()),
         _row("Model", plans, lambda p: p.model.name),
     ]

@@ -13,6 +13,7 @@ from reports.views.dims import dimension_rows
 from reports.views.timeline import holdings_at_peak
 
 Value = str | float | int | bool | None
+RATES = ("mfu", "model_flops", "examples_per_second", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def summary(plan: PlanFile) -> Table:
         ("peak_memory_bytes", float(p.peak_memory_bytes)),
         ("memory_limit_bytes", plan.memory_limit and float(plan.memory_limit)),
         ("flops_per_device", p.flops_per_device),
+        *((name, value) for name in RATES if (value := getattr(p, name)) is not None),
         *(
             (f"communication_bytes_per_device.{axis}", sent)
             for axis, sent in p.communication_bytes_per_device.items()

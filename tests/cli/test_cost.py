@@ -62,6 +62,10 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> Non
         "peak_memory_bytes",
         "flops_per_device",
         "communication_bytes_per_device",
+        "mfu",
+        "model_flops",
+        "examples_per_second",
+        "tokens_per_second",
     }
 
 

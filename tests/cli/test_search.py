@@ -116,6 +116,8 @@ def test_a_plan_file_loads_and_carries_what_a_report_needs(plan_file: Path) -> N
     assert seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
     assert max(p["bytes"] for p in details["memory"]["points"]) == plan.predicted.peak_memory_bytes
     assert set(details["by_kind"]) == {"answer", *(a.name for a in plan.alternatives)}
+    priced = [plan.predicted, *(a.predicted for a in plan.alternatives if a.predicted)]
+    assert len({p.model_flops for p in priced}) == 1 and all(p.mfu and p.tokens_per_second for p in priced)
 
 
 def test_a_plan_of_another_model_is_refused(plan_file: Path, refused: Callable[..., str]) -> None:
@@ -130,6 +132,7 @@ def test_people_see_the_proof_and_the_alternatives(run: Callable[..., Result]) -
     assert "optimal: no layout is better (gap 0%;" in done.stdout
     assert re.search(r"^the answer +│ .*│ +1\.00× │", done.stdout, re.MULTILINE)
     assert re.search(r"^data parallel +│ batch:data\+model +│", done.stdout, re.MULTILINE)
+    assert re.search(r"^speed +[\d.]+% MFU, [\d,.]+ examples/s", done.stdout, re.MULTILINE)
     assert re.fullmatch(r"(so far .*\n)+", done.stderr)
 
 

@@ -1,0 +1,58 @@
+"""Model FLOPs, and which part of a machine's peak a step turns into them (MFU).
+
+(1) model FLOPs = sum over matrix products, convolutions and attention, forward and backward, of what the
+    mathematics of the model needs: no recomputation, no padding, nothing that a layout repeats or a kernel
+    does again, no products with ones and zeros that only choose (`Op.overhead`), no updates of variables
+(2) MFU         = sum over dtypes of (model FLOPs / peak FLOP/s of a device) / (devices * seconds of a step)
+
+(Chowdhery et al. 2022, "PaLM", appendix B.) Where positions hide keys (a causal mask, a window), fused
+attention counts the pairs that see each other, as Megatron-LM's `num_floating_point_operations` does of
+causal attention. PaLM's appendix, MaxText's tables and torchtitan count all pairs, for causal attention
+6 layers * length * heads * d_kv FLOPs a token more: their MFU of the same step is higher. Attention that is
+written out computes all pairs, and counts them. An expert's places count whether or not a token takes them. A
+branch counts half of the time, a loop that may stop early as if it did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodels.hardware import Hardware
+from costmodels.kernels.compute import MATMUL_CLASSES
+from costmodels.kernels.quantities import flops_of
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import Local, Program
+
+PHASES = ("forward", "backward")
+
+
+def model_flops(program: Program) -> dict[str, float]:
+    """Equation (1), by the dtype that the products run in.
+
+    Args:
+      program: of a training step, on one device, nothing recomputed.
+    """
+    found: dict[str, float] = {}
+    for instr, times in program.expected():
+        if isinstance(instr, Local) and instr.origin.phase in PHASES:
+            inputs = [program.local(i) for i in instr.inputs]
+            if flops := _needed(instr.op, inputs):
+                dtype = inputs[0].dtype
+                found[dtype] = found.get(dtype, 0.0) + times * flops
+    return found
+
+
+def _needed(op: Op, inputs: list[TensorType]) -> float:
+    """Model FLOPs of one run."""
+    dims = op.contraction(*inputs)
+    # One of rows, columns and what is summed may be 1 (a vector's product), not two (elements, or a sum).
+    if op.kind not in MATMUL_CLASSES or (dims is not None and sorted(dims[1:])[1] == 1) or len(inputs) < 2:
+        return 0.0
+    return flops_of(op, inputs) - op.overhead(*inputs)
+
+
+def utilisation(flops: Mapping[str, float], hardware: Hardware, devices: int, seconds: float) -> float:
+    """Equation (2): 1 where every device does nothing but the model's products at its peak. Virtual devices
+    share the peak of their cores."""
+    least = sum(n / hardware.peak_flops(dtype) for dtype, n in flops.items())
+    return least * hardware.contention(devices) / (devices * seconds) if seconds else 0.0

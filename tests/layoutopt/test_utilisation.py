@@ -1,0 +1,201 @@
+"""Model FLOPs against formulas from outside; MFU and throughput of predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels import load_hardware
+from examples.bert import model as bert
+from examples.moe_lm import model as mixture
+from examples.resnet import model as resnet
+from examples.transformer_lm import model as transformer
+from layoutopt.evaluator import evaluate, unsplit_flops
+from mesh_tf_core import layers as nn
+
+SIZES: dict[str, Any] = {
+    "layers": 3,
+    "d_model": 64,
+    "d_kv": 16,
+    "heads": 4,
+    "d_ff": 256,
+    "vocab": 512,
+    "batch": 4,
+    "length": 32,
+    "dtype": "bfloat16",
+}
+TOKENS = 4 * 32
+MESH, LAYOUT = mtf.Mesh("data:2;model:2"), mtf.Layout("batch:data;d_ff:model")
+
+
+def total(model: mtf.Model) -> float:
+    return sum(unsplit_flops(model).values())
+
+
+def lm_parameters(kv_heads: int, matrices: int) -> int:
+    """Weights that a token is multiplied with: not the embedding, which is a lookup, nor scales."""
+    d, kv, layers = SIZES["d_model"], SIZES["d_kv"], SIZES["layers"]
+    attention = 2 * d * kv * (SIZES["heads"] + kv_heads)
+    return layers * (attention + matrices * d * SIZES["d_ff"]) + d * SIZES["vocab"]
+
+
+def attention_flops(pairs: int) -> int:
+    """Forward two products over d_kv for every pair and head, backward twice as many."""
+    return 12 * SIZES["layers"] * SIZES["heads"] * SIZES["d_kv"] * SIZES["batch"] * pairs
+
+
+@pytest.mark.parametrize(
+    ("given", "parameters", "pairs"),
+    [
+        ({}, lm_parameters(4, 2), 32 * 33 // 2),
+        ({"attention": "plain"}, lm_parameters(4, 2), 32 * 32),
+        ({"kv_heads": 2, "gated": True, "positions": "rotary"}, lm_parameters(2, 3), 32 * 33 // 2),
+        ({"tied": True, "positions": "relative", "dropout": 0.1}, lm_parameters(4, 2), 32 * 33 // 2),
+        ({"optimizer": "adafactor"}, lm_parameters(4, 2), 32 * 33 // 2),
+    ],
+)
+def test_a_language_model_is_6nd_and_attention(given: dict[str, Any], parameters: int, pairs: int) -> None:
+    assert unsplit_flops(transformer(**{**SIZES, **given})) == {
+        "bfloat16": 6 * parameters * TOKENS + attention_flops(pairs)
+    }
+
+
+def test_a_window_counts_the_pairs_in_it() -> None:
+    def flops(**mask: Any) -> float:
+        attend = nn.Attention(mtf.Dim("heads", 4), mtf.Dim("d_kv", 16), **mask)
+        x = mtf.Graph("window").input(
+            "x", [mtf.Dim("b", 2), mtf.Dim("length", 32), mtf.Dim("d_model", 8)], "float32"
+        )
+        return total(mtf.Model(mtf.reduce_mean(attend(x))))
+
+    seen = sum(min(position + 1, 5) for position in range(32))
+    assert flops() - flops(causal=True, window=5) == 12 * 2 * 4 * 16 * (32 * 32 - seen)
+
+
+def test_a_residual_network_by_hand() -> None:
+    """Three times the forward products, without the gradient of the image, which nobody asks for."""
+    batch, size, stages, blocks = 8, 32, 3, 2
+    first = batch * size**2 * 9 * 1 * 16
+    products, width, side = first, 16, size
+    for stage in range(stages):
+        out, side = 16 << stage, size >> stage
+        places = batch * side**2
+        products += places * 9 * (width * out + (2 * blocks - 1) * out * out)
+        products += places * width * out if stage else 0
+        width = out
+    products += batch * width * 10
+    made = resnet(batch=batch, size=size, stages=stages, blocks=blocks)
+    assert unsplit_flops(made) == {"float32": 2 * (3 * products - first)}
+
+
+def test_a_mixture_counts_what_its_experts_do() -> None:
+    """Not the products with ones and zeros that bring tokens there and back. The router works in float32."""
+    sizes = {**SIZES, "layers": 2, "length": 64, "experts": 4, "capacity_factor": 1.0, "chosen": 2}
+    d, tokens, pairs = 64, 4 * 64, 64 * 65 // 2
+    active = 4 * d * 64 + 2 * 2 * d * 256
+    found = unsplit_flops(mixture(**sizes))
+    assert found["float32"] == 6 * tokens * 2 * d * 4
+    assert found["bfloat16"] == 6 * tokens * (2 * active + d * 512) + 12 * 2 * 4 * 16 * 4 * pairs
+
+
+def test_words_that_a_product_with_ones_chooses_are_looked_up() -> None:
+    """BERT passes on its masked positions so."""
+    sizes = {"layers": 1, "d_model": 32, "d_kv": 8, "heads": 4, "d_ff": 64, "vocab": 128}
+    found = bert(**sizes, batch=2, length=20)
+    masked = found.graph.inputs["targets"].shape.size
+    in_layer = 2 * 20 * (4 * 32 * 32 + 2 * 32 * 64)
+    after = masked * (32 * 32 + 32 * 128)
+    assert total(found) == 6 * (in_layer + after) + 12 * 4 * 8 * 2 * 20 * 20
+
+
+@pytest.mark.parametrize(("batch", "out"), [(1, 4), (4, 1)])
+def test_a_vectors_product_counts_and_a_scale_does_not(batch: int, out: int) -> None:
+    """One example, or one result. Nobody asks for the gradient of what is fed."""
+    g = mtf.Graph("two_layers")
+    b, d, h, o = mtf.Dim("batch", batch), mtf.Dim("d", 8), mtf.Dim("h", 16), mtf.Dim("out", out)
+    x = g.input("x", [b, d], "float32")
+    y = mtf.einsum([x, g.variable("w", [d, h], mtf.ZEROS)], [b, h]) * g.variable("s", [h], mtf.ZEROS)
+    z = mtf.einsum([y, g.variable("v", [h, o], mtf.ZEROS)], [b, o])
+    assert total(mtf.Model(mtf.reduce_mean(z))) == 2 * batch * (2 * 8 * 16 + 3 * 16 * out)
+
+
+def test_recomputation_microbatches_and_layouts_change_no_model_flops() -> None:
+    model, hardware = transformer(**SIZES), load_hardware("tpu-v5p")
+    kinds = (
+        mtf.Options(),
+        mtf.Options(recompute=frozenset({"layers"})),
+        mtf.Options(microbatches=2),
+        mtf.Options({"feed_forward/wi": 3}),
+    )
+    found = [evaluate(model, MESH, LAYOUT, hardware, options) for options in kinds]
+    assert len({e.predicted.model_flops for e in found}) == 1
+    assert len({e.predicted.flops_per_device for e in found}) > 1
+    again = found[1].predicted
+    assert again.flops_per_device > found[0].predicted.flops_per_device and again.mfu < found[0].predicted.mfu
+
+
+def test_what_a_reversible_stack_computes_again_is_no_model_work() -> None:
+    """Two matrices a layer: three products each, whatever runs again."""
+    g = mtf.Graph("reversible")
+    b, d, again = mtf.Dim("batch", 4), mtf.Dim("d", 8), mtf.Dim("d_again", 8)
+    x = g.variable("x", [b, d], mtf.ZEROS)
+
+    def half(name: str) -> Callable[[mtf.Tensor], mtf.Tensor]:
+        def product(x: mtf.Tensor) -> mtf.Tensor:
+            y = mtf.einsum([x, g.variable(name, [d, again], mtf.ZEROS)], [b, again])
+            return mtf.rename(y, d_again="d")
+
+        return product
+
+    y, z = mtf.reversible_scan(half("f"), half("g"), x, x, mtf.Dim("layers", 3))
+    model = mtf.Model(mtf.reduce_mean(mtf.square(y + z)))
+    assert total(model) == 3 * 2 * 3 * 2 * 4 * 8 * 8
+    assert evaluate(model, mtf.Mesh("data:2"), mtf.Layout(), load_hardware("tpu-v4")).predicted.mfu < 1
+
+
+def test_mfu_is_model_flops_over_the_peak_of_all_chips() -> None:
+    model = transformer(**SIZES)
+    for name, peak in (("tpu-v5p", 459e12), ("h100", 989e12)):
+        found = evaluate(model, MESH, LAYOUT, load_hardware(name)).predicted
+        assert found.model_flops == total(model)
+        assert found.mfu == pytest.approx(found.model_flops / (4 * peak * found.step_seconds), rel=1e-12)
+        assert found.tokens_per_second == pytest.approx(TOKENS / found.step_seconds, rel=1e-12)
+        assert found.examples_per_second == pytest.approx(4 / found.step_seconds, rel=1e-12)
+
+
+def test_each_dtype_counts_against_its_own_peak() -> None:
+    """float32 products of an A100 run at 156 TFLOP/s; a TPU multiplies them in bfloat16."""
+    model = transformer(**{**SIZES, "dtype": "float32"})
+    for name, peak in (("a100", 156e12), ("tpu-v4", 275e12)):
+        found = evaluate(model, MESH, LAYOUT, load_hardware(name)).predicted
+        assert found.mfu == pytest.approx(found.model_flops / (4 * peak * found.step_seconds), rel=1e-12)
+
+
+def test_virtual_devices_share_the_peak_of_their_cores() -> None:
+    """One device that does nothing else reaches as much of the machine as eight that share two cores."""
+    hardware, model = load_hardware("cpu-local"), transformer(**{**SIZES, "dtype": "float32"})
+    mesh = mtf.Mesh("data:4;model:2")
+    found = evaluate(model, mesh, mtf.Layout("batch:data"), hardware).predicted
+    cores = hardware.chip.host_cores.value
+    peak = hardware.peak_flops("float32") * min(8, cores)
+    assert found.mfu == pytest.approx(found.model_flops / (peak * found.step_seconds), rel=1e-12)
+
+
+def test_a_model_without_tokens_has_examples_only() -> None:
+    found = evaluate(resnet(batch=8), MESH, mtf.Layout("batch:data"), load_hardware("tpu-v4")).predicted
+    assert found.tokens_per_second is None and "tokens_per_second" not in found.to_json()
+    assert found.examples_per_second == pytest.approx(8 / found.step_seconds, rel=1e-12)
+    assert found.speed.endswith(" examples/s")
+
+
+def test_a_model_names_its_token_dimensions() -> None:
+    g = mtf.Graph("named")
+    ids = g.input("ids", [mtf.Dim("batch", 4), mtf.Dim("length", 6)])
+    loss = mtf.reduce_mean(ids.cast("float32") * g.variable("w", [], mtf.ZEROS))
+    assert mtf.Model(loss, token_dims=("length", "batch")).tokens == 24
+    assert mtf.Model(loss).tokens is None
+    with pytest.raises(mtf.UserError, match=r"no input has the token_dims batch, words; inputs: ids \[batch"):
+        mtf.Model(loss, token_dims=("batch", "words"))
