@@ -183,7 +183,7 @@ def test_the_mesh_is_searched_too(result: Callable[..., dict[str, Any]]) -> None
 
 
 def test_nothing_fits(refused: Callable[..., str]) -> None:
-    line = refused(*MLP, "--set", "hidden=64", "--memory", "5KiB", "--json", code=3)
+    line = refused(*MLP, "--set", "hidden=64", "--set", "layers=1", "--memory", "5KiB", "--json", code=3)
     assert "no layout of 'mlp' fits into 5 KiB a device" in line
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)
 

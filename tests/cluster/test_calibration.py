@@ -26,7 +26,7 @@ REALLY = {
 as long."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_measure_together(tmp_path: Path) -> None:
     out, partial = tmp_path / "two.json", tmp_path / "two.partial.json"
     command = ["calibrate", "--mesh", str(MESH), "--out", str(out), "--json"]

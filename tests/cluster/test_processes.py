@@ -34,7 +34,7 @@ MESH, LAYOUT, STORAGE = "data:2;model:2", "batch:data;hidden:model", "zero3"
 STEPS, EVERY = 150, 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_workers_change_nothing(tmp_path: Path) -> None:
     """One worker in a step, the one that writes while it writes; variables are split over both processes."""
     file = tmp_path / "model.py"

@@ -81,7 +81,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.nightly if i % 2 else ()) for i, c in enumerate(CASES)]
+)
 def test_a_tpu_does_the_same(case: str) -> None:
     a = operands(**CASES[case])
     assert libraries.fits_tpu(a)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,11 +113,11 @@ EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
 }
 
 
-def crossed(columns: Sequence[object]) -> list[Any]:
-    """Every example with every column; each example with one of them in turn, the others by night."""
+def crossed(columns: Sequence[object], names: Iterable[str] = EXAMPLES) -> list[Any]:
+    """Every model with every column; each model with one of them in turn, the others by night."""
     return [
         pytest.param(name, column, marks=() if row % len(columns) == place else pytest.mark.nightly)
-        for row, name in enumerate(EXAMPLES)
+        for row, name in enumerate(names)
         for place, column in enumerate(columns)
     ]
 

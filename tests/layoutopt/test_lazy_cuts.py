@@ -16,7 +16,7 @@ from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed, Choice
-from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, random_model, some_choices
+from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, crossed, random_model, some_choices
 
 ROUNDING = 1e-3
 """Bytes."""
@@ -85,7 +85,7 @@ def test_random_models(seed: int) -> None:
     check(opened(random_model(seed), ("x:2;y:2", "x:4")[seed % 2], 1 + seed % 2, hardware), seed, 10, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(6, 40))
 def test_many_random_models(seed: int) -> None:
     hardware = HARDWARE[seed % len(HARDWARE)]
@@ -93,8 +93,7 @@ def test_many_random_models(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["tpu-v5e", "a100"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "hardware"), crossed(["tpu-v5e", "a100"], MODELS))
 def test_examples(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
         check(opened(MODELS[name](), mesh, parts, hardware), 3, cuts=8, others=4)
