@@ -84,7 +84,7 @@ def make_plan(
         alternatives=[*alternatives, *ranked],
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=[
-            *best.evaluation.cost.notes,
+            *best.evaluation.notes,
             *_notes(request, best, tables, bound, missing),
             *notes,
             *_unsplit(request),
