@@ -30,6 +30,7 @@ def model(
     dtype: str = "float32",
     optimizer: str = "adam",
     learning_rate: float = 0.001,
+    clip_norm: float = 0.0,
     warmup: int = 50,
     dropout: float = 0.0,
     attention: str = "fused",
@@ -75,7 +76,7 @@ def model(
     rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
     return mtf.Model(
         loss,
-        by_name(optimizer, rate),
+        by_name(optimizer, rate, clip_norm),
         metrics={"accuracy": right},
         name="bert",
         token_dims=(b, length_dim),

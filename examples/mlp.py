@@ -22,6 +22,7 @@ def model(
     dtype: str = "float32",
     optimizer: str = "adam",
     learning_rate: float = 0.003,
+    clip_norm: float = 0.0,
 ) -> mtf.Model:
     """`layers` hidden layers of gelu units, then ten classes."""
     g = mtf.Graph("mlp")
@@ -47,7 +48,8 @@ def model(
     top = mtf.reduce_max(logits, c)
     # A label whose logit is the largest counts as right.
     right = mtf.reduce_mean((mtf.pick(logits, labels, c) >= top).cast("float32"))
-    return mtf.Model(loss, by_name(optimizer, learning_rate), metrics={"accuracy": right}, name="mlp")
+    optimiser = by_name(optimizer, learning_rate, clip_norm)
+    return mtf.Model(loss, optimiser, metrics={"accuracy": right}, name="mlp")
 
 
 def data(batch: int = 64, split: str = "train", **_: object) -> Iterator[dict[str, np.ndarray]]:

@@ -38,6 +38,7 @@ def model(
     dtype: str = "float32",
     optimizer: str = "adam",
     learning_rate: float = 0.001,
+    clip_norm: float = 0.0,
     warmup: int = 0,
     dropout: float = 0.0,
     attention: str = "fused",
@@ -95,9 +96,10 @@ def model(
     logits = embedding.logits(nn.LayerNorm(name="final_norm")(x), table if tied else None)
     entropy = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v))
     unbalance = unbalance * (1.0 / layers)
+    rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
     return mtf.Model(
         entropy + unbalance * balance,
-        by_name(optimizer, mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate),
+        by_name(optimizer, rate, clip_norm),
         metrics={"cross_entropy": entropy, "unbalance": unbalance},
         name="moe_lm",
         token_dims=text,

@@ -35,6 +35,7 @@ def model(
     dtype: str = "float32",
     optimizer: str = "adam",
     learning_rate: float = 0.001,
+    clip_norm: float = 0.0,
     warmup: int = 0,
     dropout: float = 0.0,
 ) -> mtf.Model:
@@ -92,9 +93,10 @@ def model(
     x = mtf.dropout(x, dropout)
     y1, y2 = mtf.reversible_scan(attend, feed_forward, x, x, mtf.Dim("layers", layers))
     logits = embedding.logits(nn.LayerNorm(name="final_norm")(y1 + y2), table if tied else None)
+    rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
     return mtf.Model(
         mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v)),
-        by_name(optimizer, mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate),
+        by_name(optimizer, rate, clip_norm),
         name="reformer_lm",
         token_dims=(b, s),
     )

@@ -30,6 +30,7 @@ def model(
     dtype: str = "float32",
     optimizer: str = "adam",
     learning_rate: float = 0.003,
+    clip_norm: float = 0.0,
 ) -> mtf.Model:
     """Builds the model.
 
@@ -70,7 +71,8 @@ def model(
     logits = nn.Dense((classes,), ("channels",), bias=True, name="output")(x)
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, labels, classes))
     right = mtf.reduce_mean(mtf.argmax(logits, classes).equal(labels).cast("float32"))
-    return mtf.Model(loss, by_name(optimizer, learning_rate), metrics={"accuracy": right}, name="resnet")
+    optimiser = by_name(optimizer, learning_rate, clip_norm)
+    return mtf.Model(loss, optimiser, metrics={"accuracy": right}, name="resnet")
 
 
 def data(

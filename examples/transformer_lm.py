@@ -49,6 +49,7 @@ def model(
     dtype: str = "float32",
     optimizer: str = "adam",
     learning_rate: float = 0.001,
+    clip_norm: float = 0.0,
     dropout: float = 0.0,
     attention: str = "fused",
 ) -> mtf.Model:
@@ -105,7 +106,7 @@ def model(
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(network(g)(tokens), targets, v))
     return mtf.Model(
         loss,
-        by_name(optimizer, learning_rate),
+        by_name(optimizer, learning_rate, clip_norm),
         name="transformer_lm",
         layouts={"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {},
         token_dims=(b, s),

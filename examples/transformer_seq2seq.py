@@ -50,6 +50,7 @@ def model(
     dtype: str = "float32",
     optimizer: str = "adam",
     learning_rate: float = 0.001,
+    clip_norm: float = 0.0,
     warmup: int = 0,
     dropout: float = 0.0,
     attention: str = "fused",
@@ -140,7 +141,7 @@ def model(
     rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
     return mtf.Model(
         loss,
-        by_name(optimizer, rate),
+        by_name(optimizer, rate, clip_norm),
         name="transformer_seq2seq",
         layouts={"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {},
         token_dims=text,

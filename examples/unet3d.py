@@ -28,6 +28,7 @@ def model(
     dtype: str = "float32",
     optimizer: str = "adam",
     learning_rate: float = 0.003,
+    clip_norm: float = 0.0,
 ) -> mtf.Model:
     """Builds the model.
 
@@ -68,7 +69,8 @@ def model(
     logits = nn.Dense((classes,), ("channels",), bias=True, name="output")(smooth(x, "final_norm"))
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, filled, classes))
     right = mtf.reduce_mean(mtf.argmax(logits, classes).equal(filled).cast("float32"))
-    return mtf.Model(loss, by_name(optimizer, learning_rate), metrics={"accuracy": right}, name="unet3d")
+    optimiser = by_name(optimizer, learning_rate, clip_norm)
+    return mtf.Model(loss, optimiser, metrics={"accuracy": right}, name="unet3d")
 
 
 def data(

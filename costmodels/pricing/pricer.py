@@ -26,7 +26,7 @@ from costmodels.pricing.itemise import Itemiser, Placed, label
 from costmodels.pricing.items import Called, Computed, Item, Sent
 from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.op_by_op import OpByOp
-from costmodels.pricing.overlap import GRADIENT
+from costmodels.pricing.overlap import ACTIVATION, GRADIENT
 from costmodels.pricing.templates import Instance, ItemisedCost
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
@@ -160,9 +160,10 @@ class Pricer:
             return total
         return total - (len(payloads) - 1) * self._message(item.kind, item.axes, 1)
 
-    def message_seconds(self, axes: Axes, payload: int) -> float:
-        """Exposed seconds of one sum of gradients whose input on a device has `payload` bytes."""
-        hidden = self.hardware.hidden_fraction(GRADIENT)
+    def message_seconds(self, axes: Axes, payload: int, late: bool = False) -> float:
+        """Exposed seconds of one sum whose input on a device has `payload` bytes: of gradients, or `late`, in
+        their update."""
+        hidden = self.hardware.hidden_fraction(ACTIVATION if late else GRADIENT)
         return self._message("all_reduce", axes, payload) * (1.0 - hidden)
 
     def _message(self, kind: str, axes: Axes, payload: int) -> float:

@@ -42,6 +42,7 @@ class Cluster:
       switches: the other decisions that matter to it: storage classes, recomputation.
       shapes: dimension names of every tensor that they touch, and of everything that one operation works
         through; a legal layout uses an axis once in each.
+      totalled: outputs whose sum the update's total takes, with those of other clusters.
       saves: recomputation changes what it saves; else it only runs again.
       early: outputs that others read before the update: a sum of them neither waits further nor travels with
         other messages.
@@ -56,6 +57,7 @@ class Cluster:
     switches: tuple[str, ...]
     shapes: tuple[tuple[str, ...], ...]
     early: Mapping[str, Tensor]
+    totalled: frozenset[int] = frozenset()
     multiplicity: int = 1
     saves: bool = False
     members: tuple[tuple[int, ...], ...] = ()
@@ -131,7 +133,8 @@ class _Builder:
             kernel = self._kernel(node, inside)
             times = self.dependencies.times(node)
             anyway = tuple(i in self.moved_anyway(node) for i in node.inputs)
-            how = (switches, stays, kernel, anyway)
+            totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
+            how = (switches, stays, kernel, anyway, totalled)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
@@ -217,6 +220,7 @@ class _Builder:
             },
             *self._dims(nodes),
             early,
+            self.dependencies.totalled.intersection(o for node in nodes for o in node.outputs),
             multiplicity,
             any(isinstance(n.op, Scan) or self._savers(n) for n in nodes),
         )

@@ -11,7 +11,7 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.lower.nodes import converts_variable, moved_dims, repeated, updated
-from mesh_tf_core.lower.sums import waiting_nodes
+from mesh_tf_core.lower.sums import into_totals, waiting_nodes
 from mesh_tf_core.lower.uses import Readers
 from mesh_tf_core.tracing.graph import Graph
 
@@ -34,6 +34,7 @@ class Dependencies:
       reads: variable -> the nodes that read it.
       owner: tensor of a chain -> its variable.
       stacks: tensors that the program's loops stack.
+      totalled: tensors whose sum the update's total takes.
       fusion: what a compiler may run as one kernel.
     """
 
@@ -55,6 +56,7 @@ class Dependencies:
         self.chain: dict[str, list[int]] = defaultdict(list)
         self.reads: dict[str, list[Node]] = defaultdict(list)
         self.owner: dict[int, str] = {}
+        self.totalled = frozenset(into_totals(self.uses)) - self.returned
         self._variables()
         self._conversions()
         self._gathers()

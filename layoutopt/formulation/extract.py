@@ -3,12 +3,14 @@ r"""From a model to a problem in the general form (`layoutopt.problem`), for one
 Variables
   x_d       for every decision d (see `decisions`): which of its options is chosen
   y_k       for every group k = (axes, dtype) of small gradient messages: whether any message of it is sent
+  z_a       for every mesh axis a: whether any part of the norm of all gradients is summed over it
 
 Objective
   (1) sum_c m_c T_c(x)       time of cluster c with multiplicity m_c                     `_time_terms`
   (2) sum_k alpha_k y_k      the latency that the messages of a group share                 `_message_terms`
+      + alpha(z)             the one sum of a scalar that the norm takes                    `_message_terms`
 Constraints
-  (3) y_k = 1 if some cluster sends a small message of group k under x                      `_message_terms`
+  (3) y_k = 1 if some cluster sends a small message of group k under x; so for z_a          `_message_terms`
   (4) assignments that lowering refuses are not in a cluster's table                        `_time_terms`
   (5) sum_v bytes_v(x) over the values alive at point t <= memory, for every point t that can be the peak
                                                                                             `memory_constraints`
@@ -17,8 +19,9 @@ An option of x_d with which every layout is slower than one that is known leaves
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +35,7 @@ from layoutopt.formulation.tables import Entry, Table, legal
 from layoutopt.problem import Problem, Sparse, Term, Variable
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
+from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -151,7 +155,7 @@ class Draft:
         variables = [
             Variable.of(n, ["+".join(c) or "-" for c in self.decided.options[n]]) for n in self.decided.free
         ]
-        variables += [Variable.of(f"messages over {'+'.join(a)} in {d}", ["no", "yes"]) for a, d in groups]
+        variables += [Variable.of(_named(key), ["no", "yes"]) for key in groups]
         if fixed := self.pricer.fixed_seconds(self.program):
             start = Sparse(np.zeros((1, 0), np.int64), np.array([fixed]))
             terms = [*terms, Term((), start, "the start of a step")]
@@ -188,9 +192,24 @@ class Index:
         return tuple(self.number[n] for n in names)
 
 
+def _named(key: Key) -> str:
+    what = "norm" if key.late else "messages"
+    return f"{what} over {'+'.join(key.axes)} in {key.dtype}"
+
+
 def latency(key: Key, pricer: Pricer) -> float:
     """Latency of a group's message: the price of its first byte."""
-    return pricer.message_seconds(key[0], 1)
+    return pricer.message_seconds(key.axes, 1)
+
+
+def shared_seconds(keys: Collection[Key], pricer: Pricer) -> float:
+    """What is paid once for all messages of some groups."""
+    early = sum(latency(key, pricer) for key in keys if not key.late)
+    late = {a: key.dtype for key in keys if key.late for a in key.axes}
+    if not late:
+        return early
+    axes = tuple(a for a in pricer.placement.mesh.names if a in late)
+    return early + pricer.message_seconds(axes, itemsize(late[axes[0]]), late=True)
 
 
 def own_seconds(entry: Entry, shared: Mapping[Key, float], pricer: Pricer) -> float:
@@ -198,14 +217,14 @@ def own_seconds(entry: Entry, shared: Mapping[Key, float], pricer: Pricer) -> fl
     if not entry.small:
         return entry.seconds
     small = (
-        pricer.message_seconds(k[0], b) - shared[k] for k, payloads in entry.small.items() for b in payloads
+        pricer.message_seconds(k.axes, b) - shared[k] for k, payloads in entry.small.items() for b in payloads
     )
     return entry.seconds + sum(small)
 
 
 def _time_terms(tables: Sequence[Table], groups: Sequence[Key], index: Index, pricer: Pricer) -> list[Term]:
     """(1) and (4): tables over the same decisions are added up; each small message pays its bytes here."""
-    alpha = {k: latency(k, pricer) for k in groups}
+    alpha = {k: latency(k, pricer) for k in groups if not k.late}
     joined: dict[tuple[str, ...], dict[tuple[Choice, ...], float]] = {}
     for t in tables:
         order = tuple(sorted(t.names, key=index.number.__getitem__))
@@ -230,9 +249,16 @@ def _message_terms(
 ) -> list[Term]:
     """(2) and (3)."""
     terms = []
+    late = [i for i, key in enumerate(groups) if key.late]
+    if late:
+        told = itertools.product((False, True), repeat=len(late))
+        costs = [shared_seconds([groups[i] for i in itertools.compress(late, each)], pricer) for each in told]
+        scope = tuple(len(index.number) + i for i in late)
+        terms.append(Term(scope, np.reshape(costs, (2,) * len(late)), "sum of the norm"))
     for i, key in enumerate(groups):
         y = len(index.number) + i
-        terms.append(Term((y,), np.array([0.0, latency(key, pricer)]), f"latency of group {i}"))
+        if not key.late:
+            terms.append(Term((y,), np.array([0.0, latency(key, pricer)]), f"latency of group {i}"))
         seen: set[tuple[tuple[str, ...], frozenset[tuple[Choice, ...]]]] = set()
         for t in tables:
             sending = frozenset(a for a, e in t.entries.items() if key in e.small)

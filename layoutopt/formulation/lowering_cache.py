@@ -32,6 +32,7 @@ class LoweredCluster:
       asked: what lowering asked, with the answers.
       cost: None if it is not legal.
       waiting: gradient sums that may travel with those of other clusters.
+      totalled: axes and dtype of what the update's total takes.
       program: what it was lowered to; None if it is not legal.
     """
 
@@ -39,6 +40,7 @@ class LoweredCluster:
     asked: Answers
     cost: ItemisedCost | None
     waiting: tuple[Waiting, ...]
+    totalled: tuple[tuple[Axes, str], ...]
     program: Program | None
 
 

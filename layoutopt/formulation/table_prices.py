@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from layoutopt.formulation.extract import Draft, latency, own_seconds
+from layoutopt.formulation.extract import Draft, latency, own_seconds, shared_seconds
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.combine import Key
@@ -19,11 +19,11 @@ class TablePrices:
     def seconds(self, layout: Layout, options: Options) -> float:
         """Seconds of a step; inf if that is not legal."""
         draft, prices, chosen = self.draft, self.draft.pricer, self.draft.decided.write(layout, options)
-        total, shared = prices.fixed_seconds(draft.program), dict[Key, float]()
+        total, alpha = prices.fixed_seconds(draft.program), dict[Key, float]()
         for cluster in draft.left:
             entry = draft.tabler.entry(cluster, draft.decided, chosen)
             if entry is None:
                 return math.inf
-            shared.update({key: latency(key, prices) for key in entry.small if key not in shared})
-            total += cluster.multiplicity * own_seconds(entry, shared, prices)
-        return total + sum(shared.values())
+            alpha.update({k: latency(k, prices) for k in entry.small if k not in alpha})
+            total += cluster.multiplicity * own_seconds(entry, alpha, prices)
+        return total + shared_seconds(alpha.keys(), prices)

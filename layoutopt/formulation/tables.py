@@ -3,9 +3,10 @@ priced.
 
     T_c(a) = seconds of cluster c when the decisions are a       (computed by lowering, never by formula)
     S_c(a) = the small gradient messages in it, which travel with those of other clusters:
-             (axes, dtype) -> bytes
+             (axes, dtype) -> bytes; and the axes of what it adds to the norm of all gradients
 
-The time of a step is sum_c multiplicity_c T_c + sum over message groups of their shared latency.
+The time of a step is sum_c multiplicity_c T_c + sum over message groups of their shared latency + the one sum
+of the norm.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from layoutopt.formulation.lowering_cache import LoweredCluster, Naming, Namings
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -27,6 +29,7 @@ from mesh_tf_core.lower import Options, Subgraph, lower
 from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.storage import narrow_reads
+from mesh_tf_core.lower.sums import totalled
 from mesh_tf_core.tracing.graph import Graph
 
 Assignment = tuple[Choice, ...]
@@ -38,7 +41,7 @@ class Entry:
     """What one assignment costs.
 
     Attributes:
-      small: the bytes of each small message, by group.
+      small: the bytes of each small message, by group; none for what it adds to a norm, axis by axis.
       lowered: what the price is of: the cluster, then what of it runs again; `mesh` is the one it lies on.
     """
 
@@ -173,12 +176,15 @@ class Tabler:
         seconds = naming.pricer.total(lowered.cost)
         small: dict[Key, tuple[int, ...]] = {}
         # Messages that are summed one by one are priced so already.
-        for (axes, dtype), sums in (
+        for key, sums in (
             {} if self.pricer.itemiser.in_parts else together(lowered.waiting, naming.mesh)
         ).items():
             payloads = tuple(w.value.local_bytes(naming.mesh) for w in sums)
-            seconds -= sum(naming.pricer.message_seconds(axes, payload) for payload in payloads)
-            small[tuple(naming.real[a] for a in axes), dtype] = payloads
+            seconds -= sum(naming.pricer.message_seconds(key.axes, payload) for payload in payloads)
+            small[key._replace(axes=tuple(naming.real[a] for a in key.axes))] = payloads
+        for axes, dtype in lowered.totalled:
+            seconds -= naming.pricer.message_seconds(axes, itemsize(dtype), late=True)
+            small.update({Key((naming.real[a],), dtype, late=True): () for a in axes})
         parts = [lowered]
         for dim in sorted(options.recompute):
             if dim in cluster.again:
@@ -197,11 +203,12 @@ class Tabler:
             if oracle.agree(lowered.asked):
                 return lowered
         oracle.asked = {}
-        found: tuple[ItemisedCost | None, tuple[Waiting, ...]] = (None, ())
+        found: tuple[ItemisedCost | None, tuple[Waiting, ...], tuple[tuple[Axes, str], ...]] = (None, (), ())
         program: Program | None = None
         try:
             program = lower(self.graph, naming.mesh, oracle.layout, cluster.early, options, subgraph, oracle)
-            found = self.cache.templates.itemised(program, subgraph.again), waiting(program)
+            cost = self.cache.templates.itemised(program, subgraph.again)
+            found = cost, waiting(program), totalled(program, cluster.totalled)
         except LayoutError:
             pass
         known.append(LoweredCluster(subgraph, tuple(oracle.asked.items()), *found, program))

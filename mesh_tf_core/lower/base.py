@@ -181,11 +181,11 @@ class Lowering(Placing):
         half the bytes. Once for all who ask before the update; that converts for itself."""
         if self.values[input].dtype == plan.types[0].dtype:
             return input
-        key = (input, op, self.origin.phase == "update")
-        if key not in self.converted:
-            self.converted[key] = self.new(plan.types[0], self.values[input].splits, (), tensor)
-            self.emit(Local((input,), (self.converted[key],), self.origin, op))
-        return self.converted[key]
+        known = {} if self.origin.phase == "update" else self.converted
+        if (input, op) not in known:
+            known[input, op] = self.new(plan.types[0], self.values[input].splits, (), tensor)
+            self.emit(Local((input,), (known[input, op],), self.origin, op))
+        return known[input, op]
 
     def _expanded(self, op: Op, inputs: Sequence[int]) -> list[int]:
         """Lowers the smaller operations that `op` says it equals."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -17,7 +18,17 @@ SMALL_BYTES = 1 << 16
 """A message below this size costs mostly latency (64 KiB: on every network of the presets the time of a
 message of this size is within 2x of an empty one's)."""
 
-Key = tuple[Axes, str]
+
+class Key(NamedTuple):
+    """What small sums that travel together have in common.
+
+    Attributes:
+      late: the update's total takes them (`lower.sums`, rule 5): they are summed over `axes`, maybe more.
+    """
+
+    axes: Axes
+    dtype: str
+    late: bool = False
 
 
 def combine_small(program: Program) -> Program:
@@ -36,7 +47,7 @@ def combine_small(program: Program) -> Program:
             found = ready[key]
             inputs = tuple(i for r in found for i in r.inputs)
             outputs = tuple(o for r in found for o in r.outputs)
-            code.append(AllReduce(inputs, outputs, found[-1].origin, key[0]))
+            code.append(AllReduce(inputs, outputs, found[-1].origin, key.axes))
     return replace(program, code=tuple(code))
 
 
@@ -88,7 +99,7 @@ def together(found: Iterable[Waiting], mesh: Mesh) -> dict[Key, list[Waiting]]:
     groups: dict[Key, list[Waiting]] = {}
     for w in found:
         if w.value.local_bytes(mesh) <= SMALL_BYTES:
-            groups.setdefault((w.sum.axes, w.value.dtype), []).append(w)
+            groups.setdefault(Key(w.sum.axes, w.value.dtype), []).append(w)
     return {key: _in_time(members) for key, members in groups.items()}
 
 

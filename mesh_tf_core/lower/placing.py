@@ -49,7 +49,7 @@ class Placing:
         self._placements: dict[Layout, dict[Shape, Splits]] = {}
         self._lay_out(layout)
         self.moved: dict[tuple[int, Splits], int] = {}
-        self.converted: dict[tuple[int, Op, bool], int] = {}
+        self.converted: dict[tuple[int, Op], int] = {}
 
     def _lay_out(self, layout: Layout) -> None:
         """Puts a layout in force."""

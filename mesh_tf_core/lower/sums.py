@@ -10,6 +10,8 @@ Rewrites, each where the all-reduced value has no other reader:
       also with casts between the two, which then come after
   (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)
       not of a branch, which may not run
+  (5) total(all_reduce(x, a), all_reduce(y, b), z)  ->  all_reduce(total(x, y, z), a+b)
+      in an update; devices along b have the same x, and each adds its share of it
 Within microbatches a sum also waits behind casts (the sum of rounded parts is taken once, after all of them).
 A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
 together.
@@ -17,7 +19,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -39,6 +41,7 @@ from mesh_tf_core.ir.program import (
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.uses import Readers, count_uses
+from mesh_tf_core.ops.basic import Total
 
 
 def rounds(op: Op, dtype: str) -> bool:
@@ -82,6 +85,25 @@ def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
         for o in node.outputs:
             if behind or any(name not in uses.graph.tensor(o).shape.names for name in reduced):
                 pending.add(o)
+
+
+def into_totals(uses: Readers) -> Iterator[int]:
+    """The tensors whose sum rule (5) takes, whatever its axes: an update's total alone reads them."""
+    for node in uses.nodes:
+        if isinstance(node.op, Total) and node.phase == "update":
+            for i in node.inputs:
+                if uses.of[i] == [node] and node.inputs.count(i) == 1:
+                    yield i
+
+
+def totalled(program: Program, tensors: Collection[int]) -> tuple[tuple[Axes, str], ...]:
+    """Axes and dtype of the sums of such tensors, in a program without the total."""
+    values = program.values
+    return tuple(
+        (instr.axes, values[instr.inputs[0]].dtype)
+        for instr in (program.code if tensors else ())
+        if isinstance(instr, AllReduce) and values[instr.outputs[0]].tensor in tensors
+    )
 
 
 def delay_sums(program: Program, oracle: Oracle | None = None) -> Program:
@@ -131,6 +153,8 @@ class _Sums:
             if isinstance(instr, Local):
                 if single and self._passes(instr, single):
                     self._delayed(instr, [take(i) for i in instr.inputs], out, sums)
+                elif single and isinstance(instr.op, Total) and instr.origin.phase == "update":
+                    self._totalled(instr, instr.op, {i: take(i) for i in single}, out, sums)
                 else:
                     out.append(instr)
             elif isinstance(instr, Loop):
@@ -233,6 +257,23 @@ class _Sums:
         if self.values[result].partial:
             self.uses[result] = 1
 
+    def _totalled(
+        self,
+        instr: Local,
+        op: Total,
+        inner: dict[int, AllReduce],
+        out: list[Instr],
+        sums: dict[int, AllReduce],
+    ) -> None:
+        """Rule (5)."""
+        axes = self._ordered(a for reduce in inner.values() for a in reduce.axes)
+        pending = self._partial(instr.outputs[0], axes)
+        known = {i: reduce.axes for i, reduce in inner.items()}
+        shares = (self.oracle.ways(tuple(a for a in axes if a not in known.get(i, ()))) for i in instr.inputs)
+        parts = tuple(inner[i].inputs[0] if i in inner else i for i in instr.inputs)
+        out.append(Local(parts, (pending,), instr.origin, replace(op, shares=tuple(shares))))
+        self._add(AllReduce((pending,), instr.outputs, instr.origin, axes), out, sums)
+
     def loop(self, loop: Loop) -> tuple[Loop, list[AllReduce]]:
         """Rule (4)."""
         if not _any_sum(loop.body):
@@ -268,7 +309,7 @@ class _Sums:
     def _mark(self, id: int, axes: Axes) -> None:
         self.values[id] = self.values[id].pending(axes, id)
 
-    def _ordered(self, axes: Axes) -> Axes:
+    def _ordered(self, axes: Iterable[str]) -> Axes:
         return self.oracle.ordered(axes)
 
 

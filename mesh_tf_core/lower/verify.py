@@ -22,6 +22,7 @@ from mesh_tf_core.ir.program import (
     WriteVariable,
 )
 from mesh_tf_core.lower.sums import rounds
+from mesh_tf_core.ops.basic import Total
 
 
 class ProgramError(AssertionError):
@@ -147,6 +148,9 @@ class _Verifier:
 
     def local(self, instr: Local) -> None:
         """Pending sums enter linear operations only, all operands alike; splits agree with the roles."""
+        if isinstance(instr.op, Total):
+            self.total(instr, instr.op)
+            return
         partial = {self.of(i).partial for i in instr.inputs}
         if any(partial):
             if not (instr.op.linear or rounds(instr.op, self.of(instr.outputs[0]).dtype)):
@@ -158,6 +162,17 @@ class _Verifier:
             self.one_owner(instr, side)
         if not instr.op.regroups:
             self.role(instr, set().union(*partial))
+
+    def total(self, instr: Local, op: Total) -> None:
+        """Each device counts its share of what those that its result is added to have, too."""
+        pending = set(self.of(instr.outputs[0]).partial)
+        for i, share in zip(instr.inputs, op.shares or (1,) * len(instr.inputs), strict=True):
+            own = set(self.of(i).partial)
+            same = self.mesh.group_size(tuple(pending - own))
+            if not own <= pending or share != same:
+                raise ProgramError(
+                    f"{instr.text()}: counts 1/{share} of %{i}, which {same} of the devices that add up have"
+                )
 
     def one_owner(self, instr: Local, ids: Sequence[int]) -> None:
         """One axis splits one dimension, a dimension is split alike wherever it occurs."""

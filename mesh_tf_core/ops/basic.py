@@ -44,6 +44,33 @@ class AddN(Op):
 
 
 @dataclass(frozen=True)
+class Total(AddN):
+    """Adds scalars. Where they are pending sums in an update, over whatever axes, their sum is taken once for
+    all (`lower.sums`).
+
+    Attributes:
+      shares: what lowering knows of each operand: so many devices whose results are added up have the same of
+        it, and each counts its share; () where every operand is whole.
+    """
+
+    shares: tuple[int, ...] = ()
+    linear: ClassVar[bool] = False
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        if any(t.shape for t in inputs):
+            raise UserError(f"total of {listing(inputs)}: all operands must be scalars")
+        return super().infer(*inputs)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        dtype, shares = at.outputs[0].dtype, self.shares or (1,) * len(slices)
+        parts = [
+            x if n == 1 else k.binary("mul", x, k.scalar(1 / n, dtype))
+            for x, n in zip(slices, shares, strict=True)
+        ]
+        return super().kernel(k, at, *parts)
+
+
+@dataclass(frozen=True)
 class Scale(Op):
     """Multiplies by a constant."""
 
@@ -173,6 +200,11 @@ class StopGradient(Op):
 def add_n(xs: Sequence[Tensor]) -> Tensor:
     """Sum of tensors of equal dimensions; one tensor is returned as it is."""
     return xs[0] if len(xs) == 1 else xs[0].graph.apply(AddN(), *xs)
+
+
+def total(xs: Sequence[Tensor]) -> Tensor:
+    """Sum of scalars, in one message where they are sums over devices."""
+    return xs[0] if len(xs) == 1 else xs[0].graph.apply(Total(), *xs)
 
 
 def scale(x: Tensor, factor: float) -> Tensor:

@@ -10,7 +10,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Constant, Variable
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import add_n, constant_like
+from mesh_tf_core.ops.basic import constant_like, total
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import is_finite, maximum, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_sum
@@ -153,7 +153,7 @@ def _prepared(
         with graph.phase("update", variable.name):
             squares.append(reduce_sum(square(gradient.cast("float32"))))
     with graph.phase("update", "gradient_norm"):
-        norm = sqrt(add_n(squares))
+        norm = sqrt(total(squares))
         if optimizer.loss_scale is not None:
             # The sum of squares may overflow where no gradient does: then the step is left out all the same.
             finite = is_finite(norm)

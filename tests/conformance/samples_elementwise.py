@@ -9,6 +9,7 @@ import numpy as np
 from scipy import special
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ops.basic import total
 from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.unary import unary
 from tests.conformance.helper import Arg, Sample
@@ -104,6 +105,13 @@ SAMPLES = (
         lambda g, x, y, z: mtf.add_n([x, y, z]),
         (AB, Arg("b:4 a:8"), AB),
         lambda x, y, z: x + y.T + z,
+    ),
+    Sample(
+        "total",
+        "elementwise",
+        lambda g, x, y: total([mtf.reduce_sum(x), mtf.reduce_sum(y)]),
+        (AB, Arg("b:4")),
+        lambda x, y: x.sum() + y.sum(),
     ),
     Sample("scale", "elementwise", lambda g, x: mtf.scale(x, -2.5), (AB,), lambda x: -2.5 * x),
     Sample("add a number", "elementwise", lambda g, x: x + 0.5, (AB,), lambda x: x + 0.5),

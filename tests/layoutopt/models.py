@@ -318,7 +318,8 @@ def random_model(seed: int) -> mtf.Model:
         loss = mtf.reduce_mean(mtf.softmax_cross_entropy(x, labels, last))
     else:
         loss = mtf.reduce_mean(mtf.square(x.cast("float32")))
-    return mtf.Model(loss, by_name(rng.choice(["sgd", "adam", "adafactor"]), 0.1), name=f"random {seed}")
+    optimizer = by_name(rng.choice(["sgd", "adam", "adafactor"]), 0.1, rng.choice([0.0, 1.0]))
+    return mtf.Model(loss, optimizer, name=f"random {seed}")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from layoutopt.formulation.lowering_cache import Namings, lowering_cache
 from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.space.decisions import Decisions, decisions
 from layoutopt.space.kind import Allowed, Choice
+from mesh_tf_core.ir.program import AllReduce
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.lower.combine import together, waiting
+from mesh_tf_core.lower.combine import Key, together, waiting
 from tests.layoutopt.models import EXAMPLES, HARDWARE, crossed, random_model
 
 PRICE = 1e-9
@@ -44,7 +45,11 @@ def anew(
     seconds, small = prices.seconds(program), {}
     for key, sums in ({} if prices.itemiser.in_parts else together(waiting(program), mesh)).items():
         small[key] = tuple(w.value.local_bytes(mesh) for w in sums)
-        seconds -= sum(prices.message_seconds(key[0], payload) for payload in small[key])
+        seconds -= sum(prices.message_seconds(key.axes, payload) for payload in small[key])
+    for instr in program.code:
+        if isinstance(instr, AllReduce) and program.values[instr.outputs[0]].tensor in cluster.totalled:
+            seconds -= prices.message_seconds(instr.axes, 4, late=True)
+            small.update({Key((a,), "float32", late=True): () for a in instr.axes})
     for dim in sorted(options.recompute & cluster.again.keys()):
         again = lower(graph, mesh, layout, cluster.early, options, cluster.again[dim])
         seconds += prices.seconds(again, again=True)

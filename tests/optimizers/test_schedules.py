@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.lower.verify import verify
+from mesh_tf_core.ir.program import AllReduce, Local
+from mesh_tf_core.lower.verify import ProgramError, verify
+from mesh_tf_core.ops.basic import Total
 
 N, A, B = mtf.Dim("n", 8), mtf.Dim("a", 8), mtf.Dim("b", 4)
 LAYOUTS = ["", "n:m;a:k", "a:m;b:k"]
@@ -99,6 +102,18 @@ def test_clipping_scales_all_gradients_together(limit: float, layout: str) -> No
     factor = min(1.0, limit / norm)
     np.testing.assert_allclose(engine.read("w"), w - 0.1 * factor * dw, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(engine.read("bias"), bias - 0.1 * factor * dbias, rtol=1e-5, atol=1e-7)
+
+
+def test_the_norm_is_one_sum() -> None:
+    """Over the axes of all gradients; each counts what others that add up have, too, by its share."""
+    program = engine_of(mtf.SGD(0.1, clip_norm=1.0), "a:m;b:k").program
+    late = [i for i in program.code if isinstance(i, AllReduce) and i.origin.phase == "update"]
+    assert [(i.axes, len(i.inputs), i.origin.scope) for i in late] == [(("m", "k"), 1, "gradient_norm")]
+    at, total = next((n, i) for n, i in enumerate(program.code) if i.outputs == late[0].inputs)
+    assert isinstance(total, Local) and total.op == Total((1, 2))
+    wrong = (*program.code[:at], replace(total, op=Total((1, 1))), *program.code[at + 1 :])
+    with pytest.raises(ProgramError, match=r"counts 1/1 of %\d+, which 2 of the devices"):
+        verify(replace(program, code=wrong))
 
 
 @pytest.mark.parametrize("options", [{"storage": {"w": 2, "bias": 3}}, {"microbatches": 2}])
