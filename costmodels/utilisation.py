@@ -7,7 +7,7 @@
 
 (Chowdhery et al. 2022, "PaLM", appendix B.) Where positions hide keys (a causal mask, a window), fused
 attention counts the pairs that see each other, as Megatron-LM's `num_floating_point_operations` does of
-causal attention. PaLM's appendix, MaxText's tables and torchtitan count all pairs, for causal attention
+causal attention. PaLM's appendix and torchtitan count all pairs, for causal attention
 6 layers * length * heads * d_kv FLOPs a token more: their MFU of the same step is higher. Attention that is
 written out computes all pairs, and counts them. An expert's places count whether or not a token takes them. A
 branch counts half of the time, a loop that may stop early as if it did not.

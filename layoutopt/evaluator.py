@@ -19,7 +19,7 @@ from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.schema import Predicted
-from layoutopt.plan.units import size_text
+from layoutopt.plan.units import share_text, size_text
 from layoutopt.space.decisions import Decisions
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
@@ -72,6 +72,23 @@ class Evaluation:
             model_flops=sum(flops.values()),
             examples_per_second=rate(model.examples),
             tokens_per_second=rate(model.tokens),
+        )
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the price: where it is of another kind, and where it claims more than anyone
+        published."""
+        best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu
+        if best is None or mfu is None or mfu <= best.value:
+            return self.cost.notes
+        step, waits = self.cost.step_seconds, self.cost.exposed_communication_seconds
+        again = self.cost.by(lambda x: x.origin.phase).get("recompute", 0.0)
+        return (
+            *self.cost.notes,
+            f"{share_text(mfu, 1)} MFU is more than any published run of this chip that is known here "
+            f"({share_text(best.value, 1)}: {best.source}); of its step the plan spends "
+            f"{share_text(again, step)} on recomputation and {share_text(waits, step)} waiting for messages, "
+            "and the price leaves out input, the host and stragglers",
         )
 
     def reason(self, limit: float | None) -> str | None:

@@ -107,6 +107,8 @@ class Chip:
     `sustained`: what whole steps keep of `matmul_efficiency`, which is of one product alone, the best of a
     scan: clocks fall under load, and not every product has the best shape. None: all of it.
     `attention_efficiency`: of kernels that compute attention as one; None: as any product.
+    `published_mfu`: the most that a published run reached (`costmodels.utilisation`, from its seconds); no
+    price reads it, plans are held against it. None: no run is known.
     """
 
     devices: Count
@@ -125,6 +127,7 @@ class Chip:
     launch_interval: Time | None = None
     sustained: PositiveFraction | None = None
     attention_efficiency: ByHead | None = None
+    published_mfu: PositiveFraction | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,24 +11,23 @@ A fix is a layout that was lowered and priced; it is only given if it is faster 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
-from costmodels.kernels.quantities import flops_of
+from costmodels.repeated import Repeated, repeated
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.units import size_text
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.program import Local, Program
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 WORTH_SAYING = 0.02
-"""Shares of the step's FLOPs or of its peak memory below this are not mentioned."""
+"""Shares of its peak memory below this are not mentioned."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +47,6 @@ class Finding:
     layout: str | None = None
 
 
-@dataclass
-class _Repeated:
-    """FLOPs on a device that the devices of an axis repeat, by scope; the dimensions of those products."""
-
-    flops: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    dims: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        return sum(self.flops.values())
-
-
 def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Options) -> list[Finding]:
     """The findings about a layout, the costliest kind first; none if nothing looks like a mistake.
 
@@ -76,33 +63,14 @@ class _Lint:
         self.mesh, self.layout = evaluation.program.mesh, evaluation.program.layout
 
     def findings(self) -> Iterator[Finding]:
-        repeated, all_flops = self._repeated()
-        for axis, found in repeated.items():
-            if found.total > WORTH_SAYING * all_flops:
-                yield self._work(axis, found, all_flops)
-                yield from self._indivisible(axis, found)
+        for axis, found in repeated(self.program).items():
+            yield self._work(axis, found)
+            yield from self._indivisible(axis, found)
         yield from self._ones()
         yield from self._memory()
 
-    def _repeated(self) -> tuple[dict[str, _Repeated], float]:
-        """Mesh axis -> the products that are not split over it; and the FLOPs of all products."""
-        axes = [a for a in self.mesh.names if self.mesh.size(a) > 1]
-        found, total = {a: _Repeated() for a in axes}, 0.0
-        for instr, times in self.program.walk():
-            if not isinstance(instr, Local) or instr.op.kind not in ("matmul", "conv"):
-                continue
-            values = [self.program.values[i] for i in (*instr.inputs, *instr.outputs)]
-            flops = times * flops_of(instr.op, [self.program.local(i) for i in instr.inputs])
-            total += flops
-            used = {a for v in values for split in v.splits for a in split}
-            for axis in axes:
-                if axis not in used:
-                    found[axis].flops[instr.origin.scope or "the model"] += flops
-                    found[axis].dims.update({d.name: d.size for v in values for d in v.shape})
-        return found, total
-
-    def _work(self, axis: str, found: _Repeated, all_flops: float) -> Finding:
-        ways, share = self.mesh.size(axis), found.total / all_flops
+    def _work(self, axis: str, found: Repeated) -> Finding:
+        ways = self.mesh.size(axis)
         fix, layout = self._split_more(axis, found.dims)
         if all(axis not in axes for _, axes in self.layout.items()):
             message = f"axis {axis!r} splits nothing: its {ways} devices all do the same work"
@@ -111,7 +79,7 @@ class _Lint:
         most = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
         return Finding(
             "repeated work",
-            f"the {ways} devices of {axis!r} repeat {100 * share:.0f}% of the matmuls' FLOPs: {most}",
+            f"the {ways} devices of {axis!r} repeat {100 * found.share:.0f}% of the matmuls' FLOPs: {most}",
             fix,
             layout,
         )
@@ -142,7 +110,7 @@ class _Lint:
             return None
         return found.cost.step_seconds
 
-    def _indivisible(self, axis: str, found: _Repeated) -> Iterator[Finding]:
+    def _indivisible(self, axis: str, found: Repeated) -> Iterator[Finding]:
         ways = self.mesh.size(axis)
         sizes = self.model.graph.dims()
         for name, size in sorted(found.dims.items(), key=lambda item: -item[1]):

@@ -77,7 +77,7 @@ def cost(
     opened = opened_lines(found.cost, prices) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)
-    more: dict[str, Any] = {"notes": list(found.cost.notes)} if found.cost.notes else {}
+    more: dict[str, Any] = {"notes": list(found.notes)} if found.notes else {}
     if lines:
         more["lines"] = opened
     terminal.result(
@@ -98,7 +98,7 @@ def cost(
 
             terminal.show("", line_table(opened))
         _show_doubts(terminal, doubts)
-        for note in found.cost.notes:
+        for note in found.notes:
             terminal.show("", f"note: {note}")
 
 

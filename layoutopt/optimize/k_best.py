@@ -3,14 +3,14 @@
 Every problem waits with what its next layout takes at least: first its bound, then the seconds of its fastest
 layout that was not taken yet; the one that promises most is looked at next (Lawler 1972, "A procedure for
 computing the K best solutions to discrete optimization problems"). Layouts that differ by the names of axes
-alone are one.
+alone are one, as are those that a mesh with fewer axes has too.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import Candidate, Search
@@ -28,6 +28,7 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
     Where the least memory was asked for, they hold no more than the best one and take longer.
     """
     request, taken, number = candidates.request, [best], itertools.count()
+    told = {_key(best)}
     limit = best.peak if request.objective == "memory" else request.limit
     waiting: list[tuple[float, int, Candidate, Found | None]] = []
 
@@ -44,7 +45,10 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
         seconds, _, candidate, found = heapq.heappop(waiting)
         if found is not None:
             taken.append(found)
-            yield found
+            simple = candidates.simpler(found)
+            if _key(simple) not in told:
+                told.add(_key(simple))
+                yield simple
         elif candidate.search is None and candidates.opened(candidate).relaxed(request.deadline) > seconds:
             wait(candidate.bound, candidate)
             continue
@@ -60,6 +64,10 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
         other = search.fastest(limit, deadline=request.deadline, excluded=excluded).found
         if other is not None:
             wait(other.seconds, candidate, other)
+
+
+def _key(found: Found) -> Hashable:
+    return found.mesh, found.layout, found.options.key
 
 
 def _copies(request: Request, found: Found) -> Iterator[Layout]:

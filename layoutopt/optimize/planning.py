@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from costmodels.repeated import repeated
 from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.baselines import Baselines, Pinned, axis_names, by_name
 from layoutopt.optimize.heuristics import HEURISTICS
@@ -33,6 +34,8 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.verify import verify
 
 Shapes = Set[tuple[int, ...]] | None
+WORTH_SAYING = 0.1
+"""Work below this share of the products is not called repeated: most layouts repeat a little."""
 
 
 def make_plan(
@@ -84,9 +87,10 @@ def make_plan(
         alternatives=[*alternatives, *ranked],
         frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=[
-            *best.evaluation.cost.notes,
+            *best.evaluation.notes,
             *_notes(request, best, tables, bound, missing),
             *notes,
+            *_repeated(request, best, names),
             *_unsplit(request),
             *_fewer(request, len(others) + 1),
         ],
@@ -185,6 +189,39 @@ def _notes(
             f"of {tables.count} compared, no layout takes less than {bound / (1 + tables.over):.9g} s"
         )
     return notes
+
+
+def _repeated(request: Request, best: Found, names: Mapping[str, str]) -> list[str]:
+    """Which devices do the same work, and what would have to be another size for them to share it."""
+    notes, batch = [], request.model.batch_dim
+    for axis, found in repeated(best.evaluation.program).items():
+        if found.share < WORTH_SAYING:
+            continue
+        ways, name = best.mesh.size(axis), names.get(axis, axis)
+        what = "all do the same work" if found.share == 1 else f"repeat {found.share:.0%} of the products"
+        split = {n: best.mesh.group_size(best.layout.axes(n)) for n in found.dims}
+        large = {n: size for n, size in found.dims.items() if size > 1}
+        uneven = {n: size for n, size in large.items() if size % (ways * split[n])}
+        why = "to split more takes longer, or is not allowed"
+        if batch in uneven or uneven.keys() == large.keys():
+            dims = [batch] if batch in uneven else sorted(uneven)
+            why = "; ".join(_uneven(n, large[n], ways, split[n]) for n in dims)
+        notes.append(f"the {ways} devices of axis {name!r} {what}: {why}")
+    return notes
+
+
+def _uneven(name: str, size: int, ways: int, split: int) -> str:
+    """The nearest sizes of a dimension, and of an axis, that would divide."""
+    parts, own = ways * split, size // split
+    sizes = [n for n in (size - size % parts, size - size % parts + parts) if n]
+    axes = [
+        max(n for n in range(1, ways) if own % n == 0),
+        next((n for n in range(ways, own) if own % n == 0), own),
+    ]
+    return (
+        f"{name!r} of size {size} does not divide into {parts} parts; a size of "
+        f"{' or '.join(map(str, sizes))} would, or an axis of {' or '.join(map(str, dict.fromkeys(axes)))}"
+    )
 
 
 def _unsplit(request: Request) -> list[str]:

@@ -21,10 +21,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.heuristics import greedy
+from layoutopt.optimize.merging import merged
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
@@ -108,11 +110,26 @@ class Search:
             self.best = self._fastest(request.limit)
         if self.best is not None and request.objective == "pareto":
             self._trade(self.best)
+            self.frontier = [self.simpler(found) for found in self.frontier]
         if self.best is not None:
-            return self.best
+            return self.simpler(self.best)
         if not self.proven:
             raise LimitError("nothing was found in the time given; raise --time-limit")
         raise InfeasibleError(self._infeasible())
+
+    def simpler(self, best: Found) -> Found:
+        """As good on a mesh with fewer axes, if the shape was searched."""
+        evaluator = self.request.evaluator
+
+        def evaluate(mesh: Mesh, layout: Layout) -> Evaluation:
+            return evaluator(mesh, layout, best.options)
+
+        parts = best.options.microbatches
+        own = (c.subproblem.mesh for c in self.candidates if c.subproblem.microbatches == parts)
+        meshes = {mesh.shape: mesh for mesh in own} if self.renames else {}
+        mesh, layout = merged(best.mesh, best.layout, meshes, evaluate)
+        evaluation = evaluate(mesh, layout)
+        return replace(best, mesh=mesh, layout=layout, evaluation=evaluation) if mesh != best.mesh else best
 
     def hurry(self) -> float:
         """Leaves no more time from now on, which it returns."""
@@ -138,7 +155,7 @@ class Search:
             self.best = self._fastest_known(limit)
             self.bound = min(self.bound, *(candidate.bound for candidate in self.candidates))
         assert self.best is not None
-        return self.best
+        return self.simpler(self.best)
 
     def _add(self, found: Found) -> None:
         """Keeps a layout, and tells of it if it is the best so far that fits."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import mesh_tf_core as mtf
+from benchmarks.llama_picks import published_mfu
+from benchmarks.published_tpu import maxtext
 from costmodels import load_hardware
 from examples.bert import model as bert
 from examples.moe_lm import model as mixture
@@ -29,6 +32,7 @@ SIZES: dict[str, Any] = {
 }
 TOKENS = 4 * 32
 MESH, LAYOUT = mtf.Mesh("data:2;model:2"), mtf.Layout("batch:data;d_ff:model")
+LAYOUT_DATA = mtf.Layout("batch:data")
 
 
 def total(model: mtf.Model) -> float:
@@ -199,3 +203,27 @@ def test_a_model_names_its_token_dimensions() -> None:
     assert mtf.Model(loss).tokens is None
     with pytest.raises(mtf.UserError, match=r"no input has the token_dims batch, words; inputs: ids \[batch"):
         mtf.Model(loss, token_dims=("batch", "words"))
+
+
+def test_a_plan_says_where_it_claims_more_than_anyone_published() -> None:
+    """By name of the run, and what its price leaves out; a chip of which no run is known says nothing."""
+    sizes = {**SIZES, "d_model": 4096, "d_kv": 128, "heads": 32, "d_ff": 16384, "batch": 16, "length": 2048}
+    found = {}
+    for chip in ("tpu-v6e", "tpu-v6e, published_mfu=1"):
+        found[chip] = evaluate(transformer(**sizes), mtf.Mesh("data:2"), LAYOUT_DATA, load_hardware(chip))
+    above, below = found.values()
+    assert above.predicted.mfu > 0.4 and below.notes == ()
+    (note,) = above.notes
+    assert re.search(r"^[\d.]+% MFU is more than any .* \(40.0%: AI-Hypercomputer/tpu-recipes .*\);", note)
+    assert "0.0% on recomputation" in note and "leaves out input, the host and stragglers" in note
+    options = mtf.Options(recompute=frozenset({"layers"}))
+    again = evaluate(transformer(**sizes), mtf.Mesh("data:2"), LAYOUT_DATA, above.prices.hardware, options)
+    assert "0.0% on recomputation" not in again.notes[0]
+    assert load_hardware("tpu-v7").chip.published_mfu is None
+
+
+@pytest.mark.parametrize("run", ["1 x v5p-128 32B ici fsdp=16 tp=4", "1 x v5e-256 32B ici fsdp=256"])
+def test_the_best_published_mfu_is_that_of_a_published_run(run: str) -> None:
+    (row,) = [r for r in maxtext() if r.name == run]
+    known = load_hardware(row.hardware).chip.published_mfu
+    assert known is not None and published_mfu(row) == pytest.approx(known.value, abs=5e-4)

@@ -1,0 +1,47 @@
+"""Which products the devices of a mesh axis do alike: those that are not split over it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from costmodels.kernels.quantities import flops_of
+from mesh_tf_core.ir.program import Local, Program
+
+WORTH_SAYING = 0.02
+"""A share of the products' FLOPs below this is not mentioned."""
+
+
+@dataclass
+class Repeated:
+    """FLOPs on a device that the devices of an axis repeat.
+
+    Attributes:
+      flops: by scope.
+      dims: name -> whole size, of the dimensions of those products.
+      share: of the FLOPs of all products on a device.
+    """
+
+    flops: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    dims: dict[str, int] = field(default_factory=dict)
+    share: float = 0.0
+
+
+def repeated(program: Program) -> dict[str, Repeated]:
+    """Mesh axis -> the products that are not split over it, where these are worth a word."""
+    axes = [a for a in program.mesh.names if program.mesh.size(a) > 1]
+    found, total = {a: Repeated() for a in axes}, 0.0
+    for instr, times in program.walk():
+        if not isinstance(instr, Local) or instr.op.kind not in ("matmul", "conv"):
+            continue
+        values = [program.values[i] for i in (*instr.inputs, *instr.outputs)]
+        flops = times * flops_of(instr.op, [program.local(i) for i in instr.inputs])
+        total += flops
+        used = {a for v in values for split in v.splits for a in split}
+        for axis in axes:
+            if axis not in used:
+                found[axis].flops[instr.origin.scope or "the model"] += flops
+                found[axis].dims.update({d.name: d.size for v in values for d in v.shape})
+    for each in found.values():
+        each.share = sum(each.flops.values()) / total if total else 0.0
+    return {axis: each for axis, each in found.items() if each.share > WORTH_SAYING}
