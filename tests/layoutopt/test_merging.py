@@ -70,8 +70,8 @@ def test_devices_that_do_the_same_work_are_named() -> None:
     plan = search(perceptron(batch=16), devices=7, hardware="tpu-v4")
     (note,) = [n for n in plan.data.notes if "do the same work" in n]
     assert note == (
-        "the 7 devices of axis 'model' all do the same work: 'batch' of size 16 does not divide into 7 parts; "
-        "a size of 14 or 21 would, or an axis of 4 or 8"
+        "the 7 devices of axis 'model' all do the same work: 'batch' of size 16 does not divide into 7 "
+        "parts; a size of 14 or 21 would, or an axis of 4 or 8"
     )
     fits = search(perceptron(batch=4096, hidden=4096), devices=4, hardware="tpu-v4")
     assert not [n for n in fits.data.notes if "same work" in n or "repeat" in n]
