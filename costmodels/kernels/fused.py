@@ -11,7 +11,8 @@ kernels, one after the other:
   (5) a cast of a variable runs once in a step: in a loop that of all layers is kept, for backward too;
       outside of loops it is made where it is read, and costs what its readers have to read more, but for
       the half of a split master copy (`mesh_tf_core.lower.storage`): that is written
-  (6) the kernel that makes a term of a loop's sum adds it to the sum
+  (6) a cast that its readers make (`costmodels.kernels.fusion`, rule (6)) is no kernel and no array
+  (7) the kernel that makes a term of a loop's sum adds it to the sum
 So a chain of maps behind a product costs the product, its operands and the chain's last result.
 
 All of this is local to a group, and a cluster of the search holds whole groups: prices of clusters add up.
@@ -87,7 +88,7 @@ def grouped(program: Program, again: bool = False) -> list[tuple[Unit, float]]:
 
 
 def made_by_kernels(loop: Loop) -> set[int]:
-    """The terms of a loop's sums that kernels of its body make, and add, rule (6)."""
+    """The terms of a loop's sums that kernels of its body make, and add, rule (7)."""
     made = {o for instr in loop.body if isinstance(instr, Local) and not instr.op.free for o in instr.outputs}
     return {term for term, _ in loop.summed if term in made}
 
@@ -118,7 +119,9 @@ class _Fuser:
         groups: dict[tuple[int, bool], Group] = {}
         own: dict[int, Group] = {}
         for instr in code:
-            if isinstance(instr, Local) and instr.op.free:
+            if isinstance(instr, Local) and (instr.op.free or self._is_remade(instr)):
+                if not instr.op.free:
+                    self.casts[instr.outputs[0]] = instr.inputs[0]
                 context.same.update((o, context.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
                 continue
             group = self._group(instr, groups)
@@ -146,7 +149,9 @@ class _Fuser:
                 self.block(instr.body, leaving, stack, times * instr.times, looped=True)
 
     def _alone(self, instr: Instr, looped: bool) -> Iterable[Instr | VariableCast]:
-        """What is not in a group, and what becomes of casts by rule (5)."""
+        """What is not in a group, and what becomes of casts by rules (5) and (6)."""
+        if isinstance(instr, Local) and self._is_remade(instr):
+            return
         if not (isinstance(instr, Local) and instr.op.converts and self._of_variable(instr)):
             yield instr
         elif not looped and not self._is_half(instr):
@@ -154,6 +159,12 @@ class _Fuser:
             yield VariableCast(self.context, instr, self.casts)
         elif not looped or (instr.origin.phase == "forward" and not self.again):
             yield instr
+
+    def _is_remade(self, instr: Local) -> bool:
+        """Whether it is a cast that its readers make (`costmodels.kernels.fusion`, rule (6))."""
+        return (
+            instr.op.converts and self.program.values[instr.outputs[0]].tensor in self.context.fusion.remade
+        )
 
     def _is_half(self, cast: Local) -> bool:
         """Whether a cast is what the layout's whole copy of a variable is gathered from."""

@@ -10,7 +10,9 @@ compiler makes of training steps):
   (4) gathers, sorts, windows, loops, reads and writes of variables, casts of a variable, and scalars (but for
       those of an update) connect nothing; nor is there a kernel across two blocks, two phases, or the updates
       of two variables; a reduction that makes a variable's gradient is a kernel of its own;
-  (5) no kernel waits for another one that waits for it.
+  (5) no kernel waits for another one that waits for it;
+  (6) a cast to a wider float that another phase reads, too (logits, for the loss and for its gradient), is
+      made wherever it is read: what is written and kept is the narrow one.
 A layout breaks these groups further, at collectives, and so does a reduction whose result is used in the same
 group (`costmodels.kernels.fused`).
 """
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from mesh_tf_core.ir.blocks import Node, reads
+from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Connection, Read
@@ -40,6 +43,7 @@ class Fusion:
       leaving: tensors that are read outside of their group, or leave their block.
       again: the same for a loop's body that runs again in backward.
       stored: tensors that are variables' values, or parts or casts of them, before the update.
+      remade: tensors that are casts by rule (6) -> the dtype that they are read in.
       aliases: free nodes by whose names groups read what they read under another one, too -> these groups. A
         kernel reads it once.
     """
@@ -48,6 +52,7 @@ class Fusion:
     leaving: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
     stored: frozenset[int] = frozenset()
+    remade: Mapping[int, str] = field(default_factory=dict)
     aliases: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
@@ -106,13 +111,37 @@ class _Groups:
         for block in self.blocks:
             for outer, inner in block.sliced:
                 self.slices[outer].append(inner)
+        self.remade = self._remade()
 
     def found(self) -> Fusion:
         for node in self.nodes:
             self._visit(node)
         groups = {n: self._root(n) for n in self.fuses}
         self._between(groups)
-        return Fusion(groups, *self._leaving(), frozenset(self.stored), self._aliases())
+        return Fusion(groups, *self._leaving(), frozenset(self.stored), self.remade, self._aliases())
+
+    def _remade(self) -> dict[int, str]:
+        """Rule (6): of arrays that nobody needs but operations of their own block."""
+        tensor, others = self.graph.tensor, set[int]()
+        phases: dict[int, set[str]] = defaultdict(set)
+        for block in self.blocks:
+            others.update((*block.carry_out, *block.saved, *(o for o, _ in block.sliced)))
+            others.update(i for i, _ in (*block.stacked, *block.summed))
+            for node in block.nodes:
+                for i in node.op.operands(node.inputs):
+                    phases[i].add(node.phase)
+                    if isinstance(node.op, Connection) or tensor(i).block != block.id:
+                        others.add(i)
+        found = {}
+        for node in self.nodes:
+            if not node.op.converts:
+                continue
+            (i,), (o,) = node.inputs, node.outputs
+            old, new = tensor(i).dtype, tensor(o).dtype
+            wider = is_float(old) and is_float(new) and itemsize(old) < itemsize(new)
+            if wider and tensor(o).shape and o not in others and phases[o] - {node.phase}:
+                found[o] = old
+        return found
 
     def _aliases(self) -> dict[int, frozenset[int]]:
         named: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -147,7 +176,7 @@ class _Groups:
         if self._repeats(node):
             self.same[node.outputs[0]] = self.repeated[node.outputs[0]]
             return
-        if kind == FREE:
+        if kind == FREE or any(o in self.remade for o in node.outputs):
             self.same.update((o, self._source(i)) for i, o in zip(node.inputs, node.outputs, strict=False))
             return
         sources = [self._source(i) for i in sorted(reads(node))]

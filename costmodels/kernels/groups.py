@@ -52,6 +52,9 @@ class GroupContext:
 
     def _narrow(self, value: int, casts: Mapping[int, int]) -> str | None:
         """The dtype that a cast is read in, also where it was moved."""
+        remade = self.fusion.remade.get(self.program.values[value].tensor)
+        if remade is not None:
+            return remade
         if value in casts:
             return self.program.values[casts[value]].dtype
         maker = self.producer.get(value)

@@ -134,3 +134,30 @@ def test_a_stack_written_from_its_end_is_set_to_zero_first() -> None:
     forward = [line for line in stacked if line.origin.phase == "forward"]
     assert forward and all(line.item.quantity.elements == 0 for line in forward)
     assert all(line.item.quantity.elements == SIZE * LAYERS.size for line in gradients)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_logits_are_widened_where_the_loss_and_its_gradient_read_them(microbatches: int) -> None:
+    """The float32 ones are never written: the TPU compiler's step of Llama 3 8B (24 sequences of 8192 on 8
+    v6e, variables split, layers recomputed) holds 27.0 GiB, where they alone would take 11.7."""
+    g = mtf.Graph("m")
+    b, v = Dim("batch", 1024), Dim("vocab", 512)
+    x, labels = g.input("x", [b, D], "float32").cast("bfloat16"), g.input("labels", [b])
+    logits = mtf.einsum([x, weight(g, "w", D, v)], [b, v])
+    loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, labels, v))
+    model = mtf.Model(loss, by_name("sgd", 0.1), name="m")
+    program = model.lower(Mesh("x:2"), Layout("batch:x"), mtf.Options(microbatches=microbatches))
+    wide = [x for x in program.values if x.dtype == "float32" and x.shape.names == ("batch", "vocab")]
+    assert wide
+    priced = pricer(load_hardware("tpu-v6e"), program).cost(program)
+    assert not [
+        x for x in priced.lines if x.text == "cast" and x.origin.phase == "forward" and x.bytes > 4 * SIZE
+    ]
+    rows = b.size // 2 // microbatches
+    once, (read, *_) = 2 * rows * v.size, [x.bytes for x in priced.lines if "crossentropygrad" in x.text]
+    assert read == pytest.approx(2 * once, rel=0.1)
+    held = [[h.what for h in memory(program, fuses).holdings] for fuses in (False, True)]
+    assert [any("float32[batch" in what and "vocab" in what for what in found) for found in held] == [
+        True,
+        False,
+    ]
