@@ -25,7 +25,8 @@ from typing import Any
 from benchmarks import published_gpu, published_tpu
 from benchmarks.published_criteria import criteria, quality, words_of
 from benchmarks.published_fit import STACKS, Fitter, Priced, constants, has_part
-from benchmarks.published_memory import memory_rows
+from benchmarks.published_layers import MICRO, layers
+from benchmarks.published_memory import float8_rows, memory_rows
 from benchmarks.published_page import page
 from benchmarks.published_rows import PIPELINED, Prices, Run, read
 from costmodels import load_hardware
@@ -91,7 +92,7 @@ def fits(rows: Sequence[Priced]) -> dict[str, Any]:
     """Prints the fitted constants of every stack with their intervals, beside those that ship."""
     found = {}
     for stack in STACKS:
-        own = [p for p in rows if p.run.stack == stack.name and has_part(p.run)]
+        own = [p for p in rows if p.run.stack == stack.name and stack.has_part(p.run) and not p.run.unjudged]
         if not own:
             continue
         shipped = constants(load_hardware(stack.presets[0]))
@@ -105,6 +106,22 @@ def fits(rows: Sequence[Priced]) -> dict[str, Any]:
             print(f"    {name:24} ships {ships:.3g}, fitted {value:.3g} ({low:.3g} to {high:.3g})")
             found[stack.name]["constants"][name] = {"ships": ships, "fitted": value, "interval": [low, high]}
     return found
+
+
+def layer_times(rows: Sequence[Priced]) -> dict[str, Any]:
+    """Prints and returns the times of a layer in vTrain's steps of one node; nothing without them."""
+    found = layers(rows)
+    if not found.published:
+        return {}
+    print(f"\nvTrain, one node: ms of a layer, published and predicted, by micro batch {MICRO}")
+    times = []
+    for hidden, tensor in sorted({(h, t) for h, t, _ in found.published}):
+        keys = [(hidden, tensor, m) for m in MICRO]
+        pairs = [(found.published[k], found.predicted[k]) for k in keys]
+        print(f"    {hidden}, tensor {tensor}: " + "  ".join(f"{a:6.2f} {b:6.2f}" for a, b in pairs))
+        times.append((hidden, tensor, pairs))
+    own = sum("vtrain" in p.run.table and "multi" not in p.run.table for p in rows)
+    return {"rows": own, "off": found.off, "micro": MICRO, "times": times}
 
 
 def others() -> list[str]:
@@ -161,6 +178,8 @@ def main() -> None:
         "memory": memory,
         "others": others(),
         "pipelined": pipelined,
+        "layers": layer_times(rows),
+        "float8": float8_rows(),
     }
     if not args.table:
         OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

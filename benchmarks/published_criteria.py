@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import spearmanr
+import numpy as np
+from scipy.stats import rankdata, spearmanr
 
 from benchmarks.published_fit import Priced, has_part
 from benchmarks.published_tpu import TPU
@@ -41,6 +42,8 @@ class Criterion:
       least: the bound is from below.
       rows, fitted: how many rows say it, and how many of them had a part in a fit.
       unfitted: the same number over the others.
+      most: no prediction of these rows can reach more, as rows of one program have one prediction; None: not
+        known.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Criterion:
     rows: int
     fitted: int
     unfitted: float | None
+    most: float | None = None
 
     @property
     def met(self) -> bool:
@@ -110,6 +114,17 @@ def _workloads(rows: Sequence[Priced]) -> list[list[Priced]]:
 
 def _spearman(rows: Sequence[Priced]) -> float:
     return float(spearmanr([p.shipped for p in rows], [p.run.seconds for p in rows]).statistic)
+
+
+def most_ranked(rows: Sequence[Priced]) -> float:
+    """An upper bound of the rank correlation of any prediction that is the same for rows of one program: the
+    root of the share of the ranks' variance that lies between programs (here: different predictions)."""
+    ranks = rankdata([p.run.seconds for p in rows])
+    groups: dict[float, list[float]] = defaultdict(list)
+    for p, rank in zip(rows, ranks, strict=True):
+        groups[p.shipped].append(float(rank))
+    means = np.array([statistics.fmean(groups[p.shipped]) for p in rows])
+    return float(np.sqrt(np.var(means) / np.var(ranks)))
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -176,6 +191,7 @@ def _orders(rows: Sequence[Priced]) -> list[Criterion]:
             len(own),
             sum(has_part(p.run) for p in own),
             None,
+            most_ranked(own),
         )
         for (table, model), own in models.items()
         if len(own) >= LEAST_RANKED

@@ -1,9 +1,10 @@
 """The constants of the presets that are fitted to published runs, with their intervals.
 
 At most four for a stack of software, the same for all its machines, models and sizes:
-  (1) kernel = max(interval, launch + max(FLOP seconds / sustained, bytes seconds / efficiency))
-      step = sum of kernels + sum over collectives of seconds (1 - hidden)
-FLOP seconds are divided for products alone. Least mean absolute error of the logarithm; the interval of 90 %
+  (1) kernel = max(interval, start + max(FLOP seconds / kept, bytes seconds / efficiency))
+      step = sum of kernels + sum over collectives of (launch + seconds) (1 - hidden)
+FLOP seconds are divided for products alone: kept = sustained, of unaligned ones sustained times what these
+keep. Least mean absolute error of the logarithm; the interval of 90 %
 is of fits to models drawn with replacement (bootstrap), as runs of one model are no independent evidence.
 """
 
@@ -19,12 +20,14 @@ from benchmarks.published_gpu import COMPILED, LAUNCHED
 from benchmarks.published_rows import Prices, Run, peak
 from benchmarks.published_tpu import TPU
 from costmodels import Hardware
+from costmodels.hardware import Cluster
 from costmodels.kernels.compute import compute_cost
-from costmodels.pricing.items import Computed
+from costmodels.pricing.items import Computed, Sent
 from costmodels.pricing.overlap import CLASSES
 
 DRAWS = 100
 SUSTAINED, EFFICIENCY, INTERVAL = "sustained", "memory_efficiency", "launch_interval"
+UNALIGNED, LAUNCH = "unaligned_efficiency", "launch"
 HIDDEN = "gradient and parameter"
 
 
@@ -35,9 +38,10 @@ class Priced:
     Attributes:
       shipped: seconds with the preset as it is.
       peak, limit: bytes that it holds, and that there are.
-      kernels: a row each: FLOP seconds of products and of all else, bytes seconds (both at the full rate),
-        launch, times.
-      sent: seconds of collectives, by class.
+      kernels: a row each: FLOP seconds of products, of unaligned products and of all else, bytes seconds (all
+        at the full rate), start, times.
+      sent: seconds of collectives without their launch, by class.
+      launches: how many collectives are launched, by class.
     """
 
     run: Run
@@ -46,6 +50,7 @@ class Priced:
     limit: float
     kernels: np.ndarray
     sent: np.ndarray
+    launches: np.ndarray
 
     @property
     def error(self) -> float:
@@ -56,27 +61,40 @@ class Priced:
         program = run.program()
         hardware, cost = prices.of(run, program)
         shipped = constants(hardware)
-        kernels, sent = [], np.zeros(len(CLASSES))
+        kernels, sent, launches = [], np.zeros(len(CLASSES)), np.zeros(len(CLASSES))
         for x in cost.lines:
-            if not isinstance(x.item, Computed):
-                sent[CLASSES.index(x.purpose)] += x.seconds * x.times
+            if isinstance(x.item, Sent):
+                own = CLASSES.index(x.purpose)
+                count = (1 if x.item.together else len(x.item.payloads)) if x.seconds else 0
+                sent[own] += (x.seconds - count * shipped[LAUNCH]) * x.times
+                launches[own] += count * x.times
                 continue
-            found = compute_cost(hardware, x.item.quantity, program.mesh.devices)
-            product = x.kind in ("matmul", "conv")
-            worked = found.flop_seconds * (shipped[SUSTAINED] if product else 1.0)
+            assert isinstance(x.item, Computed)
+            quantity = x.item.quantity
+            found = compute_cost(hardware, quantity, program.mesh.devices)
+            worked = [0.0, 0.0, 0.0]
+            if x.kind not in ("matmul", "conv"):
+                worked[2] = found.flop_seconds
+            elif quantity.unaligned:
+                worked[1] = found.flop_seconds * shipped[SUSTAINED] * shipped[UNALIGNED]
+            else:
+                worked[0] = found.flop_seconds * shipped[SUSTAINED]
             moved = found.memory_seconds * shipped[EFFICIENCY]
-            kernels.append((worked * product, worked * (not product), moved, found.launch_seconds, x.times))
+            kernels.append((*worked, moved, found.launch_seconds, x.times))
         held = peak(hardware, program)
-        return Priced(run, cost.step_seconds, held, hardware.usable_memory_bytes, np.array(kernels), sent)
+        limit = hardware.usable_memory_bytes
+        return Priced(run, cost.step_seconds, held, limit, np.array(kernels), sent, launches)
 
 
 def constants(hardware: Hardware) -> dict[str, float]:
     """The constants of equation (1) as a preset has them."""
-    chip = hardware.chip
+    chip, topology = hardware.chip, hardware.topology
     return {
         SUSTAINED: 1.0 if chip.sustained is None else chip.sustained.value,
+        UNALIGNED: 1.0 if chip.unaligned_efficiency is None else chip.unaligned_efficiency.value,
         EFFICIENCY: chip.memory_efficiency.value,
         INTERVAL: 0.0 if chip.launch_interval is None else chip.launch_interval.value,
+        LAUNCH: topology.launch.value if isinstance(topology, Cluster) else 0.0,
         **{purpose: hardware.hidden_fraction(purpose) for purpose in CLASSES},
     }
 
@@ -113,11 +131,13 @@ STACKS = (
     ),
     Stack(
         LAUNCHED,
-        (INTERVAL, EFFICIENCY, HIDDEN),
-        (48e-6, 0.6, 0.3),
+        (INTERVAL, EFFICIENCY, LAUNCH),
+        (45e-6, 0.6, 100e-6),
         ("a100-eager", "v100-eager"),
-        lambda run: run.table == "vtrain_a100_h1024.csv",
-        lambda run: run.table == "published/vtrain_a100_multi.csv",  # hidden 0.4 where the fit gives 0.66
+        lambda run: "vtrain" in run.table,
+        lambda run: (
+            "oneflow" in run.table
+        ),  # that nothing is hidden, which the sources say, was seen here first
     ),
 )
 
@@ -135,20 +155,22 @@ class Fitter:
     def __init__(self, stack: Stack, rows: Sequence[Priced], fixed: dict[str, float]) -> None:
         self.stack, self.rows, self.fixed = stack, rows, fixed
         self.first = np.cumsum([0, *(len(p.kernels) for p in rows)])[:-1]
-        self.product, self.other, self.moved, self.launch, self.times = np.concatenate(
-            [p.kernels for p in rows]
-        ).T
+        columns = np.concatenate([p.kernels for p in rows]).T
+        self.product, self.unaligned, self.other, self.moved, self.start, self.times = columns
         self.sent = np.array([p.sent for p in rows])
+        self.launches = np.array([p.launches for p in rows])
         self.seconds = np.array([p.run.seconds for p in rows])
 
     def predicted(self, values: Sequence[float]) -> np.ndarray:
         """Seconds of every run."""
         k = {**self.fixed, **dict(zip(self.stack.names, values, strict=True))}
         hidden = [k.get(HIDDEN, k[p]) if p != "activation" else k[p] for p in CLASSES]
-        worked = self.product / _within(k[SUSTAINED]) + self.other
-        kernel = np.maximum(worked, self.moved / _within(k[EFFICIENCY])) + self.launch
+        kept = _within(k[SUSTAINED])
+        worked = self.product / kept + self.unaligned / (kept * _within(k[UNALIGNED])) + self.other
+        kernel = np.maximum(worked, self.moved / _within(k[EFFICIENCY])) + self.start
         computed = np.add.reduceat(self.times * np.maximum(kernel, k[INTERVAL]), self.first)
-        exposed: np.ndarray = computed + self.sent @ (1 - np.clip(hidden, 0.0, 1.0))
+        sent = self.sent + self.launches * max(0.0, k[LAUNCH])
+        exposed: np.ndarray = computed + sent @ (1 - np.clip(hidden, 0.0, 1.0))
         return exposed
 
     def fit(self, weights: np.ndarray | None = None) -> np.ndarray:

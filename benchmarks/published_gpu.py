@@ -9,13 +9,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mesh_tf_core as mtf
+from benchmarks.published_megatron import gpt
 from benchmarks.published_models import language_model as published_model
 from benchmarks.published_rows import CUSTOM, PIPELINED, Run, lowered, read
-from examples.transformer_lm import model as language_model
 
 COMPILED, LAUNCHED = "GPUs, few large kernels", "GPUs, kernels launched from Python"
 MEGATRON = "batch:data;heads:model;d_ff:model;vocab:model"
 VOCAB_GPT = 51200
+VOCAB_VTRAIN = 50257
+"""Not padded: vTrain divides it by the ways of tensor parallelism and drops the rest
+(VIA-Research/vTrain src/config.py, src/model/gpt_modeling.py @f8dda84)."""
+SIZES = ("layers", "d_model", "heads", "vocab", "length", "batch")
+"""Arguments of `published_megatron.gpt`."""
 COMMON = ("dgxc_benchmarking_h100", "jax_toolbox_pax", "torchtitan")
 LEFT_OUT = {"published/jax_toolbox_t5x.csv": "T5: encoder and decoder of different lengths"}
 VTRAIN = ("vtrain_a100_h1024.csv", "published/vtrain_a100_h2048.csv", "published/vtrain_a100_multi.csv")
@@ -26,10 +31,11 @@ def common() -> Iterator[Run]:
     for table in COMMON:
         for row in read(f"published/{table}.csv"):
             if row["dtype"] == "bfloat16" and row["family"] == "dense" and row["outcome"] == "ran":
-                yield _common(table, row)
+                yield common_run(table, row)
 
 
-def _common(table: str, row: Mapping[str, str]) -> Run:
+def common_run(table: str, row: Mapping[str, str]) -> Run:
+    """A row of these columns, priced in bfloat16."""
     ways = {name: int(row[name] or 1) for name in ("dp", "fsdp", "cp", "tp", "pp")}
     data, batch = ways["dp"] * ways["fsdp"], int(row["global_batch"])
     split = {"data": data, "context": ways["cp"], "model": ways["tp"]}
@@ -49,6 +55,7 @@ def _common(table: str, row: Mapping[str, str]) -> Run:
         "length": int(row["seq"]),
         "dtype": "bfloat16",
         "attention": "fused" if fused(row) else "plain",
+        "float32_softmax": written_out_by_praxis(row),
         "rotary": row["positions"].startswith("rotary"),
     }
     rules = "batch:data;length:context;heads:model;d_ff:model;vocab:model"
@@ -92,6 +99,12 @@ def fused(row: Mapping[str, str]) -> bool:
     return "TransformerEngine" in row["framework"] and row["d_head"] == "128"
 
 
+def written_out_by_praxis(row: Mapping[str, str]) -> bool:
+    """Whether attention is written out by praxis, whose logits are float32 from the mask to the softmax
+    (google/praxis praxis/layers/attentions.py @feeaff1, `_dot_atten`); TransformerEngine's are not."""
+    return row["framework"].startswith("Paxml") and "Transformer" not in row["framework"] and not fused(row)
+
+
 def machine(gpu: str) -> str:
     """The preset of a GPU as published; torchtitan's H100s are slower ones."""
     if "HBM2e" in gpu:
@@ -110,32 +123,15 @@ def mesh_and_layout(split: Mapping[str, int], rules: str) -> tuple[str, str]:
     return ";".join(f"{name}:{n}" for name, n in axes.items()), ";".join(kept)
 
 
-def gpt(hidden: int, heads: int, layers: int, length: int, batch: int) -> dict[str, Any]:
-    """GPT as Megatron builds it: tied embeddings, learned positions, Adam in mixed precision; attention
-    written out, as everywhere before 2023."""
-    return {
-        "layers": layers,
-        "d_model": hidden,
-        "d_kv": hidden // heads,
-        "heads": heads,
-        "d_ff": 4 * hidden,
-        "vocab": VOCAB_GPT,
-        "length": length,
-        "batch": batch,
-        "tied": True,
-        "dtype": "float16",
-        "attention": "plain",
-    }
-
-
 def megatron_program(sizes: dict[str, Any], data: int, tensor: int, parts: int) -> mtf.Program:
     """Tensor and data parallel, every layer computed again."""
     mesh, layout = mesh_and_layout({"data": data, "model": tensor}, MEGATRON)
-    return lowered(language_model, sizes, mesh, layout, recompute=True, microbatches=parts)
+    return lowered(gpt, sizes, mesh, layout, recompute=True, microbatches=parts)
 
 
 def vtrain() -> Iterator[Run]:
-    """Megatron-DeepSpeed on A100, activations checkpointed per layer; several nodes with 100 GB/s each."""
+    """Megatron-DeepSpeed on A100, activations checkpointed per layer, gradients summed after backward
+    (`use_gradient_bucket` false in config/validation); several nodes with 100 GB/s each."""
     for table in VTRAIN:
         for row in read(table):
             hidden, heads, layers, length, batch, micro, tensor, data, gpus = (
@@ -152,7 +148,8 @@ def vtrain() -> Iterator[Run]:
                     "n_gpus",
                 )
             )
-            sizes = gpt(hidden, heads, layers, length, batch)
+            vocab = VOCAB_VTRAIN // tensor * tensor
+            sizes = dict(zip(SIZES, (layers, hidden, heads, vocab, length, batch), strict=True))
             parts = batch // (micro * data)
 
             def program(sizes: Any = sizes, how: tuple[int, int, int] = (data, tensor, parts)) -> mtf.Program:
@@ -181,7 +178,7 @@ def oneflow() -> Iterator[Run]:
     heads = {768: 12, 1536: 16, 2304: 24, 3072: 32}
     for row in read("oneflow_megatron_v100.csv"):
         hidden, layers, batch, gpus = (int(row[n]) for n in ("hidden", "layers", "global_batch", "gpus"))
-        sizes = gpt(hidden, heads[hidden], layers, 2048, batch)
+        sizes = dict(zip(SIZES, (layers, hidden, heads[hidden], VOCAB_GPT, 2048, batch), strict=True))
 
         def program(
             sizes: Any = sizes, how: tuple[int, int] = (int(row["dp"]), int(row["tp"]))
@@ -206,7 +203,7 @@ def megatron() -> Iterator[Run]:
     """The models of Korthikanti et al. 2022 on A100, all layers computed again."""
     for row in read("megatron_recompute_a100.csv"):
         hidden, heads, layers, batch = (int(row[n]) for n in ("hidden", "heads", "layers", "batch"))
-        sizes = gpt(hidden, heads, layers, int(row["seq"]), batch)
+        sizes = dict(zip(SIZES, (layers, hidden, heads, VOCAB_GPT, int(row["seq"]), batch), strict=True))
 
         def program(sizes: Any = sizes) -> mtf.Program:
             return megatron_program(sizes, 1, 8, 1)

@@ -1,13 +1,14 @@
-"""Peak memory against Korthikanti et al. 2022 (arXiv 2205.05198), figures 1 and 7."""
+"""Peak memory against Korthikanti et al. 2022 (arXiv 2205.05198), figures 1 and 7; torchtitan's beside it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.published_gpu import MEGATRON, gpt
-from benchmarks.published_rows import lowered, read
+from benchmarks.published_gpu import MEGATRON, SIZES, VOCAB_GPT, common_run
+from benchmarks.published_megatron import gpt
+from benchmarks.published_rows import lowered, peak, read
+from costmodels import load_hardware
 from costmodels.liveness import Memory, memory
-from examples.transformer_lm import model as language_model
 
 
 def memory_rows() -> list[dict[str, Any]]:
@@ -17,23 +18,35 @@ def memory_rows() -> list[dict[str, Any]]:
     are. Activations: what ours holds at its peak beside the variables, when the backward pass begins.
     """
     row = read("megatron_recompute_a100.csv")[0]
-    sizes = gpt(int(row["hidden"]), int(row["heads"]), int(row["layers"]), int(row["seq"]), int(row["batch"]))
-    sizes["dropout"] = 0.1
+    numbers = (row["layers"], row["hidden"], row["heads"], VOCAB_GPT, row["seq"], row["batch"])
+    sizes = dict(zip(SIZES, map(int, numbers), strict=True))
     mesh, layout = f"model:{row['tp']}", MEGATRON.partition(";")[2]
     found = {}
     for again in (False, True):
-        program = lowered(language_model, sizes, mesh, layout, recompute=again)
+        program = lowered(gpt, sizes, mesh, layout, recompute=again)
         found[again] = memory(program, fuses=True)
     state = float(row["par_opt_GiB"])
     none = float(row["act_none_GiB"])
     full = none * float(row["act_pct_fullrecompute"]) / 100
-    # A master copy and two moments in float32 lie here; float16 weights and float32 gradients come on top.
-    ours = found[False].variables * 18 / 12
+    # Float16 weights, a master copy and two moments in float32 lie here; float32 gradients come on top.
+    ours = found[False].variables * 18 / 14
     return [
         _compared("parameters and optimizer", state, ours),
         _compared("activations, none recomputed", none, _activations(found[False])),
         _compared("activations, all recomputed", full, _activations(found[True])),
     ]
+
+
+def float8_rows() -> list[dict[str, Any]]:
+    """Rows of torchtitan in float8 that recompute everything, without pipeline stages: the only ones whose
+    policy can be expressed that publish GiB. Variables are float32 and what is saved is bfloat16, as here."""
+    found = []
+    for row in read("published/torchtitan.csv"):
+        if row["memory_gib"] and row["recompute"] == "full" and row["pp"] == "1":
+            run = common_run("torchtitan", row)
+            held = peak(load_hardware(run.hardware), run.program())
+            found.append(_compared(row["case"], float(row["memory_gib"]), held))
+    return found
 
 
 def _activations(held: Memory) -> float:

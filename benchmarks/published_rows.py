@@ -97,9 +97,8 @@ def lowered(
     recompute: bool = False,
     microbatches: int = 1,
 ) -> mtf.Program:
-    """The step of a model under a layout, with attention written out unless `sizes` say otherwise;
-    `recompute` runs every layer again in backward."""
-    model = build(**{"attention": "plain", **sizes})
+    """The step of a model under a layout; `recompute` runs every layer again in backward."""
+    model = build(**sizes)
     loops = {b.dim.name for b in model.graph.blocks if b.dim is not None}
     options = mtf.Options(
         stored(model, stage) if stage else {}, frozenset(loops if recompute else ()), microbatches

@@ -25,6 +25,7 @@ def mesh_tensorflow() -> Iterator[Run]:
     results, from d998beb (2018-10-02) to 4a460cf (2018-10-26); bfloat16 came with 02e3bd8 (2018-10-31).
     """
     common = {"d_model": 1024, "length": 256, "dtype": "float32", "optimizer": "adafactor", "dropout": 0.1}
+    common["attention"] = "plain"
     lm = {**common, "layers": 6, "d_kv": 256, "heads": 256, "d_ff": 262144, "vocab": 32768, "batch": 256}
     tr = {**common, "layers": 6, "d_kv": 128, "heads": 128, "d_ff": 65536, "vocab": 32512, "batch": 128}
     for row, build, sizes, mesh in zip(

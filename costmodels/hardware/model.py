@@ -106,6 +106,8 @@ class Chip:
     launch them (one program is compiled for the step).
     `sustained`: what whole steps keep of `matmul_efficiency`, which is of one product alone, the best of a
     scan: clocks fall under load, and not every product has the best shape. None: all of it.
+    `unaligned_efficiency`: what products of 16-bit matrices keep whose rows begin at odd elements: copies of
+    4 bytes and more, as tensor cores are fed by, cannot be used. None: all (a compiler pads such matrices).
     `attention_efficiency`: of kernels that compute attention as one; None: as any product.
     `published_mfu`: the most that a published run reached (`costmodels.utilisation`, from its seconds); no
     price reads it, plans are held against it. None: no run is known.
@@ -126,6 +128,7 @@ class Chip:
     host_cores: Count | None = None
     launch_interval: Time | None = None
     sustained: PositiveFraction | None = None
+    unaligned_efficiency: PositiveFraction | None = None
     attention_efficiency: ByHead | None = None
     published_mfu: PositiveFraction | None = None
 

@@ -5,7 +5,8 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
 (2) flop seconds of a product = padded FLOPs / (peak(dtype) · efficiency(padded FLOPs) · sustained), where the
     file says what is sustained; of attention in one kernel, FLOPs / (peak(dtype) · efficiency(head)), where
     it says that: below the smallest head that was measured, the softmax bounds the kernel, and the efficiency
-    falls with the head's size
+    falls with the head's size. A product of matrices whose rows begin at odd elements reaches
+    `unaligned_efficiency` of the rate, where the file has one
 (3) TPU padding: n and k to the width of the matrix unit, m to sublanes, in the better of the two orientations
 (4) GPU padding: tiles = ceil(m / tile) · ceil(n / tile) · batch run in waves of one tile per multiprocessor;
     the last wave takes as long as a full one; the tile is the best of the whole one and its halves
@@ -46,6 +47,7 @@ class Quantity:
       padding then.
       vector: FLOPs of the element-wise work that is fused with a product, beside `flops`.
       elements: of the largest array that its element-wise work and reductions pass over.
+      unaligned: rows of an operand or of the result, of 2 bytes an element, have an odd number of them.
     """
 
     flops: float
@@ -55,6 +57,7 @@ class Quantity:
     matmul_dims: tuple[int, int, int, int] | None = None
     vector: float = 0.0
     elements: int = 0
+    unaligned: bool = False
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.bytes < 0:
@@ -109,7 +112,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         efficiency = _attention(hardware, quantity)
         padding = 1.0 if efficiency else padding_ratio(hardware.chip.matrix_unit, quantity)
         padded = quantity.flops * padding
-        efficiency = efficiency or _efficiency(hardware, padded) * _sustained(hardware)
+        efficiency = efficiency or _efficiency(hardware, padded) * _sustained(hardware, quantity)
         rate = hardware.peak_flops(quantity.dtype) * efficiency
         product = contention * padded / rate
         if product <= flops or hardware.chip.vector_flops is None:
@@ -219,8 +222,12 @@ def _efficiency(hardware: Hardware, flops: float) -> float:
     return min(1.0, curve(min(flops, curve.points[-1][0])))
 
 
-def _sustained(hardware: Hardware) -> float:
-    return 1.0 if hardware.chip.sustained is None else hardware.chip.sustained.value
+def _sustained(hardware: Hardware, quantity: Quantity) -> float:
+    """What a product keeps of the best of a scan, in a step and with its alignment."""
+    chip = hardware.chip
+    kept = 1.0 if chip.sustained is None else chip.sustained.value
+    odd = chip.unaligned_efficiency if quantity.unaligned else None
+    return kept if odd is None else kept * odd.value
 
 
 def _attention(hardware: Hardware, quantity: Quantity) -> float | None:

@@ -13,6 +13,7 @@ from costmodels.kernels.compute import MATMUL_CLASSES, Quantity
 from costmodels.kernels.fusion import FREE, role
 from costmodels.kernels.partition import Kernel, Types
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Local
 from mesh_tf_core.lower.nodes import expansion
@@ -45,7 +46,13 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     worked = outputs if kind == "gather" else (*inputs, *outputs)
     most = max((t.shape.size for t in worked), default=0)
     flops, dtype = flops_of(op, inputs), (inputs or outputs)[0].dtype
-    return Quantity(flops, op.moved(inputs, outputs), kind, dtype, matmul, elements=most)
+    odd = kind == "matmul" and any(_odd(t) for t in (*inputs, *outputs))
+    return Quantity(flops, op.moved(inputs, outputs), kind, dtype, matmul, elements=most, unaligned=odd)
+
+
+def _odd(type: TensorType) -> bool:
+    """Whether rows of a matrix of 2-byte elements begin at odd ones."""
+    return itemsize(type.dtype) == 2 and bool(type.shape.dims) and type.shape.dims[-1].size % 2 == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ def of_kernel(kernel: Kernel, local: Types) -> Quantity:
     flops, vector, most = own.flops, kernel.vector, kernel.elements
     if own.op_class not in MATMUL_CLASSES:
         flops, vector, most = flops + vector, own.vector, max(own.elements, most)
-    return Quantity(flops, moved, own.op_class, own.dtype, own.matmul_dims, vector, most)
+    return Quantity(flops, moved, own.op_class, own.dtype, own.matmul_dims, vector, most, own.unaligned)
 
 
 def of_stack(type: TensorType, passes: int, zeroed: bool) -> Quantity:

@@ -55,7 +55,8 @@ def test_numbers_are_per_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sold"), [("v100", 32), ("a100-40", 40), ("a100", 80), ("a100-eager", 80), ("h100", 80)]
+    ("name", "sold"),
+    [("v100", 32), ("a100-40", 40), ("a100", 80), ("a100-eager", 80), ("h100", 80), ("h200", 141)],
 )
 def test_a_gpu_has_the_memory_that_cuda_reports(name: str, sold: int) -> None:
     """The number that it is sold by, in GiB, but for 1 or 2 %; the runtime takes its reserve of that."""
