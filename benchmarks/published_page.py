@@ -32,8 +32,8 @@ At most four for a stack of software; every other number of a preset is measured
 of 90 % is of fits to models drawn with replacement. Where what ships is not the fit: `sustained` 0.88 lies
 between the fit in which models count alike (0.83) and the one in which rows do (1), and was set when the
 errors of all rows were known; of collectives, compiled programs on GPUs hide 0.5 by how steps of
-`dgxc_benchmarking_h100` grow from 8 to 2048 GPUs; `launch` 125 us and `launch_interval` 44 us order the
-layouts of vTrain better than the fit (mean regret 1.4 % against 2 to 3 %) and cost its mean error nothing.
+`dgxc_benchmarking_h100` grow from 8 to 2048 GPUs; of programs launched from Python the three numbers were
+set by errors and orders of vTrain's rows together, and lie inside the intervals of the fit.
 `unaligned_efficiency` 0.33 is no fit to steps: it is what the logits of one GPU (50257 tokens, 88 TFLOP/s)
 take over those of two (25128 each, 183), by how everything but the layers of a microbatch grows with hidden
 size and micro batch. These rows count as having had a part. Programs launched from Python hide nothing:
