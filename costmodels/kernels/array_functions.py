@@ -100,6 +100,8 @@ _FOLDED = 100 * 1024
 class Tally:
     """The kernel protocol on `Piece`s; notes every call."""
 
+    compares = False
+
     def __init__(self) -> None:
         self.noted: list[Call] = []
 

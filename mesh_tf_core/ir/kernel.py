@@ -20,7 +20,14 @@ Step = Callable[[Any, Sequence[T]], tuple[list[T], list[T]]]
 
 
 class Kernel(Protocol):
-    """Array functions of one library. `fn` names are those of `UNARY`, `BINARY` and `REDUCE`."""
+    """Array functions of one library. `fn` names are those of `UNARY`, `BINARY` and `REDUCE`.
+
+    Attributes:
+      compares: XLA compiles them: a comparison with positions becomes part of the kernel that makes an array,
+        where `take` needs the array in memory, flat.
+    """
+
+    compares: bool
 
     def unary(self, fn: str, x: T) -> T:
         """fn in UNARY, element by element."""

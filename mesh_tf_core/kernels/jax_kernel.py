@@ -110,6 +110,8 @@ class JaxKernel:
       platform: what it is compiled for: cpu, gpu or tpu.
     """
 
+    compares = True
+
     def __init__(self, platform: str = "cpu") -> None:
         self.platform = platform
 

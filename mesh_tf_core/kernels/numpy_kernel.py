@@ -93,6 +93,8 @@ _REDUCE: dict[str, Callable[..., A]] = {
 class NumpyKernel:
     """NumPy's implementation of `protocol.Kernel`."""
 
+    compares = False
+
     def unary(self, fn: str, x: A) -> A:
         with np.errstate(all="ignore"):
             return _UNARY[fn](x)

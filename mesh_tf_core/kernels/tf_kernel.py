@@ -102,6 +102,8 @@ _VIA_INT64 = frozenset(["mod", "floordiv", "pow"])
 class TfKernel:
     """TensorFlow's implementation of `protocol.Kernel`, for traced functions and eager tensors alike."""
 
+    compares = False
+
     def unary(self, fn: str, x: T) -> T:
         return _UNARY[fn](x)
 
@@ -294,6 +296,8 @@ def _logsumexp(x: T, top: T, axis: int) -> T:
 class XlaKernel(TfKernel):
     """Where XLA compiles what is traced: it makes one kernel of element-wise work and its neighbours, but not
     of a scatter or a softmax, which would be passes of their own."""
+
+    compares = True
 
     def logsumexp(self, x: T, axis: int) -> T:
         return _logsumexp(x, tf.reduce_max(x, axis, keepdims=True), axis)

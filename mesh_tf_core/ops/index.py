@@ -207,13 +207,13 @@ class Pick(Op):
         x = k.transpose(x, order) if order != list(range(len(order))) else x
         rows = math.prod(wanted.sizes)
         relative, inside = local_ids(k, at, k.reshape(ids, (rows,)), self.dim, n)
-        if rows * n < _MOST_POSITIONS:
-            base = k.binary("mul", k.iota(rows, "int32"), k.scalar(n, "int32"))
-            found = k.take(k.reshape(x, (rows * n,)), k.binary("add", base, relative))
-        else:
+        if (k.compares and at.inputs[0].dtype != "bool") or rows * n >= _MOST_POSITIONS:
             hot = k.binary("eq", k.reshape(relative, (rows, 1)), k.reshape(k.iota(n, "int32"), (1, n)))
             zero = k.scalar(0, at.inputs[0].dtype)
             found = k.reduce("sum", k.where(hot, k.reshape(x, (rows, n)), zero), [1])
+        else:
+            base = k.binary("mul", k.iota(rows, "int32"), k.scalar(n, "int32"))
+            found = k.take(k.reshape(x, (rows * n,)), k.binary("add", base, relative))
         return k.reshape(k.where(inside, found, k.scalar(0, at.inputs[0].dtype)), wanted.sizes)
 
     def flops(self, *local: TensorType) -> float:
