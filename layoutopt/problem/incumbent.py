@@ -36,11 +36,13 @@ class Incumbent:
         self.objective = math.inf
         self.bound = -math.inf
 
-    def evaluate(self, choices: Choices) -> Evaluation:
-        """Evaluates `choices`, and keeps them if they are feasible and better."""
+    def evaluate(self, choices: Choices, equal: bool = False) -> Evaluation:
+        """Evaluates `choices`, and keeps them if they are feasible and better, or as good where that is
+        asked."""
         found = evaluate(self.problem, choices)
         allowed = found.objective <= self.limit + ALIKE * abs(self.limit) and choices not in self.banned
-        if found.feasible and allowed and found.objective < self.objective:
+        better = found.objective < self.objective or (equal and found.objective == self.objective)
+        if found.feasible and allowed and better:
             self.choices, self.objective = choices, found.objective
             self._tell()
         return found

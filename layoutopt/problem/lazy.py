@@ -37,6 +37,7 @@ class Search:
     upper_bound: float = math.inf
     excluded: Sequence[Choices] = ()
     whole: bool = False
+    meanwhile: Callable[[], None] | None = None
     best: Choices | None = None
     objective: float = math.inf
     bound: float = -math.inf
@@ -67,7 +68,15 @@ class Search:
             start = self.best or hint
             listeners = self._heard, self._raise_bound
             raw = self.solver(
-                Request(self.program, self.constraints, options, self.clock.stopped, start, *listeners)
+                Request(
+                    self.program,
+                    self.constraints,
+                    options,
+                    self.clock.stopped,
+                    start,
+                    *listeners,
+                    self.meanwhile,
+                )
             )
             self._raise_bound(raw.bound)
             if raw.choices is None:

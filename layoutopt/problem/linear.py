@@ -38,7 +38,7 @@ from layoutopt.problem.form import (
     Table,
 )
 
-DENSE_CELLS = 1 << 20
+DENSE_CELLS = 1 << 22
 """A table of more cells than this must be sparse to be written as columns."""
 
 

@@ -1,22 +1,33 @@
-"""One door to all solvers: reduce, solve lazily, lift, and evaluate on the problem as it was given."""
+"""One door to all solvers: reduce, solve lazily, lift, and evaluate on the problem as it was given.
+
+Large problems of unary and pair costs get an answer first (`anytime`): everybody's least use, then local
+search on what the reductions leave. It goes on beside HiGHS, in whose place it takes all the time of a limit
+where what is left is too large for HiGHS.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from layoutopt.problem.answer import TOLERANCE, Solution, Status, relative_gap
+from layoutopt.problem.anytime.improve import Improver
+from layoutopt.problem.anytime.network import least_use, network
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price, whole
 from layoutopt.problem.lazy import Search
-from layoutopt.problem.reductions import Reduced, reduce
+from layoutopt.problem.reductions import reduce
 from layoutopt.problem.residual import Residual
 from layoutopt.problem.solvers import cp_sat, exhaustive, highs
 from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver, ctrl_c
 
 SOLVERS: dict[str, Solver] = {"cp-sat": cp_sat.solve, "highs": highs.solve}
-MANY_CELLS = 5000
+MANY_CELLS, MOST_CELLS = 5000, 300_000
+"""Values of all terms from which HiGHS is tried, and up to which it is where there is a time limit."""
 SPARE_FROM = 0.75
 NAMES = ("auto", "cp-sat", "highs", "exhaustive")
 
@@ -55,15 +66,15 @@ def solve(
         incumbent = Incumbent(problem, on_progress, limit, banned)
         if hint is not None:
             incumbent.evaluate(tuple(hint))
+        run = _Run(incumbent, clock, Options(time_limit, workers, seed), incumbent.objective)
         left = price(incumbent, clock) if solver == "auto" else Residual.whole(problem)
-        if left is None or (solver == "auto" and clock.over):
-            return _solution(incumbent, left is None, clock, "elimination")
-        reduced = reduce(left.problem, keep_all=bool(banned))
-        name = _chosen(solver, reduced)
-        if reduced.problem is None:
-            return _solution(incumbent, True, clock, name)
-        options = Options(clock.left, workers, seed)
-        return _search(incumbent, left, reduced, name, clock, options, solver == "auto" and name == "highs")
+        if left is None:
+            return _solution(incumbent, True, clock, "elimination")
+        if solver == "auto" and _large(left.problem):
+            return run.large(left)
+        if solver == "auto" and clock.over:
+            return _solution(incumbent, False, clock, "elimination")
+        return run.rest(solver, left.problem, [left])
 
 
 def _solution(incumbent: Incumbent, proven: bool, clock: Clock, name: str) -> Solution:
@@ -73,63 +84,129 @@ def _solution(incumbent: Incumbent, proven: bool, clock: Clock, name: str) -> So
         status, bound = (Status.INFEASIBLE, math.inf) if proven else (Status.LIMIT, incumbent.bound)
         return Solution(status, None, math.inf, bound, clock.elapsed, name, stopped)
     bound = min(incumbent.bound, best)
-    optimal = proven and relative_gap(best, bound) <= TOLERANCE
-    status = Status.OPTIMAL if optimal else Status.FEASIBLE
+    status = Status.OPTIMAL if relative_gap(best, bound) <= TOLERANCE else Status.FEASIBLE
     return Solution(status, choices, best, bound, clock.elapsed, name, stopped)
 
 
-def _chosen(solver: str, reduced: Reduced) -> str:
+class _Way(Protocol):
+    """A smaller problem's choices, and those of the problem that it was made from."""
+
+    def lift(self, choices: Sequence[int]) -> Choices:
+        """The other problem's choices."""
+
+    def project(self, choices: Sequence[int]) -> Choices:
+        """The smaller problem's that are nearest."""
+
+
+def _lifted(ways: Sequence[_Way], choices: Choices) -> Choices:
+    for way in reversed(ways):
+        choices = way.lift(choices)
+    return choices
+
+
+def _projected(ways: Sequence[_Way], choices: Choices) -> Choices:
+    for way in ways:
+        choices = way.project(choices)
+    return choices
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call of `solve`; only answers below `above` are asked of solvers."""
+
+    incumbent: Incumbent
+    clock: Clock
+    options: Options
+    above: float
+
+    def large(self, left: Residual) -> Solution:
+        """A first answer, then local search, beside HiGHS where it can end."""
+        incumbent, clock = self.incumbent, self.clock
+        incumbent.evaluate(left.lift(least_use(left.problem)))
+        if clock.over and incumbent.choices is not None:
+            return _solution(incumbent, False, clock, "least use")
+        gentle = reduce(left.problem, keep_all=True)
+        if gentle.problem is None:
+            return _solution(incumbent, True, clock, "elimination")
+        ways: list[_Way] = [left, gentle]
+        known = network(gentle.problem)
+        if known is None:
+            return self.rest("auto", gentle.problem, ways)
+        improver = Improver(incumbent, known, partial(_lifted, ways), clock, self.options.seed)
+        if clock.limit is not None and _cells(gentle.problem) > MOST_CELLS:
+            improver.run()
+            return _solution(incumbent, False, clock, "local search")
+        return self.rest("auto", gentle.problem, ways, improver)
+
+    def rest(
+        self, solver: str, problem: Problem, ways: list[_Way], improver: Improver | None = None
+    ) -> Solution:
+        """What solvers find of a `problem` after all `ways`."""
+        incumbent, clock = self.incumbent, self.clock
+        reduced = reduce(problem, keep_all=bool(incumbent.banned))
+        name = _chosen(solver, reduced.problem)
+        if reduced.problem is None:
+            return _solution(incumbent, True, clock, name)
+        ways = [*ways, reduced]
+        search = Search(
+            reduced.problem,
+            SOLVERS[name],
+            self.options,
+            clock,
+            lambda choices: incumbent.evaluate(_lifted(ways, choices)),
+            incumbent.raise_bound,
+            min(incumbent.limit, self.above),
+            [_projected(ways, choices) for choices in self._banned(ways[0])],
+            whole(incumbent.problem),
+            improver.step if improver else None,
+        )
+        start = _projected(ways, incumbent.choices) if incumbent.choices is not None else None
+        if solver == "auto" and name == "highs":
+            status, name = _with_spare(search, start, clock, improver)
+        else:
+            status = search.run(start)
+        incumbent.raise_bound(incumbent.objective if status is Status.INFEASIBLE else search.bound)
+        if improver and status in (Status.LIMIT, Status.FEASIBLE):
+            improver.run()
+            name += "+local search"
+        elif search.best is not None:
+            incumbent.evaluate(_lifted(ways, search.best), equal=True)
+        return _solution(incumbent, status in (Status.OPTIMAL, Status.INFEASIBLE), clock, name)
+
+    def _banned(self, left: _Way) -> list[Choices]:
+        holds = left.holds if isinstance(left, Residual) else lambda choices: True
+        return [choices for choices in sorted(self.incumbent.banned) if holds(choices)]
+
+
+def _chosen(solver: str, problem: Problem | None) -> str:
     """`auto`: HiGHS for large problems of pairs, whose relaxation is nearly exact; CP-SAT for the rest."""
     if solver != "auto":
         return solver
-    if reduced.problem is None or any(len(term.scope) > 2 for term in reduced.problem.terms):
-        return "cp-sat"
-    return "highs" if sum(_values(term).size for term in reduced.problem.terms) > MANY_CELLS else "cp-sat"
+    return "highs" if problem is not None and _large(problem) else "cp-sat"
 
 
-def _search(
-    incumbent: Incumbent,
-    left: Residual,
-    reduced: Reduced,
-    name: str,
-    clock: Clock,
-    options: Options,
-    spare: bool,
-) -> Solution:
-    """Solves what is left; what is missing there is no better than the incumbent."""
-    assert reduced.problem is not None
-
-    def projected(choices: Choices) -> Choices:
-        return reduced.project(left.project(choices))
-
-    search = Search(
-        reduced.problem,
-        SOLVERS[name],
-        options,
-        clock,
-        lambda choices: incumbent.evaluate(left.lift(reduced.lift(choices))),
-        incumbent.raise_bound,
-        min(incumbent.limit, incumbent.objective),
-        [projected(choices) for choices in sorted(incumbent.banned) if left.holds(choices)],
-        whole(incumbent.problem),
-    )
-    start = projected(incumbent.choices) if incumbent.choices is not None else None
-    if spare:
-        status, name = _with_spare(search, start, clock)
-    else:
-        status = search.run(start)
-    incumbent.raise_bound(incumbent.objective if status is Status.INFEASIBLE else search.bound)
-    return _solution(incumbent, status in (Status.OPTIMAL, Status.INFEASIBLE), clock, name)
+def _large(problem: Problem) -> bool:
+    """Many unary and pair costs, and no others."""
+    return _cells(problem) > MANY_CELLS and all(len(term.scope) <= 2 for term in problem.terms)
 
 
-def _with_spare(search: Search, start: Choices | None, clock: Clock) -> tuple[Status, str]:
-    """HiGHS can end with nothing usable: CP-SAT gets the last quarter of a time limit."""
+def _cells(problem: Problem) -> int:
+    return sum(_values(term).size for term in problem.terms)
+
+
+def _with_spare(
+    search: Search, start: Choices | None, clock: Clock, improver: Improver | None
+) -> tuple[Status, str]:
+    """HiGHS can end with nothing usable: CP-SAT gets what is left of a time limit, its last quarter where no
+    local search has an answer."""
     limit = clock.limit
-    clock.limit = None if limit is None else SPARE_FROM * limit
+    if limit is not None:
+        clock.limit = limit - improver.reserve if improver else SPARE_FROM * limit
     status = search.run(start)
     clock.limit = limit
-    if status in (Status.LIMIT, Status.FEASIBLE) and not clock.over:
-        search.solver = cp_sat.solve
+    early = limit is None or clock.elapsed < (SPARE_FROM + 0.1) * limit
+    if status in (Status.LIMIT, Status.FEASIBLE) and not clock.over and early:
+        search.solver, search.meanwhile = cp_sat.solve, None
         return search.run(search.best or start), "highs+cp-sat"
     return status, "highs"
 

@@ -75,6 +75,8 @@ class Request:
     """Called with each better solution of the program and the bound known then."""
     on_bound: Callable[[float], None] | None = None
     """Called with each better bound."""
+    meanwhile: Callable[[], None] | None = None
+    """A little other work: called again and again while a solver works in a process of its own."""
 
 
 class Solver(Protocol):
@@ -84,8 +86,14 @@ class Solver(Protocol):
         """The best choices of `request.program` under `request.constraints`."""
 
 
-def interruptible(work: Callable[[], Result], stopped: threading.Event, stop: Callable[[], None]) -> Result:
-    """Runs `work` in a thread, so that Python hears Ctrl-C meanwhile; calls `stop` once `stopped` is set.
+def interruptible(
+    work: Callable[[], Result],
+    stopped: Callable[[], bool],
+    stop: Callable[[], None],
+    meanwhile: Callable[[], None] | None = None,
+) -> Result:
+    """Runs `work` in a thread, so that Python hears Ctrl-C meanwhile, and does `meanwhile` again and again;
+    calls `stop` once it is `stopped`.
 
     Raises what `work` raises, and what `stop` raises if the work cannot be stopped; its thread is then left
     behind.
@@ -103,9 +111,11 @@ def interruptible(work: Callable[[], Result], stopped: threading.Event, stop: Ca
             done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    while not done.wait(0.1):
-        if stopped.is_set():
+    while not done.wait(0.0 if meanwhile else 0.1):
+        if stopped():
             stop()
+        elif meanwhile:
+            meanwhile()
     if errors:
         raise errors[0]
     return results[0]

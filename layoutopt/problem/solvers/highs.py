@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,6 +28,9 @@ proven bound can be too high by is at most this times the number of groups (weak
 of reduced costs * x).
 """
 
+LATE = 0.5
+"""Seconds after its time limit in which HiGHS may still answer."""
+
 _worker = Worker()
 
 
@@ -35,10 +40,17 @@ def solve(request: Request) -> Raw:
     unit = _unit(program)
     task = _task(request, unit)
     try:
-        answer = interruptible(lambda: _worker.ask(task), request.stopped, _leave)
+        answer = interruptible(lambda: _worker.ask(task), _over(request), _leave, request.meanwhile)
     except _LeftError:
         return Raw(Status.LIMIT, None, -math.inf)
     return _read(answer, program, unit)
+
+
+def _over(request: Request) -> Callable[[], bool]:
+    """Whether to end the process: it looks at its own limit only now and then."""
+    limit = request.options.time_limit
+    latest = math.inf if limit is None else time.monotonic() + limit + LATE
+    return lambda: request.stopped.is_set() or time.monotonic() > latest
 
 
 class _LeftError(Exception):

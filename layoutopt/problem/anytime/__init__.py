@@ -1,0 +1,1 @@
+"""Good answers at any time, and bounds, for problems of unary and pair costs: prices, elimination, repair."""
