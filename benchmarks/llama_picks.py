@@ -28,6 +28,8 @@ from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.units import bytes_text, share_text
 from mesh_tf_core.lower import lower
 
+PARTS = (1, 2, 3, 4, 8, 16, 32)
+"""Numbers of microbatches that are searched: recipes accumulate more than a search's default of up to 8."""
 OUT = Path(__file__).parent / "results" / "llama_picks.json"
 LLAMA: dict[str, Any] = {
     "layers": 32,
@@ -194,7 +196,8 @@ def solved(case: Case, limit: float) -> Found:
     """Searches one case and prices its practice."""
     hardware = load_hardware(case.hardware)
     model = transformer(**LLAMA, batch=case.batch)
-    plan = layoutopt.search(model, devices=case.devices, hardware=hardware, time_limit=limit)
+    asked = {"devices": case.devices, "hardware": hardware, "microbatches": PARTS, "time_limit": limit}
+    plan = layoutopt.search(model, **asked)
     room = hardware.usable_memory_bytes
     picked = evaluate(model, plan.mesh, plan.layout, hardware, plan.options)
     loops = frozenset({"layers"} if case.recompute else ())
@@ -262,25 +265,28 @@ def checked(best: dict[str, tuple[float, str]]) -> Iterator[str]:
         yield f"    {preset:12} {share_text(mfu, 1):>6}  {known:>6}  {run}"
 
 
+def keep(part: str, found: dict[str, Any]) -> None:
+    """Adds to the results; what was found before of others stays."""
+    known = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
+    known.setdefault(part, {}).update(found)
+    OUT.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", action="append", default=[], help="only this case (again for more)")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of each search")
     args = parser.parse_args()
-    rows = []
     for case in CASES:
         if not args.only or case.name in args.only:
-            rows.append(solved(case, args.time_limit))
-            print("\n".join(shown(rows[-1])), flush=True)
+            found = solved(case, args.time_limit)
+            print("\n".join(shown(found)), flush=True)
+            said = {"date": datetime.now(UTC).date().isoformat(), **asdict(found)}
+            keep("cases", {case.name: said})
     if not args.only:
         best = best_published()
         print("\n".join(checked(best)))
-        result = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "cases": [asdict(row) for row in rows],
-            "best_published_mfu": {name: {"mfu": mfu, "run": run} for name, (mfu, run) in best.items()},
-        }
-        OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        keep("best_published_mfu", {name: {"mfu": mfu, "run": run} for name, (mfu, run) in best.items()})
 
 
 if __name__ == "__main__":
