@@ -27,7 +27,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import moved_dims, plan_of
 from mesh_tf_core.lower.rematerialization import running_again, stands_beside_backward
-from mesh_tf_core.lower.subgraph import made_by_loop
+from mesh_tf_core.lower.subgraph import Access, made_by_loop
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,9 +257,9 @@ class _Builder:
         if not any(worked <= {*self.graph.tensor(i).shape.names} for i in (*node.inputs, *node.outputs)):
             yield tuple(sorted(worked))
 
-    def _subgraph(self, nodes: list[Node], accesses: frozenset[tuple[int, int]] = frozenset()) -> Subgraph:
+    def _subgraph(self, nodes: list[Node], accesses: frozenset[Access] = frozenset()) -> Subgraph:
         blocks: set[int] = set()
-        for start in (*(self.dependencies.block_of[n.index].id for n in nodes), *(b for b, _ in accesses)):
+        for start in (*(self.dependencies.block_of[n.index].id for n in nodes), *(b for b, *_ in accesses)):
             block = self.graph.blocks[start]
             while block.parent is not None:
                 blocks.add(block.id)
@@ -289,7 +289,7 @@ class _Builder:
             for n in self.dependencies.live
             if n.op.converts and self.dependencies.variable_of(n) == variable.name
         ]
-        accesses = set(self.dependencies.accesses(variable.name))
+        accesses = self.dependencies.accesses(variable.name)
         if not accesses and not casts:
             return None
         nodes = [*reads, *casts]
@@ -300,19 +300,19 @@ class _Builder:
             variable.type,
             variable.stacked,
             tuple(sorted((self.dependencies.block_of[n.index].id, n.op.describe()) for n in casts)),
-            tuple(sorted(b for b, _ in accesses)),
-            tuple((dim, len(k.nodes), tuple(sorted(b for b, _ in k.natural))) for dim, k in again.items()),
+            _places(accesses),
+            tuple((dim, len(k.nodes), _places(k.natural)) for dim, k in again.items()),
         )
         subgraph = self._subgraph(nodes, frozenset(accesses))
         name, members = f"{variable.name} (access)", (_numbers(nodes),)
         return key, Cluster(name, subgraph, again, dims, switches, (dims,), {}, members=members)
 
-    def _access_again(self, casts: list[Node], accesses: set[tuple[int, int]]) -> dict[str, Subgraph]:
+    def _access_again(self, casts: list[Node], accesses: set[Access]) -> dict[str, Subgraph]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.
 
         What a body inside of the recomputed one does, it does once more in any case.
         """
-        extra: dict[str, tuple[set[int], set[tuple[int, int]]]] = {}
+        extra: dict[str, tuple[set[int], set[Access]]] = {}
         for backward in self.graph.blocks:
             forward = backward.forward
             if forward is None or forward.dim is None or not stands_beside_backward(forward, self.graph):
@@ -326,15 +326,15 @@ class _Builder:
                 known = here is forward and any(twin in c.outputs for c in casts)
                 if cast.index in remat and self._within(here, forward) and not known:
                     nodes.add(cast.index)
-            for block, tensor in accesses:
+            for block, way, tensor in accesses:
                 read = any(
                     r.index in remat and self.dependencies.block_of[r.index].id == block and r not in casts
                     for r in self.dependencies.readers[tensor]
                 )
                 twin = backward.captured.get(tensor, tensor)
-                known = block == forward.id and (backward.id, twin) in accesses
+                known = block == forward.id and (backward.id, "backward", twin) in accesses
                 if read and self._within(self.graph.blocks[block], forward) and not known:
-                    gathers.add((block, tensor))
+                    gathers.add((block, way, tensor))
         reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
         found = {}
         for dim, (nodes, gathers) in extra.items():
@@ -350,6 +350,10 @@ class _Builder:
         while block is not other and block.parent is not None:
             block = self.graph.blocks[block.parent]
         return block is other
+
+
+def _places(accesses: Iterable[Access]) -> tuple[tuple[int, str], ...]:
+    return tuple(sorted((block, way) for block, way, _ in accesses))
 
 
 def _bare(node: Node) -> Hashable:

@@ -4,13 +4,14 @@ passes that couple them."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Set
+from collections.abc import Collection, Hashable, Set
 
 from costmodels.kernels.fusion import fusion
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
-from mesh_tf_core.lower.nodes import converts_variable, moved_dims, repeated, updated
+from mesh_tf_core.lower.nodes import moved_dims, pass_of, repeated, updated, weights
+from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.lower.sums import into_totals, waiting_nodes
 from mesh_tf_core.lower.uses import Readers
 from mesh_tf_core.tracing.graph import Graph
@@ -30,9 +31,9 @@ class Dependencies:
       outer: body tensor -> the tensors that a loop makes of it outside.
       leaving: body tensors that a loop carries on.
       sliced: tensors that a loop reads part by part.
-      chain: variable -> its tensors: as read, as parts in loops, and casts of these.
       reads: variable -> the nodes that read it.
-      owner: tensor of a chain -> its variable.
+      owner: tensor that is a variable as read, a part of it in a loop, or a cast of these -> the variable.
+      chain: variable -> these tensors.
       stacks: tensors that the program's loops stack.
       totalled: tensors whose sum the update's total takes.
       fusion: what a compiler may run as one kernel.
@@ -55,7 +56,7 @@ class Dependencies:
         self.parent: dict[int, int] = {}
         self.chain: dict[str, list[int]] = defaultdict(list)
         self.reads: dict[str, list[Node]] = defaultdict(list)
-        self.owner: dict[int, str] = {}
+        self.owner = weights(graph)
         self.totalled = frozenset(into_totals(self.uses)) - self.returned
         self._variables()
         self._conversions()
@@ -67,38 +68,24 @@ class Dependencies:
     # -- variables -------------------------------------------------------------------------------------------
 
     def _variables(self) -> None:
-        parts: dict[int, list[int]] = defaultdict(list)
-        for block in self.graph.blocks:
-            for out, inner in block.sliced:
-                parts[out].append(inner)
-
-        def add(tensor: int, name: str) -> None:
-            self.owner[tensor] = name
+        for tensor, name in self.owner.items():
             self.chain[name].append(tensor)
-            for inner in parts[tensor]:
-                add(inner, name)
-            for node in self.readers[tensor]:
-                if converts_variable(node):
-                    add(node.outputs[0], name)
-
         for node in self.live:
             if isinstance(node.op, Read) and node.op.variable.trainable:
                 self.reads[node.op.variable.name].append(node)
-                add(node.outputs[0], node.op.variable.name)
 
     def variable_of(self, cast: Node) -> str | None:
         """The variable that a node casts, if it does nothing else."""
         return self.owner.get(cast.outputs[0]) if cast.outputs else None
 
-    def accesses(self, variable: str) -> dict[tuple[int, int], list[Node]]:
-        """(block, tensor of the chain) -> the nodes there that need it as the layout says, so gathered if
-        stored split."""
-        out: dict[tuple[int, int], list[Node]] = {}
-        for tensor in self.chain[variable]:
-            for reader in self.readers[tensor]:
-                if reader.phase != "update" and not (reader.op.converts and self.variable_of(reader)):
-                    out.setdefault((self.block_of[reader.index].id, tensor), []).append(reader)
-        return out
+    def accesses(self, variable: str) -> set[Access]:
+        """Where nodes need a variable as the layout says, so gathered if stored split."""
+        return {
+            (self.block_of[reader.index].id, pass_of(reader.phase), tensor)
+            for tensor in self.chain[variable]
+            for reader in self.readers[tensor]
+            if reader.phase != "update" and not (reader.op.converts and self.variable_of(reader))
+        }
 
     # -- conversions that are shared -------------------------------------------------------------------------
 
@@ -114,12 +101,14 @@ class Dependencies:
 
     def _gathers(self) -> None:
         """Joins operations of a block that may move one dimension of the same tensor, for they need all of it
-        or call it otherwise: it is moved once for all of them."""
+        or call it otherwise: it is moved once for all of them (weights once for each pass)."""
         for tensor, readers in self.readers.items():
-            first: dict[tuple[int, str], int] = {}
+            first: dict[Hashable, int] = {}
             for node in readers if len(readers) > 1 else ():
+                way = pass_of(node.phase) if tensor in self.owner else ""
                 for name in moved_dims(node, tensor, self.graph):
-                    self._join(first.setdefault((self.block_of[node.index].id, name), node.index), node.index)
+                    key = self.block_of[node.index].id, way, name
+                    self._join(first.setdefault(key, node.index), node.index)
 
     # -- sums that may wait ----------------------------------------------------------------------------------
 

@@ -49,7 +49,6 @@ class Reading(Enum):
     COPY: of its gathered copy in a block.
     UNCOPIED: as OWN, but 0 where there is such a copy.
     INSIDE: of the values of no tensor that live while the main instruction of a node runs.
-    LATE: of a term of a loop's sum that is only moved, and added, at the end of an iteration.
     STACK: of the stack that a loop keeps of it for backward.
     VARIABLE: of a variable as it is stored.
     """
@@ -63,7 +62,6 @@ class Reading(Enum):
     COPY = auto()
     UNCOPIED = auto()
     INSIDE = auto()
-    LATE = auto()
     STACK = auto()
     VARIABLE = auto()
 
@@ -79,7 +77,6 @@ class Lifetimes:
       value: tensor -> the value that stands for it, before it is moved.
       given: tensor -> the value of it that the program reads and does not make.
       stacks: tensor -> the stack of it that a loop keeps.
-      late: term of a loop's sum -> the values that it is, one after the other, until it is added.
       copies: (tensor, node of the loop in which it is, or 0) -> its gathered copy.
       born, until: value -> numbers of the first and last instruction with its memory.
       main: node -> number of its last instruction before its sums are reduced.
@@ -112,7 +109,6 @@ class Lifetimes:
         lies = {r.outer: self.live.memory(r.inner) for r in stacked if self.live.memory(r.inner) != r.inner}
         self.twice = {stack for stack, memory in lies.items() if memory not in self.born}
         self.copies = dict(self._copies())
-        self.late = dict(self._late(r.inner) for loop in loops for r in loop.summed)
 
     def _visit(self, code: Sequence[Instr], block: int) -> None:
         summed: set[int] = set()
@@ -210,17 +206,6 @@ class Lifetimes:
                 if self.tensor[source] >= 0:
                     yield (self.tensor[source], self._block[v]), v
 
-    def _late(self, value: int) -> tuple[int, tuple[int, ...]]:
-        """The tensor that a term is, and its value with those that it is moved from; none if it is not moved
-        at the end of an iteration, where lowering gives what it moves no tensor."""
-        if self.program.values[value].tensor >= 0:
-            return -1, ()
-        found = [value]
-        while isinstance(made_by := self.maker.get(found[-1]), Collective | Slice):
-            found.append(made_by.inputs[made_by.outputs.index(found[-1])])
-        tensor = next((self.tensor[v] for v in found if self.tensor[v] >= 0), -1)
-        return tensor, tuple(found) if len(found) > 1 and all(map(self.live.has, found)) else ()
-
     @cached_property
     def inside(self) -> dict[int, tuple[int, ...]]:
         """Node -> the values of no tensor that are held while its main instruction runs."""
@@ -262,8 +247,6 @@ class ClusterMemory:
                 assert isinstance(more, frozenset)
                 values = (v for v in found.inside.get(what, ()) if not self._over(v, found.main[what], more))
                 return sum(map(self._size, values))
-            case Reading.LATE:
-                return min(map(self._size, found.late.get(what, ())), default=0)
             case Reading.STACK:
                 return self._size(found.stacks.get(what))
             case Reading.GIVEN:

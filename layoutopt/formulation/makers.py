@@ -100,7 +100,7 @@ class Makers:
         body = {n.body.id: n.index for n in self.nodes.values() if n.body is not None}
         for name, (cluster, first) in self._access.items():
             found, there = (sorted(self.dependencies.accesses(v)) for v in (name, first))
-            for (block, tensor), (_, like) in zip(found, there, strict=True):
+            for (block, _, tensor), (*_, like) in zip(found, there, strict=True):
                 yield (body.get(block, 0), tensor), Source(cluster, like)
 
 

@@ -23,6 +23,7 @@ from layoutopt.formulation.lifetimes import Reading
 from layoutopt.formulation.makers import Makers, Source
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
+from mesh_tf_core.lower.nodes import pass_of
 
 Key = tuple[str, int]
 """What is counted: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside", node)."""
@@ -74,6 +75,8 @@ class Points:
         self._twice = {*kernels.twice, *kernels.twice.values()}
         self._maker = {o: instr.origin.node for instr, _ in program.walk() for o in instr.outputs}
         self._readers = self._read()
+        self._ends: dict[int, set[int]] = defaultdict(set)
+        self._last_readers(program.code)
         # What a value is called: state by its tensor in the loop, stacks and parts by what they are of.
         self._enters: dict[int, int] = {}
         self._stacked: dict[int, int] = {}
@@ -83,7 +86,6 @@ class Points:
         self._alive: dict[int, list[int]] = {}
         self._since: dict[int, tuple[int, Key, Thing]] = {}
         self._changing: set[int] = set()
-        self._touches: dict[int, int] = {}
         self._died: dict[int, int] = {}
         self._starts: list[int] = []
         self._walk()
@@ -123,28 +125,13 @@ class Points:
         if isinstance(instr, Loop):
             self._names(instr)
         self._point(instr, now)
-        touched = map(self._full.memory, (*instr.inputs, *instr.outputs))
-        self._touches.update(dict.fromkeys(touched, len(self.instrs)))
         self.instrs.append(instr)
         if isinstance(instr, Loop):
             now.enters(instr, _one)
             for each in instr.body:
                 self._runs(each, now)
             now.iterated(instr)
-            self._terms(instr)
         now.ends(instr)
-
-    def _terms(self, loop: Loop) -> None:
-        """The terms of a loop's sums, which are added as soon as they exist: where they are moved first, that
-        is at the end of an iteration. Until then one of the values exists that a term is."""
-        last = len(self.instrs) - 1
-        touched = *loop.inputs, *loop.outputs, *(c.leave for c in loop.carried)
-        self._touches.update(dict.fromkeys(map(self._full.memory, touched), last))
-        for term, _ in loop.summed:
-            first = self._touches.get(self._full.memory(term), last) + 1
-            thing = self._thing(term, Reading.LATE)
-            if thing is not None and first <= last:
-                self.counted.append(Counted(first, last, self._key(term), thing))
 
     def _names(self, loop: Loop) -> None:
         body, tensor = self.makers.nodes[loop.origin.node].body, self._tensor
@@ -243,7 +230,7 @@ class Points:
             return
         cluster, like = runs
         mine, updates = set(instr.outputs), instr.origin.phase == "update"
-        ends = set(self._own.span(instr).frees).intersection(instr.inputs)
+        ends = self._ends.get(id(instr), ())
         for v in self._last if updates else ends:
             what, source = given.get(self._tensor(v)), self._source(v)
             if (
@@ -305,12 +292,31 @@ class Points:
         found = self.makers.source(t)
         return None if found is None else found._replace(share=found.share * share)
 
+    def _last_readers(self, code: Sequence[Instr]) -> None:
+        """Instruction -> the operands that die in it, or in one that its cluster lowers with it: if all of
+        these read moved copies, the operand has died before."""
+        dies: dict[int, int] = {}
+        for instr in reversed(code):
+            runs = self.makers.runs.get(instr.origin.node)
+            if isinstance(instr, Loop) or runs is None:
+                for i in instr.inputs:
+                    dies.pop(i, None)
+                self._last_readers(instr.body if isinstance(instr, Loop) else ())
+                continue
+            cluster, frees = runs[0], set(self._own.span(instr).frees)
+            for i in instr.inputs:
+                if i in frees or dies.get(i) == cluster:
+                    dies[i] = cluster
+                    self._ends[id(instr)].add(i)
+                else:
+                    dies.pop(i, None)
+
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _read(self) -> dict[int, list[tuple[int, int, int]]]:
         """A variable's value -> the blocks that read it as the layout says, so gathered where it is stored
-        split: node of the loop (or 0), first and last reader."""
-        found: dict[tuple[int, int], tuple[int, int]] = {}
+        split, once for each pass: node of the loop (or 0), first and last reader."""
+        found: dict[tuple[int, str, int], tuple[int, int]] = {}
         owner, position = self.makers.dependencies.owner, 0
 
         def visit(code: Sequence[Instr], block: int) -> None:
@@ -321,14 +327,15 @@ class Points:
                     visit(instr.body, instr.origin.node)
                 elif isinstance(instr, Local) and instr.origin.phase != "update":
                     casts = instr.op.converts and self._tensor(instr.outputs[0]) in owner
+                    way = pass_of(instr.origin.phase)
                     for i in instr.inputs if not casts else ():
                         if self._tensor(i) in owner:
-                            found[block, i] = found.get((block, i), (at, at))[0], at
+                            found[block, way, i] = found.get((block, way, i), (at, at))[0], at
 
         visit(self.program.code, 0)
         readers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         self._edges: dict[int, set[int]] = defaultdict(set)
-        for (block, value), (first, last) in found.items():
+        for (block, _, value), (first, last) in found.items():
             readers[value].append((block, first, last))
             self._edges[first].add(value)
             self._edges[last + 1].add(value)

@@ -8,6 +8,7 @@ result, which is all-reduced at once. `passes` then moves those sums.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
@@ -27,7 +28,7 @@ from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.loops import Loops
-from mesh_tf_core.lower.nodes import Plan, expansion, gathered, plan_of
+from mesh_tf_core.lower.nodes import Plan, expansion, gathered, gradient_terms, plan_of
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.subgraph import Subgraph
@@ -58,6 +59,7 @@ class Lowering(Placing):
         self._plans: dict[int, Plan] = {} if subgraph is None else subgraph.plans
         self.loops = Loops(self, frozenset(recompute), self.node, self.nodes)
         self._again = False
+        self._terms = gradient_terms(graph)
         self.masters: dict[int, int] = {}
 
     def node(self, node: Node, again: bool = False) -> None:
@@ -71,6 +73,9 @@ class Lowering(Placing):
             self._update(node, plan)
         else:
             self._in_layout(node, plan)
+            for tensor in node.outputs:
+                if tensor in self._terms and tensor in self.env:
+                    self._scatter(tensor)
         self._again = saved
 
     def _update(self, node: Node, plan: Plan) -> None:
@@ -81,6 +86,16 @@ class Lowering(Placing):
             self._in_layout(node, plan)
         finally:
             self._lay_out(saved)
+
+    def _scatter(self, tensor: int) -> None:
+        """Splits a gradient, or a term of one, as its variable's state is (from storage stage 2 on), as soon
+        as it is made: a sum over devices is scattered here, and nobody keeps all of it."""
+        variable = self._terms[tensor]
+        if self.oracle.stage(variable, 2):
+            value = self.env[tensor]
+            splits = self.natural(self.values[value].shape, layout=self.oracle.view(variable))
+            scattered = self.placed(value, splits)
+            self.values[scattered] = self.values[scattered].of(tensor)
 
     def _in_layout(self, node: Node, plan: Plan) -> None:
         op = node.op
@@ -101,7 +116,7 @@ class Lowering(Placing):
             (tensor,), (type,) = node.outputs, plan.types
             out = self.new(type, self.stored_splits(op), tensor=tensor)
             self.emit(ReadVariable((), (out,), self.origin, op.variable.name))
-            self.env[tensor] = self._half(op.variable, out)
+            self.bind(tensor, self._half(op.variable, out))
         elif isinstance(op, Assign):
             value = self.placed(self.value_of(node.inputs[0]), self.stored_splits(op))
             self.emit(WriteVariable((value,), (), self.origin, op.variable.name))
@@ -200,7 +215,8 @@ class Lowering(Placing):
     def nodes(self, block: Block) -> None:
         for node in block.nodes if self.subgraph is None else self.subgraph.within(block):
             self.node(node)
-        for tensor in self.subgraph.natural_in(block) if self.subgraph else ():
+        for phase, tensor in self.subgraph.natural_in(block) if self.subgraph else ():
+            self.origin = replace(self.origin, phase=phase)
             self.to_natural(self.value_of(tensor))
 
     def deliver_gradients(self) -> None:

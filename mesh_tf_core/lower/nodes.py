@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +11,7 @@ from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import Origin
-from mesh_tf_core.ir.structure import Connection
+from mesh_tf_core.ir.structure import Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
 
@@ -43,6 +44,50 @@ def converts_variable(node: Node) -> bool:
     """Whether a node, given a variable or a part of one, makes the same of it that stays where it is stored.
     (What an update converts belongs to the update.)"""
     return node.op.converts and node.phase != "update"
+
+
+def weights(graph: Graph) -> Mapping[int, str]:
+    """Tensors that are the value of a trained variable, or parts or casts of it before the update -> its
+    name."""
+    return graph.remembered(weights, lambda: _weights(graph))
+
+
+def _weights(graph: Graph) -> dict[int, str]:
+    parts: dict[int, list[int]] = defaultdict(list)
+    found: dict[int, str] = {}
+    for block in graph.blocks:
+        for outer, inner in block.sliced:
+            parts[outer].append(inner)
+
+    def add(tensor: int, name: str) -> None:
+        found[tensor] = name
+        for inner in parts[tensor]:
+            add(inner, name)
+
+    for node, _ in graph.walk():
+        if isinstance(node.op, Read) and node.op.variable.trainable:
+            add(node.outputs[0], node.op.variable.name)
+        elif converts_variable(node) and node.inputs[0] in found:
+            add(node.outputs[0], found[node.inputs[0]])
+    return found
+
+
+def pass_of(phase: str) -> str:
+    """The pass that an instruction belongs to: weights are moved once for each."""
+    return "forward" if phase == "forward" else "backward"
+
+
+def gradient_terms(graph: Graph) -> Mapping[int, str]:
+    """Tensors that are a variable's gradient, or that a loop stacks or sums up to one -> the variable. (What
+    loops inside of that loop sum up is such a term only when they have ended.)"""
+    return graph.remembered(gradient_terms, lambda: _gradient_terms(graph))
+
+
+def _gradient_terms(graph: Graph) -> dict[int, str]:
+    owner = graph.gradient_of
+    ends = ((b, pair) for b in graph.blocks for pair in (*b.stacked, *b.summed))
+    terms = {i: owner[o] for b, (i, o) in ends if o in owner and graph.tensor(i).block == b.id}
+    return {**terms, **owner}
 
 
 def repeated(graph: Graph) -> Mapping[int, int]:

@@ -12,7 +12,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Instr, Local, Origin, Slice, Value
 from mesh_tf_core.ir.values import Splits
-from mesh_tf_core.lower.nodes import repeated
+from mesh_tf_core.lower.nodes import pass_of, repeated, weights
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.lower.subgraph import Subgraph
@@ -26,7 +26,8 @@ class Placing:
     Attributes:
       layout: in force.
       env: tensor -> value.
-      moved, converted: what was made of a value by other splits, or by an operation that `converts`.
+      moved, converted: what was made of a value by other splits, or by an operation that `converts`. Weights
+        are moved once for forward and once more for backward (FSDP), so that nobody keeps them in between.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class Placing:
         self.origin = Origin(-1, "", "forward")
         self._placements: dict[Layout, dict[Shape, Splits]] = {}
         self._lay_out(layout)
-        self.moved: dict[tuple[int, Splits], int] = {}
+        self.moved: dict[tuple[int, Splits, str], int] = {}
+        self._weights = weights(graph)
         self.converted: dict[tuple[int, Op], int] = {}
 
     def _lay_out(self, layout: Layout) -> None:
@@ -125,14 +127,15 @@ class Placing:
         return self.new(t.type, splits, (), tensor)
 
     def placed(self, id: int, splits: Splits) -> int:
-        """The value with other splits; moved once however many read it there."""
+        """The value with other splits; moved once however many read it there (see `moved`)."""
         if self.values[id].splits == splits:
             return id
-        if (id, splits) not in self.moved:
-            elsewhere = self.subgraph is not None and self.values[id].tensor in self.subgraph.moved
-            made = self.like(self.values[id], splits) if elsewhere else self._move(id, splits)
-            self.moved[id, splits] = made
-        return self.moved[id, splits]
+        tensor = self.values[id].tensor
+        key = id, splits, pass_of(self.origin.phase) if tensor in self._weights else ""
+        if key not in self.moved:
+            elsewhere = self.subgraph is not None and tensor in self.subgraph.moved
+            self.moved[key] = self.like(self.values[id], splits) if elsewhere else self._move(id, splits)
+        return self.moved[key]
 
     def _move(self, id: int, splits: Splits) -> int:
         shape = self.values[id].shape

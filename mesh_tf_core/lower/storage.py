@@ -5,8 +5,10 @@ Stages, per variable (Rajbhandari et al. 2020, "ZeRO", section 5; Xu et al. 2020
 sharding of weight update"):
   0  variable, gradient and optimizer state are placed as the layout says
   1  the optimizer's state is split further; every device updates its part, then the variable is gathered
-  2  and so is the gradient, from the moment a layer's part of it is known
-  3  and so is the variable: it is gathered before every use
+  2  and so is the gradient: the sum over devices is scattered as soon as its terms are made, in a loop in
+     every iteration
+  3  and so is the variable: forward gathers it and lets it go, backward gathers it again; in a loop, and with
+     microbatches, in every iteration
 Of a variable that forward and backward read in half precision only (`narrow_reads`), what is stored is the
 master copy that the update works on. It belongs to the state: from stage 1 on it is split, and its half is
 gathered whole, in half precision, as a step begins (their section 3: 2 + 2 + 12 / N bytes for stage 1).

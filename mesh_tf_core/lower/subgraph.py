@@ -10,6 +10,8 @@ from mesh_tf_core.lower.rematerialization import needed_for
 from mesh_tf_core.tracing.graph import Graph
 
 Pairs = tuple[tuple[int, int], ...]
+Access = tuple[int, str, int]
+"""Where a variable is read as the layout says: id of a block, the pass, a tensor that it is."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Subgraph:
     Attributes:
       nodes: what to lower.
       blocks: ids of the loop bodies that hold some of it.
-      natural: (block, tensor): also bring a tensor into its natural sharding at the end of a block, as its
-        readers would.
+      natural: (block, phase, tensor): also bring a tensor into its natural sharding at the end of a block, as
+        its readers of this phase would.
       again: it is what runs a second time when a loop is recomputed.
       moved: tensors that what is not lowered here moves as these nodes do, so that they find them moved.
       unread: stacks of saved values that nothing reads in the whole graph: no loop makes them.
@@ -29,12 +31,12 @@ class Subgraph:
 
     nodes: frozenset[int]
     blocks: frozenset[int]
-    natural: frozenset[tuple[int, int]] = frozenset()
+    natural: frozenset[Access] = frozenset()
     again: bool = False
     moved: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
     plans: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)
-    _by_block: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _by_block: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict, compare=False, repr=False)
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
     _needed: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
@@ -50,17 +52,18 @@ class Subgraph:
             ]
         return self._visits[block.id]
 
-    def natural_in(self, block: Block) -> tuple[int, ...]:
-        """The tensors of `natural` in a block."""
+    def natural_in(self, block: Block) -> tuple[tuple[str, int], ...]:
+        """The phases and tensors of `natural` in a block."""
         if block.id not in self._by_block:
-            self._by_block[block.id] = tuple(sorted(t for b, t in self.natural if b == block.id))
+            self._by_block[block.id] = tuple(sorted((p, t) for b, p, t in self.natural if b == block.id))
         return self._by_block[block.id]
 
     def reads(self, block: Block) -> frozenset[int]:
         """The tensors that the kept nodes of a block read."""
         if block.id not in self._reads:
             kept = (n for n in block.nodes if n.index in self.nodes)
-            self._reads[block.id] = frozenset((*(i for n in kept for i in n.inputs), *self.natural_in(block)))
+            found = (*(i for n in kept for i in n.inputs), *(t for _, t in self.natural_in(block)))
+            self._reads[block.id] = frozenset(found)
         return self._reads[block.id]
 
     def needed(self, block: Block) -> frozenset[int]:

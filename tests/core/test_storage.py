@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,9 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from mesh_tf_core import Dim
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.ir.program import AllGather, Loop, Program
+from mesh_tf_core.engines.jax.compile import Executable, compile_for
+from mesh_tf_core.engines.jax.hlo import read
+from mesh_tf_core.ir.program import AllGather, Loop, Program, ReadVariable, ReduceScatter
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.optimizers import by_name
 
@@ -32,9 +36,32 @@ def model(d: Dim = D, batch: Dim = B, float32: bool = False) -> mtf.Model:
     return mtf.Model(loss, by_name("adam", 0.01), name="m")
 
 
+def written(
+    layers: int = LAYERS.size, d: int = D.size, batch: int = B.size, dtype: str = DTYPE, tied: bool = False
+) -> mtf.Model:
+    """Square layers one after the other, no loop; `tied` reads the first layer's weight in the last one."""
+    g = mtf.Graph("m")
+    b, even, odd = Dim("batch", batch), Dim("even", d), Dim("odd", d)
+    x = g.input("x", [b, even], "float32").cast(dtype)
+    weights: list[mtf.Tensor] = []
+    for i in range(layers):
+        out = (odd, even)[i % 2]
+        again = tied and i == layers - 2
+        weights.append(
+            weights[0] if again else g.variable(f"w{i}", [x.shape.dims[1], out], mtf.Constant(0.01))
+        )
+        x = mtf.relu(mtf.einsum([x, weights[-1].cast(dtype)], [b, out]))
+    return mtf.Model(mtf.reduce_mean(mtf.square(x.cast("float32"))), by_name("adam", 0.01), name="m")
+
+
 def program(stage: int, mesh: str = "data:8", parts: int = 1, **sizes: Dim) -> Program:
-    options = mtf.Options(storage={"w": stage}, microbatches=parts)
-    return model(**sizes).lower(mtf.Mesh(mesh), mtf.Layout("batch:data"), options)
+    return lowered(model(**sizes), stage, mesh, parts)
+
+
+def lowered(found: mtf.Model, stage: int, mesh: str, parts: int = 1) -> Program:
+    stages = {v.name: stage for v in found.graph.variables.values() if v.trainable}
+    options = mtf.Options(storage=stages, microbatches=parts)
+    return found.lower(mtf.Mesh(mesh), mtf.Layout("batch:data"), options)
 
 
 def state_bytes(found: Program) -> int:
@@ -61,6 +88,55 @@ def test_bytes_of_a_parameter_are_those_of_the_paper(devices: int) -> None:
         assert state_bytes(found) == each * LAYERS.size * d.size**2 + 4, stage
 
 
+def bytes_of_a_parameter(stage: int, devices: int, parts: int, dtype: str) -> float:
+    """What one more layer adds to the peak of a model without loops, for each weight. Activations are what
+    twice the batch adds once more."""
+    d, peak = 1024, dict[tuple[int, int], int]()
+    for layers, times in itertools.product((6, 12), (1, 2)):
+        found = lowered(written(layers, d, 256 * parts * times, dtype), stage, f"data:{devices}", parts)
+        peak[layers, times] = memory(found, fuses=True).peak
+    once, twice = (peak[12, times] - peak[6, times] for times in (1, 2))
+    return (2 * once - twice) / (6 * d * d)
+
+
+@pytest.mark.parametrize("devices, parts", [(1, 1), (4, 2), (64, 1)])
+def test_bytes_of_a_parameter_without_loops_are_those_of_the_paper(devices: int, parts: int) -> None:
+    """Figure 1 in float32: nothing of a layer but its states stays, neither a gathered weight from forward to
+    backward nor a whole gradient until the update."""
+    for stage, each in enumerate((16, 8 + 8 / devices, 4 + 12 / devices, 16 / devices)):
+        assert bytes_of_a_parameter(stage, devices, parts, "float32") == each, stage
+
+
+def test_half_precision_without_loops_takes_less_than_in_the_paper() -> None:
+    """A half and its gradient: the one is read for the last time as the other is made."""
+    for stage, each in enumerate((14, 2 + 12 / 64, 2 + 12 / 64, 14 / 64)):
+        assert bytes_of_a_parameter(stage, 64, 1, DTYPE) == each, stage
+
+
+def test_weights_are_gathered_for_each_pass_and_gradients_scattered_as_they_are_made() -> None:
+    found = lowered(written(dtype="float32", tied=True), 3, "data:8")
+    passes: dict[str, list[str]] = {}
+    stored = {i.outputs[0]: i.variable for i in found.code if isinstance(i, ReadVariable)}
+    for instr in found.code:
+        if isinstance(instr, AllGather):
+            passes.setdefault(stored[instr.inputs[0]], []).append(instr.origin.phase)
+    # Layers 0 and 2 read one weight: each pass gathers it once.
+    assert passes == {name: ["forward", "backward"] for name in ("w0", "w1", "w3")}
+    scatters = [n for n, i in enumerate(found.code) if isinstance(i, ReduceScatter)]
+    assert len(scatters) == 3
+    assert all(found.code[n].inputs == found.code[n - 1].outputs for n in scatters)
+
+
+def test_the_tpu_compiler_gathers_for_each_pass_too() -> None:
+    """It keeps nothing of forward for backward, though it merges equal operations."""
+    found = lowered(written(3, 512, 256), 3, "data:4")
+    made = compile_for(found, "v5e:2x2")
+    assert isinstance(made, Executable)
+    for kind, times in (("all_gather", 5), ("reduce_scatter", 3)):
+        assert sum(i.name == kind for i in found.code) == times
+        assert sum(c.times for c in read(made.text).collectives if c.kind == kind) == times
+
+
 def test_half_the_weights_are_gathered_once_and_the_master_copy_never() -> None:
     for parts in (1, 2):
         for stage in (1, 2):
@@ -81,17 +157,28 @@ def test_a_variable_that_is_read_in_float32_too_is_no_master_copy() -> None:
     assert found.variables["w"].splits == ((), (), ())
 
 
-def learned(found: Program, engine: str) -> list[np.ndarray]:
-    """Losses of three steps, and the weights after them."""
+def learned(found: Program, engine: str, weight: str = "w") -> list[np.ndarray]:
+    """Losses of three steps, and a weight after them."""
     running = open_engine(found, engine)
     x = np.random.default_rng(0).normal(size=(B.size, D.size)).astype(np.float32)
     losses = [
         np.asarray(running.step({"x": x.reshape(found.values[found.feeds["x"]].shape.sizes)})["loss"])
         for _ in range(3)
     ]
-    weights = np.asarray(running.read("w"))
+    weights = np.asarray(running.read(weight))
     running.close()
     return [*losses, weights]
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "local"])
+def test_every_stage_learns_the_same_without_loops(engine: str) -> None:
+    expected = learned(lowered(written(tied=True), 0, "data:2"), engine, "w0")
+    assert expected[2] < expected[0]
+    for stage in (1, 2, 3):
+        for found, wanted in zip(
+            learned(lowered(written(tied=True), stage, "data:2"), engine, "w0"), expected, strict=True
+        ):
+            np.testing.assert_array_equal(found, wanted, err_msg=f"stage {stage}")
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "local"])

@@ -20,6 +20,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.home import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
+from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
 from tests.engines import loop_cases
 from tests.engines.control import PROGRAMS, batches
@@ -94,13 +95,14 @@ def loops() -> None:
 
 
 def half(stage: int) -> None:
-    """Weights in half precision, their master copies split, two microbatches."""
-    program = mixed(stage, "data:2", 2)
-    engine, oracle, batch = open_engine(program, "jax"), open_engine(program, "lockstep"), numbers(program)
-    for _ in range(3):
-        equal(engine.step(batch), oracle.step(batch), 0.02)
-    assert engine.variable_bytes == oracle.variable_bytes
-    assert engine.communication_bytes == program.communication_bytes()
+    """Weights in half precision, their master copies split, two microbatches; in a loop and without one."""
+    for program in (mixed(stage, "data:2", 2), lowered(written(tied=True), stage, "data:2", 2)):
+        engine, oracle = open_engine(program, "jax"), open_engine(program, "lockstep")
+        batch = numbers(program)
+        for _ in range(3):
+            equal(engine.step(batch), oracle.step(batch), 0.02)
+        assert engine.variable_bytes == oracle.variable_bytes
+        assert engine.communication_bytes == program.communication_bytes()
 
 
 def control(name: str) -> None:

@@ -8,7 +8,7 @@ the number of devices and of iterations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from mesh_tf_core.ir.program import (
     AllReduce,
     AllToAll,
     Collective,
+    Instr,
     Loop,
     Permute,
     Program,
@@ -108,6 +109,21 @@ class JaxProgram:
         return new, {name: env[id] for name, id in self.program.results.items()}
 
 
+@dataclass
+class _Pace:
+    """How far communication has come in one block.
+
+    Attributes:
+      gathered: what was gathered.
+      scattered: the last sum that was scattered.
+      now: what was there as a weight was last gathered once more.
+    """
+
+    gathered: set[Hashable] = field(default_factory=set)
+    scattered: list[Any] = field(default_factory=list)
+    now: list[Any] = field(default_factory=list)
+
+
 class _Device(WholeReplica):
     """One device, its coordinates known only when it runs."""
 
@@ -122,6 +138,12 @@ class _Device(WholeReplica):
         coordinate = {axis: lax.axis_index(axis) for axis, n in program.mesh.axes if n > 1}
         super().__init__(program, kernel, coordinate, read, feed)
         self.sent = sent
+        self.pace = _Pace()
+
+    def block(self, code: Sequence[Instr], env: Env, times: float) -> None:
+        around, self.pace = self.pace, _Pace()
+        super().block(code, env, times)
+        self.pace = around
 
     # -- loops -----------------------------------------------------------------------------------------------
 
@@ -165,10 +187,25 @@ class _Device(WholeReplica):
 
     def exchange(self, instr: Collective, env: Env, times: float) -> None:
         pieces = [jnp.asarray(env[i]) for i in instr.inputs]
+        if isinstance(instr, AllGather):
+            pieces = self._gathered_once_more(instr, pieces, env)
         payload = sum(x.size * x.dtype.itemsize for x in pieces)
         self.sent[id(instr)] = instr, payload, times
         for o, i, x in zip(instr.outputs, instr.inputs, pieces, strict=True):
             env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh)
+        if isinstance(instr, ReduceScatter):
+            self.pace.scattered = [env[o] for o in instr.outputs]
+
+    def _gathered_once_more(self, instr: AllGather, pieces: list[Any], env: Env) -> list[Any]:
+        """What to gather: a weight that backward gathers once more behind a barrier, for the compiler would
+        keep what forward gathered. It waits for what was there as the one before it began, so that one is
+        gathered ahead, and about two gradients are whole, however early the compiler would begin."""
+        what, pace = (*instr.inputs, instr.axes, instr.dim), self.pace
+        if what in pace.gathered:
+            pace.now, before = [next(reversed(env.values())), *pace.scattered], pace.now
+            pieces, _ = lax.optimization_barrier((pieces, before))
+        pace.gathered.add(what)
+        return pieces
 
 
 def _exchanged(instr: Collective, x: Any, v: Value, mesh: Mesh) -> Any:
