@@ -1,11 +1,11 @@
 """Predicted against measured step times on this machine's mesh, of models that no calibration has seen.
 
-    python benchmarks/validate_local.py [--profile PROFILE.json] [--mesh "data:2;model:4"] [--count 30]
+    python benchmarks/validate_local.py [--profile PROFILE.json] [--mesh "data:2;model:4"] [--count 20]
 
-Two Transformer sizes, a mixture of experts and a multi-layer perceptron. Every layout's time is a median of
-interleaved samples; the whole table is repeated `--repeats` times. A profile is measured first, unless one is
-given. Nothing is fitted to these models: the calibration runs little programs only, so every model is one
-that was left out.
+Two Transformer sizes, a mixture of experts, a convolutional network and a perceptron. Every layout's time is
+a median of interleaved samples; the whole table is repeated `--repeats` times. A profile is measured first,
+unless one is given. Nothing is fitted to these models: the calibration runs little programs only, so every
+model is one that was left out.
 Targets: MAPE <= 10 %, Kendall tau >= 0.85, regret <= 3 %.
 """
 
@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab": 512,
         },
     ),
+    "residual network, 16 x 16 images": ("examples/resnet.py", {"size": 16}),
     "perceptron, 3 x 1024": ("examples/mlp.py", {"hidden": 1024, "batch": 512, "layers": 3}),
 }
 
@@ -61,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--profile", type=Path, help="a calibrated profile (default: measure one now)")
     parser.add_argument("--mesh", default="data:2;model:4")
-    parser.add_argument("--count", type=int, default=30, help="layouts of every model")
+    parser.add_argument("--count", type=int, default=20, help="layouts of every model")
     parser.add_argument("--steps", type=int, default=7, help="samples of every layout")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the models to run (default: all)")

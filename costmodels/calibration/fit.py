@@ -7,8 +7,9 @@ known; each repeat also reads and stores variables, which probes without work me
 (2) seconds of the class that the probe is about: y - sum of the other calls, by the classes fitted
     before it; at least the time of the cheapest pass over as many bytes, `kernel.unary`
 (3) a class's curve: the non-decreasing one nearest to its points (least squares, pooling adjacent violators)
-(4) matrix products: y = launch + a FLOPs + b bytes of operands + c bytes of the result, all coefficients >=
-    0, least errors relative to y, large ones not squared
+(4) matrix products: y = launch + a FLOPs + the sum of b bytes over their parts
+    (`costmodels.kernels.array_functions.PARTS`), all coefficients >= 0, least errors relative to y, large
+    ones not squared
 (5) fresh memory: the probes of `kernel.unary` again with every result stored, less the curve without
 (6) uncertainty of a curve: the larger of the typical spread of its points' repeats and of the error at each
     inner point when the curve is fitted without it
@@ -26,14 +27,14 @@ from typing import Any
 
 from costmodels.calibration.probes import Group, Probe
 from costmodels.hardware import Curve, monotone
-from costmodels.kernels.array_functions import Call, call_seconds
+from costmodels.kernels.array_functions import PARTS, Call, call_seconds
 from costmodels.network.collectives import COLLECTIVES
 from mesh_tf_core.ir.layout import Axes
 
 Measurement = Mapping[str, Any]
 SMALLEST = 0.05
 """Part of a measured repeat that its target takes at least: what is subtracted is uncertain too."""
-PRODUCTS = ("matmul", "batch")
+PRODUCTS = ("matmul", "batch", "matmul.conv")
 DISTURBED = 0.1
 """Relative error beyond which a product's measurement is taken for disturbed."""
 
@@ -116,8 +117,7 @@ def stores(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 def repeat(out: Fit, probe: Probe, m: Measurement) -> float:
     """Equation (1), at least a small part of what was measured."""
-    stored = probe.repeats if probe.op is None or probe.stored else 1
-    seconds = m["seconds"] - out.step - stored * out.store
+    seconds = m["seconds"] - out.step - probe.stores * out.store
     return max(seconds, SMALLEST * m["seconds"]) / probe.repeats
 
 
@@ -162,11 +162,12 @@ def _fresh(out: Fit, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
 
 
 def _products(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
-    """Equation (4), as three curves: launch and FLOPs in the first."""
+    """Equation (4), as curves of FLOPs, from the launch on, and of every part that the probes have."""
     rows, seconds, wholes = [], [], []
+    have = [i for i in range(len(PARTS)) if any(p.calls[-1].parts[i] for p, _ in chosen)]
     for p, m in chosen:
         own = p.calls[-1]
-        rows.append((1.0, own.flops, own.bytes - own.made, own.made))
+        rows.append((1.0, own.flops, *(own.parts[i] for i in have)))
         seconds.append(target_seconds(out, p, m))
         wholes.append(repeat(out, p, m))
     found = products(rows, seconds, wholes, DISTURBED)
@@ -175,11 +176,10 @@ def _products(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]
         for r, y, whole in zip(rows, seconds, wholes, strict=True)
     ]
     sure = max(median(errors), median(m["spread"] for _, m in chosen))
-    tops = [max(r[i] for r in rows) for i in range(4)]
-    for i, (part, against) in enumerate((("", "flops"), (".operands", "bytes"), (".result", "bytes")), 1):
-        start = found[0] if i == 1 else 0.0
-        name, line = f"kernel.{target}{part}", Curve(((0.0, start), (tops[i], start + found[i] * tops[i])))
-        out.curves[name] = Fitted(name, against, line, sure)
+    for i, part in enumerate(("", *(f".{PARTS[i]}" for i in have)), 1):
+        start, top = found[0] if i == 1 else 0.0, max(r[i] for r in rows)
+        name, line = f"kernel.{target}{part}", Curve(((0.0, start), (top, start + found[i] * top)))
+        out.curves[name] = Fitted(name, "flops" if i == 1 else "bytes", line, sure)
 
 
 def products(

@@ -29,13 +29,16 @@ from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.binary import Binary, Where
+from mesh_tf_core.ops.conv import Conv
+from mesh_tf_core.ops.cumulative import CumSum
 from mesh_tf_core.ops.einsum import Broadcast, Einsum
 from mesh_tf_core.ops.index import Gather, OneHot, Pick, ScatterAdd
 from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
 from mesh_tf_core.ops.reduce import Reduce
-from mesh_tf_core.ops.shape import Concat, Transpose
+from mesh_tf_core.ops.shape import Concat, Pad, SliceDim, Transpose
 from mesh_tf_core.ops.softmax import Softmax, SoftmaxGrad
 from mesh_tf_core.ops.unary import Unary, UnaryGrad
+from mesh_tf_core.ops.windows import Window
 
 Group = tuple[int, int]
 """A kind of group: how many devices, over how many processes."""
@@ -54,6 +57,7 @@ class Probe:
       op, inputs: of a local operation.
       axes: of a collective.
       kept: whether every result of a chain is stored (see `local_program`).
+      chain: operations of a chain (0: all).
     """
 
     name: str
@@ -64,6 +68,7 @@ class Probe:
     inputs: tuple[TensorType, ...] = ()
     axes: Axes = ()
     kept: bool = False
+    chain: int = 0
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
@@ -85,9 +90,17 @@ class Probe:
         """Whether every repeat stores its result: always, if results cannot form a chain."""
         return self.kept or (self.op is not None and self.op.infer(*self.inputs) != self.inputs[0])
 
+    @property
+    def stores(self) -> int:
+        """How many results a step stores."""
+        if self.op is None or self.stored:
+            return self.repeats
+        return -(-self.repeats // self.chain) if self.chain else 1
+
     def program(self, mesh: Mesh) -> Program:
         if self.op is not None:
-            return local_program(mesh, self.op, self.inputs, self.repeats, self.kept, self.target == "check")
+            own = self.target == "check"
+            return local_program(mesh, self.op, self.inputs, self.repeats, self.kept, own, self.chain)
         if self.axes:
             return collective_program(mesh, self.target, self.axes, int(self.bytes), self.repeats)
         return stores_program(mesh, 256, self.repeats)
@@ -124,10 +137,14 @@ def _local(target: str, label: str, op: Op, *inputs: TensorType) -> Probe:
     own = [c for c in made.calls if f"{c.op_class}.".startswith(f"kernel.{target}.")]
     size = own[0].bytes if own else 0.0
     total = sum(c.bytes for c in made.calls)
-    repeats = 48 if total < 16 * KB else 12 if total < 256 * KB else 6 if total < 4 * MB else 3
-    if op.kind != "matmul":
+    repeats = 24 if total < 16 * KB else 12 if total < 256 * KB else 6 if total < 4 * MB else 3
+    chain = 0
+    if not made.stored:
         repeats = max(repeats, 12)  # the first of a chain reads what no cache holds
-    return Probe(f"{target} {label}", target, size, repeats, op, inputs)
+        if total < 16 * KB:
+            # A step's own time hides a few small operations, and a single chain leaves its runtime no choice.
+            repeats, chain = 96, 6
+    return Probe(f"{target} {label}", target, size, repeats, op, inputs, chain=chain)
 
 
 def elements(quick: bool) -> Iterator[Probe]:
@@ -135,12 +152,12 @@ def elements(quick: bool) -> Iterator[Probe]:
     base = [(8, 64), (64, 256), (256, 256), (1024, 256), (1024, 512), (2048, 1024)]
     few = [(8, 64), (256, 256), (1024, 512)] if quick else base
     two = [(8, 64), (512, 512), (2048, 512)] if quick else few
+    ends = [two[0], two[-1]] if quick else two
     for r, c in base:
         x = tensor(r, c)
         yield _local("unary", f"{r}x{c}", Unary("relu"), x)
-        yield replace(
-            _local("unary", f"{r}x{c} kept", Unary("relu"), x), target="fresh", kept=True, repeats=6
-        )
+        kept = _local("unary", f"{r}x{c} kept", Unary("relu"), x)
+        yield replace(kept, target="fresh", kept=True, repeats=6, chain=0)
         yield _local("binary.same", f"{r}x{c}", Binary("mul"), x, x)
     for r, c in few:
         x, label = tensor(r, c), f"{r}x{c}"
@@ -154,8 +171,6 @@ def elements(quick: bool) -> Iterator[Probe]:
     for r, c in two:
         x, label = tensor(r, c), f"{r}x{c}"
         cube = tensor(r // 8, 8, c) if r > 8 else tensor(2, 4, c)
-        for fn in ("exp", "tanh", "sqrt", "rsqrt", "gelu", "log", "sigmoid", "erf"):
-            yield _local(f"unary.{fn}", label, Unary(fn), x)
         yield _local("binary.same.div", label, Binary("div"), x, x)
         yield _local("binary.general", label, Binary("mul"), cube, tensor(0, cube.shape.sizes[1], 0))
         yield _local("where.same", label, Where(), tensor(r, c, dtype="bool"), x, x)
@@ -167,8 +182,13 @@ def elements(quick: bool) -> Iterator[Probe]:
         yield _local("cast.number", label, Cast("bfloat16"), x)
         yield _local("cast.bool", label, Cast("float32"), tensor(r, c, dtype="bool"))
         yield _local("reduce.mixed", label, Reduce("sum", ("a", "c")), cube)
-        swapped = Shape([cube.shape.dims[1], cube.shape.dims[0], cube.shape.dims[2]])
-        yield _local("transpose.rows", label, Transpose(swapped), cube)
+        yield _local("reduce.middle", label, Reduce("sum", ("b",)), cube)
+        apart = tensor(cube.shape.sizes[0], cube.shape.sizes[1], c // 8, 8)
+        yield _local("reduce.apart", label, Reduce("sum", ("b", "d")), apart)
+        many = min(24, r // 2)  # no power of two, whose rows would share their places in a cache
+        rows = tensor(-(-r // many), many, c)
+        swapped = Shape([rows.shape.dims[1], rows.shape.dims[0], rows.shape.dims[2]])
+        yield _local("transpose.rows", label, Transpose(swapped), rows)
         yield _local("copy", label, Concat("b"), tensor(r, c // 2), tensor(r, c // 2))
         yield _local("broadcast", label, Broadcast(x.shape), tensor(r))
         ids = tensor(r, dtype="int32")
@@ -176,37 +196,62 @@ def elements(quick: bool) -> Iterator[Probe]:
         yield _local("segment_sum", label, ScatterAdd(Dim("v", 256)), x, ids)
         wide = tensor(r * c // 16, 16)
         yield _local("take.elements", label, Pick("b"), wide, tensor(r * c // 16, dtype="int32"))
+    for r, c in ends:
+        x, label = tensor(r, c), f"{r}x{c}"
+        for fn in ("exp", "tanh", "sqrt", "rsqrt", "gelu", "log", "sigmoid", "erf"):
+            yield _local(f"unary.{fn}", label, Unary(fn), x)
+        yield _local("cumulative", label, CumSum("b", False, False), tensor(r // 8, c, 8))
+        image = tensor(r // 8, 8, c // 8, 8)
+        yield _local("copy.pad", label, Pad("b", 1, 1, 0.0), image)
+        yield _local("copy.slice", label, SliceDim("b", 1, 6), image)
 
 
 PRODUCTS = (
     "64x64x64 128x128x128 256x256x256 512x512x512 1024x128x64 1024x128x16 1024x16x128 128x1024x16 "
-    "1024x64x128 128x1024x128 512x128x512 1024x512x128 256x2048x256 64x512x256 2048x64x16 32x128x512 "
-    "T1024x128x64 T128x1024x64 T256x256x256 T512x512x512 T2048x64x16"
+    "128x1024x128 512x128x512 1024x512x128 256x2048x256 64x512x256 32x128x512 256x256x1024 "
+    "T128x1024x64 T256x256x256 T512x512x128 T64x512x32 256x64x256T 256x256x64T 512x512x128T 32x128x64T"
 )
-"""m x k x n: square ones, tall activations by narrow weights, narrow by wide, and sums over many rows
-(gradients of weights); T: the first factor lies transposed."""
+"""m x k x n: square ones, tall activations by narrow weights, narrow by wide, and sums over many rows; T: a
+factor lies transposed, the first one in gradients of weights, the second one in those of activations."""
 MORE_PRODUCTS = (
     "1024x1024x1024 2048x1024x256 256x1024x2048 32x1024x1024 4096x64x64 T2048x256x256 T1024x64x512"
 )
 BATCHES = (
-    "16x128x32x128 64x64x16x64 16x128x128x32 8x32x64x32 128x32x16x32 32x64x64x16 4x256x64x256 16x64x256x64 "
-    "2x128x128x128 8x256x128x256 4x256x512x128 4x128x256x512 4x64x64x256"
+    "16x128x32x128 64x64x16x64 16x128x128x32 8x32x64x32 8x16x32x16 128x32x16x32 4x256x64x256 2x128x128x128 "
+    "8x256x128x256 4x256x512x128 4x64x64x256 T32x64x64x16 T8x128x256x64 T4x512x128x64 32x64x16x64T "
+    "8x128x64x128T 4x64x512x128T"
 )
 """batch x m x k x n: logits and mixtures of attention, layers of experts, and their gradients."""
 MORE_BATCHES = "64x128x64x128 32x128x128x64 4x256x256x256 128x64x64x16"
+CONVOLUTIONS = "32x18x16x3x16 8x18x32x3x32 8x10x64x3x64 8x6x16x3x32 16x16x32x1x64 16x18x8x16x16 4x10x4x3x16"
+"""batch x image x channels x window x channels made: layers, narrow to wide, one of windows of one element,
+and a gradient of weights, whose window is nearly all of the image."""
 
 
 def products(quick: bool) -> Iterator[Probe]:
     """Matrix products as in attention and feed-forward layers, forward and backward."""
     for text in (PRODUCTS if quick else f"{PRODUCTS} {MORE_PRODUCTS}").split():
-        m, k, n = (Dim(d, int(s)) for d, s in zip("mkn", text.removeprefix("T").split("x"), strict=True))
-        left = Shape([k, m] if text.startswith("T") else [m, k])
-        x, y = TensorType(left, "float32"), TensorType(Shape([k, n]), "float32")
-        yield _local("matmul", text, Einsum(Shape([m, n])), x, y)
+        yield _product("matmul", text)
     for text in (BATCHES if quick else f"{BATCHES} {MORE_BATCHES}").split():
-        z, m, k, n = (Dim(d, int(s)) for d, s in zip("zmkn", text.split("x"), strict=True))
-        x, y = TensorType(Shape([z, m, k]), "float32"), TensorType(Shape([z, k, n]), "float32")
-        yield _local("batch", text, Einsum(Shape([z, m, n])), x, y)
+        yield _product("batch", text)
+    for text in CONVOLUTIONS.split():
+        batch, image, channels, window, made = map(int, text.split("x"))
+        x = tensor(batch, image, image, channels, names="byxi")
+        w = tensor(window, window, channels, made, names="vuio")
+        windows = (Window("y", window, 1, 1, 0, 0), Window("x", window, 1, 1, 0, 0))
+        yield _local("matmul.conv", text, Conv(windows, ("v", "u"), "i"), x, w)
+
+
+def _product(target: str, text: str) -> Probe:
+    """(batch x) m x k x n."""
+    *batch, m, k, n = (
+        Dim(d, int(s))
+        for d, s in zip("zmkn"[-text.count("x") - 1 :], text.strip("T").split("x"), strict=True)
+    )
+    left = [*batch, k, m] if text.startswith("T") else [*batch, m, k]
+    right = [*batch, n, k] if text.endswith("T") else [*batch, k, n]
+    x, y = TensorType(Shape(left), "float32"), TensorType(Shape(right), "float32")
+    return _local(target, text, Einsum(Shape([*batch, m, n])), x, y)
 
 
 def groups(mesh: Mesh, devices_per_process: int | None = None) -> dict[Axes, Group]:

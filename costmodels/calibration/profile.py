@@ -16,7 +16,7 @@ from costmodels.hardware import preset_content
 BASE = "cpu-local"
 METHOD = (
     "seconds of array functions, products and collectives in programs run by the engine on all devices at "
-    "once; a product is launch + a FLOPs + b bytes read + c bytes written with coefficients >= 0 (least "
+    "once; a product is launch + a FLOPs + b bytes of each of its parts with coefficients >= 0 (least "
     "relative squares), everything else a non-decreasing curve (pooling adjacent violators)"
 )
 PREFIXES = {

@@ -77,11 +77,17 @@ class _Builder:
 
 
 def local_program(
-    mesh: Mesh, op: Op, inputs: Sequence[TensorType], repeats: int, kept: bool = False, own: bool = False
+    mesh: Mesh,
+    op: Op,
+    inputs: Sequence[TensorType],
+    repeats: int,
+    kept: bool = False,
+    own: bool = False,
+    chain: int = 0,
 ) -> Program:
     """`repeats` times `op` on every device, each with another first operand.
 
-    An operation whose result is like its first operand forms a chain, as activations do; for any other one,
+    An operation whose result is like its first operand forms chains, as activations do; for any other one,
     the first operand is made a moment before, by a multiplication: with the result before where that can be,
     or a runtime makes all operands first, in memory that is in no cache.
 
@@ -89,7 +95,9 @@ def local_program(
       kept: every result is stored, as activations are, else only the last of a chain.
       own: the other operands are variables of their own in every repeat (work that depends on them alone
         cannot be shared), else the same ones.
+      chain: operations of a chain (0: all).
     """
+    length = chain or repeats
     build = _Builder(mesh)
     out = op.infer(*inputs)
     made = (out,) if isinstance(out, TensorType) else out
@@ -99,6 +107,8 @@ def local_program(
     factor = build.read("factor", warming(op, inputs)) if warm else None
     rest = [build.read(f"x_{j}", t) for j, t in enumerate(inputs[1:])]
     for i in range(repeats):
+        if i and chained and i % length == 0:
+            first = build.read(f"first_{i}", inputs[0])
         if i and own:
             rest = [build.read(f"x_{i}_{j}", t) for j, t in enumerate(inputs[1:])]
         if factor is not None:
@@ -110,7 +120,7 @@ def local_program(
         build.code.append(Local((first, *rest), tuple(results), _ORIGIN, op))
         if warm and made[0] == warming(op, inputs):
             factor = results[0]
-        if kept or not chained or i == repeats - 1:
+        if kept or not chained or i == repeats - 1 or (i + 1) % length == 0:
             build.write(f"y_{i}", results[0])
         if chained:
             first = results[0]

@@ -99,7 +99,7 @@ def _what(probe: Probe) -> str:
         return "not seen by the fit"
     if probe.target in COLLECTIVES:
         return "collectives"
-    return {"matmul": "matmuls", "batch": "batched matmuls"}.get(
+    return {"matmul": "matmuls", "batch": "batched matmuls", "matmul.conv": "convolutions"}.get(
         probe.target,
         "element by element" if probe.target.split(".")[0] in ("unary", "binary") else "passes over memory",
     )

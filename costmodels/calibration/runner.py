@@ -1,5 +1,5 @@
-"""Runs probes on a live mesh, of one process or several: interleaved, several rounds, within a budget of
-time, resumable."""
+"""Runs probes on a live mesh, of one process or several: one after the other, each until its steps find their
+memory as the last one left it, as steps of a training do; within a budget of time, resumable."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ def measure(
     """Adds the measurements of `wanted` to `done`, by name; the same ones in every process of the team.
 
     Args:
-      rounds: samples of every probe; neighbouring probes take turns, so that a disturbance hits all of them
-        a little.
+      rounds: samples of every probe.
       seconds: of one sample.
-      budget: seconds after which the rest gets two rounds.
+      budget: seconds after which the rest gets three rounds.
       done: must be equal in all processes.
     """
     left = [p for p in wanted if p.name not in done]
@@ -45,8 +44,9 @@ def measure(
     for batch in _batches(left, 12):
         share = (time.monotonic() - start) / budget
         late = team.told("the time", share > (len(done) + 1) / max(1, len(wanted)))
-        for name, samples, probe in _interleaved(team, batch, 2 if late else rounds, seconds):
-            done[name] = _record(probe, samples)
+        for probe in batch:
+            samples = _samples(team, probe, min(3, rounds) if late else rounds, seconds)
+            done[probe.name] = _record(probe, samples)
         if save is not None:
             save()
         if on_progress is not None:
@@ -58,26 +58,20 @@ def _batches(probes: Sequence[Probe], size: int) -> Iterator[Sequence[Probe]]:
         yield probes[i : i + size]
 
 
-def _interleaved(
-    team: Team, probes: Sequence[Probe], rounds: int, seconds: float
-) -> list[tuple[str, list[Sample], Probe]]:
-    engines = []
+def _samples(team: Team, probe: Probe, rounds: int, seconds: float) -> list[Sample]:
+    engine = team.open(probe.program(team.mesh))
+
+    def step() -> object:
+        return engine.step({})
+
     try:
-        for probe in probes:
-            engine = team.open(probe.program(team.mesh))
-            engines.append(engine)
-            engine.initialize()
-            engine.step({})
-        counts = [steps_for(lambda e=e: e.step({}), seconds) for e in engines]  # type: ignore[misc]
-        steps = team.told("the numbers of steps", counts)
-        found: list[list[Sample]] = [[] for _ in probes]
-        for _ in range(rounds):
-            for engine, n, samples in zip(engines, steps, found, strict=True):
-                samples.append(team.sample(lambda e=engine: e.step({}), n))  # type: ignore[misc]
+        engine.initialize()
+        step()
+        step()
+        (steps,) = team.told("the number of steps", [steps_for(step, seconds)])
+        return [team.sample(step, steps) for _ in range(rounds)]
     finally:
-        for engine in engines:
-            engine.close()
-    return [(p.name, s, p) for p, s in zip(probes, found, strict=True)]
+        engine.close()
 
 
 def _record(probe: Probe, samples: Sequence[Sample]) -> Measurement:

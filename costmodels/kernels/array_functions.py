@@ -7,13 +7,14 @@ memory, a softmax one. Nothing here knows any operation. Hardware whose file has
 is priced by these calls:
 
 (1) seconds of an instruction = sum over its calls of curve(class of the call)(bytes)
-(2) a result that stays costs curve(`kernel.fresh`)(its bytes) more: it needs memory that is in no cache. All
-    other results lie in memory that was in use a moment ago. The outputs of forward operations stay until
-    backward reads them; results inside an operation, and the outputs of backward and update operations, do
-    not
-(3) a matrix product costs curve(`kernel.matmul`)(FLOPs) + curve(`kernel.matmul.operands`)(bytes read:
-    libraries pack them first) + curve(`kernel.matmul.result`)(bytes written); a batch of products takes
-    `kernel.batch` instead
+(2) a result that stays costs curve(`kernel.fresh`)(its bytes) more: it needs memory that is in no cache. The
+    outputs of forward and backward operations stay until others have read them, and other devices' results
+    come in between. Results inside of an operation lie in memory that was in use a moment ago, and so do
+    those of an update: its arrays are all of one size, and each takes the place of the one before
+(3) a matrix product costs curve(`kernel.matmul`)(FLOPs) + curve(`kernel.matmul.PART`)(bytes) of its parts
+    (`PARTS`): libraries pack factors before they multiply, and slower where they read along columns. A batch
+    of products takes `kernel.batch` instead; a convolution `kernel.matmul.conv`, whose first factor are the
+    windows
 (4) what follows from constants alone, up to 100 KB, is computed when a step is traced (TensorFlow's constant
     folding, grappler/optimizers/constant_folding.cc) and costs nothing; nor do scalars: those of a step
     (powers of the step's number, learning rates) are the same for all variables, and common subexpressions
@@ -39,6 +40,14 @@ Seconds = Callable[[float], float]
 _BOOL = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "and", "or"])
 
 
+PARTS = ("operands", "result", "columns", "strides")
+"""Of a product: the first factor, and the result; factors that are read along columns, in rows of less than
+`FAR` bytes and of more (the second factor, of which several rows are packed together, from twice that on)."""
+FAR = 2048
+"""Bytes from one row to the next from which on a column's elements share few places of a cache, and its pages
+few of the table of pages (measured with Eigen's products: 0.8 ns an element below, 3.5 ns from here on)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One array function on one device.
@@ -49,6 +58,7 @@ class Call:
       bytes: read and written.
       flops: of a matrix product, else 0.
       made: bytes of the result.
+      parts: bytes of a matrix product, by `PARTS`.
       final: whether the result is the operation's output.
     """
 
@@ -57,6 +67,7 @@ class Call:
     bytes: float
     flops: float = 0.0
     made: float = 0.0
+    parts: tuple[float, ...] = ()
     final: bool = True
 
 
@@ -114,13 +125,22 @@ class Tally:
         return [*(replace(c, final=False) for c in self.noted[:-1]), *self.noted[-1:]]
 
     def _note(
-        self, op_class: str, shape: Sequence[int], dtype: str, *read: Piece, flops: float = 0.0
+        self,
+        op_class: str,
+        shape: Sequence[int],
+        dtype: str,
+        *read: Piece,
+        flops: float = 0.0,
+        packed: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> Piece:
+        """Of a product, `packed` are bytes by `PARTS`, but for its result."""
         out = Piece(tuple(shape), dtype, all(x.constant for x in read))
         if (out.constant and out.bytes <= _FOLDED) or not any(x.shape for x in (out, *read)):
             return out
         moved = float(out.bytes + sum(x.bytes for x in read))
-        self.noted.append(Call(f"kernel.{op_class}", dtype, moved, flops, float(out.bytes)))
+        first, near, far = packed
+        parts = (first, float(out.bytes), near, far) if flops else ()
+        self.noted.append(Call(f"kernel.{op_class}", dtype, moved, flops, float(out.bytes), parts))
         return replace(out, constant=False)
 
     # -- element by element ----------------------------------------------------------------------------------
@@ -287,9 +307,10 @@ class Tally:
     def conv(self, x: Piece, w: Piece, strides: Sequence[int], dilations: Sequence[int]) -> Piece:
         reach = [(k - 1) * d + 1 for k, d in zip(w.shape, dilations, strict=False)]
         counts = [(n - r) // s + 1 for n, r, s in zip(x.shape[1:], reach, strides, strict=False)]
-        shape = (x.shape[0], *counts, w.shape[-1])
-        flops = 2.0 * math.prod(shape) * math.prod(w.shape[:-1])
-        return self._note("matmul", shape, x.dtype, x, w, flops=flops)
+        shape, taken = (x.shape[0], *counts, w.shape[-1]), math.prod(w.shape[:-1])
+        windows = float(math.prod(shape[:-1]) * taken * itemsize(x.dtype))
+        flops = 2.0 * math.prod(shape) * taken
+        return self._note("matmul.conv", shape, x.dtype, x, w, flops=flops, packed=(windows, 0.0, 0.0))
 
     def _summed(self, x: Piece, term: str, kept: str) -> tuple[Piece, str]:
         axes = [i for i, c in enumerate(term) if c not in kept]
@@ -312,9 +333,29 @@ class Tally:
         a = self._ordered(a, ta, plan.first.letters, sizes)
         b = self._ordered(b, tb, plan.second.letters, sizes)
         shape = tuple(sizes[c] for c in plan.result)
-        batch, inner = (math.prod(sizes[c] for c in part) for part in (plan.batch, plan.summed))
-        flops = 2.0 * math.prod(shape) * inner
-        made = self._note("batch" if batch > 1 else "matmul", shape, a.dtype, a, b, flops=flops)
+        parts = (plan.batch, plan.rows, plan.columns, plan.summed)
+        batch, rows, columns, inner = (math.prod(sizes[c] for c in part) for part in parts)
+        width = itemsize(a.dtype)
+        near = far = 0.0
+        # What is read along columns, and the bytes from one of its rows to the next.
+        for piece, row, limit in (
+            (a, rows if plan.first.transposed else 0, FAR),
+            (b, inner if plan.second.transposed else 0, FAR),
+            (b, 0 if plan.second.transposed else columns, 2 * FAR),
+        ):
+            if row * width >= limit:
+                far += piece.bytes
+            elif limit == FAR and row:
+                near += piece.bytes
+        made = self._note(
+            "batch" if batch > 1 else "matmul",
+            shape,
+            a.dtype,
+            a,
+            b,
+            flops=2.0 * math.prod(shape) * inner,
+            packed=(float(a.bytes), near, far),
+        )
         return self._ordered(made, plan.result, out, sizes)
 
     def _multiplied(self, x: Piece, y: Piece, tx: str, ty: str, out: str, sizes: dict[str, int]) -> Piece:
@@ -358,21 +399,22 @@ def _repeated(shape: tuple[int, ...], own: tuple[int, ...]) -> str:
 
 
 def _place(shape: tuple[int, ...], axes: Sequence[int]) -> str:
-    """Where the reduced axes lie: 'inner', 'outer', or 'mixed'."""
+    """Where the reduced axes lie: 'inner', 'outer', 'middle' (between what is kept), 'mixed' (around it), or
+    'apart' (several times in turn)."""
     runs: list[bool] = []
     for i, n in enumerate(shape):
         if n > 1 and (not runs or runs[-1] != (i in axes)):
             runs.append(i in axes)
     if len(runs) <= 2:
         return "outer" if runs[:1] == [True] and len(runs) == 2 else "inner"
-    return "mixed"
+    return "apart" if len(runs) > 3 else "mixed" if runs[0] else "middle"
 
 
 def call_seconds(call: Call, curve: Callable[[str], Seconds | None], stays: bool = True) -> float:
     """Equations (1) to (3); `curve` gives the curve of a class, or None.
 
     Args:
-      stays: whether the operation's output stays after its reader, equation (2).
+      stays: whether the operation's output stays, equation (2).
 
     Raises:
       KeyError: there is no curve for any prefix of the class.
@@ -384,8 +426,8 @@ def call_seconds(call: Call, curve: Callable[[str], Seconds | None], stays: bool
     if own is None:
         raise KeyError(call.op_class)
     seconds = own(call.flops) if call.flops else own(call.bytes)
-    for part, moved in (("operands", call.bytes - call.made), ("result", call.made)) if call.flops else ():
-        if (more := curve(f"{name}.{part}")) is not None:
+    for part, moved in zip(PARTS, call.parts, strict=False):
+        if moved and (more := curve(f"{name}.{part}")) is not None:
             seconds += more(moved)
     if stays and call.final and (fresh := curve("kernel.fresh")) is not None:
         seconds += fresh(call.made)

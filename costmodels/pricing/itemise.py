@@ -206,7 +206,7 @@ class Itemiser:
             return Computed(quantity, quantity.flops)
         inputs, outputs = tuple(map(local, instr.inputs)), tuple(map(local, instr.outputs))
         split = split_names(map(find, (*instr.inputs, *instr.outputs)))
-        found = Called(instr.op, inputs, outputs, split, instr.origin.phase == "forward", quantity)
+        found = Called(instr.op, inputs, outputs, split, stays(instr.origin.phase), quantity)
         try:
             array_functions(found)
         except NoArrayFunctionError as error:
@@ -239,6 +239,11 @@ def of_collective(instr: Collective, sending: Sending, pieces: Sequence[int], me
         not sending.parts,
         max(1, instr.crossings(n)) if isinstance(instr, Permute) else 1,
     )
+
+
+def stays(phase: str) -> bool:
+    """Whether the results of a phase stay (`costmodels.kernels.array_functions`, equation (2))."""
+    return phase != "update"
 
 
 def split_names(values: Iterable[Value | Placed]) -> frozenset[str]:

@@ -16,7 +16,16 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from costmodels.kernels.groups import Group, VariableCast
-from costmodels.pricing.itemise import Itemiser, Placed, Sending, Stack, Unit, of_collective, split_names
+from costmodels.pricing.itemise import (
+    Itemiser,
+    Placed,
+    Sending,
+    Stack,
+    Unit,
+    of_collective,
+    split_names,
+    stays,
+)
 from costmodels.pricing.items import Item
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
@@ -162,7 +171,7 @@ def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
     if isinstance(unit, Group | VariableCast):
         return unit.signature()
     if isinstance(unit, Local):
-        what = unit.op, len(unit.inputs), unit.origin.phase == "forward"
+        what = unit.op, len(unit.inputs), stays(unit.origin.phase)
         return what, (*unit.inputs, *unit.outputs)
     if isinstance(unit, Stack):
         return ("stack", unit.passes, unit.zeroed), (unit.value,)

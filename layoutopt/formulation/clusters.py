@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
+from costmodels.pricing.itemise import stays
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Touched
@@ -128,13 +129,13 @@ class _Builder:
                 node.op.variable.slot_of is None if isinstance(node.op, Assign) else isinstance(node.op, Scan)
             )
             switches = self._switches(node)
-            # On a calibrated machine a result costs more where it stays: in forward, until backward reads it.
-            stays = node.phase == "forward"
+            # On a calibrated machine a result costs more where it stays: until others have read it.
+            kept = stays(node.phase)
             kernel = self._kernel(node, inside)
             times = self.dependencies.times(node)
             anyway = tuple(i in self.moved_anyway(node) for i in node.inputs)
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
-            how = (switches, stays, kernel, anyway, totalled)
+            how = (switches, kept, kernel, anyway, totalled)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from costmodels.kernels.array_functions import Call, NoArrayFunctionError, call_seconds, calls
+from costmodels.kernels.array_functions import PARTS, Call, NoArrayFunctionError, call_seconds, calls
 from mesh_tf_core import Dim, Shape
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ops.basic import Scale
 from mesh_tf_core.ops.binary import Binary, Where
+from mesh_tf_core.ops.conv import Conv
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.norm import Normalize
 from mesh_tf_core.ops.reduce import Reduce
 from mesh_tf_core.ops.softmax import Softmax
+from mesh_tf_core.ops.windows import Window
 
 A, B, C = Dim("a", 8), Dim("b", 16), Dim("c", 4)
 
@@ -38,6 +42,8 @@ def classes(op, *inputs: TensorType) -> list[str]:
         (Reduce("sum", ("b",)), (tensor(A, B),), ["reduce.inner"]),
         (Reduce("sum", ("a",)), (tensor(A, B),), ["reduce.outer"]),
         (Reduce("sum", ("a", "c")), (tensor(A, B, C),), ["reduce.mixed"]),
+        (Reduce("sum", ("b",)), (tensor(A, B, C),), ["reduce.middle"]),
+        (Reduce("sum", ("b", "d")), (tensor(A, B, C, Dim("d", 3)),), ["reduce.apart"]),
         (Softmax("b"), (tensor(A, B),), ["softmax"]),
         (Where(), (tensor(B, dtype="bool"), tensor(A, B), tensor()), ["where.row"]),
         (Where(), (tensor(A, B, dtype="bool"), tensor(A, B), tensor()), ["where.scalar"]),
@@ -94,10 +100,46 @@ def test_only_what_stays_needs_fresh_memory():
     assert call_seconds(inner, curve, stays=True) == 10.0
 
 
-def test_a_product_pays_flops_operands_and_result():
-    curve = seconds(kernel_matmul=1.0, kernel_matmul_operands=10.0, kernel_matmul_result=100.0)
-    call = Call("kernel.matmul", "float32", 7.0, flops=3.0, made=2.0, final=False)
-    assert call_seconds(call, curve) == 3.0 + 50.0 + 200.0
+def test_a_product_pays_flops_and_its_parts():
+    parts = {f"kernel_matmul_{part}": 10.0 ** (1 + i) for i, part in enumerate(PARTS)}
+    call = Call("kernel.matmul", "float32", 7.0, flops=3.0, made=2.0, parts=(5.0, 2.0, 1.0, 4.0), final=False)
+    assert call_seconds(call, seconds(kernel_matmul=1.0, **parts)) == 3.0 + 50.0 + 200.0 + 1000.0 + 40000.0
+    assert call_seconds(call, seconds(kernel_matmul=1.0)) == 3.0, "a profile of before has no such curves"
+
+
+def parts_of(out: Sequence[str], *terms: str, **sizes: int) -> tuple[float, ...]:
+    dims = {name: Dim(name, n) for name, n in sizes.items()}
+    inputs = [TensorType(Shape([dims[n] for n in term]), "float32") for term in terms]
+    op = Einsum(Shape([dims[n] for n in out]))
+    (found,) = calls(op, inputs, (op.infer(*inputs),), frozenset())
+    return found.parts
+
+
+def test_a_factor_that_lies_transposed_is_read_along_columns():
+    """Forward, gradient of the activations, gradient of the weights: m x k x n."""
+    small = {"m": 64, "k": 32, "n": 16}
+    m, k, n = (4.0 * x for x in small.values())
+    assert parts_of("mn", "mk", "kn", **small) == (m * 32, m * 16, 0.0, 0.0)
+    assert parts_of("mn", "mk", "nk", **small) == (m * 32, m * 16, n * 32, 0.0)
+    assert parts_of("kn", "mk", "mn", **small) == (k * 64, k * 16, k * 64, 0.0)
+    assert parts_of("zmn", "zmk", "znk", z=2, **small) == (2 * m * 32, 2 * m * 16, 2 * n * 32, 0.0)
+
+
+def test_long_rows_read_along_columns_are_far_apart():
+    """Rows of 2 KB; of a second factor that lies as it should, of which rows are packed together, of 4 KB."""
+    assert parts_of("mn", "mk", "nk", m=4, k=511, n=8)[2:] == (4.0 * 511 * 8, 0.0)
+    assert parts_of("mn", "mk", "nk", m=4, k=512, n=8)[2:] == (0.0, 4.0 * 512 * 8)
+    assert parts_of("mn", "mk", "kn", m=4, k=8, n=1023)[2:] == (0.0, 0.0)
+    assert parts_of("mn", "mk", "kn", m=4, k=8, n=1024)[2:] == (0.0, 4.0 * 8 * 1024)
+
+
+def test_a_convolution_packs_its_windows():
+    x, w = tensor(B, Dim("y", 10), Dim("x", 11), C), tensor(Dim("v", 3), Dim("u", 5), C, Dim("o", 7))
+    op = Conv((Window("y", 3, 1, 1, 0, 0), Window("x", 5, 2, 1, 0, 0)), ("v", "u"), C.name)
+    (found,) = calls(op, (x, w), (op.infer(x, w),), frozenset())
+    places, taken = B.size * 8 * 4, 3 * 5 * C.size
+    assert (found.op_class, found.flops) == ("kernel.matmul.conv", 2.0 * places * taken * 7)
+    assert found.parts == (4.0 * places * taken, 4.0 * places * 7, 0.0, 0.0)
 
 
 def test_an_array_function_that_is_not_known_is_said():
