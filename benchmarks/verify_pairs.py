@@ -7,7 +7,7 @@ from typing import Any
 
 LANGUAGE, EXPERTS = "examples/transformer_lm.py", "examples/moe_lm.py"
 PAIRED, BERT = "examples/transformer_seq2seq.py", "examples/bert.py"
-MLP, RESNET = "examples/mlp.py", "examples/resnet.py"
+MLP, RESNET, UNET = "examples/mlp.py", "examples/resnet.py", "examples/unet3d.py"
 
 MEDIUM = {
     "layers": 8,
@@ -57,6 +57,7 @@ def large(topology: str, batch: int) -> Pair:
 
 
 MIXTURE = {"layers": 4, "experts": 8, "batch": 32}
+VOLUMES = {"batch": 16, "size": 64, "channels": 32}
 IMAGES = {"batch": 256, "size": 64, "channels": 128, "dtype": "bfloat16"}
 
 PAIRS = (
@@ -84,4 +85,19 @@ PAIRS = (
     large("v4:4x4x4", 64),
     large("v5p:4x4x4", 128),
     large("v6e:8x8", 128),
+    # Small models: most kernels take as long as their start.
+    Pair("v5e:2x4", EIGHT, DATA),
+    Pair("v5p:2x2x2", TWO_FOUR, SPLIT, {"dtype": "bfloat16"}),
+    Pair("v6e:2x4", EIGHT, DATA, {}, MLP),
+    Pair("v5e:2x4", EIGHT, DATA + ";experts:data", {}, EXPERTS),
+    Pair("v6e:2x4", EIGHT, DATA, {}, RESNET),
+    # Long texts.
+    medium("v5p:2x2x2", TWO_FOUR, SPLIT, length=8192, batch=4, layers=4),
+    medium("v6e:2x4", EIGHT, DATA, stage=3, length=8192, batch=8, layers=4, d_kv=128, heads=8),
+    # Channels from 16 to 256, in two and three dimensions.
+    Pair("v5p:2x2x2", EIGHT, DATA, {"batch": 256, "size": 32, "channels": 64, "dtype": "bfloat16"}, RESNET),
+    Pair("v5e:2x4", EIGHT, DATA, {"batch": 32, "size": 32, "channels": 16, "dtype": "bfloat16"}, UNET),
+    Pair("v4:2x2x2", "data:4;slabs:2", DATA + ";depth:slabs", VOLUMES, UNET),
+    medium("v4:2x2x2", EIGHT, DATA + ";experts:data", EXPERTS, **MIXTURE),
+    medium("v6e:2x4", TWO_FOUR, SPLIT + ";experts:data", EXPERTS, **{**MIXTURE, "d_kv": 128, "heads": 8}),
 )

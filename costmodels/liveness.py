@@ -12,18 +12,23 @@ Where the compiler fuses (`costmodels.kernels.fused`)
       stack: its readers read the stack;
   (5) what a loop stacks twice, under two names, is stacked once;
   (6) the casts that loops make of a variable's parts are made at once, and held from the first loop to the
-      last.
+      last;
+  (7) a TPU lays arrays out in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import fusion_of
+from costmodels.kernels.quantities import tiling
 from mesh_tf_core.ir.liveness import Held, Liveness
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
+from mesh_tf_core.ir.values import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +68,35 @@ class Memory:
     variables: int
 
 
-def memory(program: Program, fuses: bool = False, kernels: Fused | None = None) -> Memory:
+def memory(
+    program: Program, fuses: bool = False, kernels: Fused | None = None, tiles: bool = False
+) -> Memory:
     """Walks the program once; bytes of one device.
 
     Args:
       fuses: the compiler makes kernels of several operations (`Hardware.fuses`).
       kernels: those of `fused(program)`, where they are known.
+      tiles: arrays lie in tiles (`Hardware.tiles`).
     """
-    return _Walk(program, fuses, kernels).run()
+    return _Walk(program, fuses, kernels, tiles).run()
+
+
+SMALL = 1 << 16
+"""Bytes of arrays whose tiles are not counted: they add nothing to a peak."""
+
+Tiles: TypeAlias = "frozenset[frozenset[str]] | None"
+"""`Fusion.regrouped` where arrays lie in tiles, None where they do not."""
+
+
+def tiles_of(program: Program, tiles: bool) -> Tiles:
+    """What `held_bytes` needs to know of a program."""
+    return fusion_of(program).regrouped if tiles else None
+
+
+def held_bytes(value: Value, mesh: Mesh, tiles: Tiles) -> int:
+    """Bytes that one device's piece of a value takes, rule (7)."""
+    size = value.local_bytes(mesh)
+    return size if tiles is None or size < SMALL else round(size * tiling(value.local(mesh).shape, tiles))
 
 
 @dataclass
@@ -145,9 +171,12 @@ def kernel_memory(
 
 
 class _Walk:
-    def __init__(self, program: Program, fuses: bool, kernels: Fused | None = None) -> None:
-        self.program = program
-        self.stored = {name: _bytes(program, name) for name in program.variables}
+    def __init__(self, program: Program, fuses: bool, kernels: Fused | None, tiles: bool) -> None:
+        self.program, self.tiles = program, tiles_of(program, tiles)
+        self.stored = {
+            name: held_bytes(stored.value, program.mesh, self.tiles)
+            for name, stored in program.variables.items()
+        }
         self.resident = sum(self.stored.values())
         self.born: dict[int, Origin] = {}
         self.points: list[Point] = []
@@ -190,7 +219,7 @@ class _Walk:
         now.ends(instr)
 
     def _size(self, id: int) -> int:
-        return self.program.values[id].local_bytes(self.program.mesh)
+        return held_bytes(self.program.values[id], self.program.mesh, self.tiles)
 
     def _copies(self, casts: Iterable[tuple[int, Local, int, int]]) -> dict[int, _Copies]:
         """What rule (6) holds, by the first cast of every variable."""
@@ -246,7 +275,3 @@ def _within(instr: Instr) -> Iterator[Instr]:
         yield instr
         for inner in instr.body:
             yield from _within(inner) if isinstance(inner, Loop) else (inner,)
-
-
-def _bytes(program: Program, name: str) -> int:
-    return program.variables[name].value.local_bytes(program.mesh)

@@ -50,7 +50,8 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> Memory:
-        return memory(self.program, self.prices.itemiser.fuses, self._kernels)
+        itemiser = self.prices.itemiser
+        return memory(self.program, itemiser.fuses, self._kernels, itemiser.tiles)
 
     @property
     def predicted(self) -> Predicted:

@@ -111,6 +111,8 @@ class Chip:
     `attention_efficiency`: of kernels that compute attention as one; None: as any product.
     `published_mfu`: the most that a published run reached (`costmodels.utilisation`, from its seconds); no
     price reads it, plans are held against it. None: no run is known.
+    `tap_time`: seconds in which one device adds an element of what one tap of a convolution makes, with
+    channels padded to the lanes.
     """
 
     devices: Count
@@ -131,6 +133,7 @@ class Chip:
     unaligned_efficiency: PositiveFraction | None = None
     attention_efficiency: ByHead | None = None
     published_mfu: PositiveFraction | None = None
+    tap_time: Time | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +282,11 @@ class Hardware:
     compute_curves: tuple[ComputeCurve, ...] = ()
     calibration: Calibration | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def tiles(self) -> bool:
+        """Whether arrays lie in tiles of its registers (`costmodels.kernels.quantities.tiling`)."""
+        return self.chip.registers is not None
 
     @cached_property
     def devices_per_chip(self) -> int:

@@ -6,7 +6,9 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
     file says what is sustained; of attention in one kernel, FLOPs / (peak(dtype) · efficiency(head)), where
     it says that: below the smallest head that was measured, the softmax bounds the kernel, and the efficiency
     falls with the head's size. A product of matrices whose rows begin at odd elements reaches
-    `unaligned_efficiency` of the rate, where the file has one
+    `unaligned_efficiency` of the rate, where the file has one. Without an efficiency of attention, a kernel
+    that works on blocks (`Op.blocked`) takes its products and its vector operations / vector rate, one after the
+    other; around it, its operands and results pass through the registers
 (3) TPU padding: n and k to the width of the matrix unit, m to sublanes, in the better of the two orientations
 (4) GPU padding: tiles = ceil(m / tile) · ceil(n / tile) · batch run in waves of one tile per multiprocessor;
     the last wave takes as long as a full one; the tile is the best of the whole one and its halves
@@ -15,7 +17,7 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
     product runs beside it: the longer of both counts
 (6) memory seconds = bytes / (bandwidth · efficiency). Without a product + elements · element time, when the
     file has one: values are not brought through the registers while others are waited for; with a product
-    they are, and the longest counts
+    they are, and the longest counts; of a convolution also what its taps make: padded elements · tap time
 (7) virtual devices share cores: everything takes max(1, devices / cores) times as long
 (8) measured: t = max(curve(FLOPs or bytes) · contention / contention then, FLOPs / peak, memory seconds)
 
@@ -48,6 +50,10 @@ class Quantity:
       vector: FLOPs of the element-wise work that is fused with a product, beside `flops`.
       elements: of the largest array that its element-wise work and reductions pass over.
       unaligned: rows of an operand or of the result, of 2 bytes an element, have an odd number of them.
+      added: rows and width of the partial results of a convolution (`Op.added`).
+      blocked: FLOPs, vector operations and elements handed over of a kernel that works on blocks
+        (`Op.blocked`).
+      tiled: bytes and elements as they lie in tiles; None where that is no more.
     """
 
     flops: float
@@ -58,6 +64,9 @@ class Quantity:
     vector: float = 0.0
     elements: int = 0
     unaligned: bool = False
+    added: tuple[int, int] | None = None
+    blocked: tuple[float, float, float] | None = None
+    tiled: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.bytes < 0:
@@ -103,31 +112,43 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
     curve = _curve(hardware, quantity)
     if curve is not None:
         return _measured(hardware, quantity, curve, contention, memory)
+    in_turn = False
     padding, flops, where = (
         1.0,
         contention * _vector_seconds(hardware, _reached(hardware, quantity)),
         "vector",
     )
     if quantity.op_class in MATMUL_CLASSES:
-        efficiency = _attention(hardware, quantity)
+        efficiency, beside = _attention(hardware, quantity), 0.0
         padding = 1.0 if efficiency else padding_ratio(hardware.chip.matrix_unit, quantity)
         padded = quantity.flops * padding
+        if quantity.blocked and not efficiency and hardware.chip.vector_flops is not None:
+            in_turn, (blocks, beside, handed) = True, quantity.blocked
+            padded = blocks * padding
+            memory += contention * _handing_seconds(hardware, handed)
         efficiency = efficiency or _efficiency(hardware, padded) * _sustained(hardware, quantity)
         rate = hardware.peak_flops(quantity.dtype) * efficiency
-        product = contention * padded / rate
+        product = contention * (padded / rate + _vector_seconds(hardware, beside))
         if product <= flops or hardware.chip.vector_flops is None:
             flops, where = product, f"x {padding:.3g} of padding, at {rate / 1e12:.4g} TFLOP/s"
+            if beside:
+                where += f" in {padded:.4g} FLOPs of blocks, and {beside:.4g} of their softmax"
         fused = contention * _vector_seconds(hardware, quantity.vector)
         if fused > flops:
             flops, where = fused, "fused"
         passing = contention * _passing_seconds(hardware, quantity)
         if passing > flops:
             flops, where = passing, "passing"
+        adding = contention * _adding_seconds(hardware, quantity)
+        if adding > flops:
+            flops, where = adding, "at the rate at which the partial results of taps are added"
     else:
         memory += contention * _passing_seconds(hardware, quantity)
     launch = contention * hardware.chip.launch_overhead.value
     bound = "launch" if launch > max(flops, memory) else "flops" if flops >= memory else "memory"
     seconds, interval = launch + max(flops, memory), hardware.chip.launch_interval
+    if in_turn:
+        seconds = launch + flops + memory
     words = (
         f"{launch * 1e6:.3g} us launch + max({flops * 1e6:.4g} us for {_work(hardware, quantity, where)}; "
         f"{memory * 1e6:.4g} us for {_moved(hardware, quantity)})"
@@ -154,7 +175,7 @@ def _work(hardware: Hardware, quantity: Quantity, where: str) -> str:
 
 def _moved(hardware: Hardware, quantity: Quantity) -> str:
     """What memory seconds consist of."""
-    words = f"{quantity.bytes:.4g} bytes at {_reachable(hardware) / 1e9:.4g} GB/s"
+    words = f"{_laid(hardware, quantity)[0]:.4g} bytes at {_reachable(hardware) / 1e9:.4g} GB/s"
     if _passing_seconds(hardware, quantity) and quantity.op_class not in MATMUL_CLASSES:
         words += f" and {_passed(hardware, quantity)}"
     return words
@@ -163,7 +184,7 @@ def _moved(hardware: Hardware, quantity: Quantity) -> str:
 def _passed(hardware: Hardware, quantity: Quantity) -> str:
     time = hardware.chip.element_time
     rate = f" at {time.value * 1e12:.3g} ps" if time else ""
-    return f"{quantity.elements:.4g} elements through registers{rate}"
+    return f"{_laid(hardware, quantity)[1]:.4g} elements through registers{rate}"
 
 
 def _reached(hardware: Hardware, quantity: Quantity) -> float:
@@ -184,7 +205,29 @@ def _vector_seconds(hardware: Hardware, flops: float) -> float:
 def _passing_seconds(hardware: Hardware, quantity: Quantity) -> float:
     """Of equation (6): elements through the registers; 0 when the file does not say how long one takes."""
     time = hardware.chip.element_time
-    return 0.0 if time is None else quantity.elements * time.value
+    return 0.0 if time is None else _laid(hardware, quantity)[1] * time.value
+
+
+def _handing_seconds(hardware: Hardware, elements: float) -> float:
+    """Of equation (2): elements written once more, through the registers, around a kernel."""
+    time = hardware.chip.element_time
+    return 0.0 if time is None else elements * time.value
+
+
+def _laid(hardware: Hardware, quantity: Quantity) -> tuple[float, float]:
+    """Bytes and elements as they lie in memory and registers: in tiles where the file has such registers."""
+    if quantity.tiled is None or not hardware.tiles:
+        return quantity.bytes, quantity.elements
+    return quantity.tiled
+
+
+def _adding_seconds(hardware: Hardware, quantity: Quantity) -> float:
+    """Of equation (6): what the taps of a convolution make; 0 when the file has no time for it."""
+    time, registers = hardware.chip.tap_time, hardware.chip.registers
+    if time is None or registers is None or quantity.added is None:
+        return 0.0
+    rows, width = quantity.added
+    return rows * _up(width, registers.lanes.value) * time.value
 
 
 def padding_ratio(unit: MatrixUnit, quantity: Quantity) -> float:
@@ -241,7 +284,7 @@ def _attention(hardware: Hardware, quantity: Quantity) -> float | None:
 
 
 def _memory_seconds(hardware: Hardware, quantity: Quantity) -> float:
-    return quantity.bytes / _reachable(hardware)
+    return _laid(hardware, quantity)[0] / _reachable(hardware)
 
 
 def _reachable(hardware: Hardware) -> float:

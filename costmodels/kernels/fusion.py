@@ -46,6 +46,7 @@ class Fusion:
       remade: tensors that are casts by rule (6) -> the dtype that they are read in.
       aliases: free nodes by whose names groups read what they read under another one, too -> these groups. A
         kernel reads it once.
+      regrouped: names of dimensions that are one dimension in other tensors.
     """
 
     group: Mapping[int, int] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class Fusion:
     stored: frozenset[int] = frozenset()
     remade: Mapping[int, str] = field(default_factory=dict)
     aliases: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    regrouped: frozenset[frozenset[str]] = frozenset()
 
 
 FREE, PRODUCT, MAP, REDUCE, ALONE = "free", "product", "map", "reduce", "alone"
@@ -118,7 +120,9 @@ class _Groups:
             self._visit(node)
         groups = {n: self._root(n) for n in self.fuses}
         self._between(groups)
-        return Fusion(groups, *self._leaving(), frozenset(self.stored), self.remade, self._aliases())
+        regrouped = frozenset(names for node in self.nodes for names in self._regrouped(node))
+        stored, aliases = frozenset(self.stored), self._aliases()
+        return Fusion(groups, *self._leaving(), stored, self.remade, aliases, regrouped)
 
     def _remade(self) -> dict[int, str]:
         """Rule (6): of arrays that nobody needs but operations of their own block."""
@@ -142,6 +146,13 @@ class _Groups:
             if wider and tensor(o).shape and o not in others and phases[o] - {node.phase}:
                 found[o] = old
         return found
+
+    def _regrouped(self, node: Node) -> Iterable[frozenset[str]]:
+        """Dimensions that a reshape makes one of, or makes of one."""
+        if node.op.free and node.op.regroups:
+            before, after = (self.graph.tensor(i).shape for i in (node.inputs[0], node.outputs[0]))
+            one, other = before.without(*after.names).names, after.without(*before.names).names
+            yield from (frozenset(some) for some, rest in ((one, other), (other, one)) if len(rest) == 1)
 
     def _aliases(self) -> dict[int, frozenset[int]]:
         named: dict[tuple[int, int], set[int]] = defaultdict(set)

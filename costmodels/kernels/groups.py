@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 
 from costmodels.kernels.fusion import PRODUCT, REDUCE, Fusion, fusion_of, role
 from costmodels.kernels.partition import Kernel, Key, Partition, Sizes, Step, Types
-from costmodels.kernels.quantities import Part, flops_of, parts_of
+from costmodels.kernels.quantities import Part, flops_of, parts_of, tiling
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Slice
@@ -151,7 +151,7 @@ class Group:
             parts.append((instr.op, kind, inputs, outside, tuple(map(called, instr.outputs))))
         needed = tuple((self._needed(o), o in context.stacked) for i in self.instrs for o in i.outputs)
         widths = tuple(context.width(i, self.casts) for i in number)
-        return (tuple(parts), needed, widths), tuple(number)
+        return (tuple(parts), needed, widths, context.fusion.regrouped), tuple(number)
 
     @cached_property
     def _widths(self) -> dict[int, int]:
@@ -177,7 +177,26 @@ class Group:
                 flops.append(part.flops)
                 elements.append(0 if whole else part.elements)
                 bytes[instr.outputs[0], part.output] = 0 if whole else part.bytes
-        return Sizes(bytes, flops, elements)
+        return Sizes(bytes, flops, elements, self._tiles(parts, types, elements))
+
+    def _tiles(
+        self, parts: Sequence[Sequence[Part]], types: Mapping[int, TensorType], elements: Sequence[int]
+    ) -> tuple[Mapping[Key, float], Sequence[float]] | None:
+        """`Sizes.tiles`."""
+        regrouped = self.context.fusion.regrouped
+        wastes = ((v, tiling(t.shape, regrouped)) for v, t in types.items())
+        found: dict[Key, float] = {v: more for v, more in wastes if more > 1}
+        if not found:
+            return None
+        padded: list[float] = []
+        rest = iter(elements)
+        for instr, steps in zip(self.instrs, parts, strict=True):
+            values = (*instr.inputs, *instr.outputs)
+            most = max(values, key=lambda v: types[v].shape.size)
+            more = found.get(most, 1.0)
+            padded += [next(rest) * more for _ in steps or (instr,)]
+            found.update(dict.fromkeys(((instr.outputs[0], p.output) for p in steps), more))
+        return found, padded
 
     def _partitioned(self, parts: Sequence[Sequence[Part]]) -> Partition:
         """Its steps in their kernels, rules (1) and (2)."""

@@ -32,6 +32,7 @@ class Kernel:
       vector: FLOPs of all but the product.
       reduces: whether a reduction is among them.
       elements: of the largest array that it works on.
+      tiled: bytes moved and elements as they lie in tiles (`Sizes.tiles`); None where that is the same.
     """
 
     instrs: tuple[Local, ...]
@@ -42,6 +43,7 @@ class Kernel:
     vector: float
     reduces: bool
     elements: int
+    tiled: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,11 +60,17 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What a partition follows from besides its steps: the bytes of every value; by step its FLOPs and the
-    elements of the largest array that it works on."""
+    elements of the largest array that it works on.
+
+    Attributes:
+      tiles: how much more than its bytes a value takes in tiles, where that is more; by step, elements in
+        tiles.
+    """
 
     bytes: Mapping[Key, int]
     flops: Sequence[float]
     elements: Sequence[int]
+    tiles: tuple[Mapping[Key, float], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,13 @@ class Partition:
             read, written = sum([sizes.bytes[k] for k in reads]), sum([sizes.bytes[k] for k in makes])
             vector = sum([sizes.flops[i] for i in runs if self.steps[i].kind != PRODUCT], 0.0)
             most = max([sizes.elements[i] for i in runs])
-            found.append(Kernel(instrs, ends, product, float(read), float(written), vector, reduces, most))
+            tiled = None
+            if sizes.tiles is not None:
+                more, elements = sizes.tiles
+                moved = sum([sizes.bytes[k] * more.get(k, 1.0) for k in (*reads, *makes)])
+                tiled = moved, max([elements[i] for i in runs])
+            whole = float(read), float(written), vector, reduces, most, tiled
+            found.append(Kernel(instrs, ends, product, *whole))
         return found
 
     @cached_property

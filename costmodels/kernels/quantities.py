@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
 
@@ -13,6 +13,7 @@ from costmodels.kernels.compute import MATMUL_CLASSES, Quantity
 from costmodels.kernels.fusion import FREE, role
 from costmodels.kernels.partition import Kernel, Types
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Local
@@ -27,6 +28,25 @@ def flops_of(op: Op, inputs: Sequence[TensorType]) -> float:
             f"operation {type(op).__name__}: flops gave {found!r}; it must give a finite number, at least 0"
         )
     return float(found)
+
+
+LANES = 128
+"""Of the tiles in which a TPU's memory and registers hold arrays (jax-ml/scaling-book tpus.md @54e2c43)."""
+
+
+@lru_cache(maxsize=1 << 16)
+def tiling(shape: Shape, regrouped: frozenset[frozenset[str]] = frozenset()) -> float:
+    """How much more an array takes in tiles than its elements: one dimension lies along the lanes, which are
+    filled up. The compiler takes the one that wastes least; all of some names that are one dimension in other
+    tensors (`regrouped`) count as one.
+
+    Rows of a tile are not filled up: the compiler has lower tiles for few rows.
+    """
+    sizes = [*shape.sizes] or [LANES]
+    for names in regrouped:
+        if names <= set(shape.names):
+            sizes.append(math.prod(shape.dim(n).size for n in names))
+    return min(math.ceil(size / LANES) * LANES / size for size in sizes)
 
 
 def of_local(instr: Local, local: Types) -> Quantity:
@@ -47,7 +67,17 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     most = max((t.shape.size for t in worked), default=0)
     flops, dtype = flops_of(op, inputs), (inputs or outputs)[0].dtype
     odd = kind == "matmul" and any(_odd(t) for t in (*inputs, *outputs))
-    return Quantity(flops, op.moved(inputs, outputs), kind, dtype, matmul, elements=most, unaligned=odd)
+    return Quantity(
+        flops,
+        op.moved(inputs, outputs),
+        kind,
+        dtype,
+        matmul,
+        elements=most,
+        unaligned=odd,
+        added=op.added(*inputs),
+        blocked=op.blocked(*inputs),
+    )
 
 
 def _odd(type: TensorType) -> bool:
@@ -103,12 +133,12 @@ def of_kernel(kernel: Kernel, local: Types) -> Quantity:
         first = kernel.instrs[0]
         dtype = local((*first.inputs, *first.outputs)[0]).dtype
         what = "reduce" if kernel.reduces else "elementwise"
-        return Quantity(kernel.vector, moved, what, dtype, elements=kernel.elements)
+        return Quantity(kernel.vector, moved, what, dtype, elements=kernel.elements, tiled=kernel.tiled)
     own = of_local(kernel.product, local)
     flops, vector, most = own.flops, kernel.vector, kernel.elements
     if own.op_class not in MATMUL_CLASSES:
         flops, vector, most = flops + vector, own.vector, max(own.elements, most)
-    return Quantity(flops, moved, own.op_class, own.dtype, own.matmul_dims, vector, most, own.unaligned)
+    return replace(own, flops=flops, bytes=moved, vector=vector, elements=most, tiled=kernel.tiled)
 
 
 def of_stack(type: TensorType, passes: int, zeroed: bool) -> Quantity:
@@ -118,6 +148,6 @@ def of_stack(type: TensorType, passes: int, zeroed: bool) -> Quantity:
       passes: how often its bytes are written.
       zeroed: it is first set to zero, through the registers.
     """
-    return Quantity(
-        0.0, float(passes * type.bytes), "data", type.dtype, elements=type.shape.size if zeroed else 0
-    )
+    more, elements = tiling(type.shape), type.shape.size if zeroed else 0
+    tiled = (passes * type.bytes * more, elements * more) if more > 1 else None
+    return Quantity(0.0, float(passes * type.bytes), "data", type.dtype, elements=elements, tiled=tiled)

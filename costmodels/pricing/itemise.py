@@ -101,12 +101,14 @@ class Itemiser:
       in_parts: that engine is one process.
       fuses: operations are priced as the kernels that a compiler makes of them.
       overlaps: the class of a collective matters.
+      tiles: arrays lie in tiles.
     """
 
     op_by_op: bool
     in_parts: bool
     fuses: bool
     overlaps: bool
+    tiles: bool = False
 
     @classmethod
     def of(cls, hardware: Hardware) -> Itemiser:
@@ -117,6 +119,7 @@ class Itemiser:
             op_by_op and hardware.devices_per_process is None,
             hardware.fuses and not op_by_op,
             bool(hardware.overlap),
+            hardware.tiles and not op_by_op,
         )
 
     def kernels(self, program: Program, again: bool = False) -> Fused | None:

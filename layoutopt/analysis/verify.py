@@ -4,7 +4,8 @@ The compiler may merge equal collectives, let several travel as one, and write a
 all-reduce and a slice. So collectives are compared by what they move: for every group size, the bytes that a
 device puts into sums (all-reduce and reduce-scatter together), gathers, exchanges and permutations.
 
-(1) compute seconds of the compiler = sum of its cycle estimates / clock (`costmodels.calibration.tpus`)
+(1) compute seconds of the compiler = sum of its cycle estimates / clock (`costmodels.calibration.tpus`). It
+    estimates nothing of attention in a library's kernel: that is left out on both sides
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 
 from costmodels.calibration.tpus import GENERATIONS, Generation
 from costmodels.hardware import Hardware
+from costmodels.kernels.compute import compute_cost
+from costmodels.pricing.items import Computed
+from costmodels.pricing.lines import Cost
 from layoutopt.evaluator import Evaluation
 from mesh_tf_core.engines.jax.compile import Refusal, compile_for
 from mesh_tf_core.engines.jax.hlo import Found, read
@@ -67,6 +71,7 @@ class Compiled:
       peak_bytes: most bytes of a device that hold values at any moment; `allocated_bytes` are reserved.
       compute_seconds: by its own cycle estimates, without communication.
       unknown_loops: loops whose iterations could not be counted (their bodies count once).
+      libraries: runs of kernels that a library wrote, of which `compute_seconds` has nothing.
       text: the compiled HLO.
     """
 
@@ -75,15 +80,21 @@ class Compiled:
     allocated_bytes: int
     compute_seconds: float
     unknown_loops: int
+    libraries: int
     compile_seconds: float
     text: str
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A program beside the compiler's version of it; `refusal` if there is none."""
+    """A program beside the compiler's version of it; `refusal` if there is none.
+
+    Attributes:
+      compute_seconds: predicted, of what the compiler estimates.
+    """
 
     topology: str
+    compute_seconds: float
     predicted: tuple[Found, ...]
     compiled: Compiled | None
     refusal: Refusal | None
@@ -106,7 +117,7 @@ def verify(evaluation: Evaluation, topology: str, hardware: Hardware) -> Verifie
     predicted = collectives(program)
     made = compile_for(program, topology)
     if isinstance(made, Refusal):
-        return Verified(topology, predicted, None, made, ())
+        return Verified(topology, evaluation.cost.compute_seconds, predicted, None, made, ())
     said = read(made.text)
     found = tuple(_sized(f, program.mesh.devices) for f in said.collectives)
     compiled = Compiled(
@@ -115,10 +126,22 @@ def verify(evaluation: Evaluation, topology: str, hardware: Hardware) -> Verifie
         made.allocated_bytes,
         said.cycles / tpu.clock(hardware),
         said.unknown_loops,
+        said.libraries,
         made.seconds,
         made.text,
     )
-    return Verified(topology, predicted, compiled, None, moved(predicted, found))
+    seconds = estimated(evaluation.cost, hardware, said.libraries)
+    return Verified(topology, seconds, predicted, compiled, None, moved(predicted, found))
+
+
+def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:
+    """Predicted compute seconds of what the compiler estimates: without the kernels of attention (but with
+    what makes their operands ready) if a library's kernels ran so often."""
+    left_out = 0.0
+    for x in cost.lines if libraries else ():
+        if isinstance(x.item, Computed) and x.kind == "attention":
+            left_out += x.times * (x.seconds - compute_cost(hardware, x.item.quantity).memory_seconds)
+    return cost.compute_seconds - left_out
 
 
 def collectives(program: Program) -> tuple[Found, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 
-from costmodels.liveness import kernel_memory
+from costmodels.liveness import Tiles, held_bytes, kernel_memory
 from costmodels.pricing.templates import structural_key
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.liveness import Liveness
@@ -231,6 +231,7 @@ class ClusterMemory:
     lifetimes: Lifetimes
     program: Program
     mesh: Mesh
+    tiles: Tiles
 
     def bytes(self, reading: Reading, what: int, more: Hashable) -> int:
         """Bytes of a tensor (INSIDE: of what a node holds) on one device.
@@ -242,7 +243,7 @@ class ClusterMemory:
         match reading:
             case Reading.VARIABLE:
                 stored = self.program.variables.get(str(more))
-                return 0 if stored is None else stored.value.local_bytes(self.mesh)
+                return 0 if stored is None else held_bytes(stored.value, self.mesh, self.tiles)
             case Reading.INSIDE:
                 assert isinstance(more, frozenset)
                 values = (v for v in found.inside.get(what, ()) if not self._over(v, found.main[what], more))
@@ -292,7 +293,7 @@ class ClusterMemory:
         return False
 
     def _size(self, value: int | None) -> int:
-        return 0 if value is None else self._value(value).local_bytes(self.mesh)
+        return 0 if value is None else held_bytes(self._value(value), self.mesh, self.tiles)
 
     def _value(self, value: int) -> Value:
         return self.program.values[value]

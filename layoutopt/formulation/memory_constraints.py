@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from costmodels.liveness import tiles_of
 from layoutopt.formulation.lifetimes import ClusterMemory
 from layoutopt.formulation.memory_points import Key, Points, Thing, undominated
 from layoutopt.formulation.shared import SharedContext
@@ -204,7 +205,7 @@ class _Bytes:
         table = self._tables.get(id(cluster)) or self.tabler.table(cluster, self.decided)
         place = [{o: i for i, o in enumerate(self.decided.options[n])} for n in table.names]
         listed = [[p[o] for p, o in zip(place, assignment, strict=True)] for assignment in table.entries]
-        lifetimes, fuses = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser.fuses
+        lifetimes, itemiser = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser
         numbers: dict[Hashable, int] = {}
         parts, which = [], []
         for entry in table.entries.values():
@@ -214,8 +215,9 @@ class _Bytes:
                 memories = []
                 for lowered in entry.lowered:
                     assert lowered.program is not None and entry.mesh is not None
-                    found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, fuses)
-                    memories.append(ClusterMemory(found, lowered.program, entry.mesh))
+                    found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, itemiser.fuses)
+                    tiles = tiles_of(lowered.program, itemiser.tiles)
+                    memories.append(ClusterMemory(found, lowered.program, entry.mesh, tiles))
                 parts.append((tuple(memories[:1]), tuple(memories[1:])))
             which.append(numbers[key])
         scope = tuple(self._number[n] for n in table.names)

@@ -147,6 +147,11 @@ REDUCE = ("sum", "max", "min", "prod", "all", "any")
 # fmt: on
 
 
+BLOCKS = (512, 256, 128)
+"""Queries and keys that attention on a TPU works on at once: the largest that divides. Larger blocks do not
+fit beside gradients in the fast memory of all generations."""
+
+
 @dataclass(frozen=True)
 class Attending:
     """The operands of attention on one device, in one order: softmax(scale query key + bias) value.

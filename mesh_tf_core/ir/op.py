@@ -130,6 +130,8 @@ class Op:
         "moved",
         "contraction",
         "overhead",
+        "added",
+        "blocked",
         "unreduced",
         "summand",
         "untrained",
@@ -238,6 +240,17 @@ class Op:
         """Those of its `flops` that the model's mathematics does not ask for: what another operation did
         already, products with ones and zeros that only choose; without it, none."""
         return 0.0
+
+    def added(self, *local: TensorType) -> tuple[int, int] | None:
+        """Rows and width of the partial results that it adds up, one product after the other: of a
+        convolution, places times taps, and channels; without it, there are none."""
+        return None
+
+    def blocked(self, *local: TensorType) -> tuple[float, float, float] | None:
+        """FLOPs of the matrix unit and operations of the vector unit that take turns in a kernel that works
+        on blocks, and elements of operands and results that are made ready for it; without it, it is no such
+        kernel."""
+        return None
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
         """[dim, dimensions of the output]: the same, but for summing out a dimension that the inputs have;

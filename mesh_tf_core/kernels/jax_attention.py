@@ -18,13 +18,10 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from mesh_tf_core.ir.kernel import Attending
+from mesh_tf_core.ir.kernel import BLOCKS, Attending
 
 T = Any
 _LANES = 128
-_BLOCKS = (512, 256, 128)
-"""Rows and keys that a TPU works on at once: the largest that divides. Larger blocks do not fit beside
-gradients in the fast memory of all generations."""
 
 
 def _shapes(a: Attending) -> tuple[int, int, int, int]:
@@ -56,7 +53,7 @@ def fits_tpu(a: Attending) -> bool:
 def _splash(a: Attending, interpret: bool) -> Any:
     """The kernel for this device's queries."""
     _, group, queries, keys = _shapes(a)
-    q, kv = (next(b for b in _BLOCKS if n % b == 0) for n in (queries, keys))
+    q, kv = (next(b for b in BLOCKS if n % b == 0) for n in (queries, keys))
     sizes = splash.BlockSizes(q, kv, kv, q, kv, kv, q, kv)
     shape, shards = (a.total, keys), a.total // queries
     if a.window:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.kernel import At, Attending, Kernel
+from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ops.random import numbers
 
@@ -61,6 +61,14 @@ class AnyAttention(Op, abstract=True):
     """How many products run over the width of the keys, and how many over that of the values."""
     again: ClassVar[tuple[int, int]] = (0, 0)
     """How many of these another operation of the step made already."""
+    twice: ClassVar[tuple[int, int]] = (0, 0)
+    """How many of them a TPU's kernels make twice."""
+    softmax: ClassVar[tuple[int, int]] = (6, 1)
+    """Operations of a TPU's vector unit for a logit, and how often positions are compared: three more each
+    time."""
+    handed: ClassVar[tuple[int, int]] = (2, 2)
+    """How many arrays of the queries' rows (query, result) and of the keys' are given to a TPU's kernels and
+    taken from them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
@@ -142,15 +150,45 @@ class AnyAttention(Op, abstract=True):
         each = sum(2.0 * n * width for n, width in zip(products, widths, strict=True))
         return each * (sides.rows.size // queries) * self.pairs(queries)
 
-    def pairs(self, queries: int) -> int:
+    def pairs(self, queries: int, blocks: bool = False) -> int:
         """Pairs of a query and a key that the positions let see each other, of the piece of so many queries
-        that has most."""
+        that has most; with `blocks`, all pairs of a TPU's blocks that have such a pair."""
         n, m = self.length.size, self.memory.size
         back = self.window or n
         if not (self.causal or self.window):
             return queries * m
         ahead = 0 if self.causal else back - 1
+        if blocks and queries % BLOCKS[-1] == 0 == m % BLOCKS[-1]:
+            q, kv = (next(b for b in BLOCKS if size % b == 0) for size in (queries, m))
+
+            def seen(row: int) -> int:
+                """Keys of the blocks that a block of queries sees."""
+                last = min(m, row + q + ahead)
+                return max(0, last + -last % kv - max(0, row - back + 1) // kv * kv)
+
+            return max(q * sum(map(seen, range(start, start + queries, q))) for start in range(0, n, queries))
         return max(_seen(start, queries, m, back, ahead) for start in range(0, n, queries))
+
+    def blocked(self, *local: TensorType) -> tuple[float, float, float]:
+        """Of Pallas's splash attention (jax/experimental/pallas/ops/tpu/splash_attention). It skips blocks
+        without a pair that the positions let see each other, and works out the others as wholes: a product,
+        its softmax, which needs whole rows, and the next product, one after the other. Counted from the
+        kernels' text: forward takes the maximum, subtracts it, takes the power (scaled to base 2), sums and
+        narrows a logit: 6. Backward makes logits and their gradients in two kernels, for queries (6) and for
+        keys (7, as it narrows weights too). Where positions matter, a key's position is made, compared and
+        selected by. Operands and results pass once more around the kernels: queries are scaled, rows of
+        results and their gradients multiplied, heads of fewer than 128 laid out anew."""
+        sides = self.sides(*local[:3])
+        queries = sides.rows.sizes[-1]
+        widths = local[0].shape.dim(self.d_kv).size, sides.width.size
+        logits = float(sides.rows.size // queries) * self.pairs(queries, blocks=True)
+        made = map(sum, zip(self.products, self.twice, strict=True))
+        operations, compared = self.softmax
+        positions = 3 * compared if self.causal or self.window else 0
+        products = sum(2.0 * n * width for n, width in zip(made, widths, strict=True))
+        rows = sides.rows.size * self.handed[0] + local[1].shape.size // widths[0] * self.handed[1]
+        lanes = max(-width % BLOCKS[-1] + width for width in widths)
+        return logits * products, logits * (operations + positions), float(rows * lanes)
 
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
         """Of queries and keys; that of weights and values is as large and much like it."""

@@ -127,6 +127,9 @@ class FusedAttentionGrad(_Backward):
 
     products: ClassVar[tuple[int, int]] = (3, 2)
     again: ClassVar[tuple[int, int]] = (1, 0)
+    twice: ClassVar[tuple[int, int]] = (1, 1)
+    softmax: ClassVar[tuple[int, int]] = (13, 2)
+    handed: ClassVar[tuple[int, int]] = (4, 4)
 
     @property
     def name(self) -> str:
@@ -158,7 +161,7 @@ class FusedAttentionBiasGrad(_Backward):
     """Gradient of the bias, which is the first of the extras."""
 
     products: ClassVar[tuple[int, int]] = (1, 1)
-    again: ClassVar[tuple[int, int]] = (1, 1)
+    twice: ClassVar[tuple[int, int]] = (1, 1)
 
     @property
     def name(self) -> str:

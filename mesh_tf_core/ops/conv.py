@@ -79,6 +79,10 @@ class Conv(Op):
         """Every output is the product of a window's inputs and the weights."""
         return self.grid.product(self.flops(*local), local[1].shape)
 
+    def added(self, *local: TensorType) -> tuple[int, int]:
+        w = local[1].shape
+        return self.grid.added(self.flops(*local), w, self.grid.count(w, self.grid.outs(w)))
+
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, w = inputs[0], low.without(inputs[1], self.taps)
         base = []
@@ -172,6 +176,10 @@ class ConvInputGrad(Op):
         batch, m, n, k = self.grid.product(self.flops(*local), local[1].shape)
         return batch, m, k, n
 
+    def added(self, *local: TensorType) -> tuple[int, int]:
+        w = local[1].shape
+        return self.grid.added(self.flops(*local), w, w.dim(self.channel).size)
+
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         dy, w = inputs[0], low.without(inputs[1], self.taps)
         base, split = [], {}
@@ -248,13 +256,17 @@ class ConvFilterGrad(Op):
         taps = math.prod(self.filters.dim(t).size for t in self.taps)
         return 2.0 * dy.shape.size * taps * x.shape.dim(self.channel).size
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+    def contraction(self, *local: TensorType) -> tuple[int, int, int, int]:
         """Windows' inputs, transposed, times the outputs that they met."""
         x, dy = local
         outs = [name for name in dy.shape.names if name in self.grid.outs(self.filters)]
         n, batch = self.grid.count(dy.shape, outs), self.grid.count(dy.shape, self.groups)
         weights = self.grid.count(self.filters, self.taps) * x.shape.dim(self.channel).size
         return batch, weights, n, dy.shape.size // (n * batch)
+
+    def added(self, *local: TensorType) -> tuple[int, int]:
+        batch, _, channels, places = self.contraction(*local)
+        return batch * places * self.grid.count(self.filters, self.taps), channels
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, dy = inputs

@@ -89,6 +89,11 @@ class Grid:
         n, k, batch = self.count(w, self.outs(w)), self.weights_per_output(w), self.count(w, self.groups)
         return batch, max(1, round(flops / (2.0 * n * k * batch))), n, k
 
+    def added(self, flops: float, w: Shape, width: int) -> tuple[int, int]:
+        """(rows, width) of what the taps of such a convolution make."""
+        batch, places, _, _ = self.product(flops, w)
+        return batch * places * self.count(w, self.taps), width
+
     def sizes(self, x: Shape) -> list[int]:
         return [x.dim(n).size for n in self.names]
 

@@ -151,6 +151,18 @@ def brute(n: int, m: int, causal: bool, window: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 100, 129, 700])
+@pytest.mark.parametrize(("n", "m"), [(512, 768), (1024, 1024), (384, 1280)])
+def test_blocks_with_a_pair_that_sees_each_other_count_whole(
+    n: int, m: int, window: int, causal: bool
+) -> None:
+    op = FusedAttention("d", mtf.Dim("l", n), mtf.Dim("m", m), 1.0, causal, window)
+    q, kv = (next(b for b in (512, 256, 128) if size % b == 0) for size in (n, m))
+    blocks = brute(n, m, causal, window).reshape(n // q, q, m // kv, kv).any((1, 3))
+    assert op.pairs(n, blocks=True) == blocks.sum() * q * kv
+
+
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 3, 9, 40])
 @pytest.mark.parametrize(("n", "m"), [(12, 12), (12, 30), (30, 12)])
 def test_flops_are_of_what_the_mask_leaves(n: int, m: int, window: int, causal: bool) -> None:

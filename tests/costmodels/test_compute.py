@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mesh_tf_core as mtf
 from costmodels import Quantity, compute_cost, compute_seconds, load_hardware
 from costmodels.hardware import ComputeCurve, Curve, Hardware, hardware_names
 from costmodels.kernels.compute import padding_ratio
+from costmodels.kernels.quantities import quantity_of, tiling
+from costmodels.liveness import memory
+from costmodels.pricing.pricer import price
+from mesh_tf_core import Dim, Graph, Shape, TensorType
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ops.attention import FusedAttention
 
+L, M = Dim("l", 512), Dim("m", 512)
 DIM = st.integers(min_value=1, max_value=10_000)
 
 
@@ -108,6 +115,74 @@ def test_attention_has_an_efficiency_of_its_own_by_the_size_of_its_heads() -> No
     least = compute_cost(h100, attention(64, min(known))).flop_seconds
     # Half the FLOPs at half the efficiency: the softmax takes as long.
     assert compute_cost(h100, attention(64, min(known) // 2)).flop_seconds == pytest.approx(least)
+
+
+def test_attention_on_a_tpu_takes_its_products_and_its_softmax_in_turn() -> None:
+    """Forward, causal, one block of 512: all of it, 2 products and 9 vector operations for a logit."""
+    tpu, logits = load_hardware("tpu-v5p"), 4096.0 * 512 * 512
+    vector = logits * 9 / 14.3e12
+    for size, padded in ((128, 128), (256, 256), (64, 128)):
+        op = FusedAttention("d", L, M, 1.0, causal=True)
+        b, d = Dim("b", 4096), Dim("d", size)
+        types = [TensorType(Shape([b, row, d]), "bfloat16") for row in (L, M, M)]
+        quantity = quantity_of(op, tuple(types), op.infer(*types))
+        assert quantity.blocked == (logits * 4 * size, logits * 9, 4 * 4096 * 512 * padded)
+        cost = compute_cost(tpu, quantity)
+        rate = (logits * 4 * padded) / (cost.flop_seconds - vector)
+        assert 0.9 * 459e12 < rate <= 459e12
+        assert cost.seconds == pytest.approx(1.6e-6 + cost.flop_seconds + cost.memory_seconds)
+
+
+def test_taps_of_narrow_convolutions_are_added_with_lanes_filled_up() -> None:
+    v5e = load_hardware("tpu-v5e")
+    narrow = conv(16)
+    assert narrow.added == (9 * 64 * 64 * 64, 16)
+    cost = compute_cost(v5e, narrow)
+    assert cost.flop_seconds == pytest.approx(9 * 64 * 64 * 64 * 128 * 1.08e-12)
+    wide = compute_cost(v5e, conv(256))
+    assert wide.flop_seconds > 2.0 * 64 * 64 * 64 * 9 * 256 * 256 / 197e12
+
+
+def conv(channels: int) -> Quantity:
+    """Three by three taps over 64 images of 64 x 64."""
+    c, o = Dim("c", channels), Dim("o", channels)
+    g = Graph()
+    h, w, th, tw = Dim("h", 64), Dim("w", 64), Dim("th", 3), Dim("tw", 3)
+    x = g.input("x", [Dim("b", 64), h, w, c], "bfloat16")
+    f = g.input("f", [th, tw, c, o], "bfloat16")
+    y = mtf.conv(x, f, [h, w], [th, tw], c)
+    node = g.producer[y.id]
+    return quantity_of(node.op, (x.type, f.type), (y.type,))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "waste"),
+    [
+        ((32, 32, 32, 64), 2),
+        ((128, 32, 32, 16), 1),
+        ((32, 32, 32, 16), 4),
+        ((200, 200), 256 / 200),
+        ((4, 4, 4), 32),
+        ((32, 32, 32, 4, 16), 2),
+    ],
+)
+def test_one_dimension_lies_along_the_lanes_of_tiles(sizes: tuple[int, ...], waste: float) -> None:
+    """In the last one, channels in four groups of sixteen are one dimension elsewhere; few rows have low
+    tiles."""
+    shape = Shape(Dim(name, size) for name, size in zip("bhwgc", sizes, strict=False))
+    assert tiling(shape, frozenset({frozenset("gc")})) == waste
+
+
+def test_narrow_arrays_take_whole_tiles_in_time_and_memory() -> None:
+    g = mtf.Graph()
+    x = g.input("x", [Dim("b", 64), Dim("h", 64), Dim("w", 64), Dim("c", 32)], "float32")
+    program = mtf.lower(g, mtf.Mesh("all:1"), mtf.Layout(), {"y": mtf.exp(x)})
+    size = 4 * 64**3 * 32
+    assert memory(program, True).peak == memory(program, True, tiles=True).peak / 2 >= size
+    tpu, gpu = (price(program, load_hardware(name)).lines[0] for name in ("tpu-v4", "h100"))
+    bandwidth, element = 1200e9 * 0.859, 4.82e-12
+    assert tpu.seconds == pytest.approx(0.979e-6 + 2 * (2 * size / bandwidth + size / 4 * element))
+    assert gpu.bytes == 2 * size
 
 
 def test_whole_steps_sustain_less_than_the_best_product_of_a_scan() -> None:

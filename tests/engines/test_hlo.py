@@ -128,6 +128,19 @@ LOOP = (
 )
 
 
+LIBRARY = """  %s = f32[8,4]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", attributes={meta={
+"block": 512
+}}, metadata={op_name="splash"}
+"""
+
+
+def test_a_librarys_kernel_in_a_loop() -> None:
+    """Its attributes have line breaks and braces of their own, which end no computation."""
+    text = LOOP.replace("  %f =", LIBRARY + "  %f =").replace("STEP", "1").replace("ORDER", "LT")
+    said = read(text)
+    assert (said.cycles, said.libraries, said.unknown_loops) == (7 * 6 + 5, 6, 0)
+
+
 @pytest.mark.parametrize(("step", "trips"), [(1, 6), (2, 3), (4, 2)])
 def test_loops_count_as_often_as_they_run(step: int, trips: int) -> None:
     said = read(LOOP.replace("STEP", str(step)).replace("ORDER", "LT"))

@@ -35,6 +35,7 @@ _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(-?\d+)"')
 _CHAIN = re.compile(r'\bchain_id="([^"]*)"')
+_LIBRARY = 'custom_call_target="tpu_custom_call"'
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -64,11 +65,13 @@ class Compiled:
     Attributes:
       cycles: sum of the estimates of everything that computes, loops counted as often as they run.
       unknown_loops: loops whose number of iterations was not found; their bodies count once.
+      libraries: runs of kernels that a library wrote (Pallas), of which the compiler estimates nothing.
     """
 
     collectives: tuple[Found, ...]
     cycles: int
     unknown_loops: int
+    libraries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +97,13 @@ class _Reader:
         self.found: list[Found] = []
         self.cycles = 0
         self.unknown = 0
+        self.libraries = 0
         self.chains: set[str] = set()
 
     def run(self) -> Compiled:
         if self.entry:
             self._visit(self.entry, 1, True)
-        return Compiled(tuple(self.found), self.cycles, self.unknown)
+        return Compiled(tuple(self.found), self.cycles, self.unknown, self.libraries)
 
     def _parse(self, text: str) -> None:
         lines: list[_Line] | None = None
@@ -109,7 +113,8 @@ class _Reader:
                 if header:
                     lines = self.computations[header[2]] = []
                     self.entry = header[2] if header[1] else self.entry
-            elif raw.startswith("}"):
+            # Attributes of a kernel of its own may have line breaks, and a brace at the start of a line.
+            elif raw.rstrip() == "}":
                 lines = None
             else:
                 line = _line(raw)
@@ -129,6 +134,8 @@ class _Reader:
             cycles = _CYCLES.search(line.rest)
             if computing and cycles:
                 self.cycles += max(0, int(cycles[1])) * times
+            elif computing and _LIBRARY in line.rest:
+                self.libraries += times
             if line.opcode == "while":
                 self._loop(line, times, computing)
             else:
