@@ -6,9 +6,9 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
     file says what is sustained; of attention in one kernel, FLOPs / (peak(dtype) · efficiency(head)), where
     it says that: below the smallest head that was measured, the softmax bounds the kernel, and the efficiency
     falls with the head's size. A product of matrices whose rows begin at odd elements reaches
-    `unaligned_efficiency` of the rate, where the file has one. Without an efficiency of attention, a kernel
-    that works on blocks (`Op.blocked`) takes its products and its vector operations / vector rate, one after the
-    other; around it, its operands and results pass through the registers
+    `unaligned_efficiency` of the rate, where the file has one. Without an efficiency of attention, one
+    that works on blocks (`Op.blocked`) takes its products and its vector operations / vector rate, one after
+    the other; around it, its operands and results pass through the registers
 (3) TPU padding: n and k to the width of the matrix unit, m to sublanes, in the better of the two orientations
 (4) GPU padding: tiles = ceil(m / tile) · ceil(n / tile) · batch run in waves of one tile per multiprocessor;
     the last wave takes as long as a full one; the tile is the best of the whole one and its halves
