@@ -154,7 +154,7 @@ class Evaluator:
         if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
             context = self.context(decided.microbatches)
             self._table_prices = found = TablePrices(
-                Draft(self.model, mesh, decided, self.prices(mesh), context)
+                Draft(self.model, mesh, decided, self.prices(mesh), context, whole=True)
             )
         return found
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from costmodels.pricing.itemise import stays
+from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Touched
@@ -43,10 +44,13 @@ class Cluster:
       switches: the other decisions that matter to it: storage classes, recomputation.
       shapes: dimension names of every tensor that they touch, and of everything that one operation works
         through; a legal layout uses an axis once in each.
+      given, left: choices of `cuts.PendingSum` -> operands, or outputs, whose sum waits if they are made.
       totalled: outputs whose sum the update's total takes, with those of other clusters.
       saves: recomputation changes what it saves; else it only runs again.
       early: outputs that others read before the update: a sum of them neither waits further nor travels with
         other messages.
+      follows: a choice of `given` -> that of the addition that makes another operand of its own: the sum of
+        both waits over the same axes, or here none does.
       multiplicity: how many equal clusters the graph has.
       members: the nodes of each of them, in corresponding order; the first is the one that is lowered.
     """
@@ -59,6 +63,9 @@ class Cluster:
     shapes: tuple[tuple[str, ...], ...]
     early: Mapping[str, Tensor]
     totalled: frozenset[int] = frozenset()
+    given: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    follows: Mapping[str, str] = field(default_factory=dict)
     multiplicity: int = 1
     saves: bool = False
     members: tuple[tuple[int, ...], ...] = ()
@@ -66,7 +73,12 @@ class Cluster:
     @property
     def decisions(self) -> tuple[str, ...]:
         """Names of all decisions that matter to it."""
-        return *self.dims, *self.switches
+        return *self.dims, *self.sums, *self.switches
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the choices of `given` and `left`."""
+        return tuple(dict.fromkeys((*self.given, *self.left)))
 
 
 def clusters(dependencies: Dependencies) -> list[Cluster]:
@@ -135,11 +147,16 @@ class _Builder:
             times = self.dependencies.times(node)
             anyway = tuple(i in self.moved_anyway(node) for i in node.inputs)
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
-            how = (switches, kept, kernel, anyway, totalled)
+            apart = node.index if node.index in self.dependencies.cut or self._read_by_cut(node) else -1
+            how = (switches, kept, kernel, anyway, totalled, apart)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
         return tuple(parts)
+
+    def _read_by_cut(self, node: Node) -> bool:
+        """Whether an addition that is cut reads what a node makes."""
+        return any(o in self.dependencies.additions[n] for n in self.dependencies.cut for o in node.outputs)
 
     def _kernel(self, node: Node, inside: Set[int]) -> Hashable:
         """What of fusion matters to a price: with which of the nodes, and what of it others read."""
@@ -222,9 +239,30 @@ class _Builder:
             *self._dims(nodes),
             early,
             self.dependencies.totalled.intersection(o for node in nodes for o in node.outputs),
+            *self._cut(inside),
             multiplicity,
             any(isinstance(n.op, Scan) or self._savers(n) for n in nodes),
         )
+
+    def _cut(
+        self, inside: Set[int]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, str]]:
+        """`given`, `left` and `follows` of the cluster of some nodes."""
+        given: dict[str, tuple[int, ...]] = {}
+        left: dict[str, tuple[int, ...]] = {}
+        follows: dict[str, str] = {}
+        for node in sorted(self.dependencies.cut):
+            name, operands = PendingSum.prefix + str(node), self.dependencies.additions[node]
+            makers = {t: self.graph.producer[t].index for t in operands}
+            here = tuple(t for t in operands if makers[t] in inside)
+            if node not in inside:
+                if here:
+                    left[name] = here
+            elif len(here) < len(operands):
+                given[name] = tuple(t for t in operands if t not in here)
+                others = [PendingSum.prefix + str(makers[t]) for t in here]
+                follows.update((name, other) for other in others if other in given)
+        return given, left, follows
 
     def _dims(
         self, nodes: list[Node]

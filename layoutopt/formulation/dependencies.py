@@ -23,6 +23,7 @@ class Dependencies:
     Args:
       program: the graph lowered under any layout; operations that it does not have are dead and left out.
       returned: tensors that a step returns.
+      cut: additions that are not joined with what makes their operands.
 
     Attributes:
       live: nodes that the program has, in order.
@@ -35,11 +36,14 @@ class Dependencies:
       owner: tensor that is a variable as read, a part of it in a loop, or a cast of these -> the variable.
       chain: variable -> these tensors.
       stacks: tensors that the program's loops stack.
+      additions: nodes of the step itself that sums may wait behind -> the operands whose sums may.
       totalled: tensors whose sum the update's total takes.
       fusion: what a compiler may run as one kernel.
     """
 
-    def __init__(self, graph: Graph, program: Program, returned: Collection[int] = ()) -> None:
+    def __init__(
+        self, graph: Graph, program: Program, returned: Collection[int] = (), cut: Set[int] = frozenset()
+    ) -> None:
         self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph)
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
@@ -54,6 +58,8 @@ class Dependencies:
         for block in graph.blocks:
             self.block_of.update((node.index, block) for node in block.nodes)
         self.parent: dict[int, int] = {}
+        self.additions: dict[int, list[int]] = defaultdict(list)
+        self.cut = cut
         self.chain: dict[str, list[int]] = defaultdict(list)
         self.reads: dict[str, list[Node]] = defaultdict(list)
         self.owner = weights(graph)
@@ -114,7 +120,15 @@ class Dependencies:
 
     def _sums(self) -> None:
         for maker, reader in waiting_nodes(self.uses):
+            if reader.op.linear and len(reader.inputs) > 1 and self._outside(maker) and self._outside(reader):
+                self.additions[reader.index] += [o for o in maker.outputs if o in reader.inputs]
+                if reader.index in self.cut:
+                    continue
             self._join(maker.index, reader.index)
+
+    def _outside(self, node: Node) -> bool:
+        """Whether a node is in no loop."""
+        return self.block_of[node.index].parent is None
 
     def ties(self, tensor: int) -> set[int]:
         """What loops make of a tensor, and make it of: stacks, sums, parts, state."""

@@ -28,6 +28,7 @@ import numpy as np
 
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.clusters import Cluster
+from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory
 from layoutopt.formulation.shared import SharedContext
@@ -69,19 +70,33 @@ class Extraction:
 
     def choices(self, layout: Layout, options: Options) -> tuple[int, ...] | None:
         """The solver's choices for a layout and options; None if they are not among those allowed."""
-        wanted = self.decided.write(layout, options)
-        picked = []
-        for name in self.names:
-            if wanted[name] not in self.decided.options[name]:
-                return None
-            picked.append(self.decided.options[name].index(wanted[name]))
-        sent: set[Key] = set()
-        for table in self.tables:
-            entry = table.entries.get(tuple(wanted[n] for n in table.names))
-            if entry is None:
-                return None
-            sent.update(entry.small)
+        wanted, every = self.decided.write(layout, options), self.decided.options
+        sums = [n for n in self.decided.of(PendingSum) if n in self.names]
+        if any(wanted[n] not in every[n] for n in self.names if n not in sums):
+            return None
+        entries = self._entries(wanted, sums)
+        if entries is None:
+            return None
+        sent = {key for entry in entries for key in entry.small}
+        picked = (every[n].index(wanted[n]) for n in self.names)
         return (*picked, *(int(k in sent) for k in self.groups))
+
+    def _entries(self, wanted: dict[str, Choice], sums: Sequence[str]) -> list[Entry] | None:
+        """Each table's entry of the choices wanted, with those pending sums that lowering lets wait: they are
+        filled in, the first ones first."""
+        name, *others = sums or ("",)
+        found = []
+        for table in self.tables:
+            if set(sums).isdisjoint(table.names):
+                entry = table.entries.get(tuple(wanted[n] for n in table.names))
+                if entry is None:
+                    return None
+                found.append(entry)
+        for choice in self.decided.options[name][::-1] if name else ():
+            wanted[name] = choice
+            if (entries := self._entries(wanted, others)) is not None:
+                return entries
+        return None if name else found
 
 
 def legal_problem(
@@ -108,9 +123,11 @@ class Draft:
 
     Args:
       context: of the model and the microbatches, if it is known.
+      whole: clusters are only asked for single entries, so none is cut.
 
     Attributes:
-      decided: what may be chosen (`fixing` takes away from it); `tables` are over that.
+      decided: what may be chosen (`fixing` takes away from it), and what follows of it where clusters are
+        cut; `tables` are over that.
       left: clusters without a table.
     """
 
@@ -121,9 +138,14 @@ class Draft:
         decided: Decisions,
         pricer: Pricer,
         context: SharedContext | None = None,
+        whole: bool = False,
     ) -> None:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
         self.context = context or SharedContext(model, decided.microbatches)
+        if not whole:
+            self.context = self.context.bounded(decided)
+            sums = (PendingSum.at(node, mesh) for node in sorted(self.context.cut))
+            self.decided = Decisions((*decided.every, *sums)) if self.context.cut else decided
         self.program = replace(self.context.program(), mesh=mesh)
         self.tabler = self.context.tabler(mesh, pricer)
         self.left: list[Cluster] = list(self.context.clusters)

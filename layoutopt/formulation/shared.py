@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 
 from costmodels.pricing.pricer import Pricer
-from layoutopt.formulation.clusters import clusters
+from layoutopt.formulation.clusters import Cluster, clusters
+from layoutopt.formulation.cuts import LOWERED, most_cells
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.makers import Makers
 from layoutopt.formulation.memory_points import Points
 from layoutopt.formulation.tables import Tabler
+from layoutopt.space.decisions import Decisions
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -24,16 +26,47 @@ class SharedContext:
 
     Attributes:
       dependencies: which of its operations must be priced together; `clusters` of these.
+
+    Args:
+      cut: additions that are priced apart from their operands.
     """
 
-    def __init__(self, model: Model, microbatches: int = 1) -> None:
+    def __init__(self, model: Model, microbatches: int = 1, cut: frozenset[int] = frozenset()) -> None:
         step = model.training_step(microbatches)
         self.model, self.microbatches, self.graph = model, microbatches, step.graph
         self._programs: dict[frozenset[str], Program] = {}
         self._tabler: Tabler | None = None
         self._points: dict[tuple[frozenset[str], bool], Points] = {}
-        self.dependencies = Dependencies(self.graph, self.program(), [t.id for t in step.results.values()])
+        self.cut = cut
+        self._more: dict[frozenset[int], SharedContext] = {}
+        returned = [t.id for t in step.results.values()]
+        self.dependencies = Dependencies(self.graph, self.program(), returned, cut)
         self.clusters = tuple(clusters(self.dependencies))
+
+    @cached_property
+    def _uncut(self) -> list[tuple[Cluster, frozenset[int]]]:
+        """Clusters with additions that can be cut, and these."""
+        open = self.dependencies.additions.keys() - self.cut
+        found = ((c, frozenset(i for member in c.members for i in member) & open) for c in self.clusters)
+        return [(c, nodes) for c, nodes in found if nodes]
+
+    def bounded(self, decided: Decisions) -> SharedContext:
+        """The same, with additions cut until no table needs more than `cuts.LOWERED` operations lowered, or
+        until no addition is left in those that may need more."""
+        additions = self.dependencies.additions
+        large: set[int] = set()
+        for cluster, found in self._uncut:
+            switches = (*cluster.sums, *cluster.switches)
+            cells = most_cells(cluster.dims, switches, cluster.shapes, decided.options)
+            if cells * len(cluster.subgraph.nodes) > LOWERED:
+                most = max(len(additions[n]) for n in found)
+                large |= {n for n in found if len(additions[n]) == most}
+        if not large:
+            return self
+        cut = self.cut | large
+        if cut not in self._more:
+            self._more[cut] = SharedContext(self.model, self.microbatches, cut)
+        return self._more[cut].bounded(decided)
 
     def program(self, again: frozenset[str] = frozenset()) -> Program:
         """The step on one device, where these loops run again; on others it differs in its mesh only."""

@@ -27,13 +27,16 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options, Subgraph, lower
 from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
+from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.pipeline import WHOLE
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.lower.sums import totalled
 from mesh_tf_core.tracing.graph import Graph
 
 Assignment = tuple[Choice, ...]
 NOTHING: frozenset[str] = frozenset()
+NONE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,13 @@ class Table:
 
 
 def assignments(
-    names: Sequence[str], shapes: Sequence[Sequence[str]], options: Mapping[str, Sequence[Choice]]
+    names: Sequence[str],
+    shapes: Sequence[Sequence[str]],
+    options: Mapping[str, Sequence[Choice]],
+    follows: Mapping[str, str] = NONE,
 ) -> list[Assignment]:
-    """Assignments of `names` under which no shape uses a mesh axis twice."""
+    """Assignments of `names` under which no shape uses a mesh axis twice, and what follows another name has
+    its choice or the plain one."""
     position = {n: i for i, n in enumerate(names)}
     within = [[position[n] for n in shape if n in position] for shape in shapes]
     earlier = [
@@ -85,11 +92,16 @@ def assignments(
     for name, others in zip(names, earlier, strict=True):
         more = [(c, sum(bits.setdefault(a, 1 << len(bits)) for a in c)) for c in options[name]]
         longer = []
+        leader = position.get(follows.get(name, ""))
         for chosen, used in found:
             taken = 0
             for j in others:
                 taken |= used[j]
-            longer += [((*chosen, choice), (*used, its)) for choice, its in more if not its & taken]
+            longer += [
+                ((*chosen, choice), (*used, its))
+                for choice, its in more
+                if not its & taken and (leader is None or choice in ((), chosen[leader]))
+            ]
         found = longer
     return [chosen for chosen, _ in found]
 
@@ -99,7 +111,7 @@ def legal(cluster: Cluster, decided: Decisions) -> Table:
     free = set(decided.free)
     names = tuple(n for n in cluster.decisions if n in free)
     pinned = tuple(n for n in cluster.dims if n in decided.fixed)
-    found = assignments((*pinned, *names), cluster.shapes, decided.options)
+    found = assignments((*pinned, *names), cluster.shapes, decided.options, cluster.follows)
     return Table(cluster, names, dict.fromkeys((a[len(pinned) :] for a in found), Entry(0.0)))
 
 
@@ -107,6 +119,11 @@ def _options(cluster: Cluster, decided: Decisions, switches: Sequence[Choice]) -
     """The options of lowering that choices of a cluster's switches mean."""
     chosen = dict(zip(cluster.switches, switches, strict=True))
     return decided.read({n: choice for n, choice in chosen.items() if n in decided.options})[1]
+
+
+def _splits(cluster: Cluster) -> int:
+    """How many of a cluster's decisions, the first ones, name mesh axes."""
+    return len(cluster.dims) + len(cluster.sums)
 
 
 class Tabler:
@@ -121,10 +138,10 @@ class Tabler:
     def table(self, cluster: Cluster, decided: Decisions) -> Table:
         """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out."""
         bare, known = legal(cluster, decided), self._entries.setdefault(cluster, {})
-        every, count = [decided.fixed.get(n, ()) for n in cluster.decisions], len(cluster.dims)
+        every, count = [decided.fixed.get(n, ()) for n in cluster.decisions], _splits(cluster)
         place = [cluster.decisions.index(n) for n in bare.names]
         entries: dict[Assignment, Entry] = {}
-        placed: tuple[Assignment, Naming, Layout] | None = None
+        placed: tuple[Assignment, Naming, Layout, Cut] | None = None
         switched: dict[Assignment, Options] = {}
         for assignment in bare.entries:
             for i, choice in zip(place, assignment, strict=True):
@@ -147,18 +164,33 @@ class Tabler:
         known = self._entries.setdefault(cluster, {})
         key = tuple([chosen.get(n, ()) for n in cluster.decisions])
         if key not in known:
-            splits, rest = key[: len(cluster.dims)], key[len(cluster.dims) :]
+            splits, rest = key[: _splits(cluster)], key[_splits(cluster) :]
             options = _options(cluster, decided, rest)
             known[key] = self._entry(cluster, *self._placed(cluster, splits), options)
         return known[key]
 
-    def _placed(self, cluster: Cluster, splits: Sequence[Axes]) -> tuple[Naming, Layout]:
-        """Splits of a cluster's dimensions with the axes numbered."""
+    def _placed(self, cluster: Cluster, splits: Sequence[Axes]) -> tuple[Naming, Layout, Cut]:
+        """Splits of a cluster's dimensions, and its pending sums, with the axes numbered."""
         naming = self.namings.of(splits)
-        number, named = naming.number, zip(cluster.dims, splits, strict=True)
-        return naming, Layout({n: tuple([number[a] for a in axes]) for n, axes in named if axes})
+        number, named = naming.number, zip(cluster.dims, splits, strict=False)
+        layout = Layout({n: tuple([number[a] for a in axes]) for n, axes in named if axes})
+        if not cluster.sums:
+            return naming, layout, WHOLE
+        waits = dict(zip(cluster.sums, splits[len(cluster.dims) :], strict=True))
+        given, left = (
+            {
+                t: tuple(number[a] for a in waits[n])
+                for n, tensors in found.items()
+                for t in tensors
+                if waits[n]
+            }
+            for found in (cluster.given, cluster.left)
+        )
+        return naming, layout, Cut(given, left)
 
-    def _entry(self, cluster: Cluster, naming: Naming, layout: Layout, options: Options) -> Entry | None:
+    def _entry(
+        self, cluster: Cluster, naming: Naming, layout: Layout, cut: Cut, options: Options
+    ) -> Entry | None:
         """The price of a cluster; None if that is not legal."""
         oracle = Oracle(
             naming.mesh,
@@ -170,7 +202,7 @@ class Tabler:
             narrow_reads(self.graph),
         )
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
-        lowered = self._lowered(cluster, cluster.subgraph, first, oracle, naming)
+        lowered = self._lowered(cluster, cluster.subgraph, first, oracle, naming, cut)
         if lowered.cost is None:
             return None
         seconds = naming.pricer.total(lowered.cost)
@@ -195,10 +227,16 @@ class Tabler:
         return Entry(max(seconds, 0.0), small, tuple(parts), naming.mesh)
 
     def _lowered(
-        self, cluster: Cluster, subgraph: Subgraph, options: Options, oracle: Oracle, naming: Naming
+        self,
+        cluster: Cluster,
+        subgraph: Subgraph,
+        options: Options,
+        oracle: Oracle,
+        naming: Naming,
+        cut: Cut = WHOLE,
     ) -> LoweredCluster:
         """A subgraph of a cluster, lowered now unless it is known."""
-        known = self.cache.of(subgraph).setdefault((oracle.layout, options.told), [])
+        known = self.cache.of(subgraph).setdefault((oracle.layout, options.told, cut.key), [])
         for lowered in known:
             if oracle.agree(lowered.asked):
                 return lowered
@@ -206,7 +244,9 @@ class Tabler:
         found: tuple[ItemisedCost | None, tuple[Waiting, ...], tuple[tuple[Axes, str], ...]] = (None, (), ())
         program: Program | None = None
         try:
-            program = lower(self.graph, naming.mesh, oracle.layout, cluster.early, options, subgraph, oracle)
+            program = lower(
+                self.graph, naming.mesh, oracle.layout, cluster.early, options, subgraph, oracle, cut=cut
+            )
             cost = self.cache.templates.itemised(program, subgraph.again)
             found = cost, waiting(program), totalled(program, cluster.totalled)
         except LayoutError:

@@ -12,6 +12,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
+from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.rematerialization import check_recompute
@@ -54,7 +55,7 @@ class Options:
         return tuple(getattr(self, f.name) for f in fields(self) if f.name != "storage")
 
 
-DEFAULT = Options()
+DEFAULT, WHOLE = Options(), Cut()
 
 
 def lower(
@@ -66,6 +67,7 @@ def lower(
     subgraph: Subgraph | None = None,
     oracle: Oracle | None = None,
     check: bool = True,
+    cut: Cut = WHOLE,
 ) -> Program:
     """Lowers a graph to the program that every device of the mesh runs.
 
@@ -73,6 +75,7 @@ def lower(
       results: name -> tensor to return from a step.
       subgraph: lower only some nodes (for pricing them alone); `results` are then ignored dead-code roots.
       oracle: of this mesh, layout and storage; notes what is asked of them.
+      cut: of `subgraph`.
       check: hold the program against the rules of `lower.verify`. A search lowers many programs and checks
         that of its answer. What is lowered with `subgraph` is never checked: it is no whole program.
 
@@ -89,7 +92,7 @@ def lower(
     program = lower_base(graph, mesh, layout, results, options.storage, options.recompute, subgraph, oracle)
     if subgraph is not None:
         # What is dead or travels together is not known from a part of the graph.
-        return delay_sums(program, oracle)
+        return cut.end(delay_sums(cut.begin(program), oracle))
     for _, run in PASSES:
         program = run(program)
     return verify(program) if check else program

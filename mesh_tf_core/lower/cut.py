@@ -1,0 +1,69 @@
+"""Pending sums that cross the edge of a part that is lowered by itself (see `subgraph`)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.program import AllReduce, Origin, Program, Value
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Tensors whose sum waits behind what is lowered elsewhere, each with the axes of the sum.
+
+    Attributes:
+      given: operands: their sum has to wait further here.
+      left: results: their sum, over just these axes, is taken elsewhere.
+    """
+
+    given: Mapping[int, Axes] = field(default_factory=dict)
+    left: Mapping[int, Axes] = field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for equal cuts, and hashable."""
+        return frozenset(self.given.items()), frozenset(self.left.items())
+
+    def begin(self, program: Program) -> Program:
+        """The program with the sums of what it is given, at the start."""
+        if not self.given:
+            return program
+        made = {o for instr in program.code for o in instr.outputs}
+        taken = [v for v in program.values if v.tensor in self.given and v.id not in made]
+        values, sums = [*program.values], list[AllReduce]()
+        for v in taken:
+            values.append(self._pending(v, len(values)))
+            origin = Origin(-1, "", "forward")
+            sums.append(AllReduce((values[-1].id,), (v.id,), origin, self.given[v.tensor]))
+        return replace(program, values=tuple(values), code=(*sums, *program.code))
+
+    def _pending(self, value: Value, id: int) -> Value:
+        axes = self.given[value.tensor]
+        if {a for split in value.splits for a in split} & {*axes}:
+            raise LayoutError(f"no sum over {'+'.join(axes)} can be pending of {value}")
+        return value.pending(axes, id)
+
+    def end(self, program: Program) -> Program:
+        """The program without the sums that it leaves to others; LayoutError if one that it was given did not
+        wait, or one that it is to leave is another."""
+        made = {o for instr in program.code for o in instr.outputs}
+        left, renamed, code = dict(self.left), dict[int, int](), []
+        for instr in program.code:
+            if isinstance(instr, AllReduce):
+                (put, *_), (out, *_) = instr.inputs, instr.outputs
+                tensor = program.values[out].tensor
+                if put not in made and tensor in self.given:
+                    raise LayoutError(f"the sum of tensor %{tensor} does not wait")
+                if tensor in left and instr.axes == left[tensor]:
+                    del left[tensor]
+                    renamed[out] = put
+                    continue
+            code.append(instr)
+        if left:
+            raise LayoutError(f"no such sums are pending of tensors {sorted(left)}")
+        results = {name: renamed.get(i, i) for name, i in program.results.items()}
+        return replace(program, code=tuple(code), results=results) if renamed else program
