@@ -71,7 +71,7 @@ def test_tables_add_up_to_the_price(request, home, model):
     plan = search(model, mesh=MESH, hardware=machine)
     assert plan.data.solver.status == "OPTIMAL"
     assert plan.data.solver.gap == 0.0
-    assert plan.data.notes == []
+    assert not [n for n in plan.data.notes if "tables" in n]
     found = pricer(machine, MESH).cost(model.lower(MESH, plan.layout, plan.options)).step_seconds
     assert plan.data.solver.objective == pytest.approx(found, rel=1e-9)
 
