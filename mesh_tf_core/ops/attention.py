@@ -161,6 +161,7 @@ class FusedAttentionBiasGrad(_Backward):
     """Gradient of the bias, which is the first of the extras."""
 
     products: ClassVar[tuple[int, int]] = (1, 1)
+    again: ClassVar[tuple[int, int]] = (1, 1)
     twice: ClassVar[tuple[int, int]] = (1, 1)
 
     @property
