@@ -143,7 +143,7 @@ def search(
             others.append(other)
         return plan()
     except KeyboardInterrupt:
-        if not keep_best or stopped:
+        if not keep_best:
             raise
         candidates.hurry()
         stopped = True

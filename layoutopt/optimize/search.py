@@ -16,6 +16,7 @@ so there each is looked at.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -138,24 +139,35 @@ class Search:
         return now
 
     def stopped(self) -> Found:
-        """The best layout so far, of a search that Ctrl-C ended; KeyboardInterrupt if there is none."""
+        """The best layout so far, of a search that Ctrl-C ended; KeyboardInterrupt if there is none.
+
+        Ctrl-C once more only ends the looking for a better one.
+        """
         now, self.proven = self.hurry(), False
         limit, memory = self.request.limit, self.request.objective == "memory"
-        for found in self.asked.every_evaluated() if self.asked is not None else ():
-            self._add(found)
-        if not self._fitting(limit):
-            self._try_named(now + STOPPING)
-        if not self._fitting(limit):
+
+        def order(found: Found) -> tuple[float, float]:
+            return (found.peak, found.seconds) if memory else (found.seconds, found.peak)
+
+        with contextlib.suppress(KeyboardInterrupt):
+            evaluated = self.asked.every_evaluated() if self.asked is not None else ()
+            for found in sorted(evaluated, key=lambda f: (f.peak > limit, *order(f))):  # the best first
+                self._add(found)
+            if not self._fitting(limit):
+                self._try_named(now + STOPPING)
+            if not memory:
+                self._beat_named(limit)
+        fitting = self._fitting(limit)
+        if not fitting:
             raise KeyboardInterrupt
+        self.best = best = min(fitting, key=order)
         if memory:
-            self.best = min(self._fitting(limit), key=lambda f: (f.peak, f.seconds))
             self.bound = min(candidate.low for candidate in self.candidates)
         else:
-            self._beat_named(limit)
-            self.best = self._fastest_known(limit)
             self.bound = min(self.bound, *(candidate.bound for candidate in self.candidates))
-        assert self.best is not None
-        return self.simpler(self.best)
+        with contextlib.suppress(KeyboardInterrupt):
+            best = self.simpler(best)
+        return best
 
     def _add(self, found: Found) -> None:
         """Keeps a layout, and tells of it if it is the best so far that fits."""

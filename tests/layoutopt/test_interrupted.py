@@ -11,6 +11,7 @@ import pytest
 import layoutopt.optimize.search as places
 import layoutopt.optimize.subproblem as mesh_search
 from layoutopt import search
+from layoutopt.optimize.planning import make_plan
 from layoutopt.problem import Problem, Solution, solve
 from tests.layoutopt.models import EXAMPLES
 
@@ -35,6 +36,30 @@ def test_the_best_so_far_is_kept(objective: str) -> None:
     assert plan.solver.bound <= plan.solver.objective
     priced = [a.predicted.step_seconds for a in plan.alternatives if a.predicted and "(" not in a.name]
     assert objective == "memory" or plan.predicted.step_seconds <= min(priced)
+
+
+@pytest.mark.parametrize("objective", ["time", "memory", "pareto"])
+def test_ctrl_c_again_keeps_the_best_so_far_too(objective: str) -> None:
+    told: list[tuple[float, int]] = []
+
+    def again(words: str, seconds: float, peak: int) -> None:
+        told.append((seconds, peak))
+        raise KeyboardInterrupt
+
+    plan = search(EXAMPLES["mlp"](), objective=objective, keep_best=True, on_better=again, **ON)
+    assert plan.stopped and plan.solver.status == "FEASIBLE"
+    assert (plan.predicted.step_seconds, plan.predicted.peak_memory_bytes) == told[-1]
+
+
+def test_ctrl_c_while_a_stopped_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def made(*asked: Any) -> Any:
+        return make_plan(*asked) if next(calls) else ctrl_c()
+
+    monkeypatch.setattr("layoutopt.api.make_plan", made)
+    plan = search(EXAMPLES["mlp"](), keep_best=True, on_better=ctrl_c, **ON)
+    assert plan.stopped and next(calls) == 2
 
 
 def test_what_the_solver_had_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

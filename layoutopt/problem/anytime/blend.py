@@ -6,8 +6,6 @@ The parts' costs add up, so each may be taken on its own.
 from __future__ import annotations
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from layoutopt.problem.anytime.network import Network
 from layoutopt.problem.form import Floats, Ints
@@ -22,6 +20,10 @@ class Parts:
     """
 
     def __init__(self, network: Network, base: Ints, other: Ints) -> None:
+        # Commands that solve nothing import this module too, and should not wait for SciPy.
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
+
         self.network, self.base, self.other = network, base, other
         differs = base != other
         changed = np.flatnonzero(differs)
