@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from costmodels.pricing.itemise import stays
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.decisions import changing
@@ -131,7 +130,7 @@ class _Builder:
             for i in (*node.inputs, *node.outputs):
                 position.setdefault(i, len(position))
                 types.append((position[i], self.graph.tensor(i).type))
-            leaves = tuple(len(self.dependencies.outer[o]) for o in node.outputs)
+            leaves = tuple(self._leaves(o) for o in node.outputs)
             early = tuple(
                 self.dependencies.early(t, inside)
                 for o in node.outputs
@@ -141,18 +140,24 @@ class _Builder:
                 node.op.variable.slot_of is None if isinstance(node.op, Assign) else isinstance(node.op, Scan)
             )
             switches = self._switches(node)
-            # On a calibrated machine a result costs more where it stays: until others have read it.
-            kept = stays(node.phase)
             kernel = self._kernel(node, inside)
             times = self.dependencies.times(node)
             anyway = tuple(i in self.moved_anyway(node) for i in node.inputs)
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
             apart = node.index if node.index in self.dependencies.cut or self._read_by_cut(node) else -1
-            how = (switches, kept, kernel, anyway, totalled, apart)
+            # Prices know the phase: whether a result stays, what a collective may overlap, when casts run.
+            how = (switches, node.phase, kernel, anyway, totalled, apart)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
         return tuple(parts)
+
+    def _leaves(self, tensor: int) -> tuple[tuple[bool, bool, bool], ...]:
+        """What loops make of a tensor: a sum is written in iterations that run, a stack in all of them, and
+        it is first set to zero if the loop runs from the last iteration to the first."""
+        block = self.graph.blocks[self.graph.tensor(tensor).block]
+        stacks, sums = ({o for i, o in pairs if i == tensor} for pairs in (block.stacked, block.summed))
+        return tuple((o in stacks, o in sums, block.reverse) for o in self.dependencies.outer[tensor])
 
     def _read_by_cut(self, node: Node) -> bool:
         """Whether an addition that is cut reads what a node makes."""
