@@ -182,9 +182,13 @@ class Group:
     def _tiles(
         self, parts: Sequence[Sequence[Part]], types: Mapping[int, TensorType], elements: Sequence[int]
     ) -> tuple[Mapping[Key, float], Sequence[float]] | None:
-        """`Sizes.tiles`."""
-        regrouped = self.context.fusion.regrouped
-        wastes = ((v, tiling(t.shape, regrouped)) for v, t in types.items())
+        """`Sizes.tiles`. What others make lies as the group reads it first: a cluster does not know its other
+        names."""
+        regrouped, source = self.context.fusion.regrouped, self.context.source
+        laid = {o: o for instr in self.instrs for o in instr.outputs}
+        for v in (i for instr in self.instrs for i in instr.inputs):
+            laid.setdefault(source(v), v)
+        wastes = ((v, tiling(types[laid.get(v, v)].shape, regrouped)) for v in types)
         found: dict[Key, float] = {v: more for v, more in wastes if more > 1}
         if not found:
             return None
