@@ -27,6 +27,12 @@ class Repeated:
     share: float = 0.0
 
 
+def near_sizes(size: int, parts: int) -> list[int]:
+    """The nearest sizes of a dimension that divide into so many parts, where its own does not."""
+    fewer = size - size % parts
+    return [n for n in (fewer, fewer + parts) if n]
+
+
 def repeated(program: Program) -> dict[str, Repeated]:
     """Mesh axis -> the products that are not split over it, where these are worth a word."""
     axes = [a for a in program.mesh.names if program.mesh.size(a) > 1]

@@ -34,7 +34,6 @@ LANES = 128
 """Of the tiles in which a TPU's memory and registers hold arrays (jax-ml/scaling-book tpus.md @54e2c43)."""
 
 
-@lru_cache(maxsize=1 << 16)
 def tiling(shape: Shape, regrouped: frozenset[frozenset[str]] = frozenset()) -> float:
     """How much more an array takes in tiles than its elements: one dimension lies along the lanes, which are
     filled up. The compiler takes the one that wastes least; all of some names that are one dimension in other
@@ -42,6 +41,15 @@ def tiling(shape: Shape, regrouped: frozenset[frozenset[str]] = frozenset()) -> 
 
     Rows of a tile are not filled up: the compiler has lower tiles for few rows.
     """
+    # Most arrays have a dimension that fills lanes: that is seen sooner than a memory is looked up.
+    for dim in shape.dims:
+        if dim.size % LANES == 0:
+            return 1.0
+    return _waste(shape, regrouped)
+
+
+@lru_cache(maxsize=1 << 16)
+def _waste(shape: Shape, regrouped: frozenset[frozenset[str]]) -> float:
     sizes = [*shape.sizes] or [LANES]
     for names in regrouped:
         if names <= set(shape.names):

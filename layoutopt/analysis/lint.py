@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
-from costmodels.repeated import Repeated, repeated
+from costmodels.repeated import Repeated, near_sizes, repeated
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.units import size_text
 from mesh_tf_core.errors import LayoutError
@@ -115,11 +115,10 @@ class _Lint:
         sizes = self.model.graph.dims()
         for name, size in sorted(found.dims.items(), key=lambda item: -item[1]):
             if size > ways and size % ways and not self.layout.axes(name) and len(sizes.get(name, ())) == 1:
-                fewer, more = size - size % ways, size - size % ways + ways
                 yield Finding(
                     "indivisible",
                     f"{name!r} has size {size}, which the {ways} devices of {axis!r} do not divide",
-                    f"a size of {fewer} or {more} could be split",
+                    f"a size of {' or '.join(map(str, near_sizes(size, ways)))} could be split",
                 )
 
     def _ones(self) -> Iterator[Finding]:

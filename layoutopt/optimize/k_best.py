@@ -12,11 +12,11 @@ import heapq
 import itertools
 from collections.abc import Hashable, Iterator
 
+from layoutopt.optimize.merging import ordered
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import Candidate, Search
 from layoutopt.optimize.subproblem import Found
 from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.mesh import Mesh
 
 SAME = 1e-9
 """Relative difference of seconds up to which layouts of the same peak may be one."""
@@ -78,15 +78,10 @@ def _copies(request: Request, found: Found) -> Iterator[Layout]:
         if any(mesh.size(a) != mesh.size(b) for a, b in called.items()):
             continue
         rules = {n: tuple(called[a] for a in axes) for n, axes in found.layout.items()}
-        if _ordered(found.layout, mesh):
+        if ordered(found.layout, mesh):
             rules = {n: tuple(a for a in mesh.names if a in axes) for n, axes in rules.items()}
         layout = Layout(rules)
         evaluation = request.evaluator(mesh, layout, found.options)
         near = abs(evaluation.cost.step_seconds - found.seconds) <= SAME * found.seconds
         if near and evaluation.memory.peak == found.peak:
             yield layout
-
-
-def _ordered(layout: Layout, mesh: Mesh) -> bool:
-    """Whether all splits name their axes in the order of the mesh."""
-    return all(axes == tuple(a for a in mesh.names if a in axes) for axes in layout.values())

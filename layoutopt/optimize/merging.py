@@ -33,6 +33,8 @@ def merged(
             continue
         names = dict(zip(order, fewer.names, strict=True))
         alike = Layout({n: tuple(names[a] for a in axes) for n, axes in alike.items()})
+        if not ordered(alike, fewer):
+            continue
         try:
             found = evaluate(fewer, alike)
         except LayoutError:
@@ -41,6 +43,11 @@ def merged(
         if as_fast and found.memory.peak <= now.memory.peak:
             return merged(fewer, alike, meshes, evaluate)
     return mesh, layout
+
+
+def ordered(layout: Layout, mesh: Mesh) -> bool:
+    """Whether all splits name their axes in the order of the mesh."""
+    return all(axes == tuple(a for a in mesh.names if a in axes) for axes in layout.values())
 
 
 def _pairs(mesh: Mesh, layout: Layout) -> Iterator[tuple[dict[str, int], Layout]]:
@@ -53,9 +60,7 @@ def _pairs(mesh: Mesh, layout: Layout) -> Iterator[tuple[dict[str, int], Layout]
         sizes[one] *= mesh.size(two)
         alike = Layout({n: tuple(a for a in axes if a != two) for n, axes in layout.items()})
         for order in (sizes, dict(sorted(sizes.items(), key=lambda axis: -axis[1]))):
-            names = list(order)
-            if all(list(axes) == sorted(axes, key=names.index) for _, axes in alike.items()):
-                yield order, alike
+            yield order, alike
 
 
 def _alike(axes: Axes, one: str, two: str) -> bool:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from costmodels.repeated import repeated
+from costmodels.repeated import near_sizes, repeated
 from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.baselines import Baselines, Pinned, axis_names, by_name
 from layoutopt.optimize.heuristics import HEURISTICS
@@ -213,14 +213,14 @@ def _repeated(request: Request, best: Found, names: Mapping[str, str]) -> list[s
 def _uneven(name: str, size: int, ways: int, split: int) -> str:
     """The nearest sizes of a dimension, and of an axis, that would divide."""
     parts, own = ways * split, size // split
-    sizes = [n for n in (size - size % parts, size - size % parts + parts) if n]
     axes = [
         max(n for n in range(1, ways) if own % n == 0),
         next((n for n in range(ways, own) if own % n == 0), own),
     ]
+    would = " or ".join(map(str, near_sizes(size, parts)))
     return (
-        f"{name!r} of size {size} does not divide into {parts} parts; a size of "
-        f"{' or '.join(map(str, sizes))} would, or an axis of {' or '.join(map(str, dict.fromkeys(axes)))}"
+        f"{name!r} of size {size} does not divide into {parts} parts; a size of {would} would, or an axis of "
+        f"{' or '.join(map(str, dict.fromkeys(axes)))}"
     )
 
 

@@ -120,6 +120,8 @@ class Search:
 
     def simpler(self, best: Found) -> Found:
         """As good on a mesh with fewer axes, if the shape was searched."""
+        if not self.renames:
+            return best
         evaluator = self.request.evaluator
 
         def evaluate(mesh: Mesh, layout: Layout) -> Evaluation:
@@ -127,10 +129,10 @@ class Search:
 
         parts = best.options.microbatches
         own = (c.subproblem.mesh for c in self.candidates if c.subproblem.microbatches == parts)
-        meshes = {mesh.shape: mesh for mesh in own} if self.renames else {}
-        mesh, layout = merged(best.mesh, best.layout, meshes, evaluate)
-        evaluation = evaluate(mesh, layout)
-        return replace(best, mesh=mesh, layout=layout, evaluation=evaluation) if mesh != best.mesh else best
+        mesh, layout = merged(best.mesh, best.layout, {mesh.shape: mesh for mesh in own}, evaluate)
+        if mesh == best.mesh:
+            return best
+        return replace(best, mesh=mesh, layout=layout, evaluation=evaluate(mesh, layout))
 
     def hurry(self) -> float:
         """Leaves no more time from now on, which it returns."""
