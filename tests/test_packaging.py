@@ -65,7 +65,11 @@ def test_heavy_imports_are_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "imports", [(ORTOOLS, TENSORFLOW), (TENSORFLOW, ORTOOLS)], ids=["solver first", "solver last"]
+    "imports",
+    [
+        pytest.param((ORTOOLS, TENSORFLOW), id="solver first"),
+        pytest.param((TENSORFLOW, ORTOOLS), id="solver last", marks=pytest.mark.nightly),
+    ],
 )
 def test_solver_and_tensorflow_share_a_process(imports: tuple[str, str]) -> None:
     done = subprocess.run(

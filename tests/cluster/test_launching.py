@@ -16,6 +16,7 @@ from layoutopt import launching
 from layoutopt.cli import app
 from layoutopt.launching import Attempt, launch, run_once
 from tests.cluster.job import ROOT, Job, wait_for
+from tests.marks import by_day
 
 WAITS = "import os, time\nopen(f'{os.path.dirname(__file__)}/{os.getpid()}', 'w').close()\ntime.sleep(600)\n"
 LEAVES = "import json, os\nif json.loads(os.environ['TF_CONFIG'])['task']['index']: os._exit(7)\n"
@@ -115,7 +116,9 @@ def test_the_others_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -signal.SIGKILL)],
+    by_day(
+        [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, 129)]
+    ),
 )
 def test_no_worker_outlives_the_launcher(tmp_path: Path, number: int, code: int) -> None:
     file = tmp_path / "model.py"

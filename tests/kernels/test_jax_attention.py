@@ -17,6 +17,7 @@ from mesh_tf_core.ir.kernel import Attending
 from mesh_tf_core.kernels import jax_attention as libraries
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
 from mesh_tf_core.ops import blockwise
+from tests.marks import by_day
 
 RNG = np.random.default_rng(0)
 BATCH, HEADS, GROUP, QUERIES, KEYS, WIDTH = 2, 2, 2, 128, 256, 32
@@ -37,8 +38,12 @@ def close(got: Any, want: Any) -> None:
         np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window": 9}, {"window": 9}], ids=str)
+SEEN: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": 9}, {"window": 9}]
+
+
+@pytest.mark.parametrize(
+    ("how", "bias"), by_day((how, bool((row + bias) % 2)) for row, how in enumerate(SEEN) for bias in (0, 1))
+)
 def test_by_blocks_as_jax_itself(how: dict[str, Any], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in blocks of a part of the queries."""
     monkeypatch.setattr(blockwise, "MOST", 8 * KEYS * GROUP)
@@ -81,9 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.nightly if i % 2 else ()) for i, c in enumerate(CASES)]
-)
+@pytest.mark.parametrize("case", by_day(CASES))
 def test_a_tpu_does_the_same(case: str) -> None:
     a = operands(**CASES[case])
     assert libraries.fits_tpu(a)

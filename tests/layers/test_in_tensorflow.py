@@ -10,6 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
 from mesh_tf_core.engines import open_engine
+from tests.marks import by_day
 
 Build = Callable[[mtf.Tensor, mtf.Tensor], mtf.Tensor]
 H, K, F = mtf.Dim("heads", 2), mtf.Dim("d_kv", 4), mtf.Dim("d_ff", 16)
@@ -117,7 +118,7 @@ def losses(build: Build, mesh: str, layout: str, engine: str) -> list[float]:
     return [float(made.step({"x": X, "ids": IDS})["loss"]) for _ in range(3)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES))
 def test_training(name: str) -> None:
     build, layout = CASES[name]
     one = losses(build, "one:1", "", "lockstep")

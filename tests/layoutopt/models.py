@@ -113,10 +113,13 @@ EXAMPLES: dict[str, Callable[[], mtf.Model]] = {
 }
 
 
-def crossed(columns: Sequence[object], names: Iterable[str] = EXAMPLES) -> list[Any]:
-    """Every model with every column; each model with one of them in turn, the others by night."""
+def crossed(columns: Sequence[object], names: Iterable[str] = EXAMPLES, every: int = 1) -> list[Any]:
+    """Every model with every column; by day one of `every` models, with one of the columns in turn."""
+    by_night = pytest.mark.nightly
     return [
-        pytest.param(name, column, marks=() if row % len(columns) == place else pytest.mark.nightly)
+        pytest.param(
+            name, column, marks=() if row % every == 0 and row // every % len(columns) == place else by_night
+        )
         for row, name in enumerate(names)
         for place, column in enumerate(columns)
     ]

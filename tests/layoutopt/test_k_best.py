@@ -16,6 +16,7 @@ from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
 from mesh_tf_core.errors import LayoutError
+from tests.marks import by_day
 
 STAGES, PARTS = ("layout", "zero3"), (1, 2)
 ALLOWED = Allowed(storage=STAGES, recompute=(False,), microbatches=PARTS)
@@ -48,7 +49,7 @@ def priced(model: mtf.Model, hardware: str, devices: int) -> Iterator[tuple[floa
             yield evaluation.cost.step_seconds, evaluation.memory.peak, decided
 
 
-@pytest.mark.parametrize("hardware", ["cpu-local", "tpu-v3"])
+@pytest.mark.parametrize("hardware", by_day(["tpu-v3", "cpu-local"]))
 def test_they_are_those_of_an_enumeration(model: mtf.Model, hardware: str) -> None:
     plan = search(
         model, devices=4, hardware=hardware, storage=STAGES, recompute=(False,), microbatches=PARTS, top=8

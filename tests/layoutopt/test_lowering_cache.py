@@ -23,6 +23,7 @@ from mesh_tf_core.ir.program import AllReduce
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.combine import Key, together, waiting
 from tests.layoutopt.models import EXAMPLES, HARDWARE, crossed, random_model
+from tests.marks import by_day
 
 PRICE = 1e-9
 
@@ -90,7 +91,7 @@ def test_every_mesh_has_its_own_prices(name: str, shapes: list[str], hardware: s
     compare(EXAMPLES[name](), shapes, 1, load_hardware(hardware), seed=1, count=3)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", by_day(range(12)))
 def test_random_models(seed: int) -> None:
     hardware = load_hardware(HARDWARE[seed % len(HARDWARE)])
     compare(random_model(seed), ["y:2;x:2", "x:4", "x:2;y:4"], 1 + seed % 2, hardware, seed, count=6)
@@ -104,7 +105,8 @@ def test_random_models(seed: int) -> None:
             ("tpu-v4", 1, ["b:2;a:2;c:2", "x:4;y:2"]),  # three axes: nine tenths of the time are their tables
             ("a100", 2, ["x:2;y:4", "y:2;x:4"]),
             ("cpu-local", 2, ["x:4;y:2", "z:4", "y:2;x:2"]),
-        ]
+        ],
+        every=2,
     ),
 )
 def test_all_examples(name: str, where: tuple[str, int, list[str]]) -> None:

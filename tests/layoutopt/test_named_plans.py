@@ -23,7 +23,7 @@ from layoutopt.plan.build import Plan, options_of
 from layoutopt.plan.schema import Alternative
 from layoutopt.space.kind import Allowed
 from layoutopt.space.parallelism import parallelism
-from tests.layoutopt.models import SMALL, transformer
+from tests.layoutopt.models import SMALL, crossed, transformer
 
 V3 = load_hardware("tpu-v3")
 AGREE = 1e-6
@@ -117,8 +117,7 @@ def test_the_best_of_a_name_is_what_enumeration_finds(label: str) -> None:
             assert best.predicted.step_seconds <= min(fits) * (1 + AGREE)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("where", [{"mesh": "x:2;y:2"}, {"devices": 8}])
+@pytest.mark.parametrize(("name", "where"), crossed([{"mesh": "x:2;y:2"}, {"devices": 8}], MODELS))
 def test_every_plan_is_legal_within_its_definition_and_not_better(name: str, where: dict[str, Any]) -> None:
     model = MODELS[name]()
     dims = parallelism(model)

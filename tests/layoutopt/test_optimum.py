@@ -21,6 +21,7 @@ from tests.layoutopt.models import (
     random_model,
     random_question,
 )
+from tests.marks import by_day
 
 AGREE = 1e-9
 
@@ -69,7 +70,7 @@ def allowed(question: Question, storage: dict[str, str], recompute: list[str]) -
     return free and not recompute and {*storage.values(), "layout"} <= set(question.storage)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", by_day(range(24)))
 def test_random_models(seed: int) -> None:
     check(seed, 40)
 
