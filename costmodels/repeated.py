@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from costmodels.kernels.quantities import flops_of
 from mesh_tf_core.ir.program import Local, Program
 
-WORTH_SAYING = 0.02
+LEAST_SHARE = 0.02
 """A share of the products' FLOPs below this is not mentioned."""
 
 
@@ -50,4 +50,4 @@ def repeated(program: Program) -> dict[str, Repeated]:
                 found[axis].dims.update({d.name: d.size for v in values for d in v.shape})
     for each in found.values():
         each.share = sum(each.flops.values()) / total if total else 0.0
-    return {axis: each for axis, each in found.items() if each.share > WORTH_SAYING}
+    return {axis: each for axis, each in found.items() if each.share > LEAST_SHARE}

@@ -20,6 +20,7 @@ from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
+from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
@@ -44,7 +45,7 @@ def search(
     on_progress: Progress | None = None,
     storage: Sequence[str] = STAGES,
     recompute: Sequence[bool] = (False, True),
-    microbatches: Sequence[int] = (1, 2, 4, 8),
+    microbatches: Sequence[int] = USUAL,
     on_better: Better | None = None,
     keep_best: bool = False,
     orders: str = "mesh",

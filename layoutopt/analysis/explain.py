@@ -17,6 +17,7 @@ from costmodels.pricing.pricer import Cost
 from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
+from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.lower.storage import STAGES
@@ -97,7 +98,7 @@ class Asked:
     forbid: str | None = None
     storage: tuple[str, ...] = STAGES
     recompute: tuple[bool, ...] = (False, True)
-    microbatches: tuple[int, ...] = (1, 2, 4, 8)
+    microbatches: tuple[int, ...] = USUAL
 
     def with_pins(self, more: str | None) -> Mapping[str, Any]:
         """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""

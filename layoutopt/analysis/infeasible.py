@@ -16,6 +16,7 @@ from typing import Any
 
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import size_text
+from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Axes
@@ -24,7 +25,6 @@ from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 PARSED = {"pins": parse_rules, "forbid": parse_forbid}
-ALL_PARTS = (1, 2, 4, 8)
 MORE_PARTS = (16, 32, 64)
 PATIENCE = 20.0
 """Seconds for one search of a change."""
@@ -129,9 +129,9 @@ class _Diagnosing:
             found[f"--storage {','.join(self.asked['storage'])}"] = _set("storage", STAGES)
         if True not in self.asked.get("recompute", (True,)):
             found["--recompute never"] = _set("recompute", (False, True))
-        parts = tuple(self.asked.get("microbatches", ALL_PARTS))
-        if not set(ALL_PARTS) <= set(parts):
-            found[f"--microbatches {','.join(map(str, parts))}"] = _set("microbatches", ALL_PARTS)
+        parts = tuple(self.asked.get("microbatches", USUAL))
+        if not set(USUAL) <= set(parts):
+            found[f"--microbatches {','.join(map(str, parts))}"] = _set("microbatches", USUAL)
         if self.asked.get("memory") is not None:
             found[f"--memory {size_text(self.asked['memory'])}"] = _set("memory", float("1e30"))
         return found
@@ -144,7 +144,7 @@ class _Diagnosing:
 
     def _changes(self, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
         """Changes that need no condition to go."""
-        parts = tuple(asked.get("microbatches", ALL_PARTS))
+        parts = tuple(asked.get("microbatches", USUAL))
         if self.model.batch_dim is not None:
             for more in MORE_PARTS:
                 if more > max(parts):

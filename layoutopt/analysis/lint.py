@@ -26,7 +26,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
-WORTH_SAYING = 0.02
+MEMORY_SHARE = 0.02
 """Shares of its peak memory below this are not mentioned."""
 
 
@@ -141,7 +141,7 @@ class _Lint:
             held += here
             repeated += here - here * ways // self.mesh.devices
         peak = self.evaluation.memory.peak
-        if repeated <= max(WORTH_SAYING, 0.25) * peak:
+        if repeated <= 0.25 * peak:
             return
         yield Finding(
             "repeated memory",
@@ -159,7 +159,7 @@ class _Lint:
                 found = evaluate(self.model, self.mesh, self.layout, self.hardware, options)
             except LayoutError:
                 continue
-            if found.memory.peak < (1 - WORTH_SAYING) * peak:
+            if found.memory.peak < (1 - MEMORY_SHARE) * peak:
                 change = found.cost.step_seconds / self.evaluation.cost.step_seconds - 1
                 return (
                     f"--storage {STAGES[stage]}: a peak of {size_text(found.memory.peak)} "

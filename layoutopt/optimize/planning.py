@@ -34,7 +34,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.verify import verify
 
 Shapes = Set[tuple[int, ...]] | None
-WORTH_SAYING = 0.1
+REPEATED_SHARE = 0.1
 """Work below this share of the products is not called repeated: most layouts repeat a little."""
 
 
@@ -195,7 +195,7 @@ def _repeated(request: Request, best: Found, names: Mapping[str, str]) -> list[s
     """Which devices do the same work, and what would have to be another size for them to share it."""
     notes, batch = [], request.model.batch_dim
     for axis, found in repeated(best.evaluation.program).items():
-        if found.share < WORTH_SAYING:
+        if found.share < REPEATED_SHARE:
             continue
         ways, name = best.mesh.size(axis), names.get(axis, axis)
         what = "all do the same work" if found.share == 1 else f"repeat {found.share:.0%} of the products"

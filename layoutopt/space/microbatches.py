@@ -17,6 +17,9 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
+USUAL = (1, 2, 4, 8)
+"""The numbers that a search looks at if nothing else is said."""
+
 
 @dataclass(frozen=True)
 class Microbatches(Decision):

@@ -162,7 +162,6 @@ class FusedAttentionBiasGrad(_Backward):
 
     products: ClassVar[tuple[int, int]] = (1, 1)
     again: ClassVar[tuple[int, int]] = (1, 1)
-    twice: ClassVar[tuple[int, int]] = (1, 1)
 
     @property
     def name(self) -> str:
