@@ -2,23 +2,23 @@
 line is an object: {"error": what is wrong, "exit": the code}.
 
 0 done, 2 the user's input is wrong, 3 proven infeasible, 4 stopped at a limit with nothing found,
-5 a process of several was lost, 130 ended by Ctrl-C and 143 by SIGTERM, after saving.
+5 a process of several was lost, 130 ended by Ctrl-C, 143 by SIGTERM and 129 by SIGHUP, after saving.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+
+from layoutopt import signals
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CTRL_C = 130  # 128 + SIGINT
@@ -32,10 +32,11 @@ class Group(TyperGroup):
         kwargs["standalone_mode"] = False
         given: Sequence[str] | None = args[0] if args else kwargs.get("args")
         words = sys.argv[1:] if given is None else given
-        as_json, ended = "--json" in words, [CTRL_C]
+        as_json = "--json" in words
+        # But for `train`, which hears all, a worker of several has nothing to save by itself.
+        numbers = (signal.SIGINT,) if "--cluster" in words else signals.ENDING
         try:
-            # A worker of several saves nothing by itself, and its launcher waits for its end.
-            with contextlib.nullcontext() if "--cluster" in words else _ended_alike(ended):
+            with signals.command(numbers):
                 code = super().main(*args, **kwargs)
             sys.stdout.flush()
         except ValueError as error:
@@ -48,9 +49,9 @@ class Group(TyperGroup):
         except typer.TyperException as error:
             _fail(_usage(error), error.exit_code, as_json)
         except typer.Abort:
-            _fail("stopped", ended[-1], as_json)
+            _fail("stopped", signals.exit_code(), as_json)
         except KeyboardInterrupt:
-            sys.exit(ended[-1])
+            sys.exit(signals.exit_code())
         except BrokenPipeError:
             _reader_gone()
         except OSError as error:
@@ -58,31 +59,7 @@ class Group(TyperGroup):
                 raise
             _fail(f"a file cannot be written: {error.strerror}; make room, or name another place", 2, as_json)
         # Typer knows one code for KeyboardInterrupt, whichever signal raised it.
-        sys.exit(ended[-1] if code == CTRL_C else code if isinstance(code, int) else 0)
-
-
-@contextlib.contextmanager
-def _ended_alike(codes: list[int]) -> Iterator[None]:
-    """Within it, SIGTERM and SIGHUP do what Ctrl-C does at that moment; their exit codes are added."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        codes.append(128 + number)
-        as_ctrl_c = signal.getsignal(signal.SIGINT)
-        if not callable(as_ctrl_c):  # commands in the background have none
-            raise KeyboardInterrupt
-        as_ctrl_c(signal.SIGINT, frame)
-
-    heard: list[signal.Signals] = []
-    with contextlib.suppress(ValueError):  # only the main thread hears signals
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, end)
-                heard.append(number)
-    try:
-        yield
-    finally:
-        for number in heard:
-            signal.signal(number, signal.SIG_DFL)
+        sys.exit(signals.exit_code() if code == CTRL_C else code if isinstance(code, int) else 0)
 
 
 def _fail(message: str, code: int, as_json: bool) -> NoReturn:
