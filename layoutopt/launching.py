@@ -28,6 +28,8 @@ FINISH = 60.0
 """Seconds that the others have once a worker is done."""
 TERMINATE = 5.0
 """Seconds between asking processes to end and ending them."""
+SAVE = 20.0
+"""The same, if it is the user who ends the job: they save what they have learned."""
 PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections."""
 FINAL = (2, 3, 4)
@@ -136,7 +138,11 @@ def run_once(command: Sequence[str], processes: int, devices_per_process: int | 
             if devices_per_process is not None:
                 config["devices_per_process"] = devices_per_process
             workers.append(_started(command, config, leash, None if index == 0 else notes[index]))
-        stuck = _watched(workers)
+        try:
+            stuck = _watched(workers)
+        except KeyboardInterrupt:
+            _end(workers, SAVE)
+            raise
         codes = tuple(worker.returncode for worker in workers)
         return Attempt(codes, stuck, tuple(_last_line(note) for note in notes))
 
@@ -173,9 +179,10 @@ def _watched(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, ...]:
     return ()
 
 
-def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends workers, whatever they are doing, with all that they started."""
-    for numbers, patience in (((signal.SIGTERM, signal.SIGCONT), TERMINATE), ((signal.SIGKILL,), None)):
+def _end(workers: Sequence[subprocess.Popen[bytes]], seconds: float | None = None) -> None:
+    """Ends workers, whatever they are doing, with all that they started; they have `seconds` to do it."""
+    asked = TERMINATE if seconds is None else seconds
+    for numbers, patience in (((signal.SIGTERM, signal.SIGCONT), asked), ((signal.SIGKILL,), None)):
         for worker in workers:
             if worker.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -211,7 +218,10 @@ def _is_free(port: int) -> bool:
 
 def _newest(checkpoint: Path | None) -> str | None:
     """Name of the newest checkpoint."""
-    return max((p.name for p in checkpoint.glob("step-*")), default=None) if checkpoint else None
+    from mesh_tf_core.training.checkpoint import listed
+
+    found = listed(checkpoint) if checkpoint else []
+    return found[0][1].name if found else None
 
 
 def _last_line(notes: IO[bytes]) -> str:

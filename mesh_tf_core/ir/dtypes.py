@@ -18,6 +18,7 @@ _SIZES = {
     "int8": 1,
     "bool": 1,
 }
+DTYPES = tuple(_SIZES)
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 

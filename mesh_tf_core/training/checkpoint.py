@@ -5,16 +5,20 @@
       manifest.json     step, extra state; shape, dtype and SHA-256 of every file, and of the manifest itself
 
 A checkpoint is written under a temporary name and renamed when all of it is on the disk. Variables are
-written one after the other, so the host needs room for one of them, not for all.
+written one after the other, so the host needs room for one of them, not for all. What else lies in the
+directory is somebody else's: only names that are exactly ours are read, counted or removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,24 +26,24 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dtypes import check_dtype, itemsize
+from mesh_tf_core.training import manifest as manifests
+from mesh_tf_core.training.locking import locked
+from mesh_tf_core.training.manifest import MANIFEST, Entry, Manifest
 
-FORMAT = "layoutopt-checkpoint/2"
-MANIFEST = "manifest.json"
 CHUNK = 1 << 22
+HEADER = 1 << 16
+"""Bytes before the elements in one of our arrays' files, at most."""
+STEP = "([0-9]{9}|[1-9][0-9]{9,17})"
+NAME = re.compile(f"step-{STEP}")
+UNFINISHED = re.compile(rf"\.step-{STEP}\.[0-9a-f]{{1,16}}")
+"""Left by a process that was ended while it wrote."""
+REPLACED = re.compile(rf"\.step-{STEP}\.replaced")
+"""The older one of the same step, for the moment between two renamings."""
 
 
 class CheckpointWarning(UserWarning):
     """A checkpoint is torn or edited, and an older one is used."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A variable's file."""
-
-    file: str
-    sha256: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,12 @@ class Checkpoint:
                 f"checkpoint {str(self.path)!r} has no variable {name!r}; {known_names(name, self.variables)}"
             )
         entry = self.variables[name]
-        array = np.load(self.path / entry.file, allow_pickle=False)
+        try:
+            array = np.load(self.path / entry.file, allow_pickle=False)
+        except (OSError, ValueError) as error:  # since it was checked
+            raise UserError(
+                f"checkpoint {str(self.path)!r}: variable {name!r} cannot be read: {_reason(error)}"
+            ) from None
         if entry.dtype != "bfloat16":
             return array
         import ml_dtypes
@@ -72,71 +81,146 @@ class Checkpoint:
         return array.view(ml_dtypes.bfloat16)
 
 
-# -- writing -------------------------------------------------------------------------------------------------
+# -- the directory -------------------------------------------------------------------------------------------
 
 
 def check_directory(directory: str | Path) -> None:
-    """Raises UserError unless checkpoints can be written there; makes the directory."""
+    """Raises UserError unless checkpoints can be written there; makes the directory, and the one around it,
+    but none above."""
+    if not str(directory):
+        raise UserError("checkpoint '' names no directory; write for example build/run")
     root = Path(directory)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        for folder in (root.parent, root):
+            if not folder.is_dir():
+                folder.mkdir()
+    except FileExistsError as error:
+        raise UserError(
+            f"checkpoint {str(directory)!r}: {str(error.filename)!r} is a file; name a directory"
+        ) from None
+    except FileNotFoundError:
+        raise UserError(
+            f"checkpoint {str(directory)!r} cannot be made: there is no folder "
+            f"{str(root.parent.parent)!r}; make it, or name another place"
+        ) from None
+    except (OSError, ValueError) as error:
         raise unwritable(directory, error) from None
-    if not os.access(root, os.W_OK):
+    if not os.access(root, os.W_OK | os.X_OK):
         raise UserError(f"checkpoint {str(directory)!r} cannot be written: permission denied")
 
 
-def unwritable(directory: str | Path, error: OSError) -> UserError:
+@contextlib.contextmanager
+def owned(directory: str | Path) -> Iterator[str]:
+    """Within it checkpoints can be written there, by this job alone. Yields why the directory cannot be
+    locked, or nothing.
+
+    Raises:
+      UserError: it cannot be written, or another job writes there.
+    """
+    check_directory(directory)
+    with contextlib.ExitStack() as stack:
+        try:
+            trouble = stack.enter_context(locked(directory))
+        except OSError as error:
+            raise unwritable(directory, error) from None
+        yield trouble
+
+
+def unwritable(directory: str | Path, error: Exception) -> UserError:
     """What the system said, as the user's error."""
+    said = (error.strerror if isinstance(error, OSError) else None) or error
+    left = listed(directory)
+    kept = f"; {left[0][1].name} is still there" if left else ""
     return UserError(
-        f"checkpoint {str(directory)!r} cannot be written: {error.strerror or error}; "
-        "give a directory with room"
+        f"checkpoint {str(directory)!r} cannot be written: {said}; give a directory with room{kept}"
     )
+
+
+def listed(directory: str | Path) -> list[tuple[int, Path]]:
+    """Steps and paths of the checkpoints in a directory, the newest first, whole or not."""
+    ours = {}
+    for pattern in (REPLACED, NAME):  # the later one stands
+        for path in _entries(Path(directory)):
+            if found := pattern.fullmatch(path.name):
+                ours[int(found[1])] = path
+    return sorted(ours.items(), reverse=True)
+
+
+def _entries(root: Path) -> list[Path]:
+    """The directories in a directory; a link is somebody's own."""
+    try:
+        with os.scandir(root) as found:
+            return [Path(entry.path) for entry in found if entry.is_dir(follow_symlinks=False)]
+    except (OSError, ValueError):
+        return []
+
+
+def _tidy(root: Path) -> None:
+    """Removes what ended processes left; what one had put aside gets its name again."""
+    for path in _entries(root):
+        if found := REPLACED.fullmatch(path.name):
+            named = root / f"step-{found[1]}"
+            if not named.exists():
+                path.rename(named)
+                continue
+        if found or UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# -- writing -------------------------------------------------------------------------------------------------
 
 
 def write(
     directory: str | Path, step: int, variables: Mapping[str, Any], extra: Mapping[str, Any], keep: int = 3
 ) -> Path:
-    """Writes `step-N` and removes all but the newest `keep`.
+    """Writes `step-N` and removes all but the newest `keep`. Only one process may do so at a time
+    (`locking`).
 
     Args:
       variables: name -> whole array; every one is asked for once, in order, and forgotten once it is written.
       extra: plain data (what JSON holds).
+
+    Raises:
+      OSError: it cannot be written; what was there is there, and nothing else.
     """
     root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob(".step-*"):  # by a process that was ended while it wrote
-        shutil.rmtree(left, ignore_errors=True)
-    final, temporary = root / f"step-{step:09d}", root / f".step-{step:09d}.{os.getpid()}"
+    root.mkdir(exist_ok=True)
+    _tidy(root)
+    final = root / f"step-{step:09d}"
+    temporary = root / f".{final.name}.{secrets.token_hex(8)}"
     temporary.mkdir()
-    files = {
-        name: _write_array(temporary / f"{number:05d}.npy", variables[name])
-        for number, name in enumerate(variables)
-    }
-    manifest = {"format": FORMAT, "step": step, "variables": files, "extra": dict(extra)}
-    _write_manifest(temporary, json.loads(json.dumps(manifest)))
-    _sync(temporary)
-    if final.exists():
-        final.rename(root / f".step-{step:09d}.replaced")
-    temporary.rename(final)
+    try:
+        files = {
+            name: _write_array(temporary / f"{number:05d}.npy", variables[name])
+            for number, name in enumerate(variables)
+        }
+        manifests.write(temporary / MANIFEST, Manifest(step=step, variables=files, extra=dict(extra)))
+        _sync(temporary)
+        if final.exists():
+            final.rename(root / f".{final.name}.replaced")
+        temporary.rename(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     _sync(root)
-    others = sorted(p for p in root.glob("step-*") if p != final)
-    for old in [*root.glob(".step-*"), *others[: max(0, len(others) - (keep - 1))]]:
+    _tidy(root)
+    others = [path for _, path in listed(root) if path != final]
+    for old in others[max(0, keep - 1) :]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def _write_array(path: Path, array: Any) -> dict[str, Any]:
+def _write_array(path: Path, array: Any) -> Entry:
     """The variable's entry in the manifest."""
     array = np.asarray(array, order="C")
-    dtype = str(array.dtype)
+    dtype = check_dtype(str(array.dtype))
     with path.open("wb") as file:
         hashing = _Hashing(file)
         plain = array.view(np.uint16) if dtype == "bfloat16" else array
         np.lib.format.write_array(hashing, plain, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())
-    return {"file": path.name, "sha256": hashing.hexdigest(), "dtype": dtype, "shape": list(array.shape)}
+    return Entry(file=path.name, sha256=hashing.hexdigest(), dtype=dtype, shape=array.shape)
 
 
 class _Hashing:
@@ -153,23 +237,12 @@ class _Hashing:
         return self._digest.hexdigest()
 
 
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({**manifest, "sha256": _own_digest(manifest)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _own_digest(manifest: Mapping[str, Any]) -> str:
-    plain = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
 def _sync(folder: Path) -> None:
-    """Puts a folder's names on the disk."""
+    """Puts a folder's names on the disk, where its file system can."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with contextlib.suppress(OSError):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -186,10 +259,10 @@ def newest(directory: str | Path) -> Checkpoint | None:
       UserError: there are checkpoints, and none is whole.
     """
     skipped: list[str] = []
-    for path in sorted(Path(directory).glob("step-*"), reverse=True):
+    for step, path in listed(directory):
         try:
-            return _checked(path, tuple(skipped))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return _checked(path, step, tuple(skipped))
+        except (OSError, ValueError) as error:
             skipped.append(f"{path.name}: {_reason(error)}")
     if skipped:
         raise UserError(
@@ -202,26 +275,56 @@ def newest(directory: str | Path) -> Checkpoint | None:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name} cannot be read ({error.strerror})"
-    return f"lacks {error}" if isinstance(error, KeyError) else str(error)
+    return " ".join(str(error).split())
 
 
-def _checked(path: Path, skipped: tuple[str, ...]) -> Checkpoint:
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"format {manifest['format']!r} instead of {FORMAT!r}")
-    if manifest["sha256"] != _own_digest(manifest):
-        raise ValueError(f"{MANIFEST} differs from its checksum")
-    entries = {}
-    for name, e in manifest["variables"].items():
-        entries[name] = Entry(e["file"], e["sha256"], e["dtype"], tuple(e["shape"]))
-        if _digest(path / e["file"]) != e["sha256"]:
-            raise ValueError(f"variable {name!r} differs from its checksum")
-    return Checkpoint(path, int(manifest["step"]), entries, manifest["extra"], skipped)
+def _checked(path: Path, step: int, skipped: tuple[str, ...]) -> Checkpoint:
+    manifest = manifests.read(path / MANIFEST)
+    if manifest.step != step:
+        raise ValueError(f"{MANIFEST} says step {manifest.step}")
+    for name, entry in manifest.variables.items():
+        _check_array(path / entry.file, name, entry)
+    return Checkpoint(path, step, manifest.variables, manifest.extra, skipped)
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
+def _check_array(path: Path, name: str, entry: Entry) -> None:
+    """Raises unless the file holds what the manifest says, and nothing else: no array is made before."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path.name} is not a file")
+    bytes = itemsize(entry.dtype)
+    for size in entry.shape:
+        bytes *= size
+    said = f"variable {name[: manifests.LONGEST]!r}"
+    if not bytes < found.st_size <= bytes + HEADER:
+        raise ValueError(
+            f"{said} is {entry.dtype}{list(entry.shape)} in {MANIFEST}, and {path.name} has "
+            f"{found.st_size} bytes"
+        )
     with path.open("rb") as file:
+        digest = hashlib.sha256()
         while content := file.read(CHUNK):
             digest.update(content)
-    return digest.hexdigest()
+        if digest.hexdigest() != entry.sha256:
+            raise ValueError(f"{said} differs from its checksum")
+        file.seek(0)
+        shape, dtype = _header(file)
+        begin = file.tell()
+    wanted = np.dtype("uint16" if entry.dtype == "bfloat16" else entry.dtype)
+    if (shape, dtype) != (entry.shape, wanted) or begin + bytes != found.st_size:
+        raise ValueError(
+            f"{said} is {entry.dtype}{list(entry.shape)} in {MANIFEST}, {dtype}{list(shape)} in {path.name}"
+        )
+
+
+def _header(file: BinaryIO) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of an array's file."""
+    try:
+        version = np.lib.format.read_magic(file)
+        if version == (1, 0):
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        else:
+            shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+    except Exception as error:  # its parser raises many kinds
+        raise ValueError(f"{Path(file.name).name} is no array: {type(error).__name__}") from None
+    return shape, dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import threading
 from collections.abc import Mapping
@@ -31,15 +32,21 @@ class Saver:
 
         Args:
           variables: see `checkpoint.write`; read in the thread, so they must not change.
+
+        Raises:
+          UserError: the directory cannot be written, or another job writes there.
         """
         self.wait()
+        own = contextlib.ExitStack()
+        own.enter_context(checkpoint.owned(directory))
         if not self._registered:
             atexit.register(self._report)
             self._registered = True
 
         def run() -> None:
             try:
-                checkpoint.write(directory, step, variables, extra)
+                with own:
+                    checkpoint.write(directory, step, variables, extra)
             except OSError as error:
                 self._error = checkpoint.unwritable(directory, error)
             except BaseException as error:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from mesh_tf_core.training.checkpoint import listed
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -72,8 +74,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
     def newest(self) -> int:
         """Step of the newest checkpoint, -1 if there is none."""
-        steps = [int(p.name.partition("-")[2]) for p in self.checkpoint.glob("step-*")]
-        return max(steps, default=-1)
+        return next((step for step, _ in listed(self.checkpoint)), -1)
 
     def writing(self) -> bool:
         """Whether a checkpoint is being written."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import numpy as np
 import pytest
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.training import checkpoint
+from mesh_tf_core.training import checkpoint, locking, manifest
+from mesh_tf_core.training.locking import locked
 from mesh_tf_core.training.saving import Saver
 
+ROOT = Path(__file__).resolve().parents[2]
 VALUES: dict[str, Any] = {
     "w": np.arange(12.0).reshape(3, 4).T,
     "step": np.array(7, np.int32),
@@ -73,14 +77,14 @@ DAMAGE = {
     "a cut file": (lambda p: _cut(p / "00000.npy"), "variable 'w' differs from its checksum"),
     "a flipped bit": (lambda p: _flip(p / "00002.npy"), "variable 'b' differs from its checksum"),
     "a lost file": (lambda p: (p / "00001.npy").unlink(), "00001.npy cannot be read"),
-    "a cut manifest": (lambda p: _cut(p / checkpoint.MANIFEST), "Expecting"),
+    "a cut manifest": (lambda p: _cut(p / manifest.MANIFEST), "Expecting"),
     "an edited manifest": (
-        lambda p: _edit(p / checkpoint.MANIFEST),
+        lambda p: _edit(p / manifest.MANIFEST),
         "manifest.json differs from its checksum",
     ),
-    "a lost manifest": (lambda p: (p / checkpoint.MANIFEST).unlink(), "manifest.json cannot be read"),
-    "another format": (lambda p: (p / checkpoint.MANIFEST).write_text('{"format": "x"}'), "format 'x'"),
-    "no format": (lambda p: (p / checkpoint.MANIFEST).write_text("{}"), "lacks 'format'"),
+    "a lost manifest": (lambda p: (p / manifest.MANIFEST).unlink(), "manifest.json cannot be read"),
+    "another format": (lambda p: (p / manifest.MANIFEST).write_text('{"format": "x"}'), "format 'x'"),
+    "no format": (lambda p: (p / manifest.MANIFEST).write_text("{}"), "lacks 'format'"),
 }
 
 
@@ -100,6 +104,192 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path) -> Non
     harm(tmp_path / "step-000000001")
     with pytest.raises(UserError, match=r"no whole checkpoint in it .step-000000002: .*; step-000000001: "):
         checkpoint.newest(tmp_path)
+
+
+def signed(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Changes a manifest as its own writer might have: the digest is right."""
+
+    def change(folder: Path) -> None:
+        path = folder / manifest.MANIFEST
+        content = json.loads(path.read_text(encoding="utf-8"))
+        edit(content)
+        path.write_text(json.dumps({**content, "sha256": manifest._digest(content)}), encoding="utf-8")
+
+    return change
+
+
+def nested(folder: Path) -> None:
+    (folder / manifest.MANIFEST).write_text("[" * 100_000 + "]" * 100_000, encoding="utf-8")
+
+
+def widen(content: dict[str, Any]) -> None:
+    content["variables"]["w"]["shape"] = [2, 6]
+
+
+LIES = {
+    "nested": (nested, "is nested too deeply, or too large"),
+    "no object": (lambda p: (p / manifest.MANIFEST).write_text("[]"), "must be an object, found list"),
+    "a list of variables": (signed(lambda m: m.update(variables=[])), "'variables': Input should be a valid"),
+    "an endless step": (signed(lambda m: m.update(step=math.inf)), "'step': Input should be a valid integer"),
+    "a step of 400 digits": (signed(lambda m: m.update(step=10**400)), "'step': "),
+    "a number too long": (lambda p: (p / manifest.MANIFEST).write_text("9" * 5000), "Exceeds the limit"),
+    "another step": (signed(lambda m: m.update(step=7)), "manifest.json says step 7"),
+    "a foreign path": (
+        signed(lambda m: m["variables"]["w"].update(file="../step-000000001/00000.npy")),
+        "'variables.w.file': String should match pattern",
+    ),
+    "a missing array": (signed(lambda m: m["variables"]["w"].update(file="00009.npy")), "cannot be read"),
+    "another shape": (signed(widen), "is float64[2, 6] in manifest.json, float64[4, 3] in 00000.npy"),
+    "a huge shape": (
+        signed(lambda m: m["variables"]["w"].update(shape=[1 << 40, 1 << 40])),
+        "00000.npy has 224 bytes",
+    ),
+    "a negative size": (
+        signed(lambda m: m["variables"]["w"].update(shape=[-1, 12])),
+        "greater than or equal",
+    ),
+    "another dtype": (
+        signed(lambda m: m["variables"]["w"].update(dtype="int64")),
+        "is int64[4, 3] in manifest.json, float64[4, 3] in 00000.npy",
+    ),
+    "objects": (signed(lambda m: m["variables"]["w"].update(dtype="object")), "'variables.w.dtype': Input"),
+    "no variables": (signed(lambda m: m.pop("variables")), "'variables': Field required"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_manifest_is_believed_only_when_all_of_it_is_right(lie: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.write(tmp_path, step, VALUES, {})
+    tell, said = LIES[lie]
+    tell(tmp_path / "step-000000002")
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found.step == 1
+    (line,) = found.skipped
+    assert line.startswith("step-000000002: ") and said in line and "\n" not in line
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path, 1, VALUES, {})
+    for name in ("00000.npy", manifest.MANIFEST):
+        (tmp_path / "step-000000001" / name).unlink()
+        os.mkfifo(tmp_path / "step-000000001" / name)
+        with pytest.raises(UserError, match=f"step-000000001: {name} is not a file"):
+            checkpoint.newest(tmp_path)
+
+
+THEIRS = (
+    "step-000000001-best",
+    "step-final",
+    "step-1",
+    "step-0000000010",
+    "step-\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661",
+    "my-step-000000007",
+    ".step-notes",
+    ".step-000000001.best",
+    "step-9999999999999999999",
+)
+
+
+def test_only_names_that_are_ours_are_counted_or_removed(tmp_path: Path) -> None:
+    for name in THEIRS:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000000009").write_text("a file")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step-000000008").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ".step-000000003.0123456789abcdef").mkdir()
+    before = {p.name for p in tmp_path.iterdir()} - {".step-000000003.0123456789abcdef"}
+    assert checkpoint.newest(tmp_path) is None
+    for step in (1, 2, 3, 10**9):
+        checkpoint.write(tmp_path, step, VALUES, {}, keep=2)
+    assert {p.name for p in tmp_path.iterdir()} - before == {"step-000000003", "step-1000000000"}
+    assert before <= {p.name for p in tmp_path.iterdir()}
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and (found.step, found.skipped) == (10**9, ())
+
+
+def test_one_that_was_put_aside_for_a_newer_one_of_its_step_is_not_lost(tmp_path: Path) -> None:
+    """A process that is killed between the two renamings leaves neither under the step's name."""
+    checkpoint.write(tmp_path, 4, VALUES, {})
+    aside = tmp_path / ".step-000000004.replaced"
+    (tmp_path / "step-000000004").rename(aside)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found.step == 4
+    checkpoint.write(tmp_path, 5, VALUES, {})
+    assert [step for step, _ in checkpoint.listed(tmp_path)] == [5, 4] and not aside.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, said in {
+        "": "checkpoint '' names no directory; write for example build/run",
+        tmp_path / "file": "file' is a file; name a directory",
+        tmp_path / "file" / "run": "file' is a file; name a directory",
+        tmp_path / "a" / "b" / "c" / "run": "there is no folder .*b'; make it",
+        tmp_path / ("x" * 300): "File name too long",
+        tmp_path / "nul\0": "null byte",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            checkpoint.check_directory(place)
+    checkpoint.check_directory(tmp_path / "a" / "run")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "file"]
+
+
+# -- one job at a time ---------------------------------------------------------------------------------------
+
+HOLDER = """
+import os, sys
+from mesh_tf_core.training.locking import locked
+
+with locked(sys.argv[1]):
+    if sys.argv[2] == "alone":
+        print(os.getpid(), flush=True)
+    elif os.fork() == 0:
+        print(os.getppid(), flush=True)
+        sys.stdin.read()  # outlives its parent
+        os._exit(0)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", ["alone", "forks"])
+def test_a_second_job_is_told_whose_the_directory_is(tmp_path: Path, kind: str) -> None:
+    words = [sys.executable, "-c", HOLDER, str(tmp_path), kind]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        pid = holder.stdout.readline().strip()
+        said = rf"is in use: process {pid} on .+ \(since .+\) writes there; wait for its end, or give"
+        with pytest.raises(UserError, match=said):
+            Saver().save(tmp_path, 1, VALUES, {})
+        holder.kill()
+        holder.wait()
+        with checkpoint.owned(tmp_path) as trouble:  # the lock ended with it
+            assert trouble == ""
+    assert checkpoint.listed(tmp_path) == []
+
+
+def test_a_job_holds_its_directory_as_often_as_it_likes(tmp_path: Path) -> None:
+    with locked(tmp_path), locked(tmp_path / "."):
+        with locked(tmp_path):
+            pass
+        assert locking._handles
+    assert not locking._handles and not locking._counts
+
+
+def test_where_there_are_no_locks_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(handle: int, how: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", lacking)
+    with checkpoint.owned(tmp_path) as trouble:
+        assert "cannot be locked here (No locks available); see to it that no other job" in trouble
+    saver = Saver()
+    saver.save(tmp_path, 1, VALUES, {})
+    saver.wait()
+    assert checkpoint.newest(tmp_path) is not None
+
+
+# -- while it is written -------------------------------------------------------------------------------------
 
 
 class Failing(Mapping[str, Any]):
@@ -123,6 +313,7 @@ def test_a_writing_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
         checkpoint.write(tmp_path, 2, Failing(), {})
     found = checkpoint.newest(tmp_path)
     assert found is not None and (found.step, found.skipped) == (1, ())
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000001"]  # and no room is taken
 
 
 def test_an_error_in_the_thread_is_raised_by_the_next_call(
@@ -135,6 +326,9 @@ def test_an_error_in_the_thread_is_raised_by_the_next_call(
     saver.save(tmp_path, 2, VALUES, {})
     saver.wait()
     assert checkpoint.newest(tmp_path) is not None
+    saver.save(tmp_path, 3, Failing(), {})
+    with pytest.raises(UserError, match=r"No space left on device; .*; step-000000002 is still there"):
+        saver.wait()
     saver.save(tmp_path, 3, Failing(), {})
     assert saver._thread is not None
     saver._thread.join()
@@ -198,3 +392,20 @@ def test_the_host_holds_one_variable_at_a_time(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert 1 << 20 <= peak < 3 << 20
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("kills", [12, pytest.param(450, marks=pytest.mark.nightly)])
+def test_a_kill_at_any_moment_loses_no_checkpoint(tmp_path: Path, kills: int) -> None:
+    """In a process that has no threads: it forks."""
+    found = json.loads(_hunted(str(tmp_path / "run"), str(kills)))
+    assert found == {**found, "kills": kills, "lost": 0, "torn": 0, "faults": []}
+    assert found["most"] <= 5 and found["written"] > 0
+
+
+def _hunted(*words: str) -> str:
+    code = "import dataclasses, json, pathlib, sys; from tests.core.killed import hunt; " + (
+        "print(json.dumps(dataclasses.asdict(hunt(pathlib.Path(sys.argv[1]), int(sys.argv[2])))))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout

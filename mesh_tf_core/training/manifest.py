@@ -1,0 +1,100 @@
+"""What a checkpoint's manifest may hold. Nothing in it is believed before all of it is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mesh_tf_core.ir.dtypes import DTYPES
+
+FORMAT = "layoutopt-checkpoint/2"
+MANIFEST = "manifest.json"
+LARGEST = 1 << 28
+"""Bytes of a manifest: a million variables."""
+LONGEST = 80
+"""Characters of a manifest's texts that a refusal repeats."""
+LAST = 10**18
+"""No training counts to so many steps."""
+
+if TYPE_CHECKING:
+    Dtype = str
+else:
+    Dtype = Literal[DTYPES]
+Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+
+
+class Entry(BaseModel):
+    """A variable's file."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    file: Annotated[str, Field(pattern=r"^[0-9]{5,9}\.npy$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    dtype: Dtype
+    shape: Annotated[tuple[Size, ...], Field(max_length=32, strict=False)]
+
+
+class Manifest(BaseModel):
+    """A manifest. `extra` is the trainer's (the data's position, the layout at the time)."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    format: str = FORMAT
+    step: Annotated[int, Field(ge=0, lt=LAST)]
+    variables: dict[str, Entry]
+    extra: dict[str, Any]
+
+
+def write(path: Path, manifest: Manifest) -> None:
+    """Writes the file, with a digest of all of it. The folder around it gets its name when it is whole."""
+    plain = json.loads(json.dumps(manifest.model_dump(mode="python")))
+    with path.open("w", encoding="utf-8") as file:
+        json.dump({**plain, "sha256": _digest(plain)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of a file.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is damaged, or of another format; in one line.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path.name} is not a file")
+    if found.st_size > LARGEST:
+        raise ValueError(f"{path.name} has {found.st_size} bytes; no manifest is as large")
+    try:
+        plain = json.loads(path.read_bytes())
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"{path.name} must be an object, found {type(plain).__name__}")
+        said = plain.get("format", FORMAT)
+        if said != FORMAT:
+            raise ValueError(f"format {str(said)[:LONGEST]!r} instead of {FORMAT!r}")
+        for name in ("format", "sha256"):
+            if name not in plain:
+                raise ValueError(f"{path.name} lacks {name!r}")
+        manifest = Manifest.model_validate(plain)
+        if plain["sha256"] != _digest(plain):
+            raise ValueError(f"{path.name} differs from its checksum")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:LONGEST]
+        raise ValueError(f"{path.name}: {where!r}: {' '.join(first['msg'].split())}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{path.name} is nested too deeply, or too large") from None
+    return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    plain = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
