@@ -44,11 +44,13 @@ def measure(
     for batch in _batches(left, 12):
         share = (time.monotonic() - start) / budget
         late = team.told("the time", share > (len(done) + 1) / max(1, len(wanted)))
-        for probe in batch:
-            samples = _samples(team, probe, min(3, rounds) if late else rounds, seconds)
-            done[probe.name] = _record(probe, samples)
-        if save is not None:
-            save()
+        try:
+            for probe in batch:
+                samples = _samples(team, probe, min(3, rounds) if late else rounds, seconds)
+                done[probe.name] = _record(probe, samples)
+        finally:  # also what was measured before an interruption
+            if save is not None:
+                save()
         if on_progress is not None:
             on_progress(batch[-1].target, len(done), len(wanted))
 

@@ -23,7 +23,7 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.running import start_devices
+from layoutopt.cli.running import kept, start_devices
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text, seconds_text
 
@@ -129,7 +129,8 @@ def _this_machine(
     partial = target.with_name(f"{target.stem}.partial.json")
     if partial.is_file():
         terminal.say(f"going on from the measurements in {partial}")
-    content = _measured(terminal, mesh, thorough, partial, cluster)
+    with kept(terminal, partial):
+        content = _measured(terminal, mesh, thorough, partial, cluster)
     machine = write_profile(content, target)
     terminal.say(f"wrote {target}")
     terminal.result(CalibrateResult(profile=str(target), **_summary(content)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.options import check_out
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.running import hushed
+from layoutopt.cli.running import hushed, kept
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.plan.units import rate_text, seconds_text
 
@@ -31,7 +31,7 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
         terminal.say(f"compiling little programs for {target}; some minutes")
         if partial.is_file():
             terminal.say(f"going on from the estimates in {partial}")
-    with Steps(terminal, f"compiling for {target}", 1) as bar:
+    with kept(terminal, partial), Steps(terminal, f"compiling for {target}", 1) as bar:
         made = calibrate_tpu(
             target, refresh, lambda what, done, total: bar.update(done, what, total), hushed, partial
         )

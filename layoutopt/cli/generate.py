@@ -21,11 +21,12 @@ from layoutopt.cli.options import (
     ModelArgument,
     QuietOption,
     SetOption,
+    checkpoint_option,
     examples,
     is_plan,
     read_layout,
 )
-from layoutopt.cli.running import open_trainer
+from layoutopt.cli.running import open_trainer, restored
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import seconds_text
 
@@ -46,7 +47,7 @@ ONE_DEVICE = "device:1"
 
 def generate(
     model: ModelArgument,
-    checkpoint: Annotated[Path, typer.Option(metavar="DIR", help="What `train --checkpoint` wrote.")],
+    checkpoint: Annotated[Path, checkpoint_option("What `train --checkpoint` wrote.")],
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A text to begin with (again for more).")],
     mesh: MeshOption = None,
     layout: LayoutOption = None,
@@ -61,7 +62,7 @@ def generate(
     loaded, given = _loaded(model, settings or [], len(prompt), mesh, layout)
     feeds, begun = _feeds(loaded, prompt, seed)
     trainer = open_trainer(terminal, loaded, given)
-    step = _restored(trainer, checkpoint)
+    step = _restored(terminal, trainer, checkpoint)
     began = time.perf_counter()
     with terminal.waiting("generating"):
         found = trainer.step(feeds)
@@ -159,11 +160,11 @@ def _check_room(prompt: str, tokens: int, room: int) -> None:
         )
 
 
-def _restored(trainer: Trainer, checkpoint: Path) -> int:
+def _restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> int:
     """Takes the variables of a checkpoint; returns its step."""
     from mesh_tf_core import UserError
 
-    if not trainer.restore(checkpoint):
+    if not restored(terminal, trainer, checkpoint):
         raise UserError(
             f"--checkpoint {str(checkpoint)!r}: no checkpoint there; write one with layoutopt train"
         )

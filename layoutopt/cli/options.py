@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -114,6 +114,19 @@ TimeoutOption = Annotated[
 StartTimeoutOption = Annotated[
     float, typer.Option(min=1, metavar="SECONDS", help="With --cluster: how long to wait for one to start.")
 ]
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        raise typer.BadParameter("it names no directory; write for example --checkpoint build/run")
+    return Path(text)
+
+
+def checkpoint_option(help: str) -> Any:
+    """`--checkpoint DIR`."""
+    return typer.Option("--checkpoint", metavar="DIR", help=help, parser=_directory, show_default=False)
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 LinesOption = Annotated[
     bool, typer.Option("--lines", help="Also every priced instruction: its formula and the numbers in it.")

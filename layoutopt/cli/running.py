@@ -8,8 +8,10 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.terminal import Terminal
@@ -30,6 +32,16 @@ def open_trainer(terminal: Terminal, loaded: Loaded, given: Given, cluster: Clus
     return Trainer(loaded.model, given.mesh, given.layout, given.options, cluster=cluster)
 
 
+def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> bool:
+    """Takes the newest whole checkpoint of a directory, if it has one, and says which were passed over."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trainer.restore(checkpoint)
+    for warning in caught:
+        terminal.say(f"warning: {warning.message}")
+    return found
+
+
 def start_devices(terminal: Terminal, count: int, cluster: Cluster | None = None) -> None:
     """Makes this process's devices, before TensorFlow is used for anything else; meets the others."""
     if cluster is not None:
@@ -47,6 +59,19 @@ def start_devices(terminal: Terminal, count: int, cluster: Cluster | None = None
         from mesh_tf_core.engines import prepare
 
         prepare(count)
+
+
+@contextlib.contextmanager
+def kept(terminal: Terminal, partial: Path) -> Iterator[None]:
+    """Says at an interruption where the results so far are, if there are any."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if partial.is_file():
+            terminal.say(f"stopped; what was measured is in {partial}, and the same command goes on from it")
+        else:
+            terminal.say("stopped before anything was measured")
+        raise
 
 
 @contextlib.contextmanager

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import statistics
-import warnings
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt import signals
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ClusterOption,
@@ -28,6 +30,7 @@ from layoutopt.cli.options import (
     StartTimeoutOption,
     StorageOption,
     TimeoutOption,
+    checkpoint_option,
     examples,
     read_hardware,
     read_layout,
@@ -35,7 +38,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Bounds, Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import evaluated_model, items_of, open_trainer, start_devices
+from layoutopt.cli.running import evaluated_model, items_of, open_trainer, restored, start_devices
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text
 
@@ -69,10 +72,7 @@ def train(
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Save there, and resume from there under any layout.", show_default=False
-        ),
+        Path | None, checkpoint_option("Save there, and resume from there under any layout.")
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
     held_out: Annotated[
@@ -91,28 +91,43 @@ def train(
     from layoutopt.models.loading import load_model
     from mesh_tf_core.cluster import Cluster
 
+    run: _Run | None = None
     with contextlib.ExitStack() as stack:
         members = (
             stack.enter_context(Cluster(timeout=timeout, start_timeout=start_timeout)) if cluster else None
         )
         shown = members is None or members.is_writer
         terminal = Terminal(as_json, quiet or not shown)
-        machine = read_hardware(hardware, set_hardware)
-        loaded = load_model(model, settings or ())
-        if layout == AUTO:
-            _refuse_decided(storage, recompute, microbatches)
-            given = _searched(terminal, loaded, machine, mesh, members)
-        else:
-            given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
-        together = len(members.members.addresses) if members else 1
-        where = f"{together} processes" if together > 1 else "this machine"
-        run = _Run(terminal, loaded, given, machine, steps, where)
-        trainer = open_trainer(terminal, loaded, given, members)
-        run.train(trainer, checkpoint, every)
-        run.evaluate(trainer, held_out)
+        if checkpoint is not None and shown:
+            _own(stack, terminal, checkpoint)  # before any work is done for it
+        try:
+            machine = read_hardware(hardware, set_hardware)
+            loaded = load_model(model, settings or ())
+            if layout == AUTO:
+                _refuse_decided(storage, recompute, microbatches)
+                given = _searched(terminal, loaded, machine, mesh, members)
+            else:
+                given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
+            together = len(members.members.addresses) if members else 1
+            where = f"{together} processes" if together > 1 else "this machine"
+            run = _Run(terminal, loaded, given, machine, steps, where, checkpoint)
+            run.train(open_trainer(terminal, loaded, given, members), every)
+            run.evaluate(held_out)
+        except KeyboardInterrupt:
+            terminal.say(run.stopped() if run is not None else "stopped before the training began")
+            raise
     if shown:
         terminal.result(run.result())
         run.show()
+
+
+def _own(stack: contextlib.ExitStack, terminal: Terminal, checkpoint: Path) -> None:
+    """Keeps other jobs out of the directory until the end of `stack`."""
+    from mesh_tf_core.training.checkpoint import owned
+
+    trouble = stack.enter_context(owned(checkpoint))
+    if trouble:
+        terminal.say(f"warning: {trouble}")
 
 
 def _refuse_decided(storage: list[str] | None, recompute: list[str] | None, microbatches: int) -> None:
@@ -159,6 +174,8 @@ class _Run:
     machine: Hardware
     steps: int
     where: str
+    checkpoint: Path | None = None
+    trainer: Trainer | None = None
     began_at: int = 0
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -176,12 +193,26 @@ class _Run:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def train(self, trainer: Trainer, checkpoint: Path | None, every: int) -> None:
-        """Trains; Ctrl-C keeps what was learned if there is a place for it."""
-        if checkpoint is not None and self._restored(trainer, checkpoint):
+    def train(self, trainer: Trainer, every: int) -> None:
+        """Trains; a signal ends it after the step that runs, and what was learned is saved."""
+        self.trainer, checkpoint = trainer, self.checkpoint
+        if checkpoint is not None and restored(self.terminal, trainer, checkpoint):
             self.terminal.say(f"resuming from step {trainer.step_number} of {checkpoint}")
         self.began_at = trainer.step_number
-        with Steps(self.terminal, "training", self.steps) as bar:
+        stopped, cluster = threading.Event(), trainer.cluster
+
+        def stop() -> None:
+            stopped.set()
+            if cluster is not None:
+                cluster.ask_to_stop()
+            elif trainer.step_number == self.began_at:
+                raise KeyboardInterrupt  # there is nothing to keep, and the first step compiles for long
+
+        def ended() -> bool:
+            return stopped.is_set() if cluster is None else not cluster.begins(trainer.step_number + 1)
+
+        numbers = (signal.SIGINT,) if cluster is None else signals.ENDING
+        with Steps(self.terminal, "training", self.steps) as bar, signals.told(stop, numbers):
 
             def tell(step: int, found: dict[str, Any], seconds: float) -> None:
                 self.losses.append(found["loss"])
@@ -190,30 +221,50 @@ class _Run:
                 if not self.terminal.live and step % max(1, self.steps // LINES) == 0:
                     self.terminal.say(f"step {step}/{self.steps}: {self._facts(step)}")
 
+            data = self.loaded.data(rows=trainer.rows)
             try:
-                trainer.fit(self.loaded.data(rows=trainer.rows), self.steps, checkpoint, every, tell)
-                self.waited = trainer.waited
-            except KeyboardInterrupt:
-                # Processes are stopped in different steps, and a checkpoint needs all of them in one.
-                if checkpoint is not None and trainer.cluster is None:
-                    trainer.save(checkpoint)
-                    self.terminal.say(f"stopped after step {trainer.step_number}, saved in {checkpoint}")
+                trainer.fit(data, self.steps, checkpoint, every, tell, ended)
+            except KeyboardInterrupt:  # the second one, or the data's own
+                if checkpoint is not None and cluster is None and not stopped.is_set():
+                    self._save(trainer, checkpoint)
                 raise
+            self.waited = trainer.waited
+        if cluster is not None and trainer.step_number < self.steps:
+            cluster.close()  # once all are here: the checkpoint is written
+            raise KeyboardInterrupt
+        if cluster is None and stopped.is_set():
+            raise KeyboardInterrupt
 
-    def _restored(self, trainer: Trainer, checkpoint: Path) -> bool:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = trainer.restore(checkpoint)
-        for warning in caught:
-            self.terminal.say(f"warning: {warning.message}")
-        return found
+    def _save(self, trainer: Trainer, checkpoint: Path) -> None:
+        if trainer.step_number > self.began_at and not trainer.torn:
+            trainer.save(checkpoint)
 
-    def evaluate(self, trainer: Trainer, count: int) -> None:
+    def stopped(self) -> str:
+        """Where the training was interrupted, and what of it is kept."""
+        from mesh_tf_core.training.checkpoint import listed
+
+        trainer, checkpoint = self.trainer, self.checkpoint
+        if trainer is None or trainer.step_number == self.began_at:
+            kept = f"; {checkpoint} is as it was" if checkpoint is not None else ""
+            return f"stopped before step {self.began_at + 1} was done{kept}"
+        at = f"in step {trainer.step_number + 1}" if trainer.torn else f"after step {trainer.step_number}"
+        text = f"stopped {at} of {self.steps}"
+        if checkpoint is None:
+            return f"{text}; nothing is saved without --checkpoint DIR"
+        saved = next(iter(listed(checkpoint)), None)
+        if saved is None:
+            return f"{text}; nothing is saved in {checkpoint} yet"
+        if saved[0] != trainer.step_number:
+            return f"{text}; the newest checkpoint in {checkpoint} is of step {saved[0]}"
+        return f"{text}, saved in {checkpoint}; the same command goes on from there"
+
+    def evaluate(self, count: int) -> None:
         """The loss on data that was not trained on, beside what simpler models reach."""
         if count:
             with self.terminal.waiting("evaluating on held-out data"):
                 held_out = itertools.islice(self.loaded.data("held-out", endless=False), count)
-                self.held_out = trainer.evaluate(held_out, evaluated_model(self.loaded))
+                assert self.trainer is not None
+                self.held_out = self.trainer.evaluate(held_out, evaluated_model(self.loaded))
         if self.loaded.function("reference_losses") is not None:
             self.references = dict(self.loaded.call("reference_losses"))
 

@@ -154,6 +154,16 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                     f"{self.members.name(i)}; give every process the same command and the same files"
                 )
 
+    def ask_to_stop(self) -> None:
+        """Asks all processes to end after the same step (`begins`); a handler of signals may call it."""
+        if self._link is not None:
+            self._link.ask_to_stop()
+
+    def begins(self, step: int) -> bool:
+        """Whether all processes go on with a step, which this one is about to begin; the same answer in all.
+        False once any of them asked to stop."""
+        return self._joined().begins(step)
+
     def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """What the others are told if they have to wait for this process meanwhile."""
         return self._joined().doing(what)

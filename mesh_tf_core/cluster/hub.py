@@ -69,6 +69,8 @@ class Hub(threading.Thread):
         self._failure: str | None = None
         self._looked = self.began
         self._left: set[int] = set()
+        self._stopping = False
+        self._begun: dict[int, int] = {}
         host, port = members.meeting_point
         self._waiting = selectors.DefaultSelector()
         try:
@@ -145,6 +147,13 @@ class Hub(threading.Thread):
             if len(found.values) == len(self.members.addresses):
                 del self._rounds[key]
                 self._tell(round=key, values=[v for _, v in sorted(found.values.items())])
+        if "stop" in message and not self._stopping:
+            self._stopping = True
+            self._tell(stop=True)
+        if "begun" in message:
+            self._begun[index] = int(message["begun"])
+            if len(self._begun) == len(self.members.addresses):
+                self._tell(last=max(self._begun.values()))
         if "failed" in message:
             self._fail(f"{self.members.name(index)} failed: {message['failed']}")
         if "overdue" in message:

@@ -39,6 +39,9 @@ class Link(threading.Thread):
         self._values: dict[str, list[Any]] = {}
         self._changed = threading.Condition()
         self._closed = False
+        self._asks = self._stopping = False
+        self._begun = 0
+        self._last: int | None = None
 
     def connect(self, timeout: float) -> None:
         """Knocks until the hub answers.
@@ -109,6 +112,27 @@ class Link(threading.Thread):
         self._beat(left=True)
         self._closed = True
 
+    # -- an end after the same step --------------------------------------------------------------------------
+
+    def ask_to_stop(self) -> None:
+        """Asks all processes to end after the same step, soon; may be called by a signal's handler."""
+        self._asks = True
+
+    def begins(self, step: int) -> bool:
+        """Says that this process begins a step, unless all are to end before it.
+
+        A collective needs every process, so none may end before a step that another has begun. From the
+        moment at which each is asked what it has begun, it begins nothing until the last such step is known.
+        """
+        with self._changed:
+            if self._stopping:
+                self._changed.wait_for(lambda: self.failure or self._last is not None)
+            self.check()
+            if self._last is not None and step > self._last:
+                return False
+            self._begun = max(self._begun, step)
+            return True
+
     def _beat(self, **more: Any) -> None:
         if self._lines is not None:
             now = time.monotonic()
@@ -122,7 +146,7 @@ class Link(threading.Thread):
         waiting.register(self._lines, selectors.EVENT_READ)
         heard = awake = time.monotonic()
         while not self._closed:
-            self._beat()
+            self._beat(**({"stop": True} if self._asks and not self._stopping else {}))
             arrived = bool(waiting.select(BEAT))
             awake, before = time.monotonic(), awake
             if awake - before > SILENCE:
@@ -150,6 +174,14 @@ class Link(threading.Thread):
     def _heard(self, message: Any) -> None:
         if "failure" in message:
             self._fail(str(message["failure"]))
+        if "stop" in message:
+            with self._changed:
+                self._stopping, begun = True, self._begun
+            self._beat(begun=begun)
+        if "last" in message:
+            with self._changed:
+                self._last = int(message["last"])
+                self._changed.notify_all()
         if "round" in message:
             # Worker 0 may be gone before this process's other threads run again.
             self._closed = message["round"].endswith(f" {END}")

@@ -14,6 +14,8 @@ DEPTH = 2
 """Batches that wait ready: one for the step after the running one, one for a batch that takes longer."""
 GRACE = 5.0
 """Seconds that the end of a run waits for a batch that is being made."""
+LOOK = 0.1
+"""Seconds between two looks, while no batch is ready, at whether any is still wanted."""
 
 
 def position(stream: Any) -> Any:
@@ -56,13 +58,20 @@ class Prefetch:
 
     Args:
       prepare: batch -> what a step takes; runs in the thread.
+      stop: once it is true, the batches end.
 
     Attributes:
       waited: seconds that the consumer has waited for input.
     """
 
-    def __init__(self, stream: Iterator[Any], prepare: Callable[[Any], Any], count: int | None) -> None:
-        self.waited = 0.0
+    def __init__(
+        self,
+        stream: Iterator[Any],
+        prepare: Callable[[Any], Any],
+        count: int | None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.waited, self._stop = 0.0, stop
         self._stream, self._prepare, self._count = stream, prepare, count
         self._ready: queue.Queue[Ready | BaseException | None] = queue.Queue(DEPTH)
         self._stopped = threading.Event()
@@ -95,10 +104,14 @@ class Prefetch:
         return False
 
     def __iter__(self) -> Iterator[Ready]:
-        while True:
+        while not self._stop():
             began = time.perf_counter()
-            item = self._ready.get()
-            self.waited += time.perf_counter() - began
+            try:
+                item = self._ready.get(timeout=LOOK)
+            except queue.Empty:
+                continue
+            finally:
+                self.waited += time.perf_counter() - began
             if isinstance(item, BaseException):
                 raise item
             if item is None:

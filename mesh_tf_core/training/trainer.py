@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
 import math
@@ -51,6 +52,7 @@ class Trainer:
       layout: the layout in use; plan: the plan that it came from, if it was searched.
       step_number: steps done so far, also those before a resumed checkpoint.
       position: where the data stood after the last step, None if it cannot tell.
+      torn: a step was interrupted, so the variables may be of two steps; `restore` makes them whole again.
       waited: share of the time of the last `fit` that the devices waited for input.
       rows: with a cluster, which rows of every batch (along the first dimension of its arrays) this process's
         devices read, int64 [n]; a batch may hold these alone, in this order. None: whole batches.
@@ -88,6 +90,7 @@ class Trainer:
         self.rows = self._own_rows()
         self.step_number = 0
         self.position: Any = None
+        self.torn = False
         self.waited = 0.0
         self._saver = Saver()
         self._evaluation: tuple[Model, Evaluation] | None = None
@@ -105,8 +108,19 @@ class Trainer:
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """One training step; returns the loss and the model's metrics (of before the update) as numbers."""
-        (found,) = self._prepared([batch])()
-        self.step_number += 1
+        (found,) = self._run(self._prepared([batch]), self.position)
+        return found
+
+    def _run(self, steps: Callable[[], list[dict[str, Any]]], position: Any) -> list[dict[str, Any]]:
+        """Runs steps and counts them, as one: what ends it in between, as Ctrl-C can, leaves it `torn`."""
+        torn, self.torn = self.torn, True
+        try:
+            found = steps()
+        except Exception:
+            self.torn = torn  # engines keep the state of before
+            raise
+        self.step_number, self.position = self.step_number + len(found), position
+        self.torn = torn
         return found
 
     def _prepared(self, batches: Sequence[Mapping[str, Any]]) -> Callable[[], list[dict[str, Any]]]:
@@ -136,6 +150,7 @@ class Trainer:
         checkpoint: str | Path | None = None,
         every: int = 100,
         on_step: OnStep | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[dict[str, Any]]:
         """Trains until `steps` steps are done; returns the results of those done here.
 
@@ -149,24 +164,44 @@ class Trainer:
           checkpoint: directory to resume from, if no step is done yet, and to save into, every `every` steps
             and at the end.
           on_step: called with (step number, results, seconds of the step).
+          stop: asked between steps, and while no batch is ready; once it is true the training ends there, and
+            is saved. For signals: KeyboardInterrupt may come in the middle of a step, after which nothing can
+            be saved (`torn`).
 
         Raises:
-          UserError: the loss is not a finite number, the data ended, a checkpoint is of another model.
+          UserError: the loss is not a finite number, the data ended, a checkpoint is of another model, or
+            another job writes into the directory.
         """
-        if checkpoint is not None:
-            checkpoints.check_directory(checkpoint)
+        if checkpoint is None:
+            return self._fit(batches, steps, None, every, on_step, stop)
+        own = checkpoints.owned(checkpoint) if self.engine.is_chief else contextlib.nullcontext("")
+        with own as trouble:
+            if trouble:
+                warnings.warn(trouble, checkpoints.CheckpointWarning, stacklevel=2)
             if not self.step_number:
                 self.restore(checkpoint)
+            return self._fit(batches, steps, checkpoint, every, on_step, stop)
+
+    def _fit(
+        self,
+        batches: Iterable[Mapping[str, Any]],
+        steps: int,
+        checkpoint: str | Path | None,
+        every: int,
+        on_step: OnStep | None,
+        stop: Callable[[], bool],
+    ) -> list[dict[str, Any]]:
         history: list[dict[str, Any]] = []
         sizes = list(self._groups(steps, every if checkpoint is not None else steps))
         stream = Groups(self._continued(iter(batches)), sizes)
         began = last = time.perf_counter()
+        saved = self.step_number
         try:
-            with Prefetch(stream, self._prepared, len(sizes)) as ready:
+            with Prefetch(stream, self._prepared, len(sizes), stop) as ready:
                 for item in ready:
-                    found, first = item.fed(), self.step_number + 1
+                    first = self.step_number + 1
+                    found = self._run(item.fed, item.position)
                     now = time.perf_counter()
-                    self.step_number, self.position = self.step_number + len(found), item.position
                     history += found
                     for step, results in enumerate(found, first):
                         self._check_loss(step, results["loss"])
@@ -176,12 +211,13 @@ class Trainer:
                     self.waited = ready.waited / (now - began)
                     if checkpoint is not None and self.step_number % every == 0 and self.step_number < steps:
                         self.save(checkpoint, wait=False)
-            if self.step_number < steps:
+                        saved = self.step_number
+            if self.step_number < steps and not stop():
                 raise UserError(
                     f"the data ended after {self.step_number} of {steps} steps; "
                     "give more batches or fewer steps"
                 )
-            if checkpoint is not None and history:
+            if checkpoint is not None and self.step_number > saved:
                 self.save(checkpoint, wait=False)
         finally:
             self._saver.wait()
@@ -230,7 +266,15 @@ class Trainer:
 
         Args:
           wait: False returns at once; an error is raised by the next `save`.
+
+        Raises:
+          UserError: it cannot be written, another job writes there, or the variables are `torn`.
         """
+        if self.torn:
+            raise UserError(
+                f"step {self.step_number + 1} was interrupted, so the variables may be of two steps and are "
+                "not saved; restore a checkpoint first"
+            )
         extra = {"layout": str(self.layout), "data": self.position}
         try:
             json.dumps(extra)
@@ -272,6 +316,7 @@ class Trainer:
         for name in self.program.variables:
             self.engine.write(name, found.read(name))
         self.step_number, self.position = found.step, found.extra.get("data")
+        self.torn = False
         return True
 
     def _own_rows(self) -> Any:

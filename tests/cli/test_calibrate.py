@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from costmodels.calibration import runner
+from costmodels.calibration.clock import Sample
 from costmodels.calibration.machine import versions
 from costmodels.calibration.probes import probes
 from costmodels.hardware import load_hardware
@@ -45,6 +49,26 @@ def test_a_profile_of_this_machine(
     assert result("hardware", "cpu-local")["calibrated"] is True
     assert result(*cost)["predicted"]["step_seconds"] != before
     assert result(*cost, "--hardware", str(profile)) == result(*cost)
+
+
+def test_an_interrupted_calibration_keeps_what_was_measured(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """To the last probe, wherever between two writings of the file it was."""
+    measured, out = itertools.count(1), tmp_path / "mine.json"
+
+    def samples(*_: object) -> list[Sample]:
+        if next(measured) == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return [Sample(0.1, 0.1, 0.0, 2)]
+
+    monkeypatch.setattr(runner, "_samples", samples)
+    done = run("calibrate", "--mesh", "data:2", "--out", str(out))
+    partial = tmp_path / "mine.partial.json"
+    assert (done.exit_code, done.stdout) == (143, "")
+    assert f"stopped; what was measured is in {partial}, and the same command goes on from it" in done.stderr
+    assert len(json.loads(partial.read_text(encoding="utf-8"))["measurements"]) == 5
+    assert [p.name for p in tmp_path.glob("mine*")] == [partial.name]
 
 
 def test_wrong_input(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import Result
+
+from mesh_tf_core.training.checkpoint import listed
+from tests.cluster.job import contents
 
 MLP = "examples/mlp.py"
 ON = ("--mesh", "data:2;model:2", "--layout", "batch:data;hidden:model")
@@ -58,6 +64,82 @@ def test_held_out_data_is_judged_without_dropout_and_to_its_end(
     )
     found = result("train", str(file), "--mesh", "data:2", "--layout", "batch:data", "--steps", "1")
     assert found["held_out"] == pytest.approx({"loss": (8 * 1 + 9) / 9, "rate": 0.0}, rel=1e-4)
+
+
+@pytest.fixture
+def signal_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Sends a signal in the middle of a step, when its variables are stored and it is not yet counted."""
+    from mesh_tf_core.engines.tf.local import TfLocalEngine
+
+    def plan(number: int, at: int) -> None:
+        step, count = TfLocalEngine.run, itertools.count(1)
+
+        def run(self: TfLocalEngine, fed: Any) -> dict[str, Any]:
+            found = step(self, fed)
+            if next(count) == at:
+                signal.raise_signal(number)
+            return found
+
+        monkeypatch.setattr(TfLocalEngine, "run", run)
+
+    return plan
+
+
+TRAIN = ("train", MLP, *ON, "--steps", "6", "--held-out", "0")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_a_step_saves_what_the_step_learned(
+    run: Callable[..., Result], signal_in_step: Callable[[int, int], None], tmp_path: Path, number: int
+) -> None:
+    three = run("train", MLP, *ON, "--held-out", "0", "--steps", "3", "--checkpoint", str(tmp_path / "three"))
+    assert three.exit_code == 0
+    signal_in_step(number, 3)
+    place = tmp_path / "run"
+    done = run(*TRAIN, "--checkpoint", str(place))
+    assert (done.exit_code, done.stdout) == (128 + number, "")
+    last = done.stderr.splitlines()[-1]
+    assert last == f"stopped after step 3 of 6, saved in {place}; the same command goes on from there"
+    assert contents(place, 3) == contents(tmp_path / "three", 3)
+
+
+def test_where_nothing_can_be_saved_it_is_said(
+    run: Callable[..., Result], signal_in_step: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    signal_in_step(signal.SIGTERM, 2)
+    done = run(*TRAIN)
+    assert done.exit_code == 143
+    assert "stopped after step 2 of 6; nothing is saved without --checkpoint DIR" in done.stderr
+    signal_in_step(signal.SIGINT, 1)
+    done = run(*TRAIN, "--checkpoint", str(tmp_path / "run"))
+    assert done.exit_code == 130
+    assert f"stopped before step 1 was done; {tmp_path / 'run'} is as it was" in done.stderr
+    assert listed(tmp_path / "run") == []
+
+
+def test_a_signal_while_the_layout_is_searched(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layoutopt.search", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    done = run("train", MLP, "--mesh", "data:2", "--steps", "1")
+    assert (done.exit_code, done.stderr) == (143, "stopped before the training began\n")
+
+
+def test_a_directory_of_another_job_is_refused_before_the_search(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def taken(handle: int, how: int) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(fcntl, "flock", taken)
+    line = refused("train", MLP, "--mesh", "data:2", "--checkpoint", str(tmp_path))
+    assert "is in use: another process writes there; wait for its end, or give another directory" in line
+
+
+@pytest.mark.parametrize("words", [("train", MLP), ("generate", MLP, "--prompt", "a")])
+def test_a_checkpoint_needs_a_name(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+    line = refused(*words, "--mesh", "data:2", "--checkpoint", "")
+    assert "it names no directory; write for example --checkpoint build/run" in line
 
 
 def test_training_searches_its_layout(

@@ -83,6 +83,26 @@ def test_values_go_round(meet: Callable[..., Meeting]) -> None:
     assert meeting.heard == []
 
 
+def test_all_end_after_the_same_step(meet: Callable[..., Meeting], fast: None) -> None:
+    """Whoever is asked in a step, or between two: nobody ends before a step that another has begun."""
+    meeting = meet()
+    meeting.join(0, 1, 2)
+
+    def train(one: Link) -> int:
+        step = 0
+        while one.begins(step + 1):
+            step += 1
+            if one.members.index == 1 and step == 7:
+                one.ask_to_stop()
+            one.round(f"step {step}", None)  # as a collective: it needs all
+        return step
+
+    ends = meeting.together(train)
+    assert ends[0] >= 7 and ends == [ends[0]] * N
+    assert meeting.together(lambda one: one.round(END, None)) == [[None] * N] * N
+    assert meeting.heard == []
+
+
 def test_an_ended_process_is_named_with_what_it_did(meet: Callable[..., Meeting], fast: None) -> None:
     meeting = meet()
     first, second = meeting.join(0, 1)

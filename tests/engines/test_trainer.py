@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +126,7 @@ def test_several_steps_per_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     history = run.fit(Placed(), 11, tmp_path, every=4, on_step=lambda step, found, s: told.append(step))
     assert losses(history) == whole and told == list(range(1, 12))
     assert calls == [3, 3, 3] and run.position == {"at": 11}
-    assert [p.name[-1] for p in sorted(tmp_path.iterdir())] == ["4", "8", "1"]
+    assert [step for step, _ in checkpoint.listed(tmp_path)] == [11, 8, 4]
     with pytest.raises(mtf.UserError, match="the data ended after 13 of 17 steps"):
         run.fit(Placed(end=13), 17)
 
@@ -159,7 +161,7 @@ def test_a_damaged_checkpoint_is_said_and_passed_over(tmp_path: Path) -> None:
 def test_an_error_in_writing_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     run = trainer()
-    with pytest.raises(mtf.UserError, match="cannot be written: File exists"):
+    with pytest.raises(mtf.UserError, match="file' is a file; name a directory"):
         run.fit(batches(), 4, tmp_path / "file")
     assert run.step_number == 0
 
@@ -170,6 +172,70 @@ def test_an_error_in_writing_reaches_the_run(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(mtf.UserError, match="cannot be written: No space left on device"):
         run.fit(batches(), 4, tmp_path / "run", every=2)
     assert run.step_number == 4  # where the next checkpoint was due
+
+
+def test_an_interrupted_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables may be those of the next step already: a checkpoint would be of no step at all."""
+    run = trainer()
+    run.fit(batches(), 2, tmp_path)
+    engine = run.engine.run
+
+    def interrupted(fed):
+        engine(fed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.engine, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(batches(), 4, tmp_path)
+    monkeypatch.undo()
+    assert (run.step_number, run.torn) == (2, True)
+    with pytest.raises(mtf.UserError, match="step 3 was interrupted, so the variables may be of two steps"):
+        run.save(tmp_path)
+    run.restore(tmp_path)
+    run.fit(batches(), 4, tmp_path)
+    whole = trainer()
+    whole.fit(batches(), 4)
+    for name in whole.program.variables:
+        np.testing.assert_array_equal(whole.engine.read(name), run.engine.read(name))
+
+
+def test_a_run_that_is_told_to_stop_is_saved(tmp_path: Path) -> None:
+    whole = losses(trainer().fit(batches(), 6))
+    run, seen = trainer(), []
+    history = run.fit(
+        batches(), 6, tmp_path, every=2, on_step=lambda step, *_: seen.append(step), stop=lambda: 5 in seen
+    )
+    assert losses(history) == whole[:5] and run.step_number == 5
+    assert [step for step, _ in checkpoint.listed(tmp_path)] == [5, 4, 2]
+    assert losses(trainer().fit(batches(), 6, tmp_path)) == whole[5:]
+
+
+def test_a_run_that_waits_for_data_hears_that_it_is_to_stop(tmp_path: Path) -> None:
+    asked, end = [], threading.Event()
+
+    def late():
+        yield next(batches())
+        end.wait(30)
+
+    run = trainer()
+    try:
+        found = run.fit(late(), 3, tmp_path, stop=lambda: asked.append(run.step_number) or asked.count(1) > 2)
+    finally:
+        end.set()
+    assert len(found) == 1 and [step for step, _ in checkpoint.listed(tmp_path)] == [1]
+
+
+def test_one_job_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stands(handle, how):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    run = trainer()
+    run.fit(batches(), 1, tmp_path)
+    monkeypatch.setattr(fcntl, "flock", stands)
+    for write in (lambda: run.fit(batches(), 2, tmp_path), lambda: run.save(tmp_path)):
+        with pytest.raises(mtf.UserError, match=r"is in use: process \d+ on .* writes there"):
+            write()
+    assert trainer().restore(tmp_path)  # who reads needs no lock
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
