@@ -14,6 +14,7 @@ import mesh_tf_core as mtf
 from examples.transformer_lm import data, model
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower.verify import verify
+from tests.marks import by_day
 
 SMALL: dict[str, Any] = {
     "layers": 2,
@@ -80,7 +81,7 @@ TASKS = [("plain", mesh, layout) for mesh, layout in LAYOUTS] + [
 ]
 
 
-@pytest.mark.parametrize(("variant", "mesh", "layout"), TASKS)
+@pytest.mark.parametrize(("variant", "mesh", "layout"), by_day(TASKS))
 def test_layouts(variant: str, mesh: str, layout: str, dense: dict[str, Any]) -> None:
     hparams = VARIANTS[variant]
     losses, variables = train(hparams, mesh, layout)

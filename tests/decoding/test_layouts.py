@@ -13,6 +13,7 @@ from mesh_tf_core.engines.tf.local import TfLocalEngine
 from mesh_tf_core.engines.tf.trace import Trace
 from mesh_tf_core.ir.program import Program
 from tests.decoding.models import BATCH, KINDS, VOCAB, D, Net, Run, decoded
+from tests.marks import by_day
 
 METHODS = {
     "greedy": lambda net, prompts, lengths: decoding.greedy(net, prompts, lengths),
@@ -54,14 +55,17 @@ def check(kind: str, method: str, mesh: str, layout: str) -> Run:
     return got
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("mesh", "layout"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("method", "mesh", "layout"), by_day((method, *where) for method in METHODS for where in LAYOUTS)
+)
 def test_every_layout(method: str, mesh: str, layout: str) -> None:
     check("multi-head", method, mesh, layout)
 
 
-@pytest.mark.parametrize(("mesh", "layout"), BEAMS)
-@pytest.mark.parametrize("kind", ["multi-head", "encoder"])
+@pytest.mark.parametrize(
+    ("kind", "mesh", "layout"),
+    by_day((kind, *where) for kind in ("multi-head", "encoder") for where in BEAMS),
+)
 def test_split_beams(kind: str, mesh: str, layout: str) -> None:
     check(kind, "beam search", mesh, layout)
 

@@ -14,6 +14,7 @@ from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.tf.local import TfLocalEngine
 from tests.engines.programs import network, numbers, tokens
 from tests.layoutopt.models import branching, nested
+from tests.marks import by_day
 
 SIZES = {"layers": 2, "d_model": 16, "d_kv": 4, "heads": 4, "d_ff": 32, "vocab": 24, "batch": 8, "length": 4}
 MESH = "a:2;b:2"
@@ -63,7 +64,7 @@ def batch(program):
     return {n: found[n] if n in integers else real[n] for n in found}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_day(MODELS))
 def test_lockstep_holds_what_the_program_says(name: str) -> None:
     peaks = set()
     for program in programs(name):

@@ -15,6 +15,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core.training import auto, checkpoint
 from mesh_tf_core.training.checkpoint import CheckpointWarning
 from tests.engines.programs import network
+from tests.marks import by_day
 
 STORED = mtf.Options(storage={"wi": 3, "wo": 1}, recompute=frozenset({"layers"}))
 LAYOUTS = {
@@ -63,7 +64,7 @@ def losses(history):
     return [found["loss"] for found in history]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_day(LAYOUTS))
 def test_a_resumed_run_equals_the_undisturbed_one(layout: str, tmp_path: Path) -> None:
     """With dropout and the optimizer's state; the interruption is an error in the middle of a run."""
     whole = losses(trainer(layout).fit(batches(), 6))

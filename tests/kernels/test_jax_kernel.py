@@ -30,6 +30,7 @@ from tests.kernels.test_tf_kernel import (
     sample,
     unary_dtypes,
 )
+from tests.marks import by_day
 
 NP, JAX = NumpyKernel(), JaxKernel()
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12, "bfloat16": 0.02}
@@ -114,8 +115,9 @@ def test_reduce(fn: str, dtype: str, axes: tuple[int, ...]) -> None:
     both("reduce", fn, sample(dtype, positive=fn == "sum" and dtype == "uint32"), axes)
 
 
-@pytest.mark.parametrize("spec", EINSUMS)
-@pytest.mark.parametrize("dtype", [*FLOATS, "int32", "uint32", "bool"])
+@pytest.mark.parametrize(
+    ("spec", "dtype"), by_day(itertools.product(EINSUMS, [*FLOATS, "int32", "uint32", "bool"]), every=5)
+)
 def test_einsum(spec: str, dtype: str) -> None:
     sizes = {"a": 2, "b": 3, "c": 4, "d": 5, "e": 6}
     xs = [sample(dtype, [sizes[c] for c in t], i) for i, t in enumerate(spec.split("->")[0].split(","))]

@@ -14,6 +14,7 @@ from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.kernels.tf_kernel import TfKernel
 from tests.conformance.helper import Built, Sample, check_close, legal_layouts
 from tests.conformance.samples import SAMPLES
+from tests.marks import by_day
 
 
 class EagerKernel(TfKernel):
@@ -23,7 +24,7 @@ class EagerKernel(TfKernel):
         return super().slice(tf.convert_to_tensor(x), begin, sizes)
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+@pytest.mark.parametrize("sample", by_day(SAMPLES), ids=[s.name for s in SAMPLES])
 def test_operation(sample: Sample) -> None:
     built, mesh = Built(sample, "float32"), mtf.Mesh("x:2;y:2")
     tables = list(legal_layouts(built, mesh))

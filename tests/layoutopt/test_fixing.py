@@ -3,6 +3,7 @@ tables."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -24,6 +25,7 @@ from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 from tests.layoutopt.models import EXAMPLES, HARDWARE, random_model, some_choices
+from tests.marks import by_day
 
 PRICE = 1e-12
 
@@ -70,15 +72,18 @@ def check(model: mtf.Model, space: Subproblem, hardware: Hardware, above: float,
         assert proposed and len(search.extraction.names) <= len(whole.names)
 
 
-@pytest.mark.parametrize("above", [1.0, 1.05, 2.0, math.inf])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("seed", "above"), by_day(itertools.product(range(5), [1.0, 1.05, 2.0, math.inf]), every=3)
+)
 def test_random_models(seed: int, above: float) -> None:
     model, hardware = random_model(seed), load_hardware(HARDWARE[seed % len(HARDWARE)])
     check(model, subproblem_of(model, "a:2;b:2"), hardware, above, few=True)
 
 
-@pytest.mark.parametrize("above", [1.0, 1.2, math.inf])
-@pytest.mark.parametrize("name", ["transformer", "nested", "branching"])
+@pytest.mark.parametrize(
+    ("name", "above"),
+    by_day(itertools.product(["transformer", "nested", "branching"], [1.0, 1.2, math.inf]), first=1),
+)
 def test_examples(name: str, above: float) -> None:
     model = EXAMPLES["loops in loops" if name == "nested" else name]()
     check(model, subproblem_of(model, "x:2;y:4"), load_hardware("tpu-v4"), above, few=False)
