@@ -57,7 +57,7 @@ def test_group_collectives_equal_lockstep(mesh, axes, devices):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layout"), [("a:2", "batch:a"), ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b")]
+    ("mesh", "layout"), by_day([("a:2", "batch:a"), ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b")])
 )
 def test_training_by_group_collectives(mesh, layout, devices):
     """Collectives inside the loop over layers, forward and backward."""

@@ -57,6 +57,7 @@ def model(name, **hparams):
 # -- the graph -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_graph_has_the_programs_collectives(name):
     program = model(name)
@@ -95,6 +96,7 @@ def test_variables_are_shards_that_nobody_aggregates():
     assert graph.kinds == {(tf.VariableSynchronization.ON_READ, tf.VariableAggregation.NONE)}
 
 
+@pytest.mark.nightly
 def test_replicas_and_layers_add_no_nodes():
     small, large = (
         StepGraph(language_model(f"data:{n};model:4", LAYOUTS["2x4"][1], layers=layers), n, 4, 1, 1)
@@ -103,6 +105,7 @@ def test_replicas_and_layers_add_no_nodes():
     assert len(small.replica()) == len(large.replica()) > 500
 
 
+@pytest.mark.nightly
 def test_several_steps_are_one_call():
     program = model("data")
     loops = sum(isinstance(instr, Loop) for instr, _ in program.walk())
@@ -140,6 +143,7 @@ def said():
     return json.loads(done.stdout)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_equals_lockstep(said, case):
     assert said[case] == ""
