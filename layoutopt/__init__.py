@@ -5,9 +5,10 @@ plan = layoutopt.search(model, devices=512, hardware="tpu-v3")
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's own takes longer to import than everything else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from layoutopt.api import search
     from layoutopt.plan.build import Plan, load_plan
 

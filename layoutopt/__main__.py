@@ -1,12 +1,16 @@
-"""The way in, of `layoutopt` and of `python -m layoutopt`: signals are heard before anything takes time."""
+"""The way in, of `layoutopt` and of `python -m layoutopt`: signals are owned before anything takes time."""
 
 from __future__ import annotations
 
-from layoutopt import signals
+import signal
 
 
 def main() -> None:
     """Entry point of the console script."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the next import either
+    from layoutopt import signals
+
     signals.start()
     from layoutopt.cli import main as command_line
 
