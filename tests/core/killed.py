@@ -34,7 +34,7 @@ class Counts:
       during: kills while a checkpoint was being written, by what they left.
       lost: attempts after which the newest whole checkpoint is older than the last one that was reported.
       torn: checkpoints under their name that were not whole.
-      most: the most checkpoints that lay there.
+      most: the most checkpoints that lay there; older ones go once a newer one is whole.
     """
 
     kills: int = 0
@@ -71,7 +71,7 @@ def hunt(directory: Path, kills: int, seed: int = 0) -> Counts:
     with checkpoint.owned(directory) as trouble:  # no dead process holds it
         assert trouble == ""
         checkpoint.write(directory, done + 1, variables(done + 1), {})
-    assert theirs.is_dir()
+    assert theirs.is_dir() and len(checkpoint.listed(directory)) == 3
     assert not [p for p in directory.iterdir() if p.name.startswith(".step-")]  # and none is left for ever
     return counts
 

@@ -399,7 +399,7 @@ def test_a_kill_at_any_moment_loses_no_checkpoint(tmp_path: Path, kills: int) ->
     """In a process that has no threads: it forks."""
     found = json.loads(_hunted(str(tmp_path / "run"), str(kills)))
     assert found == {**found, "kills": kills, "lost": 0, "torn": 0, "faults": []}
-    assert found["most"] <= 5 and found["written"] > 0
+    assert found["written"] > 0
 
 
 def _hunted(*words: str) -> str:
