@@ -24,21 +24,23 @@ def rows() -> list[dict[str, Any]]:
     return json.loads(verify.OUT.read_text(encoding="utf-8"))["rows"]
 
 
-def test_every_row_is_of_a_pair_and_moves_what_was_predicted(rows: list[dict[str, Any]]) -> None:
-    assert {verify.key(r) for r in rows} <= {verify.key(verify.described(p)) for p in PAIRS}
+def test_every_pair_has_a_row_and_moves_what_was_predicted(rows: list[dict[str, Any]]) -> None:
+    assert {verify.key(r) for r in rows} == {verify.key(verify.described(p)) for p in PAIRS}
     # XLA sends once what a forward and a backward convolution both need, and may send halves of float32.
     others = [r for r in rows if not r["same_collectives"]]
-    assert len(rows) >= 10 and len(others) <= len(rows) / 5
+    assert len(others) <= 3
     assert all(m["compiler"][1] <= m["predicted"][1] for r in others for m in r["moved"])
+    large = {r["topology"].split(":")[0] for r in rows if r["parameters"] >= 1e9}
+    assert large == {"v4", "v5e", "v5p", "v6e"}
 
 
-@pytest.mark.parametrize(("name", "target"), [("peak_memory_bytes", 0.10), ("compute_seconds", 0.15)])
+@pytest.mark.parametrize(("name", "target"), [("peak_memory_bytes", 0.03), ("compute_seconds", 0.15)])
 def test_predictions_are_near_what_the_compiler_says(
     rows: list[dict[str, Any]], name: str, target: float
 ) -> None:
     for side in ("predicted", "calibrated") if name == "compute_seconds" else ("predicted",):
         ratios = [found for r in rows if (found := verify.ratio(r, name, side))]
-        assert len(ratios) >= 10
+        assert len(ratios) >= len(PAIRS) - 1  # a v3 has no estimates of the compiler's to calibrate by
         assert math.exp(median(abs(math.log(r)) for r in ratios)) - 1 <= target
 
 
