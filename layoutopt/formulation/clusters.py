@@ -13,9 +13,10 @@ once, with a multiplicity.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Iterator, Set
+from dataclasses import replace
 
+from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.decisions import changing
@@ -29,55 +30,6 @@ from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import moved_dims, plan_of
 from mesh_tf_core.lower.rematerialization import running_again, stands_beside_backward
 from mesh_tf_core.lower.subgraph import Access, made_by_loop
-
-
-@dataclass(frozen=True, eq=False)
-class Cluster:
-    """Operations that are priced together.
-
-    Attributes:
-      name: for reports.
-      subgraph: what lowering sees of the graph.
-      again: what runs a second time when a loop is recomputed, by the loop's dimension.
-      dims: names of all dimensions of their inputs and outputs.
-      switches: the other decisions that matter to it: storage classes, recomputation.
-      shapes: dimension names of every tensor that they touch, and of everything that one operation works
-        through; a legal layout uses an axis once in each.
-      given, left: choices of `cuts.PendingSum` -> operands, or outputs, whose sum waits if they are made.
-      totalled: outputs whose sum the update's total takes, with those of other clusters.
-      saves: recomputation changes what it saves; else it only runs again.
-      early: outputs that others read before the update: a sum of them neither waits further nor travels with
-        other messages.
-      follows: a choice of `given` -> that of the addition that makes another operand of its own: the sum of
-        both waits over the same axes, or here none does.
-      multiplicity: how many equal clusters the graph has.
-      members: the nodes of each of them, in corresponding order; the first is the one that is lowered.
-    """
-
-    name: str
-    subgraph: Subgraph
-    again: Mapping[str, Subgraph]
-    dims: tuple[str, ...]
-    switches: tuple[str, ...]
-    shapes: tuple[tuple[str, ...], ...]
-    early: Mapping[str, Tensor]
-    totalled: frozenset[int] = frozenset()
-    given: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    follows: Mapping[str, str] = field(default_factory=dict)
-    multiplicity: int = 1
-    saves: bool = False
-    members: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def decisions(self) -> tuple[str, ...]:
-        """Names of all decisions that matter to it."""
-        return *self.dims, *self.sums, *self.switches
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """Names of the choices of `given` and `left`."""
-        return tuple(dict.fromkeys((*self.given, *self.left)))
 
 
 def clusters(dependencies: Dependencies) -> list[Cluster]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from costmodels.pricing.pricer import Pricer
-from layoutopt.formulation.clusters import Cluster
+from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from layoutopt.formulation.clusters import Cluster
+from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.dependencies import Dependencies
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.structure import Assign, Feed, Read

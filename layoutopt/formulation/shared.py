@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from costmodels.pricing.pricer import Pricer
-from layoutopt.formulation.clusters import Cluster, clusters
+from layoutopt.formulation.cluster import Cluster
+from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.cuts import LOWERED, most_cells
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.makers import Makers

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from costmodels.pricing.pricer import Pricer
 from costmodels.pricing.templates import ItemisedCost
-from layoutopt.formulation.clusters import Cluster
+from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.lowering_cache import LoweredCluster, Naming, Namings, lowering_cache
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice

@@ -13,7 +13,8 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
-from layoutopt.formulation.clusters import Cluster, clusters
+from layoutopt.formulation.cluster import Cluster
+from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.lowering_cache import Namings, lowering_cache
 from layoutopt.formulation.tables import Entry, Tabler
