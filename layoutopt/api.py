@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.optimize.k_best import k_best
 from layoutopt.optimize.planning import make_plan
-from layoutopt.optimize.request import OBJECTIVES, Better, Progress, Request, Rules
+from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, Progress, Request, Rules, Standing
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
+from layoutopt.problem.clock import Clock
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
@@ -27,7 +27,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
-__all__ = ["AUTO", "OBJECTIVES", "Progress", "search"]
+__all__ = ["AUTO", "OBJECTIVES", "Progress", "Standing", "search"]
 
 
 def search(
@@ -60,7 +60,7 @@ def search(
       both).
       pins, forbid: rules such as "batch:data"; `batch:none` pins a dimension to not being split.
       top: how many of the best layouts to list.
-      time_limit: seconds.
+      time_limit: seconds; the best so far, with what is proven of it, is there at most two seconds later.
       storage: stages that variables may be stored at, of "layout", "zero1", "zero2", "zero3".
       recompute: whether the bodies of loops may, must or must not run again in backward.
       microbatches: numbers of parts that the batch may be split into; those that do not divide it, or into
@@ -75,7 +75,7 @@ def search(
       LimitError: nothing was found in time.
       UserError: wrong input.
     """
-    started = time.monotonic()
+    clock = Clock(time_limit)
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
@@ -96,7 +96,7 @@ def search(
         objective,
         allowed,
         top,
-        None if time_limit is None else started + time_limit,
+        clock,
         on_progress,
         on_better,
     )
@@ -114,18 +114,19 @@ def search(
         microbatches=tuple(map(int, allowed.microbatches)),
     )
     candidates = Search(request, renames=mesh is None)
-    stopped = False
-    try:
-        best = candidates.run(subproblems(model, shapes, allowed))
-    except KeyboardInterrupt:
-        if not keep_best:
-            raise
-        best, stopped = candidates.stopped(), True
+    best = candidates.run(subproblems(model, shapes, allowed), keep_best)
+    if candidates.stopped:
+        clock.hurry()  # the plan has its own time
     others: list[Found] = []
+
+    def rank() -> None:
+        if top > 1 and not request.late:
+            for other in itertools.islice(k_best(candidates, best), top - 1):
+                others.append(other)
 
     def plan() -> Plan:
         return make_plan(
-            candidates.request,
+            request,
             best,
             candidates.subproblem_of(best),
             others,
@@ -135,19 +136,18 @@ def search(
             candidates.considered,
             mesh is None,
             frozenset(m.shape for m in shapes) if mesh is None else None,
-            time.monotonic() - started,
-            stopped,
+            clock.elapsed,
+            candidates.stopped,
         ).with_details(search=asked)
 
     try:
-        for other in itertools.islice(k_best(candidates, best), top - 1):
-            others.append(other)
+        clock.within(SEARCHED, rank)
         return plan()
     except KeyboardInterrupt:
         if not keep_best:
             raise
-        candidates.hurry()
-        stopped = True
+        clock.hurry()
+        candidates.stopped = True
         return plan()
 
 

@@ -158,6 +158,10 @@ class Evaluator:
             )
         return found
 
+    def knows(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> bool:
+        """Whether asking takes no time."""
+        return (mesh, layout, options.key) in self._known
+
     def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:
         """As `evaluate`, but the program is not checked: `make_plan` checks that of the answer."""
         key = mesh, layout, options.key

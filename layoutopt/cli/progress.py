@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from layoutopt.cli.terminal import Terminal
+from layoutopt.plan.units import duration_text
+
+if TYPE_CHECKING:
+    from layoutopt.api import Standing
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
@@ -42,12 +46,20 @@ class Bounds(Display):
         self.what, self.shown = what, shown
         self.task = self.progress.add_task(what, total=None)
 
-    def update(self, best: float, bound: float, what: str | None = None) -> None:
+    def update(self, best: float, bound: float) -> None:
         """Shows better numbers; infinite ones are not known yet."""
+        self._show(self.what, best, bound)
+
+    def show(self, now: Standing) -> None:
+        """How far a search of several meshes is."""
+        where = f"{self.what}, {now.looked} ({now.number} of {now.count})"
+        left = "" if now.left is None else f", about {duration_text(max(round(now.left), 1))} left"
+        self._show(where, now.best, now.bound, left)
+
+    def _show(self, what: str, best: float, bound: float, more: str = "") -> None:
         assert self.task is not None
-        self.progress.update(
-            self.task, description=f"{what or self.what}: {bounds_text(best, bound, self.shown)}"
-        )
+        known = bounds_text(best, bound, self.shown)
+        self.progress.update(self.task, description=f"{what}: {known}{more}")
 
 
 def bounds_text(best: float, bound: float, shown: Callable[[float], str]) -> str:

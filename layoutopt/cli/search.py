@@ -6,7 +6,7 @@ import shlex
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -33,11 +33,20 @@ from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import bytes_text, seconds_text
 
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from layoutopt.plan.build import Plan
+    from layoutopt.problem.clock import Clock
+    from mesh_tf_core.model import Model
+
 EXAMPLES = examples(
     'layoutopt search examples/transformer_lm.py --mesh "data:2;model:4" --out plan.json',
     "layoutopt search examples/transformer_lm.py --devices 512 --hardware tpu-v2 --set batch=512",
     'layoutopt search examples/mlp.py --mesh "data:4" --objective memory --pin "batch:data" --top 3 --json',
 )
+
+DETAILED = 1.7
+"""Seconds after the time limit in which a plan's details are made."""
 
 
 class Recompute(StrEnum):
@@ -107,9 +116,11 @@ def search(
     quiet: QuietOption = False,
 ) -> None:
     """Find the best layout of a model, prove it, and show it with its alternatives."""
+    from layoutopt.problem.clock import Clock
+
+    clock = Clock(time_limit)  # of all that this command does
     from costmodels.hardware import with_settings
     from layoutopt import search as find
-    from layoutopt.analysis.infeasible import diagnose
     from layoutopt.models.loading import load_model
     from mesh_tf_core.errors import InfeasibleError
 
@@ -134,49 +145,45 @@ def search(
         "memory": limit,
     }
     shown = bytes_text if objective is Objective.MEMORY else seconds_text
-    try:
-        with Bounds(terminal, f"searching {loaded.model.name}", shown) as bounds:
-            plan = find(
-                loaded.model,
-                objective=objective.value,
-                top=top,
-                time_limit=time_limit,
-                on_progress=lambda on, best, bound: bounds.update(best, bound, f"searching {on}"),
-                on_better=lambda words, seconds, peak: terminal.say(
-                    f"so far {seconds_text(seconds)}, {bytes_text(peak)}: {words}"
-                ),
-                keep_best=True,
-                **where,
-                **asked,
-            )
-    except InfeasibleError as error:
-        why = ""
-        with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):
-            why = str(diagnose(find, loaded.model, {**where, **asked}))
-        raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
-    named = with_settings(hardware, set_hardware or ())
-    question = where_of(plan).model_copy(update={"hardware": named})
-    plan = plan.with_details(source=model, search=question)
-    full = plan
-    if out is not None or report is not None:
-        from layoutopt.cli.details import with_details
+    with _Kept(terminal, out) as kept:
+        try:
+            with Bounds(terminal, f"searching {loaded.model.name}", shown) as bounds:
+                kept.plan = find(
+                    loaded.model,
+                    objective=objective.value,
+                    top=top,
+                    time_limit=clock.rest,
+                    on_progress=bounds.show,
+                    on_better=lambda words, seconds, peak: terminal.say(
+                        f"so far {seconds_text(seconds)}, {bytes_text(peak)}: {words}"
+                    ),
+                    keep_best=True,
+                    **where,
+                    **asked,
+                )
+        except InfeasibleError as error:
+            why = _help(terminal, clock, loaded.model, {**where, **asked})
+            raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
+        named = with_settings(hardware, set_hardware or ())
+        question = where_of(kept.plan).model_copy(update={"hardware": named})
+        plan = kept.plan = kept.plan.with_details(source=model, search=question)
+        full = plan
+        if out is not None or report is not None:
+            full = kept.plan = _detailed(terminal, clock, plan, loaded.model, machine, limit, model)
+        kept.save()  # before what is shown, whose reader may leave
+        if full.stopped:
+            terminal.say("stopped: this is the best so far")
+        terminal.result(plan.data)
+        if not as_json:
+            show_plan(terminal, plan, limit)
+        if out is not None:
+            terminal.say(f"wrote the plan to {out}")
+        if report is not None:
+            from layoutopt.cli.report import write_report
 
-        full = with_details(plan, loaded.model, machine, limit, model)
-    if out is not None:
-        full.save(out)  # before what is shown, whose reader may leave
-    if plan.stopped:
-        terminal.say("stopped: this is the best so far")
-    terminal.result(plan.data)
-    if not as_json:
-        show_plan(terminal, plan, limit)
-    if out is not None:
-        terminal.say(f"wrote the plan to {out}")
-    if report is not None:
-        from layoutopt.cli.report import write_report
-
-        write_report(terminal, [full], report)
-    if plan.stopped:
-        raise KeyboardInterrupt  # all that was found is saved
+            write_report(terminal, [full], report)
+        if full.stopped:
+            raise KeyboardInterrupt  # all that was found is saved
     if out is not None:
         sets = "".join(f" --set {shlex.quote(each)}" for each in settings or ())
         terminal.say(
@@ -184,6 +191,61 @@ def search(
             if machine.kind == "cpu"
             else f"next: layoutopt explain {out}; report and export take it too"
         )
+
+
+class _Kept:
+    """What was found, which Ctrl-C at any later moment does not lose."""
+
+    def __init__(self, terminal: Terminal, out: Path | None) -> None:
+        self.terminal, self.out = terminal, out
+        self.plan: Plan | None = None
+        self.saved = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt) and self.plan is not None and not self.saved:
+            self.save()
+            self.terminal.say(f"stopped: wrote the plan to {self.out}" if self.out else "stopped")
+
+    def save(self) -> None:
+        """Writes the plan, if that was asked for."""
+        if self.out is not None and self.plan is not None:
+            self.plan.save(self.out)
+        self.saved = True
+
+
+def _detailed(
+    terminal: Terminal, clock: Clock, plan: Plan, model: Model, machine: Hardware, limit: int, source: str
+) -> Plan:
+    """The plan with its details; without them if there is no time, or Ctrl-C ends their making."""
+    from layoutopt.cli.details import with_details
+
+    full = plan
+
+    def fill() -> None:
+        nonlocal full
+        full = with_details(plan, model, machine, limit, source)
+
+    try:
+        if not clock.within(DETAILED, fill):
+            terminal.say("no time was left for the plan's details: reports of it show less")
+    except KeyboardInterrupt:
+        full.stopped = True
+    return full
+
+
+def _help(terminal: Terminal, clock: Clock, model: Model, asked: dict[str, Any]) -> str:
+    """What would help where nothing fits, as far as that is known in time."""
+    from layoutopt import search as find
+    from layoutopt.analysis.infeasible import diagnose
+
+    found: list[str] = []
+    with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):
+        seconds = {} if clock.left is None else {"seconds": clock.left}
+        clock.within(DETAILED, lambda: found.append(str(diagnose(find, model, asked, **seconds))))
+    return "".join(found)
 
 
 def _stages(text: str) -> list[str]:

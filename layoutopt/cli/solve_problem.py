@@ -15,6 +15,7 @@ from layoutopt.plan.units import duration_text
 
 if TYPE_CHECKING:
     from layoutopt.problem import Problem, Solution
+    from layoutopt.problem.clock import Clock
 
 EXAMPLES = examples(
     "layoutopt solve-problem problem.json",
@@ -43,12 +44,13 @@ def solve_problem(
     """Solve a problem in the general form, or in the contest's."""
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
     from layoutopt.problem import load, solve
+    from layoutopt.problem.clock import Clock
 
-    terminal = Terminal(as_json, quiet)
+    clock, terminal = Clock(time_limit), Terminal(as_json, quiet)
     problem = load(file)
     with Bounds(terminal, problem.name, str) as bounds:
-        found = solve(problem, solver.value, time_limit, bounds.update)
-    _refuse(problem, found)
+        found = solve(problem, solver.value, clock.rest, bounds.update)
+    _refuse(problem, found, clock)
     assert found.choices is not None
     terminal.result(
         SolveProblemResult(
@@ -69,7 +71,7 @@ def solve_problem(
         raise KeyboardInterrupt  # the best so far is shown
 
 
-def _refuse(problem: Problem, found: Solution) -> None:
+def _refuse(problem: Problem, found: Solution, clock: Clock) -> None:
     """Raises the error of a problem without an answer."""
     from layoutopt.problem import Status
     from mesh_tf_core.errors import InfeasibleError, LimitError
@@ -82,14 +84,18 @@ def _refuse(problem: Problem, found: Solution) -> None:
             "give a longer --time-limit, or another --solver"
         )
     if found.status is Status.INFEASIBLE:
-        raise InfeasibleError(f"problem {problem.name!r} is proven infeasible: {_reason(problem)}")
+        raise InfeasibleError(f"problem {problem.name!r} is proven infeasible: {_reason(problem, clock)}")
 
 
-def _reason(problem: Problem) -> str:
-    """The smallest set of rows that cannot hold together."""
-    from layoutopt.problem import Facts, conflict
+def _reason(problem: Problem, clock: Clock) -> str:
+    """The smallest set of rows that cannot hold together, if it is known in time."""
+    from layoutopt.problem import Facts, ProblemError, conflict
 
-    found = conflict(problem, {row.name: Facts({}, (row.name,)) for row in problem.rows}, CONFLICT_SECONDS)
+    groups = {row.name: Facts({}, (row.name,)) for row in problem.rows}
+    try:
+        found = conflict(problem, groups, min(CONFLICT_SECONDS, clock.rest or CONFLICT_SECONDS))
+    except ProblemError:
+        return "no choices keep all its rows; there was no time to see which of them exclude each other"
     if found is not None and found.names:
         rows = {row.name: row for row in problem.rows}
         named = ", ".join(f"{name!r} (limit {rows[name].limit:g})" for name in found.names)

@@ -152,7 +152,7 @@ def _searched(
                 loaded.model,
                 mesh=devices,
                 hardware=machine,
-                on_progress=lambda where, best, bound: bounds.update(best, bound),
+                on_progress=bounds.show,
             )
 
     if cluster is None:

@@ -12,17 +12,17 @@ The best choices by the tables so far are evaluated now and then: they are often
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from layoutopt.evaluator import Evaluator
-from layoutopt.formulation.clusters import Cluster
+from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.extract import Draft
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate
+from layoutopt.problem.clock import UNLIMITED, Clock
 from layoutopt.problem.form import Floats
 from layoutopt.problem.marginals import marginals
 from layoutopt.space.decisions import Decisions
@@ -39,22 +39,26 @@ SLACK = 1e-9
 
 Propose = Callable[[Layout, Options], float]
 """Evaluates a layout; the seconds of the fastest known one that fits."""
+Heard = Callable[[float, float], None]
+"""heard(seconds that no layout takes less than, part of the tables that are made)."""
 
 
 def fix_options(
     draft: Draft,
     upper: float,
     propose: Propose,
-    deadline: float | None = None,
+    clock: Clock = UNLIMITED,
     first: int = FIRST,
     weights: dict[int, float] | None = None,
+    heard: Heard | None = None,
 ) -> float:
-    """Makes tables until none is left, or the bound reaches `upper`, or the deadline is over.
+    """Makes tables until none is left, or the bound reaches `upper`, or the time is over.
 
     Args:
       upper: seconds of a known layout; only faster ones matter.
       first: entries before options are looked at first.
       weights: what clusters cost while nothing is split, as far as that is known; it is filled.
+      heard: told of every bound.
 
     Returns:
       seconds: no layout takes less, or none takes less than `upper` if that is less.
@@ -62,7 +66,7 @@ def fix_options(
     weight = fill({} if weights is None else weights, draft)
     total, told = sum(weight[id(c)] for c in draft.left), 0.0
     known, bound, made, last = upper, 0.0, 0, 0
-    while draft.left and (deadline is None or time.monotonic() < deadline):
+    while draft.left and not clock.over:
         best = max(draft.left, key=lambda c: weight[id(c)] / _width(c, draft.decided))
         told += weight[id(best)]
         made += len(draft.make(best).entries)
@@ -71,6 +75,8 @@ def fix_options(
         problem = draft.times()
         found = eliminate(problem)
         bound = max(bound, found.bound)
+        if heard is not None:
+            heard(bound, len(draft.tables) / (len(draft.tables) + len(draft.left)))
         if bound >= upper * (1 - EXACT):
             break
         if found.exact:
@@ -89,9 +95,10 @@ def faster(
     subproblem: Subproblem,
     upper: float,
     propose: Propose,
-    deadline: float | None = None,
+    clock: Clock = UNLIMITED,
     first: int = FIRST,
     weights: dict[int, float] | None = None,
+    heard: Heard | None = None,
 ) -> tuple[float, SubproblemSearch | None]:
     """The problem of what may be faster than `upper` seconds; the arguments are those of `fix_options`.
 
@@ -100,7 +107,7 @@ def faster(
     """
     prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.microbatches)
     draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, context)
-    bound = fix_options(draft, upper, propose, deadline, first, weights)
+    bound = fix_options(draft, upper, propose, clock, first, weights, heard)
     if draft.left or bound >= upper * (1 - EXACT):
         return bound, None
     extraction = draft.extraction()

@@ -64,7 +64,7 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
     search = SubproblemSearch(
         request.model, subproblem.mesh, subproblem.decided, request.hardware, known, request.evaluator
     )
-    found = search.lean(plain, request.deadline) or search.leanest(request.deadline, plain)[0]
+    found = search.lean(plain, request.clock) or search.leanest(request.clock, plain)[0]
     return None if found is None else (found.layout, found.options)
 
 

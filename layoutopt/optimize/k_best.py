@@ -38,7 +38,7 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
     for candidate in candidates.candidates:
         # The bound of a candidate that was asked about less memory holds for that alone.
         wait(
-            candidate.bound if candidate.search is None else candidate.search.relaxed(request.deadline),
+            candidate.bound if candidate.search is None else candidate.search.relaxed(request.clock),
             candidate,
         )
     while waiting and not request.late:
@@ -49,7 +49,7 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
             if _key(simple) not in told:
                 told.add(_key(simple))
                 yield simple
-        elif candidate.search is None and candidates.opened(candidate).relaxed(request.deadline) > seconds:
+        elif candidate.search is None and candidates.opened(candidate).relaxed(request.clock) > seconds:
             wait(candidate.bound, candidate)
             continue
         search = candidates.opened(candidate)
@@ -61,7 +61,7 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
         ]
         copies = (search.extraction.choices(x, f.options) for f in here for x in _copies(request, f))
         excluded = tuple(dict.fromkeys(choices for choices in copies if choices is not None))
-        other = search.fastest(limit, deadline=request.deadline, excluded=excluded).found
+        other = search.fastest(limit, clock=request.clock, excluded=excluded).found
         if other is not None:
             wait(other.seconds, candidate, other)
 

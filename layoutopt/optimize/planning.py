@@ -12,28 +12,32 @@ layout dearer than the ones at hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.repeated import near_sizes, repeated
-from layoutopt.evaluator import Evaluation
-from layoutopt.optimize.baselines import Baselines, Pinned, axis_names, by_name
-from layoutopt.optimize.heuristics import HEURISTICS
-from layoutopt.optimize.request import EXACT, Request
-from layoutopt.optimize.restricted import Answer, BestPlans
+from layoutopt.optimize.alternatives import (
+    Alternatives,
+    Shapes,
+    called_layout,
+    called_mesh,
+    point,
+    predicted_of,
+    ranked,
+)
+from layoutopt.optimize.baselines import axis_names, by_name
+from layoutopt.optimize.request import EXACT, PLANNED, Request
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
-from layoutopt.plan.schema import Alternative, PlanFile, Predicted, SolverInfo
+from layoutopt.plan.schema import PlanFile, SolverInfo
 from layoutopt.problem import TOLERANCE
 from layoutopt.space.microbatches import impossible
-from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.verify import verify
 
-Shapes = Set[tuple[int, ...]] | None
+SHARE = "the bound is a device's share of what one device would compute"
 REPEATED_SHARE = 0.1
 """Work below this share of the products is not called repeated: most layouts repeat a little."""
 
@@ -69,28 +73,36 @@ def make_plan(
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
     verify(best.evaluation.program)
-    tables = _tables(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
     names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
-    alternatives, missing, notes = _alternatives(request, subproblem, best, names, shapes)
-    ranked = _ranked(request, others, searched_mesh)
+    proof, beside = _Proof(proven), Alternatives(request, best, names, shapes)
+    repeats: list[str] = []
+
+    def look() -> None:
+        if request.objective != "memory":
+            proof.look(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
+        repeats.extend(_repeated(request, best, names))
+        beside.look(subproblem)
+
+    request.clock.within(PLANNED, look)
+    missing = [*beside.missing]
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
     data = PlanFile(
         format="layoutopt-plan/1",
         model=model_info(request.model),
-        mesh=_mesh(best.mesh, names).as_dict(),
-        layout=axes_of(_renamed(best.layout, names)),
+        mesh=called_mesh(best.mesh, names).as_dict(),
+        layout=axes_of(called_layout(best.layout, names)),
         **decided(best.options).model_dump(),
         hardware=request.hardware.name,
-        predicted=_predicted(best.evaluation, names),
-        solver=_solver(request, best, tables, bound, proven, considered, seconds),
-        alternatives=[*alternatives, *ranked],
-        frontier=[_point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
+        predicted=predicted_of(best.evaluation, names),
+        solver=_solver(request, best, proof, bound, considered, seconds),
+        alternatives=[*beside.found, *ranked(request, others, searched_mesh)],
+        frontier=[point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=[
             *best.evaluation.notes,
-            *_notes(request, best, tables, bound, missing),
-            *notes,
-            *_repeated(request, best, names),
+            *_notes(proof, bound, missing),
+            *beside.notes(),
+            *repeats,
             *_unsplit(request),
             *_fewer(request, len(others) + 1),
         ],
@@ -119,10 +131,32 @@ class _Tables:
         return self.seconds > self.program * (1 + TOLERANCE)
 
 
-def _tables(request: Request, best: Found, subproblem: Subproblem, others: Sequence[Found]) -> _Tables | None:
-    """What the tables sum to for the answer, however it was found; None if seconds are not the objective."""
-    if request.objective == "memory":
-        return None
+@dataclass
+class _Proof:
+    """What is known of an answer's bound when the time is over, if seconds are the objective.
+
+    Attributes:
+      proven: all meshes were searched to the end.
+      share: seconds that no program takes less than.
+      tables: what they sum to for the answer, however it was found.
+    """
+
+    proven: bool
+    share: float = 0.0
+    tables: _Tables | None = None
+
+    def look(self, request: Request, best: Found, subproblem: Subproblem, others: Sequence[Found]) -> None:
+        """Finds it out; `others`: layouts on the same mesh, to compare."""
+        if not self.proven or request.late:
+            self.share = _share(request, best.mesh)
+        tables = _tables(request, best, subproblem, others)
+        if tables.dearer:
+            self.share = _share(request, best.mesh)
+        self.tables = tables
+
+
+def _tables(request: Request, best: Found, subproblem: Subproblem, others: Sequence[Found]) -> _Tables:
+    """What the tables sum to for the answer, however it was found."""
     summed = request.evaluator.table_prices(best.mesh, subproblem.decided).seconds
     found = _Tables(summed(best.layout, best.options), best.seconds, 0.0, 1)
     if not found.dearer:
@@ -139,18 +173,15 @@ def _tables(request: Request, best: Found, subproblem: Subproblem, others: Seque
 
 
 def _solver(
-    request: Request,
-    best: Found,
-    tables: _Tables | None,
-    bound: float,
-    proven: bool,
-    considered: int,
-    seconds: float,
+    request: Request, best: Found, proof: _Proof, bound: float, considered: int, seconds: float
 ) -> SolverInfo:
-    value = float(best.peak) if tables is None else best.seconds
+    memory, tables, proven = request.objective == "memory", proof.tables, proof.proven
+    value = float(best.peak) if memory else best.seconds
+    if not memory and (tables is None or tables.dearer):
+        bound, proven = proof.share, False  # what the tables say is no bound on programs, or not known to be
+    elif not proven:
+        bound = max(bound, proof.share)
     bound = min(bound, value)  # but for rounding, and what the tables count too much within the tolerance
-    if tables is not None and tables.dearer:
-        bound, proven = min(bound, _share(request, best.mesh)), False
     gap = (value - bound) / value if value else 0.0
     gap, bound = (0.0, value) if gap < EXACT else (gap, bound)
     return SolverInfo(
@@ -171,10 +202,11 @@ def _share(request: Request, mesh: Mesh) -> float:
     return request.evaluator(mesh, Layout()).cost.compute_seconds / mesh.devices
 
 
-def _notes(
-    request: Request, best: Found, tables: _Tables | None, bound: float, missing: Sequence[str]
-) -> list[str]:
+def _notes(proof: _Proof, bound: float, missing: Sequence[str]) -> list[str]:
     notes = [f"no time was left for these layouts beside the answer: {', '.join(missing)}"] if missing else []
+    tables = proof.tables
+    if not proof.proven and bound <= proof.share > 0 and not (tables and tables.dearer):
+        notes.append(f"{SHARE}, and in the time given nothing more was proven")
     if tables is None or abs(tables.seconds - tables.program) <= EXACT * tables.program:
         return notes
     notes.append(
@@ -182,10 +214,10 @@ def _notes(
         f"({(tables.seconds / tables.program - 1) * 100:+.2g} %): what operations share is not all in the "
         "tables"
     )
-    if tables.dearer:
+    if tables.dearer and bound > 0:
         notes.append(
-            "the bound is a device's share of what one device would compute: no program is below it; if the "
-            f"tables come to at most {tables.over * 100:.2g} % more than the program of any layout, the most "
+            f"{SHARE}: no program is below it; if the tables come to at most "
+            f"{tables.over * 100:.2g} % more than the program of any layout, the most "
             f"of {tables.count} compared, no layout takes less than {bound / (1 + tables.over):.9g} s"
         )
     return notes
@@ -241,136 +273,3 @@ def _fewer(request: Request, count: int) -> list[str]:
             f"--top {request.top}: layouts that hold more are in --objective pareto, {count} hold as little"
         ]
     return [f"--top {request.top}: {count} {'layout fits' if count == 1 else 'layouts fit'}"]
-
-
-def _mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
-    return Mesh([(names.get(a, a), n) for a, n in mesh.axes])
-
-
-def _renamed(layout: Layout, names: Mapping[str, str]) -> Layout:
-    return Layout({n: tuple(names.get(a, a) for a in axes) for n, axes in layout.items()})
-
-
-def _predicted(evaluation: Evaluation, names: Mapping[str, str]) -> Predicted:
-    found = evaluation.predicted
-    sent = {
-        "+".join(names.get(a, a) for a in key.split("+")): n
-        for key, n in found.communication_bytes_per_device.items()
-    }
-    return found.model_copy(update={"communication_bytes_per_device": sent})
-
-
-def _point(request: Request, found: Found, number: int, searched_mesh: bool) -> Alternative:
-    names = axis_names(found.layout, found.mesh, request.model.batch_dim) if searched_mesh else {}
-    return Alternative(
-        name=f"frontier {number + 1}",
-        mesh=_mesh(found.mesh, names).as_dict(),
-        layout=axes_of(_renamed(found.layout, names)),
-        predicted=_predicted(found.evaluation, names),
-        feasible=True,
-        **decided(found.options).model_dump(),
-    )
-
-
-def _alternatives(
-    request: Request, subproblem: Subproblem, best: Found, names: Mapping[str, str], shapes: Shapes
-) -> tuple[list[Alternative], list[str], list[str]]:
-    """The best of every name on any mesh of as many devices, the model's own layouts, and what simpler
-    searches find; the names of those for which there was no time; notes."""
-    out: list[Alternative] = []
-    missing: list[str] = []
-    over: list[str] = []
-    far: list[str] = []
-
-    def add(name: str, answer: Answer, quick: tuple[Mesh, Layout, Options] | None) -> None:
-        """The best of some plans, else the one that is known without a search."""
-        if not answer.proven:
-            missing.append(name)
-        found = answer.found
-        chosen = quick if found is None else (found.mesh, found.layout, found.options)
-        if chosen is not None:
-            out.append(_beside(request, name, *chosen, names if chosen[0] == best.mesh else {}))
-            if answer.proven and not out[-1].feasible:
-                (far if answer.far else over).append(name)
-
-    quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, names)}
-    baselines, search = Baselines(request.model, best.mesh, shapes), BestPlans(request, best.seconds)
-    for name, plans in baselines.restrictions().items():
-        add(name, Answer(proven=False) if request.late else search.of(plans), quick.pop(name, None))
-    out += [_beside(request, name, *own, names) for name, own in quick.items()]
-    for name, heuristic in HEURISTICS.items():
-        known = None if request.late else heuristic(request, subproblem)
-        if known is not None:
-            add(name, search.with_options(Pinned(request.model, best.mesh, known[0])), (best.mesh, *known))
-        elif request.late:
-            missing.append(name)
-    return out, missing, [*_never(over, far), *_elsewhere(request, best, out)]
-
-
-def _never(over: Sequence[str], far: Sequence[str]) -> list[str]:
-    """Why names whose plan does not fit have no other."""
-    return [
-        *(
-            [
-                "too large with every storage, recomputation and number of microbatches that was allowed: "
-                + ", ".join(over)
-            ]
-            if over
-            else []
-        ),
-        *([f"too slow to look for plans that fit: {', '.join(far)}"] if far else []),
-    ]
-
-
-def _elsewhere(request: Request, best: Found, out: Sequence[Alternative]) -> list[str]:
-    """Where the mesh that was given costs time."""
-    if request.objective == "memory":
-        return []
-    seconds = best.seconds * (1 - EXACT)
-    faster = [a for a in out if a.feasible and a.predicted and a.predicted.step_seconds < seconds]
-    return [
-        f"{a.name} on {Mesh(a.mesh)} is faster than the answer on {best.mesh}; "
-        f"search --devices {best.mesh.devices} looks at every mesh"
-        for a in faster
-        if sorted(a.mesh.values()) != sorted(best.mesh.shape)
-    ]
-
-
-def _ranked(request: Request, others: Sequence[Found], searched_mesh: bool) -> list[Alternative]:
-    """The second best layout, the third, and so on, each with names for its own axes."""
-    out = []
-    for number, other in enumerate(others, start=2):
-        names = axis_names(other.layout, other.mesh, request.model.batch_dim) if searched_mesh else {}
-        out.append(_beside(request, f"number {number}", other.mesh, other.layout, other.options, names))
-    return out
-
-
-def _tried(
-    request: Request, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
-) -> tuple[Predicted | None, str | None]:
-    """What a layout comes to, and why it does not fit or is not legal."""
-    try:
-        evaluation = request.evaluator(mesh, layout, options)
-    except LayoutError as error:
-        return None, str(error)
-    return _predicted(evaluation, names), evaluation.reason(request.limit)
-
-
-def _beside(
-    request: Request, name: str, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
-) -> Alternative:
-    """A layout beside the answer, priced, or with the reason why it is not legal; `names`: of the axes."""
-    called, rules = _mesh(mesh, names), _renamed(layout, names)
-    predicted, reason = _tried(request, mesh, layout, options, names)
-    if reason is not None and called != mesh:
-        # Reasons speak of axes.
-        predicted, reason = _tried(request, called, rules, options, {})
-    return Alternative(
-        name=name,
-        mesh=called.as_dict(),
-        layout=axes_of(rules),
-        predicted=predicted,
-        feasible=reason is None,
-        reason=reason,
-        **decided(options).model_dump(),
-    )

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from costmodels.hardware import Hardware
 from layoutopt.evaluator import Evaluator
+from layoutopt.problem.clock import Clock
 from layoutopt.space.decisions import KINDS
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.model import Model
 
-Progress = Callable[[str, float, float], None]
-"""on_progress(mesh, best seconds so far, proven bound on this mesh)."""
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a search is.
+
+    Attributes:
+      looked: the mesh that is looked at, and what else is given there, in words.
+      number, count: it is the first, second, ... of so many that are not settled yet.
+      best: the objective of the best layout so far; inf: none fits yet.
+      bound: no layout of the whole search is better.
+      left: seconds that the search will take yet, about; None: unknown.
+    """
+
+    looked: str
+    number: int
+    count: int
+    best: float
+    bound: float
+    left: float | None
+
+
+Progress = Callable[[Standing], None]
 Better = Callable[[str, float, int], None]
 """on_better(layout in words, its seconds, its bytes): the best so far that fits is now another one."""
 OBJECTIVES = ("time", "memory", "pareto")
 EXACT = 1e-7
 """Relative gap below which a bound equals its objective: solvers count costs in whole units of about this
 size."""
+SEARCHED, ANSWERED, PLANNED = 0.9, 1.2, 1.5
+"""Seconds after the time limit in which solvers end and their answers are evaluated; in which any layout that
+fits is looked for, where none is known; in which what stands beside the answer is priced."""
 Rules = str | Mapping[str, Axes] | None
 
 
@@ -32,7 +55,7 @@ class Request:
     Attributes:
       limit: bytes a device may hold.
       allowed: what may be chosen.
-      deadline: of the monotonic clock.
+      clock: when to end.
     """
 
     model: Model
@@ -41,7 +64,7 @@ class Request:
     objective: str
     allowed: Allowed
     top: int
-    deadline: float | None
+    clock: Clock
     on_progress: Progress | None
     on_better: Better | None
 
@@ -57,4 +80,4 @@ class Request:
     @property
     def late(self) -> bool:
         """Whether the time is over."""
-        return self.deadline is not None and time.monotonic() > self.deadline
+        return self.clock.over

@@ -194,14 +194,14 @@ class _Search:
             return 0.0, self._lean(subproblem)
         weights = self.weights.setdefault(subproblem.microbatches, {})
         bound, search = faster(
-            request.evaluator, subproblem, upper, lambda *_: upper, request.deadline, FIRST, weights
+            request.evaluator, subproblem, upper, lambda *_: upper, request.clock, FIRST, weights
         )
         if search is None:
             self.proven = self.proven and not request.late
             return bound, None
         if bound >= self.far:
-            return bound, search.fastest(math.inf, deadline=request.deadline).found
-        outcome = search.fastest(request.limit, None if math.isinf(upper) else upper, request.deadline)
+            return bound, search.fastest(math.inf, clock=request.clock).found
+        outcome = search.fastest(request.limit, None if math.isinf(upper) else upper, request.clock)
         self.proven = self.proven and outcome.proven
         seen = sorted(search.every_evaluated(), key=lambda f: f.seconds)
         return bound, outcome.found or next(iter(seen), None)
@@ -211,7 +211,7 @@ class _Search:
         request, decided = self.request, subproblem.decided
         if not self.memory:
             _, search = faster(
-                request.evaluator, subproblem, math.inf, lambda *_: math.inf, request.deadline, FIRST
+                request.evaluator, subproblem, math.inf, lambda *_: math.inf, request.clock, FIRST
             )
             for last in (False, True) if search is not None else ():
                 assert search is not None
@@ -219,7 +219,7 @@ class _Search:
                     n: search.extraction.decided.options[n][-1 if last else 0] for n in decided.of(Recompute)
                 }
                 pins = {n: choice for n, choice in pins.items() if n in search.extraction.names}
-                self._keep(search.fastest(math.inf, deadline=request.deadline, pinned=pins).found)
+                self._keep(search.fastest(math.inf, clock=request.clock, pinned=pins).found)
                 if self.best:
                     return
         self._keep(self._lean(subproblem))
@@ -238,7 +238,7 @@ class _Search:
         context = evaluator.context(subproblem.microbatches)
         known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh), context)
         search = SubproblemSearch(evaluator.model, mesh, decided, evaluator.hardware, known, evaluator)
-        return search.lean({}, self.request.deadline)
+        return search.lean({}, self.request.clock)
 
     def squeeze(self, plans: Sequence[Plans], parts: Sequence[int]) -> None:
         """Looks for anything that fits, or else holds little."""

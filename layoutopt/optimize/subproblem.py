@@ -10,7 +10,6 @@ later questions know them. What remains is proven best among the layouts that fi
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,6 +18,7 @@ import numpy as np
 
 from costmodels.hardware import Hardware
 from layoutopt.evaluator import Evaluation, Evaluator
+from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize.canonical import canonical
 from layoutopt.optimize.lazy_cuts import lazy_cut
@@ -35,6 +35,7 @@ from layoutopt.problem import (
     eliminate,
     solve,
 )
+from layoutopt.problem.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.layout import Layout
@@ -129,11 +130,11 @@ class SubproblemSearch:
         """What is known of the problem without its memory rows."""
         return eliminate(self.extraction.problem)
 
-    def relaxed(self, deadline: float | None = None) -> float:
+    def relaxed(self, clock: Clock = UNLIMITED) -> float:
         """A bound on the seconds of every layout, whatever memory it takes."""
         if self.eliminated.exact:
             return self.eliminated.bound
-        solution = solve(self.extraction.problem, time_limit=_left(deadline))
+        solution = solve(self.extraction.problem, time_limit=clock.rest)
         _go_on(solution)
         return solution.bound
 
@@ -171,7 +172,7 @@ class SubproblemSearch:
         self,
         limit: float,
         upper: float | None = None,
-        deadline: float | None = None,
+        clock: Clock = UNLIMITED,
         listener: Listener | None = None,
         excluded: tuple[tuple[int, ...], ...] = (),
         pinned: Mapping[str, Choice] | None = None,
@@ -190,14 +191,16 @@ class SubproblemSearch:
         if not excluded and (found := self._roomy(limit, listener, pinned or {})) is not None:
             return found
         bound, share = 0.0, 1.0
-        banned = [choices[: len(self.extraction.names)] for choices in excluded]
+        sums = self.extraction.decided.of(PendingSum)
+        own = [i for i, name in enumerate(self.extraction.names) if name not in sums]
+        banned = [{i: choices[i] for i in own} for choices in excluded]
         tries = self._tries()
         for attempt in range(tries + ATTEMPTS[0]):
             exact = attempt < tries
             rows_limit = limit + ROUNDING if exact else limit * share
             problem = self._pinned(self.limited(rows_limit), pinned or {})
             problem = replace(problem, rows=(*problem.rows, *(unlike(b, problem.sizes) for b in banned)))
-            solution = solve(problem, time_limit=_left(deadline), upper_bound=upper, on_progress=listener)
+            solution = solve(problem, time_limit=clock.rest, upper_bound=upper, on_progress=listener)
             if exact:
                 bound = max(bound, solution.bound)
             if solution.choices is None:
@@ -228,7 +231,7 @@ class SubproblemSearch:
             terms.append(Term((self.extraction.names.index(name),), table, f"pin {name}"))
         return replace(problem, terms=(*problem.terms, *terms))
 
-    def lean(self, pinned: Mapping[str, Choice], deadline: float | None = None) -> Found | None:
+    def lean(self, pinned: Mapping[str, Choice], clock: Clock = UNLIMITED) -> Found | None:
         """A layout with little memory, found without a solver: the largest row is made as small as can be,
         then the one that is largest now. None if elimination cannot do that.
 
@@ -248,14 +251,13 @@ class SubproblemSearch:
                 solution = Solution(Status.FEASIBLE, choices, evaluation.memory.peak, 0.0, 0.0, "elimination")
                 best = Found(self.mesh, *self.extraction.read(choices), evaluation, solution)
             largest = _largest(self.rows, partial(Entry.use, choices=choices))
-            late = deadline is not None and time.monotonic() > deadline
-            row = None if done or late or largest is row else largest
+            row = None if done or clock.over or largest is row else largest
             done = True
         return best
 
     def leanest(
         self,
-        deadline: float | None = None,
+        clock: Clock = UNLIMITED,
         pinned: Mapping[str, Choice] | None = None,
         best: Found | None = None,
     ) -> tuple[Found | None, float]:
@@ -276,7 +278,7 @@ class SubproblemSearch:
         for _ in range(ROUNDS):
             levels = np.geomspace(max(low, 1.0), max(low, high, 1.0), LEVELS)
             problem = self._pinned(self._levelled(levels), pinned or {})
-            solution = solve(problem, time_limit=_left(deadline))
+            solution = solve(problem, time_limit=clock.rest)
             if solution.choices is None:
                 _go_on(solution)
                 break
@@ -303,17 +305,15 @@ class SubproblemSearch:
         variables = (*problem.variables, Variable("memory", len(levels)))
         return Problem(problem.name, variables, terms, rows)
 
-    def least_memory(
-        self, below: float = math.inf, deadline: float | None = None
-    ) -> tuple[list[Found], float]:
+    def least_memory(self, below: float = math.inf, clock: Clock = UNLIMITED) -> tuple[list[Found], float]:
         """Layouts that hold less than `below` bytes, the last one least, and bytes that none goes below."""
         found: list[Found] = []
         if math.isfinite(below):
-            outcome = self.fastest(below - 1, deadline=deadline)
+            outcome = self.fastest(below - 1, clock=clock)
             if outcome.found is None and outcome.proven:
                 return [], below
             found += [outcome.found] if outcome.found is not None else []
-        start, low = self.leanest(deadline, best=found[-1] if found else None)
+        start, low = self.leanest(clock, best=found[-1] if found else None)
         if start is not None and start not in found:
             found.append(start)
         floor = low
@@ -322,7 +322,7 @@ class SubproblemSearch:
             peak = found[-1].peak
             near = peak - floor <= CLOSE * peak
             limit = peak - 1.0 if near else (floor + peak) / 2
-            outcome = self.fastest(limit, deadline=deadline)
+            outcome = self.fastest(limit, clock=clock)
             if outcome.found is not None:
                 found.append(outcome.found)
                 continue
@@ -368,18 +368,15 @@ def _legal(term: Term) -> Term:
     return Term(term.scope, np.where(np.isinf(term.table), term.table, 0.0), term.name)
 
 
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.01)
-
-
 def _go_on(solution: Solution) -> None:
     """Ctrl-C ends a solver, which then tells its best; it is to end the whole search."""
     if solution.stopped:
         raise KeyboardInterrupt
 
 
-def unlike(decided: tuple[int, ...], sizes: Sequence[int]) -> Row:
-    """A row that forbids one choice of all decisions, whatever the message groups."""
-    tables = (np.arange(size) == choice for choice, size in zip(decided, sizes, strict=False))
-    entries = tuple(Entry((i,), table.astype(float)) for i, table in enumerate(tables))
-    return Row(f"not {decided}", len(decided) - 1.0, entries)
+def unlike(decided: Mapping[int, int], sizes: Sequence[int]) -> Row:
+    """A row that forbids one choice of all that is decided, by variable, whatever follows of it: message
+    groups, and where sums wait."""
+    tables = {i: (np.arange(sizes[i]) == choice).astype(float) for i, choice in decided.items()}
+    entries = tuple(Entry((i,), table) for i, table in tables.items())
+    return Row(f"not {tuple(decided.values())}", len(decided) - 1.0, entries)

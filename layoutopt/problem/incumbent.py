@@ -32,9 +32,18 @@ class Incumbent:
         self.on_progress = on_progress
         self.limit = limit
         self.banned = set(banned)
-        self.choices: Choices | None = None
-        self.objective = math.inf
+        self._best: tuple[Choices | None, float] = None, math.inf
         self.bound = -math.inf
+
+    @property
+    def choices(self) -> Choices | None:
+        """The best so far."""
+        return self._best[0]
+
+    @property
+    def objective(self) -> float:
+        """Of the best so far; inf where nothing is known."""
+        return self._best[1]
 
     def evaluate(self, choices: Choices, equal: bool = False) -> Evaluation:
         """Evaluates `choices`, and keeps them if they are feasible and better, or as good where that is
@@ -43,7 +52,7 @@ class Incumbent:
         allowed = found.objective <= self.limit + ALIKE * abs(self.limit) and choices not in self.banned
         better = found.objective < self.objective or (equal and found.objective == self.objective)
         if found.feasible and allowed and better:
-            self.choices, self.objective = choices, found.objective
+            self._best = choices, found.objective  # at once, whatever may end this thread
             self._tell()
         return found
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layoutopt.problem import enumeration as listing
+from layoutopt.problem.clock import Clock
 from layoutopt.problem.elimination import constant, tabled
 from layoutopt.problem.form import Bools, Floats, Ints, Problem, Sparse, Term
 from layoutopt.problem.incumbent import ALIKE, Incumbent
@@ -32,7 +33,6 @@ from layoutopt.problem.message_passing import Costs, chosen, positions, spread
 from layoutopt.problem.relations import Tables
 from layoutopt.problem.residual import Residual, rest
 from layoutopt.problem.resource_usage import ResourceUsage, uses
-from layoutopt.problem.solvers.base import Clock
 
 VARIABLES = 256
 """Problems of more variables are not tried: their joins are too large, which takes time to see."""

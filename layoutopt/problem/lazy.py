@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from layoutopt.problem.answer import TOLERANCE, Evaluation, Status, evaluate, relative_gap
+from layoutopt.problem.clock import Clock
 from layoutopt.problem.form import Choices, Problem, Row
 from layoutopt.problem.linear import Constraint, Program, linearise
-from layoutopt.problem.solvers.base import Clock, Options, Raw, Request, Solver
+from layoutopt.problem.solvers.base import Options, Raw, Request, Solver
 
 EAGER = 64
 """Up to this many rows are in the program from the start."""
@@ -72,7 +73,6 @@ class Search:
                     self.program,
                     self.constraints,
                     options,
-                    self.clock.stopped,
                     start,
                     *listeners,
                     self.meanwhile,

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from layoutopt.problem.answer import Solution, Status
+from layoutopt.problem.clock import Clock
 from layoutopt.problem.form import Choices, Problem, ProblemError, Row, Sparse
 from layoutopt.problem.solve import solve
-from layoutopt.problem.solvers.base import Clock
 
 
 def top_k(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 from layoutopt.problem.answer import TOLERANCE, Solution, Status, relative_gap
 from layoutopt.problem.anytime.improve import Improver
 from layoutopt.problem.anytime.network import least_use, network
+from layoutopt.problem.clock import Clock
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price, whole
@@ -23,12 +25,14 @@ from layoutopt.problem.lazy import Search
 from layoutopt.problem.reductions import reduce
 from layoutopt.problem.residual import Residual
 from layoutopt.problem.solvers import cp_sat, exhaustive, highs
-from layoutopt.problem.solvers.base import Clock, Options, Progress, Solver, ctrl_c
+from layoutopt.problem.solvers.base import Options, Progress, Solver
 
 SOLVERS: dict[str, Solver] = {"cp-sat": cp_sat.solve, "highs": highs.solve}
 MANY_CELLS, MOST_CELLS = 5000, 300_000
 """Values of all terms from which HiGHS is tried, and up to which it is where there is a time limit."""
 SPARE_FROM = 0.75
+GRACE = 0.5
+"""Seconds after the limit in which what stops by itself may do so."""
 NAMES = ("auto", "cp-sat", "highs", "exhaustive")
 
 
@@ -46,46 +50,29 @@ def solve(
 ) -> Solution:
     """The best choices of `problem`, with a proof where the status says OPTIMAL.
 
-    `time_limit` is in seconds. `on_progress(best, bound)` hears every improvement. `hint` is a choice vector
-    to start from; if it is feasible the answer is never worse. Only answers of at most `upper_bound` count:
-    without any, the status is INFEASIBLE. `excluded` are choice vectors that may not be the answer. Ctrl-C
-    stops and returns the best so far. `workers` are CP-SAT's threads; with the same arguments the answer is
-    the same on every run that no limit cuts. Raises `ProblemError` for an unknown solver or for choices that
-    do not fit the problem.
+    `time_limit` is in seconds; it is kept within a second, whatever is being done. `on_progress(best, bound)`
+    hears every improvement. `hint` is a choice vector to start from; if it is feasible the answer is never
+    worse. Only answers of at most `upper_bound` count: without any, the status is INFEASIBLE. `excluded` are
+    choice vectors that may not be the answer. Ctrl-C stops and returns the best so far. `workers` are
+    CP-SAT's threads; with the same arguments the answer is the same on every run that no limit cuts. Raises
+    `ProblemError` for an unknown solver or for choices that do not fit the problem.
     """
     if solver not in NAMES:
         raise ProblemError(f"there is no solver {solver!r}; choose one of: {', '.join(NAMES)}")
     if time_limit is not None and not time_limit > 0:
         raise ProblemError(f"a time limit of {time_limit} seconds leaves no time; give a positive number")
-    banned = [tuple(choices) for choices in excluded]
     clock = Clock(time_limit)
     limit = math.inf if upper_bound is None else upper_bound
-    if solver == "exhaustive":
-        return _exhaustive(problem, clock, limit, banned)
-    with ctrl_c(clock.stopped):
-        incumbent = Incumbent(problem, on_progress, limit, banned)
-        if hint is not None:
-            incumbent.evaluate(tuple(hint))
-        run = _Run(incumbent, clock, Options(time_limit, workers, seed), incumbent.objective)
-        left = price(incumbent, clock) if solver == "auto" else Residual.whole(problem)
-        if left is None:
-            return _solution(incumbent, True, clock, "elimination")
-        if solver == "auto" and _large(left.problem):
-            return run.large(left)
-        if solver == "auto" and clock.over:
-            return _solution(incumbent, False, clock, "elimination")
-        return run.rest(solver, left.problem, [left])
-
-
-def _solution(incumbent: Incumbent, proven: bool, clock: Clock, name: str) -> Solution:
-    """What is known in the end; `proven`: nothing better is left."""
-    choices, best, stopped = incumbent.choices, incumbent.objective, clock.stopped.is_set()
-    if choices is None:
-        status, bound = (Status.INFEASIBLE, math.inf) if proven else (Status.LIMIT, incumbent.bound)
-        return Solution(status, None, math.inf, bound, clock.elapsed, name, stopped)
-    bound = min(incumbent.bound, best)
-    status = Status.OPTIMAL if relative_gap(best, bound) <= TOLERANCE else Status.FEASIBLE
-    return Solution(status, choices, best, bound, clock.elapsed, name, stopped)
+    incumbent = Incumbent(problem, on_progress, limit, [tuple(choices) for choices in excluded])
+    run = _Run(incumbent, clock, Options(time_limit, workers, seed))
+    stopped = False
+    try:
+        clock.within(GRACE, lambda: run.all(solver, hint))
+    except KeyboardInterrupt:
+        stopped = True
+        with suppress(KeyboardInterrupt):
+            run.report()
+    return run.solution(stopped)
 
 
 class _Way(Protocol):
@@ -110,49 +97,102 @@ def _projected(ways: Sequence[_Way], choices: Choices) -> Choices:
     return choices
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
-    """One call of `solve`; only answers below `above` are asked of solvers."""
+    """One call of `solve`.
+
+    Attributes:
+      above: only answers below are asked of solvers.
+      name: what is solving, or has solved, it.
+      proven: nothing better than the incumbent is left.
+    """
 
     incumbent: Incumbent
     clock: Clock
     options: Options
-    above: float
+    above: float = math.inf
+    name: str = "elimination"
+    proven: bool = False
+    improver: Improver | None = None
 
-    def large(self, left: Residual) -> Solution:
+    def solution(self, stopped: bool) -> Solution:
+        """What is known in the end."""
+        known, elapsed = self.incumbent, self.clock.elapsed
+        choices, best = known.choices, known.objective
+        if choices is None:
+            status, bound = (Status.INFEASIBLE, math.inf) if self.proven else (Status.LIMIT, known.bound)
+            return Solution(status, None, math.inf, bound, elapsed, self.name, stopped)
+        bound = min(known.bound, best)
+        status = Status.OPTIMAL if relative_gap(best, bound) <= TOLERANCE else Status.FEASIBLE
+        return Solution(status, choices, best, bound, elapsed, self.name, stopped)
+
+    def report(self) -> None:
+        """Evaluates what local search has found since it last did."""
+        if self.improver is not None:
+            self.improver.report()
+
+    def all(self, solver: str, hint: Sequence[int] | None) -> None:
+        """All of it."""
+        incumbent, problem = self.incumbent, self.incumbent.problem
+        if hint is not None:
+            incumbent.evaluate(tuple(hint))
+        self.above = incumbent.objective
+        if solver == "exhaustive":
+            self.name = solver
+            every = exhaustive.solve(
+                problem, incumbent.limit, frozenset(incumbent.banned), incumbent.evaluate
+            )
+            incumbent.raise_bound(every.bound)
+            self.proven = True
+            return
+        if self.clock.limit is not None:
+            incumbent.evaluate(least_use(problem))  # to have something early
+        left = price(incumbent, self.clock) if solver == "auto" else Residual.whole(problem)
+        if left is None:
+            self.proven = True
+        elif solver == "auto" and _large(left.problem):
+            self.large(left)
+        elif solver != "auto" or not self.clock.over:
+            self.rest(solver, left.problem, [left])
+
+    def large(self, left: Residual) -> None:
         """A first answer, then local search, beside HiGHS where it can end."""
         incumbent, clock = self.incumbent, self.clock
-        incumbent.evaluate(left.lift(least_use(left.problem)))
+        if clock.limit is None:
+            incumbent.evaluate(left.lift(least_use(left.problem)))
         if clock.over and incumbent.choices is not None:
-            return _solution(incumbent, False, clock, "least use")
+            self.name = "least use"
+            return
         gentle = reduce(left.problem, keep_all=True)
         if gentle.problem is None:
-            return _solution(incumbent, True, clock, "elimination")
+            self.proven = True
+            return
         ways: list[_Way] = [left, gentle]
         known = network(gentle.problem)
         if known is None:
-            return self.rest("auto", gentle.problem, ways)
-        improver = Improver(incumbent, known, partial(_lifted, ways), clock, self.options.seed)
+            self.rest("auto", gentle.problem, ways)
+            return
+        self.improver = Improver(incumbent, known, partial(_lifted, ways), clock, self.options.seed)
         if clock.limit is not None and _cells(gentle.problem) > MOST_CELLS:
-            improver.run()
-            return _solution(incumbent, False, clock, "local search")
-        return self.rest("auto", gentle.problem, ways, improver)
+            self.name = "local search"
+            self.improver.run()
+        else:
+            self.rest("auto", gentle.problem, ways)
 
-    def rest(
-        self, solver: str, problem: Problem, ways: list[_Way], improver: Improver | None = None
-    ) -> Solution:
+    def rest(self, solver: str, problem: Problem, ways: list[_Way]) -> None:
         """What solvers find of a `problem` after all `ways`."""
-        incumbent, clock = self.incumbent, self.clock
+        incumbent, improver = self.incumbent, self.improver
         reduced = reduce(problem, keep_all=bool(incumbent.banned))
-        name = _chosen(solver, reduced.problem)
+        self.name = name = _chosen(solver, reduced.problem)
         if reduced.problem is None:
-            return _solution(incumbent, True, clock, name)
+            self.proven = True
+            return
         ways = [*ways, reduced]
         search = Search(
             reduced.problem,
             SOLVERS[name],
             self.options,
-            clock,
+            self.clock,
             lambda choices: incumbent.evaluate(_lifted(ways, choices)),
             incumbent.raise_bound,
             min(incumbent.limit, self.above),
@@ -162,16 +202,16 @@ class _Run:
         )
         start = _projected(ways, incumbent.choices) if incumbent.choices is not None else None
         if solver == "auto" and name == "highs":
-            status, name = _with_spare(search, start, clock, improver)
+            status, self.name = _with_spare(search, start, self.clock, improver)
         else:
             status = search.run(start)
         incumbent.raise_bound(incumbent.objective if status is Status.INFEASIBLE else search.bound)
         if improver and status in (Status.LIMIT, Status.FEASIBLE):
             improver.run()
-            name += "+local search"
+            self.name += "+local search"
         elif search.best is not None:
             incumbent.evaluate(_lifted(ways, search.best), equal=True)
-        return _solution(incumbent, status in (Status.OPTIMAL, Status.INFEASIBLE), clock, name)
+        self.proven = status in (Status.OPTIMAL, Status.INFEASIBLE)
 
     def _banned(self, left: _Way) -> list[Choices]:
         holds = left.holds if isinstance(left, Residual) else lambda choices: True
@@ -213,10 +253,3 @@ def _with_spare(
 
 def _values(term: Term) -> Floats:
     return term.table.values if isinstance(term.table, Sparse) else term.table
-
-
-def _exhaustive(problem: Problem, clock: Clock, limit: float, banned: list[Choices]) -> Solution:
-    raw = exhaustive.solve(problem, limit, frozenset(banned))
-    if raw.choices is None:
-        return Solution(raw.status, None, math.inf, math.inf, clock.elapsed, "exhaustive")
-    return Solution(raw.status, raw.choices, raw.bound, raw.bound, clock.elapsed, "exhaustive")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
+import pkgutil
 import pty
 import re
 import signal
@@ -11,13 +14,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result
 
-from layoutopt.cli.progress import bounds_text
+from layoutopt.api import Standing
+from layoutopt.cli.progress import Bounds, bounds_text
 from layoutopt.cli.terminal import Terminal, plain
 from layoutopt.plan.build import load_plan
+from layoutopt.plan.units import seconds_text
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).parent / "layoutopt")
@@ -137,6 +143,41 @@ def test_a_stopped_search_is_saved_and_says_how_it_ended(
         assert json.loads(done.stdout)["layout"] == kept.data.layout
     else:
         assert "FEASIBLE" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["layoutopt.cli.details.with_details", "layoutopt.plan.build.Plan.save", "layoutopt.cli.search.where_of"],
+)
+def test_a_plan_that_was_found_is_not_lost(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """SIGTERM while the plan's details are made, or its file is written."""
+    known, out, calls = pkgutil.resolve_name(place), tmp_path / "plan.json", itertools.count()
+
+    def ended(*given: Any, **named: Any) -> Any:
+        if next(calls) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return known(*given, **named)
+
+    monkeypatch.setattr(place, ended)
+    done = run(*SEARCH[1:], "--out", str(out))
+    assert done.exit_code == 143
+    assert load_plan(out).solver.status == "OPTIMAL"
+    assert "stopped" in done.stderr and f"wrote the plan to {out}" in done.stderr
+
+
+def test_a_search_says_how_far_it_is() -> None:
+    shown: list[str] = []
+    bounds = Bounds(Terminal(), "searching mlp", seconds_text)
+    bounds.progress.update = lambda task, description: shown.append(description)  # type: ignore[method-assign]
+    bounds.show(Standing("mesh 4x2 in 2 microbatches", 3, 12, 0.004, 0.003, 61.2))
+    bounds.show(Standing("mesh 8", 1, 12, math.inf, 0.0, None))
+    assert shown == [
+        "searching mlp, mesh 4x2 in 2 microbatches (3 of 12): best 4.00 ms, bound 3.00 ms, gap 25.00%, "
+        "about 1 min 01 s left",
+        "searching mlp, mesh 8 (1 of 12): nothing found yet, bound 0 s",
+    ]
 
 
 def test_ctrl_c_keeps_what_was_trained(run: Callable[..., Result], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate
 from layoutopt.problem import evaluate as value_of
+from layoutopt.problem.clock import Clock
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.layout import Layout
@@ -103,7 +104,7 @@ def test_most_options_leave() -> None:
 def test_no_time_is_said() -> None:
     evaluator = Evaluator(EXAMPLES["mlp"](), load_hardware("tpu-v4"))
     space = subproblem_of(evaluator.model, "a:2;b:2")
-    bound, search = faster(evaluator, space, math.inf, lambda *_: math.inf, deadline=0.0)
+    bound, search = faster(evaluator, space, math.inf, lambda *_: math.inf, clock=Clock(0.0))
     assert search is None and bound == 0.0
 
 

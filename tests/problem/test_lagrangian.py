@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from layoutopt.problem import Entry, Problem, Row, Status, Term, Variable, evaluate, lagrangian, solve
+from layoutopt.problem.clock import Clock
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price
-from layoutopt.problem.solvers.base import Clock
 from tests.problem.strategies import problems, random_problem
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

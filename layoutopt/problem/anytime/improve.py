@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from layoutopt.problem.anytime.network import ROUNDED, Network
 from layoutopt.problem.anytime.search import LocalSearch
+from layoutopt.problem.clock import Clock
 from layoutopt.problem.form import Choices
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import whole
-from layoutopt.problem.solvers.base import Clock
 
 PART = 0.1
 """Of the time: what evaluating answers may take."""

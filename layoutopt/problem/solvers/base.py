@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from layoutopt.problem.answer import Status
@@ -17,6 +15,8 @@ from layoutopt.problem.linear import Constraint, Program
 Result = TypeVar("Result")
 Progress = Callable[[float, float], None]
 """Called with (best objective so far or inf, proven lower bound or -inf) whenever one of them improves."""
+LEAVING = 0.3
+"""Seconds that stopped work has to end before its thread is left behind."""
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,6 @@ class Options:
     time_limit: float | None = None
     workers: int = 1
     seed: int = 0
-
-
-class Clock:
-    """Counts down a time limit that several calls share."""
-
-    def __init__(self, limit: float | None) -> None:
-        self.start = time.monotonic()
-        self.limit = limit
-        self.stopped = threading.Event()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.start
-
-    @property
-    def left(self) -> float | None:
-        """Seconds until the limit, at least 0; None without a limit."""
-        return None if self.limit is None else max(0.0, self.limit - self.elapsed)
-
-    @property
-    def over(self) -> bool:
-        """The limit has passed, or somebody asked to stop."""
-        return self.left == 0.0 or self.stopped.is_set()
 
 
 @dataclass(frozen=True)
@@ -68,8 +44,6 @@ class Request:
     program: Program
     constraints: Sequence[Constraint]
     options: Options
-    stopped: threading.Event = field(default_factory=threading.Event)
-    """Set from outside when the solver should give up."""
     hint: Choices | None = None
     on_solution: Callable[[Choices, float], None] | None = None
     """Called with each better solution of the program and the bound known then."""
@@ -88,12 +62,12 @@ class Solver(Protocol):
 
 def interruptible(
     work: Callable[[], Result],
-    stopped: Callable[[], bool],
     stop: Callable[[], None],
+    over: Callable[[], bool] = lambda: False,
     meanwhile: Callable[[], None] | None = None,
 ) -> Result:
-    """Runs `work` in a thread, so that Python hears Ctrl-C meanwhile, and does `meanwhile` again and again;
-    calls `stop` once it is `stopped`.
+    """Runs `work` in a thread, so that Python hears Ctrl-C meanwhile and the clock can end it, and does
+    `meanwhile` again and again; calls `stop` once it is `over`, or ended.
 
     Raises what `work` raises, and what `stop` raises if the work cannot be stopped; its thread is then left
     behind.
@@ -111,30 +85,17 @@ def interruptible(
             done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    while not done.wait(0.0 if meanwhile else 0.1):
-        if stopped():
+    try:
+        while not done.wait(0.0 if meanwhile else 0.1):
+            if over():
+                stop()
+            elif meanwhile:
+                meanwhile()
+    except BaseException:
+        with contextlib.suppress(Exception):
             stop()
-        elif meanwhile:
-            meanwhile()
+        done.wait(LEAVING)
+        raise
     if errors:
         raise errors[0]
     return results[0]
-
-
-@contextlib.contextmanager
-def ctrl_c(stopped: threading.Event) -> Iterator[None]:
-    """Within it, the first Ctrl-C only sets `stopped`; the second is the usual KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(number: int, frame: object) -> None:
-        stopped.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

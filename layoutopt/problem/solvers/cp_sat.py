@@ -34,7 +34,7 @@ def solve(request: Request) -> Raw:
         solver.best_bound_callback = lambda value: tell(
             value / scaled.scale + program.constant - scaled.error
         )
-    code = interruptible(lambda: solver.Solve(model, listener), request.stopped.is_set, solver.stop_search)
+    code = interruptible(lambda: solver.Solve(model, listener), solver.stop_search)
     status = _status(solver.StatusName(code))
     bound = solver.BestObjectiveBound() / scaled.scale + program.constant - scaled.error
     if status is Status.INFEASIBLE:

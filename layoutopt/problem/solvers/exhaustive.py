@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 from layoutopt.problem.answer import Status, evaluate
 from layoutopt.problem.form import Choices, Problem, ProblemError
@@ -13,8 +14,14 @@ LARGEST = 2_000_000
 """The most choice vectors that are enumerated."""
 
 
-def solve(problem: Problem, upper_bound: float = math.inf, excluded: frozenset[Choices] = frozenset()) -> Raw:
-    """The best feasible choices of at most `upper_bound` (the first of equal ones), by looking at all."""
+def solve(
+    problem: Problem,
+    upper_bound: float = math.inf,
+    excluded: frozenset[Choices] = frozenset(),
+    on_better: Callable[[Choices], object] = lambda _: None,
+) -> Raw:
+    """The best feasible choices of at most `upper_bound` (the first of equal ones), by looking at all; each
+    better one is told."""
     count = math.prod(problem.sizes)
     if count > LARGEST:
         raise ProblemError(
@@ -32,6 +39,7 @@ def solve(problem: Problem, upper_bound: float = math.inf, excluded: frozenset[C
             and choices not in excluded
         ):
             best, lowest = choices, found.objective
+            on_better(choices)
     if best is None:
         return Raw(Status.INFEASIBLE, None, math.inf)
     return Raw(Status.OPTIMAL, best, lowest)

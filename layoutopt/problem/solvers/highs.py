@@ -35,12 +35,12 @@ _worker = Worker()
 
 
 def solve(request: Request) -> Raw:
-    """Solves the program with HiGHS; Ctrl-C ends its process and returns without this call's result."""
+    """Solves the program with HiGHS, whose process Ctrl-C ends."""
     program = request.program
     unit = _unit(program)
     task = _task(request, unit)
     try:
-        answer = interruptible(lambda: _worker.ask(task), _over(request), _leave, request.meanwhile)
+        answer = interruptible(lambda: _worker.ask(task), _leave, _over(request), request.meanwhile)
     except _LeftError:
         return Raw(Status.LIMIT, None, -math.inf)
     return _read(answer, program, unit)
@@ -50,7 +50,7 @@ def _over(request: Request) -> Callable[[], bool]:
     """Whether to end the process: it looks at its own limit only now and then."""
     limit = request.options.time_limit
     latest = math.inf if limit is None else time.monotonic() + limit + LATE
-    return lambda: request.stopped.is_set() or time.monotonic() > latest
+    return lambda: time.monotonic() > latest
 
 
 class _LeftError(Exception):

@@ -1,0 +1,182 @@
+"""What stands beside an answer, each with its price: the best of every name, the model's own layouts, what
+simpler searches find, the next best layouts, the points of a frontier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from layoutopt.evaluator import Evaluation
+from layoutopt.optimize.baselines import Baselines, Pinned, axis_names, by_name
+from layoutopt.optimize.heuristics import HEURISTICS
+from layoutopt.optimize.request import EXACT, Request
+from layoutopt.optimize.restricted import Answer, BestPlans
+from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.plan.build import axes_of, decided
+from layoutopt.plan.schema import Alternative, Predicted
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+
+Shapes = Set[tuple[int, ...]] | None
+Named = tuple[Mesh, Layout, Options]
+
+
+@dataclass
+class Alternatives:
+    """The best of every name on any mesh of as many devices, the model's own layouts, and what simpler
+    searches find; where there is no time, only what is priced already.
+
+    Attributes:
+      names: what the mesh's axes are called.
+      shapes: of meshes that baselines may have (None: all of one or two axes).
+      found: as far as it goes.
+      missing: names of those for which there was no time.
+      over, far: names whose plans are all too large, or all too slow to look for one that fits.
+    """
+
+    request: Request
+    best: Found
+    names: Mapping[str, str]
+    shapes: Shapes
+    found: list[Alternative] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    over: list[str] = field(default_factory=list)
+    far: list[str] = field(default_factory=list)
+
+    def look(self, subproblem: Subproblem) -> None:
+        """Fills them in; `subproblem`: what was decided where the answer is."""
+        request, best = self.request, self.best
+        quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, self.names)}
+        plans = Baselines(request.model, best.mesh, self.shapes).restrictions()
+        search = BestPlans(request, best.seconds)
+        self.missing += dict.fromkeys([*plans, *quick, *HEURISTICS])  # until they are found
+        for name, some in plans.items():
+            answer = Answer(proven=False) if request.late else search.of(some)
+            self._add(name, answer, quick.pop(name, None))
+        for name, own in quick.items():
+            if self._put(name, own, self.names):
+                self.missing.remove(name)
+        for name, heuristic in HEURISTICS.items():
+            known = None if request.late else heuristic(request, subproblem)
+            if known is not None:
+                pinned = Pinned(request.model, best.mesh, known[0])
+                self._add(name, search.with_options(pinned), (best.mesh, *known))
+            elif not request.late:
+                self.missing.remove(name)
+
+    def _add(self, name: str, answer: Answer, quick: Named | None) -> None:
+        """The best of some plans, else the one that is known without a search."""
+        found = answer.found
+        chosen = quick if found is None else (found.mesh, found.layout, found.options)
+        if chosen is not None:
+            put = self._put(name, chosen, self.names if chosen[0] == self.best.mesh else {})
+            if put and answer.proven and not self.found[-1].feasible:
+                (self.far if answer.far else self.over).append(name)
+        if answer.proven:
+            self.missing.remove(name)
+
+    def _put(self, name: str, own: Named, names: Mapping[str, str]) -> bool:
+        """Whether there was time for it."""
+        if self.request.late and not self.request.evaluator.knows(*own):
+            return False
+        self.found.append(priced(self.request, name, *own, names))
+        return True
+
+    def notes(self) -> list[str]:
+        """Why names whose plan does not fit have no other; where the mesh that was given costs time."""
+        notes = []
+        if self.over:
+            why = "too large with every storage, recomputation and number of microbatches that was allowed"
+            notes.append(f"{why}: {', '.join(self.over)}")
+        if self.far:
+            notes.append(f"too slow to look for plans that fit: {', '.join(self.far)}")
+        return notes + self._elsewhere()
+
+    def _elsewhere(self) -> list[str]:
+        best = self.best
+        if self.request.objective == "memory":
+            return []
+        seconds = best.seconds * (1 - EXACT)
+        faster = [a for a in self.found if a.feasible and a.predicted and a.predicted.step_seconds < seconds]
+        return [
+            f"{a.name} on {Mesh(a.mesh)} is faster than the answer on {best.mesh}; "
+            f"search --devices {best.mesh.devices} looks at every mesh"
+            for a in faster
+            if sorted(a.mesh.values()) != sorted(best.mesh.shape)
+        ]
+
+
+def ranked(request: Request, others: Sequence[Found], searched_mesh: bool) -> list[Alternative]:
+    """The second best layout, the third, and so on, each with names for its own axes."""
+    out = []
+    for number, other in enumerate(others, start=2):
+        names = axis_names(other.layout, other.mesh, request.model.batch_dim) if searched_mesh else {}
+        out.append(priced(request, f"number {number}", other.mesh, other.layout, other.options, names))
+    return out
+
+
+def point(request: Request, found: Found, number: int, searched_mesh: bool) -> Alternative:
+    """One point of the frontier."""
+    names = axis_names(found.layout, found.mesh, request.model.batch_dim) if searched_mesh else {}
+    return Alternative(
+        name=f"frontier {number + 1}",
+        mesh=called_mesh(found.mesh, names).as_dict(),
+        layout=axes_of(called_layout(found.layout, names)),
+        predicted=predicted_of(found.evaluation, names),
+        feasible=True,
+        **decided(found.options).model_dump(),
+    )
+
+
+def _tried(
+    request: Request, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
+) -> tuple[Predicted | None, str | None]:
+    """What a layout comes to, and why it does not fit or is not legal."""
+    try:
+        evaluation = request.evaluator(mesh, layout, options)
+    except LayoutError as error:
+        return None, str(error)
+    return predicted_of(evaluation, names), evaluation.reason(request.limit)
+
+
+def priced(
+    request: Request, name: str, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
+) -> Alternative:
+    """A layout beside the answer, priced, or with the reason why it is not legal; `names`: of the axes."""
+    called, rules = called_mesh(mesh, names), called_layout(layout, names)
+    predicted, reason = _tried(request, mesh, layout, options, names)
+    if reason is not None and called != mesh and not request.late:
+        # Reasons speak of axes.
+        predicted, reason = _tried(request, called, rules, options, {})
+    return Alternative(
+        name=name,
+        mesh=called.as_dict(),
+        layout=axes_of(rules),
+        predicted=predicted,
+        feasible=reason is None,
+        reason=reason,
+        **decided(options).model_dump(),
+    )
+
+
+def called_mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
+    """A mesh whose axes have other names."""
+    return Mesh([(names.get(a, a), n) for a, n in mesh.axes])
+
+
+def called_layout(layout: Layout, names: Mapping[str, str]) -> Layout:
+    """A layout whose axes have other names."""
+    return Layout({n: tuple(names.get(a, a) for a in axes) for n, axes in layout.items()})
+
+
+def predicted_of(evaluation: Evaluation, names: Mapping[str, str]) -> Predicted:
+    """What an evaluation comes to, by the names of the axes."""
+    found = evaluation.predicted
+    sent = {
+        "+".join(names.get(a, a) for a in key.split("+")): n
+        for key, n in found.communication_bytes_per_device.items()
+    }
+    return found.model_copy(update={"communication_bytes_per_device": sent})

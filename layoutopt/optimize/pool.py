@@ -1,0 +1,141 @@
+"""Every layout that was priced so far, and the best of them: the answer of a search, whenever it ends.
+
+Layouts by name (`baselines`) are here before anything is solved where time is short, and beside every answer:
+no plan is slower than what experts would have written.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from layoutopt.optimize.baselines import axis_names, by_name
+from layoutopt.optimize.heuristics import greedy
+from layoutopt.optimize.request import Request
+from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.plan.build import decided
+from layoutopt.problem import Solution, Status
+from layoutopt.space.decisions import Decisions
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+
+
+class Pool:
+    """The layouts of one search.
+
+    Args:
+      renames: a plan gives the axes of its mesh other names.
+
+    Attributes:
+      found: in the order in which they were found.
+      subproblems: a layout that none of them allows is not kept.
+    """
+
+    def __init__(self, request: Request, renames: bool) -> None:
+        self.request, self.renames = request, renames
+        self.found: list[Found] = []
+        self.subproblems: list[Subproblem] = []
+
+    def order(self, found: Found) -> tuple[float, float]:
+        """What is better is less."""
+        memory = self.request.objective == "memory"
+        return (found.peak, found.seconds) if memory else (found.seconds, found.peak)
+
+    def add(self, found: Found) -> None:
+        """Keeps a layout, and tells of it if it is the best so far that fits."""
+        request, known = self.request, self.best()
+        better = known is None or self.order(found)[0] < self.order(known)[0]
+        self.found.append(found)
+        if request.on_better and found.peak <= request.limit and better:
+            request.on_better(_in_words(found), found.seconds, found.peak)
+
+    def fitting(self, limit: float) -> list[Found]:
+        """All that hold at most `limit` bytes."""
+        return [f for f in self.found if f.peak <= limit]
+
+    def best(self) -> Found | None:
+        """The best by the objective that fits."""
+        return min(self.fitting(self.request.limit), key=self.order, default=None)
+
+    def fastest(self, limit: float) -> Found | None:
+        """The fastest within a limit."""
+        return min(self.fitting(limit), key=lambda f: (f.seconds, f.peak), default=None)
+
+    def seconds(self, limit: float) -> float:
+        """Of the fastest within a limit; inf if there is none."""
+        found = self.fastest(limit)
+        return math.inf if found is None else found.seconds
+
+    def subproblem_of(self, found: Found) -> Subproblem:
+        """What is decided where a layout was found."""
+        own = found.mesh, found.options.microbatches
+        return next(s for s in self.subproblems if (s.mesh, s.microbatches) == own)
+
+    def offer(self, mesh: Mesh, layout: Layout, options: Options) -> None:
+        """Prices a layout, if it is one that may be chosen."""
+        if any((f.mesh, f.layout, f.options) == (mesh, layout, options) for f in self.found):
+            return
+        here = (s for s in self.subproblems if (s.mesh, s.microbatches) == (mesh, options.microbatches))
+        if not any(_allows(subproblem.decided, layout, options) for subproblem in here):
+            return
+        try:
+            evaluation = self.request.evaluator(mesh, layout, options)
+        except LayoutError:
+            return
+        seconds = evaluation.cost.step_seconds
+        solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
+        self.add(Found(mesh, layout, options, evaluation, solution))
+
+    # -- layouts by name -------------------------------------------------------------------------------------
+
+    def price_named(self, seconds: float = math.inf) -> None:
+        """Prices what experts would write, to have something early: as lean as it can be until something
+        fits, then as it is; for so many seconds."""
+        until = time.monotonic() + seconds
+        for lean in (True, False):
+            # More microbatches need less memory.
+            for subproblem in self.subproblems[::-1] if lean else self.subproblems:
+                if lean and self.fitting(self.request.limit):
+                    break
+                for mesh, layout, options in self._named(subproblem.mesh, {}):
+                    if time.monotonic() > until:
+                        return
+                    parts = subproblem.microbatches
+                    wanted = subproblem.decided.leanest if lean else replace(options, microbatches=parts)
+                    self.offer(mesh, layout, wanted)
+
+    def beat_named(self, limit: float) -> None:
+        """Looks at the layouts by name on the mesh of the fastest one, and at the greedy one, that are listed
+        beside it: one of them may be faster."""
+        seen: list[Found] = []
+        while (best := self.fastest(limit)) is not None and best not in seen:
+            seen.append(best)
+            names = axis_names(best.layout, best.mesh, self.request.model.batch_dim) if self.renames else {}
+            for found in self._named(best.mesh, names):
+                self.offer(*found)
+            if not self.request.late:
+                self.offer(best.mesh, *greedy(self.request, self.subproblem_of(best)))
+
+    def _named(self, mesh: Mesh, names: Mapping[str, str]) -> Iterator[tuple[Mesh, Layout, Options]]:
+        """Layouts by name on a mesh whose axes are called otherwise in a plan."""
+        for _, its, layout, options in by_name(self.request.model, mesh, names):
+            if its == mesh:
+                yield mesh, layout, options
+
+
+def _in_words(found: Found) -> str:
+    """A layout and what is decided beside it, in short."""
+    layout = f"{str(found.layout) or 'nothing split'} on {found.mesh}"
+    return "; ".join(filter(None, (layout, decided(found.options).in_short())))
+
+
+def _allows(decisions: Decisions, layout: Layout, options: Options) -> bool:
+    """Whether a layout and its options are among what may be chosen."""
+    wanted = decisions.write(layout, options)
+    legal = all(wanted[name] in found for name, found in decisions.options.items())
+    return legal and decisions.read(wanted) == (layout, options)

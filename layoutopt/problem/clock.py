@@ -1,0 +1,153 @@
+"""Time that several pieces of work share, and the end of what does not look at the clock.
+
+Whoever can stop at a good place asks the clock (`over`, `left`). Whoever cannot is ended where it is, by an
+exception that Python raises in its thread, as Ctrl-C raises one in the main thread (`within`). So no loop has
+to ask for the sake of the limit alone. What is to survive is kept outside of the work as soon as it is known.
+A call into C is ended once it returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+AGAIN, SOON = 0.5, 0.02
+"""Seconds until an exception that was lost is raised again, and that one waits for a thread that would not
+hear it; until this is looked at again."""
+IMPORT = "<frozen importlib._bootstrap>"
+
+
+LEAST = 0.01
+
+
+class Late(BaseException):
+    """The time is over; no handler of errors is to catch it."""
+
+
+class Clock:
+    """Counts down a time limit, in seconds.
+
+    Attributes:
+      limit: seconds after the start; None: there is none.
+    """
+
+    def __init__(self, limit: float | None = None) -> None:
+        self.start = time.monotonic()
+        self.limit = limit
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.start
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the limit, at least 0; None without a limit."""
+        return None if self.limit is None else max(0.0, self.limit - self.elapsed)
+
+    @property
+    def rest(self) -> float | None:
+        """Seconds for work that needs some: at least `LEAST`, if the limit is positive."""
+        if self.limit is None or self.limit <= 0:
+            return self.limit
+        return max(self.limit - self.elapsed, LEAST)
+
+    @property
+    def over(self) -> bool:
+        """The limit has passed."""
+        return self.left == 0.0
+
+    def hurry(self) -> None:
+        """Leaves no time from now on."""
+        self.limit = self.elapsed
+
+    def within(self, grace: float, work: Callable[[], object]) -> bool:
+        """Does `work` until `grace` seconds after the limit, and ends it there; whether it came to its end.
+
+        Without a limit it may take any time. What it raises goes on.
+        """
+        if self.limit is None:
+            work()
+            return True
+        alarm = _Alarm()
+        try:
+            alarm.set(self.limit - self.elapsed + grace)
+            try:
+                work()
+            finally:
+                alarm.off()
+        except alarm.late:
+            alarm.off()
+            return False
+        return True
+
+
+UNLIMITED = Clock()
+"""For work that may take any time."""
+_on: list[_Alarm] = []
+"""Alarms of all threads that are not off."""
+
+
+class _Alarm:
+    """Raises `late`, a class of its own, in the thread that made it."""
+
+    def __init__(self) -> None:
+        self.late: type[Late] = type("Late", (Late,), {})
+        self.thread = threading.get_ident()
+        self.around: FrameType | None = sys._getframe(1)
+        self.rung = False
+        self._off, self._lock = threading.Event(), threading.RLock()
+
+    def set(self, seconds: float) -> None:
+        """Rings after so many seconds."""
+        _on.append(self)
+        threading.Thread(target=self._wait, args=(seconds,), daemon=True).start()
+
+    def off(self) -> None:
+        """Rings no more."""
+        with self._lock:
+            self._off.set()
+        self.around = None
+        if self in _on:
+            _on.remove(self)
+        if self.rung:
+            # A thread has room for one such exception: this one's goes, and those of alarms around it stay.
+            _raise(self.thread, None)
+            for other in [a for a in _on if a.thread == self.thread and a.rung]:
+                _raise(other.thread, other.late)
+
+    def _wait(self, seconds: float) -> None:
+        ring, deaf = time.monotonic() + seconds, 0.0
+        while not self._off.wait(max(ring - time.monotonic(), 0.0)):
+            with self._lock:
+                now = time.monotonic()
+                if now < ring or self._off.is_set():
+                    continue
+                if deaf < AGAIN and self._deaf():
+                    ring, deaf = now + SOON, deaf + SOON
+                else:
+                    ring, self.rung = now + AGAIN, True
+                    _raise(self.thread, self.late)
+
+    def _deaf(self) -> bool:
+        """Whether an exception would be lost: libraries make other errors of what is raised in an import, and
+        nobody hears what is raised while garbage is collected."""
+        collecting = {getattr(each, "__code__", None) for each in gc.callbacks}
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None and frame is not self.around:
+            code = frame.f_code
+            if code.co_filename == IMPORT or code.co_name == "__del__" or code in collecting:
+                return True
+            frame = frame.f_back
+        return False
+
+
+def _raise(thread: int, error: type[BaseException] | None) -> None:
+    """Python raises `error` in a thread as soon as that runs Python; None: what was to be raised is not."""
+    wanted = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), wanted)

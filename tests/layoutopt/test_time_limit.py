@@ -1,0 +1,181 @@
+"""A time limit ends a search wherever it is, with the best layout so far and a bound that is true."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from costmodels.hardware import load_hardware
+from layoutopt import search
+from layoutopt.api import Standing
+from layoutopt.evaluator import evaluate
+from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.plan.build import Plan
+from layoutopt.problem import TOLERANCE, Status, solve
+from mesh_tf_core.errors import InfeasibleError, LimitError
+from tests.layoutopt.models import EXAMPLES
+from tests.problem.test_solvers import knapsacks
+
+ON: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1, 2)}
+PLAIN: dict[str, Any] = {"storage": ("layout",), "recompute": (False,)}
+SOON = 0.4
+
+
+def stuck() -> None:
+    while True:
+        time.sleep(0.005)
+
+
+def stick(monkeypatch: pytest.MonkeyPatch, place: str, after: int = 0) -> None:
+    """Lets a function ("module:name") not come back, but for its first calls."""
+    module, names = place.split(":")
+    *owners, name = names.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    calls, known = itertools.count(), getattr(owner, name)
+
+    def called(*given: Any, **named: Any) -> Any:
+        if next(calls) >= after:
+            stuck()
+        return known(*given, **named)
+
+    monkeypatch.setattr(owner, name, called)
+
+
+@pytest.fixture(scope="module")
+def best() -> Plan:
+    return search(EXAMPLES["mlp"](), **ON)
+
+
+def check(plan: Plan, best: Plan) -> None:
+    """A plan claims nothing that the proven best contradicts."""
+    price = evaluate(EXAMPLES["mlp"](), plan.mesh, plan.layout, load_hardware("tpu-v3"), plan.options).cost
+    seconds, found = best.predicted.step_seconds, plan.solver
+    assert best.solver.status == "OPTIMAL"
+    assert plan.predicted.step_seconds == pytest.approx(price.step_seconds)
+    assert found.bound is not None and found.gap is not None
+    assert 0 <= found.bound <= seconds * (1 + TOLERANCE)
+    assert found.gap == pytest.approx(1 - found.bound / plan.predicted.step_seconds, abs=TOLERANCE)
+    assert (found.status == "OPTIMAL") == (found.gap <= TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("place", "after"),
+    [
+        ("layoutopt.formulation.tables:Tabler.table", 0),
+        ("layoutopt.formulation.tables:Tabler.table", 40),
+        ("layoutopt.evaluator:evaluate", 6),
+        ("layoutopt.optimize.fixing:eliminate", 0),
+        ("layoutopt.formulation.table_prices:TablePrices.seconds", 0),
+        ("layoutopt.optimize.alternatives:BestPlans.of", 1),
+    ],
+)
+def test_the_best_so_far_is_the_answer(
+    place: str, after: int, best: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = EXAMPLES["mlp"]()
+    stick(monkeypatch, place, after)
+    check(search(model, time_limit=SOON, **ON), best)
+
+
+def test_what_is_not_listed_yet_is_not_proven(best: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(*asked: Any) -> Iterator[Subproblem]:
+        yield next(subproblems(*asked))
+        stuck()
+
+    monkeypatch.setattr("layoutopt.api.subproblems", first)
+    plan = search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
+    check(plan, best)
+    assert plan.solver.status == "FEASIBLE"
+
+
+@pytest.mark.parametrize("objective", ["memory", "pareto"])
+def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = search(EXAMPLES["mlp"](), objective=objective, **ON, **PLAIN)
+    stick(monkeypatch, "layoutopt.optimize.subproblem:solve", 2)
+    plan = search(EXAMPLES["mlp"](), objective=objective, time_limit=SOON, **ON, **PLAIN)
+    assert plan.solver.status == "FEASIBLE" and plan.solver.bound is not None
+    assert plan.solver.bound <= (whole.solver.objective or 0) * (1 + TOLERANCE)
+    if objective == "pareto":
+        told = [(p.predicted.step_seconds, p.predicted.peak_memory_bytes) for p in whole.data.frontier or ()]
+        for point in plan.data.frontier or ():
+            assert point.predicted is not None
+            own = point.predicted.step_seconds, point.predicted.peak_memory_bytes
+            assert any(t <= own[0] * (1 + 1e-6) and b <= own[1] for t, b in told)
+
+
+def test_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    stick(monkeypatch, "layoutopt.evaluator:evaluate")
+    with pytest.raises(LimitError, match="raise --time-limit"):
+        search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
+
+
+def test_what_is_proven_needs_no_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layoutopt.optimize.search.Search._fastest", lambda *_: None)  # proven
+    stick(monkeypatch, "layoutopt.optimize.subproblem:SubproblemSearch.leanest")
+    with pytest.raises(InfeasibleError, match=r"no layout of .* fits into 100 B a device"):
+        search(EXAMPLES["mlp"](), memory=100, time_limit=SOON, **ON)
+
+
+@pytest.mark.parametrize(
+    ("solver", "place"),
+    [
+        ("auto", "layoutopt.problem.solve:price"),
+        ("cp-sat", "layoutopt.problem.solve:reduce"),
+        ("highs", "layoutopt.problem.lazy:linearise"),
+    ],
+)
+def test_problems_have_an_answer_too(solver: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stick(monkeypatch, place)
+    answer = solve(knapsacks(), solver, time_limit=SOON)
+    assert answer.status is Status.FEASIBLE
+    assert answer.bound < answer.objective
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_progress_is_that_of_the_whole_search(objective: str) -> None:
+    told: list[Standing] = []
+    asked = {**ON, **PLAIN, "mesh": None, "devices": 4}
+    plan = search(EXAMPLES["mlp"](), objective=objective, on_progress=told.append, **asked)
+    value = plan.solver.objective
+    assert value is not None and told
+    bests = [now.best for now in told]
+    assert bests == sorted(bests, reverse=True) and bests[-1] >= value * (1 - TOLERANCE)
+    for now in told:
+        assert now.bound <= value * (1 + TOLERANCE)
+        assert 1 <= now.number <= now.count == 4
+        assert now.left is None or now.left >= 0
+    assert {now.looked.removesuffix(" in 2 microbatches") for now in told} == {"mesh 4", "mesh 2x2"}
+    assert any(now.left is not None for now in told)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(24))
+def test_random_limits(seed: int) -> None:
+    """Nothing that a search says early is contradicted by what it proves in the end."""
+    rng = random.Random(seed)
+    model = EXAMPLES[rng.choice(sorted(EXAMPLES))]()
+    asked: dict[str, Any] = {
+        "hardware": rng.choice(("tpu-v3", "tpu-v4", "h100")),
+        "objective": rng.choice(("time", "memory", "pareto")),
+        "top": rng.choice((1, 3)),
+        **rng.choice(({"mesh": "data:2;model:4"}, {"devices": 8}, {"devices": 12, "max_axes": 3})),
+    }
+    whole = search(model, **asked).solver
+    assert whole.objective is not None and whole.bound is not None
+    for limit in (0.01, 0.1, rng.uniform(0.1, 1), rng.uniform(0.5, 3)):
+        try:
+            found = search(model, time_limit=limit, **asked).solver
+        except LimitError:
+            continue
+        assert found.objective is not None and found.bound is not None
+        assert found.bound <= whole.objective * (1 + TOLERANCE)
+        assert found.objective >= whole.bound * (1 - TOLERANCE)
+        if found.status == "OPTIMAL":
+            assert found.objective == pytest.approx(whole.objective, rel=TOLERANCE)

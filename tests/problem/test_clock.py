@@ -1,0 +1,125 @@
+"""The clock's alarm: it ends work wherever that is, that work alone, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from layoutopt.problem.clock import UNLIMITED, Clock, Late
+
+PAUSE = 0.005
+
+
+def forever() -> None:
+    while True:
+        time.sleep(PAUSE)
+
+
+def a_moment(seconds: float = 0.2) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(PAUSE)
+
+
+def test_work_is_ended_where_it_is() -> None:
+    before = threading.active_count()
+    assert not Clock(0.05).within(0.0, forever)
+    assert not Clock(0.05).within(-1.0, forever)
+    a_moment()  # nothing is raised later
+    assert threading.active_count() == before
+
+
+def test_work_that_ends_by_itself() -> None:
+    done: list[int] = []
+    assert Clock(100).within(0.0, lambda: done.append(1))
+    assert UNLIMITED.within(0.0, lambda: done.append(2))
+    assert done == [1, 2]
+    with pytest.raises(ValueError, match="bad"):
+        Clock(100).within(0.0, lambda: int("bad"))
+
+
+def test_handlers_of_errors_do_not_hear_it() -> None:
+    def stubborn() -> None:
+        try:
+            forever()
+        except Exception:
+            pytest.fail("an error was heard")
+
+    assert not Clock(0.05).within(0.0, stubborn)
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_work_inside_of_work(inner_first: bool) -> None:
+    inner, outer = Clock(0.05 if inner_first else 100), Clock(0.3)
+    ended: list[bool] = []
+
+    def work() -> None:
+        ended.append(inner.within(0.0, forever))
+        forever()
+
+    assert not outer.within(0.0, work)
+    assert ended == ([False] if inner_first else [])
+
+
+def test_both_at_once() -> None:
+    inner, outer = Clock(0.05), Clock(0.05)
+
+    def work() -> None:
+        inner.within(0.0, forever)
+        forever()
+
+    assert not outer.within(0.0, work)
+    a_moment(0.1)
+
+
+def test_a_lost_exception_comes_again() -> None:
+    def swallows() -> None:
+        for _ in range(2):
+            with contextlib.suppress(Late):
+                forever()
+        forever()
+
+    assert not Clock(0.05).within(0.0, swallows)
+
+
+class Slow:
+    """Takes its time when it goes."""
+
+    def __del__(self) -> None:
+        a_moment()
+
+
+def test_nothing_is_raised_where_nobody_hears_it(recwarn: pytest.WarningsRecorder) -> None:
+    def work() -> None:
+        Slow()
+        forever()
+
+    assert not Clock(0.05).within(0.0, work)
+    assert not recwarn.list
+
+
+def test_other_threads_are_left_alone() -> None:
+    found: list[bool] = []
+
+    def apart(work: Callable[[], None], limit: float) -> threading.Thread:
+        thread = threading.Thread(target=lambda: found.append(Clock(limit).within(0.0, work)))
+        thread.start()
+        return thread
+
+    threads = [apart(forever, 0.1), apart(lambda: a_moment(0.4), 100)]
+    for thread in threads:
+        thread.join()
+    assert found == [False, True]
+
+
+def test_no_time_is_left_after_a_hurry() -> None:
+    clock = Clock(100)
+    assert not clock.over and clock.rest is not None and clock.rest > 1
+    clock.hurry()
+    assert clock.over and clock.left == 0.0
+    assert clock.rest == pytest.approx(0.01)
+    assert UNLIMITED.left is UNLIMITED.rest is None
