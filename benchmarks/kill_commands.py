@@ -175,6 +175,7 @@ def hunts() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     number = signal.Signals[f"SIG{args.signal}"]
+    attempt(["--version"], number, None)  # the libraries are loaded
     for kind in ("train", "search", "calibrate"):
         kills = getattr(args, kind)
         if kills:

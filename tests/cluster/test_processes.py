@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import time
 from pathlib import Path
 
@@ -70,3 +72,21 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
     assert last is not None and last.step == STEPS
     for name in alone.program.variables:
         np.testing.assert_allclose(last.read(name), alone.engine.read(name), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.nightly
+def test_a_signal_ends_all_after_the_same_step(tmp_path: Path) -> None:
+    """The launcher asks its workers; what they save is the step that the first one names."""
+    saved = tmp_path / "saved"
+    words = ["train", "examples/mlp.py", "--mesh", MESH, "--layout", LAYOUT, "--checkpoint", str(saved)]
+    numbers = ["--steps", "100000", "--every", str(EVERY), "--held-out", "0"]
+    with Job(["-n", "2", "--devices-per-process", "2"], [*words, *numbers], saved) as job:
+        wait_for(lambda: job.newest() >= EVERY, 100, "a checkpoint")
+        job.process.send_signal(signal.SIGTERM)
+        code, _ = job.end(30)
+        log, left = job.log(), job.workers()
+    assert (code, left) == (143, {}), log
+    said = re.search(r"stopped after step (\d+) of 100000, saved in (.+); the same command goes on", log)
+    assert said is not None and said[2] == str(saved), log
+    last = checkpoint.newest(saved)
+    assert last is not None and (last.step, last.skipped) == (int(said[1]), ())
