@@ -25,7 +25,7 @@ from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 PARSED = {"pins": parse_rules, "forbid": parse_forbid}
-MORE_PARTS = (16, 32, 64)
+MORE_PARTS = (16, 32, 64, 128)
 PATIENCE = 20.0
 """Seconds for one search of a change."""
 Asked = Mapping[str, Any]

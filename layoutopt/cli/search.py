@@ -103,7 +103,7 @@ def search(
     ] = Recompute.AUTO,
     microbatches: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
-    ] = "1,2,4,8",
+    ] = "1,2,4,8,16,32",
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     time_limit: TimeLimitOption = None,
     out: Annotated[

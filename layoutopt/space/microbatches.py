@@ -17,7 +17,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
-USUAL = (1, 2, 4, 8)
+USUAL = (1, 2, 4, 8, 16, 32)
 """The numbers that a search looks at if nothing else is said."""
 
 

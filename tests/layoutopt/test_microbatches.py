@@ -33,12 +33,15 @@ def test_pieces_of_a_batch_take_no_less_time(name: str, hardware: str) -> None:
     assert bounds == sorted(bounds)
 
 
+PARTS = (1, 2, 4, 8)
+
+
 def test_the_bound_rules_out_nothing_better() -> None:
     model = EXAMPLES["mlp"]()
     asked: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3"}
     limit = 0.7 * search(model, **asked).predicted.peak_memory_bytes
-    together = search(model, **asked, memory=limit)
-    alone = [search(model, **asked, memory=limit, microbatches=[m]) for m in (1, 2, 4, 8)]
+    together = search(model, **asked, memory=limit, microbatches=PARTS)
+    alone = [search(model, **asked, memory=limit, microbatches=[m]) for m in PARTS]
     assert together.solver.status == "OPTIMAL"
     assert together.predicted.step_seconds == min(plan.predicted.step_seconds for plan in alone)
 
