@@ -1,0 +1,174 @@
+"""Files that are whole or the ones before: written beside their place, put on the disk, and renamed; and
+files read up to a size."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import sys
+from pathlib import Path
+
+from mesh_tf_core.errors import UserError
+
+STREAMS = (1, 2)
+"""Where a process's results and messages go."""
+OPEN = ("/dev/fd/", "/dev/std", "/proc/")
+"""Such names are of what somebody has opened: it is written to, and not replaced by another file."""
+KEPT = 32
+"""Characters of a file's name that its temporary name has too; a name has at most 255 bytes."""
+MOST_BYTES = 1 << 28
+"""Of a file that is read whole."""
+LONGEST = 200
+"""Characters of a path that an error repeats."""
+
+
+def write_file(path: str | Path, content: str | bytes, what: str = "the file") -> Path:
+    """Writes a file so that whoever looks sees the old one or all of the new one; returns its path.
+
+    A link stays a link: what it points to is replaced. A file that is replaced keeps its mode. Pipes, devices
+    and what this process prints to are written as they are. The file's folder is made if it is missing, but
+    none above it.
+
+    Args:
+      content: text is written as UTF-8.
+      what: names the file in errors.
+
+    Raises:
+      UserError: it cannot be written; an old file is as it was.
+    """
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    try:
+        if (stream := _stream(path)) is not None:
+            said = (sys.stdout, sys.stderr)[stream - 1]
+            if said is not None:
+                said.flush()
+            _put(stream, data)
+        elif _is_replaced(path):
+            _replace(Path(os.path.realpath(path)), data)
+        else:
+            handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                _put(handle, data)
+            finally:
+                os.close(handle)
+    except BrokenPipeError:
+        raise  # a reader that has gone is no fault of the user's
+    except (OSError, ValueError) as error:
+        raise unwritable(path, error, what) from None
+    return Path(path)
+
+
+def check_writable(path: str | Path, what: str = "the file") -> None:
+    """UserError where `write_file` would be refused whatever the content; nothing is made or changed."""
+    try:
+        if _stream(path) is not None:
+            return
+        if not _is_replaced(path):
+            if Path(path).is_dir():
+                raise IsADirectoryError(errno.EISDIR, "it is a folder")
+            _need(path, os.W_OK)
+            return
+        place = Path(os.path.realpath(path))
+        if place.exists():
+            _need(place, os.W_OK)
+        folder = place.parent if place.parent.exists() else place.parent.parent
+        os.stat(folder)
+        _need(folder, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:
+        raise unwritable(path, error, what) from None
+
+
+def unwritable(path: str | Path, error: Exception, what: str = "the file") -> UserError:
+    """What the system said of a file, as the user's error."""
+    said, todo = str(error), "name another place"
+    if isinstance(error, OSError) and error.strerror:
+        said = error.strerror
+    if isinstance(error, IsADirectoryError):
+        said, todo = "it is a folder", "name a file"
+    elif isinstance(error, FileNotFoundError) and not Path(path).parent.is_dir():
+        said, todo = f"there is no folder {str(Path(path).parent.parent)!r}", "make it, or name another place"
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        todo = "make room, or name another place"
+    return UserError(f"{what} {str(path)[:LONGEST]!r} cannot be written: {said}; {todo}")
+
+
+def _stream(path: str | Path) -> int | None:
+    """The stream of this process that is this file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    for number in STREAMS:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(found, os.fstat(number)):
+                return number
+    return None
+
+
+def _is_replaced(path: str | Path) -> bool:
+    """Whether there is a file or nothing: something that can be renamed over."""
+    if os.path.abspath(path).startswith(OPEN):
+        return False
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def _need(path: str | Path, access: int) -> None:
+    if not os.access(path, access):
+        raise PermissionError(errno.EACCES, "permission denied")
+
+
+def _replace(place: Path, data: bytes) -> None:
+    place.parent.mkdir(exist_ok=True)
+    mode = None
+    if place.exists():
+        _need(place, os.W_OK)
+        mode = stat.S_IMODE(place.stat().st_mode)
+    part = place.with_name(f".{place.name[:KEPT]}.{secrets.token_hex(8)}.part")
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            if mode is not None:
+                os.fchmod(handle, mode)
+            _put(handle, data)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        part.replace(place)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _remember(place.parent)
+
+
+def _put(handle: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
+
+
+def _remember(folder: Path) -> None:
+    """Puts a folder's names on the disk, where its file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """All of a file; OSError where there are more than `most` bytes, as of a device that never ends."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+    except ValueError:
+        raise OSError(errno.EINVAL, "no file has such a name") from None
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it holds more than {most:,} bytes")
+    return data
