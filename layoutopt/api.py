@@ -28,6 +28,8 @@ from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 __all__ = ["AUTO", "OBJECTIVES", "Progress", "Standing", "search"]
+MOST_LISTED = 1000
+"""Of the best layouts: each takes a search of its own."""
 
 
 def search(
@@ -179,6 +181,8 @@ def _check(
         raise UserError(f"memory {memory!r}: needs a positive number of bytes")
     if top < 1:
         raise UserError(f"--top {top}: needs at least 1")
+    if top > MOST_LISTED:
+        raise UserError(f"--top {top}: at most {MOST_LISTED:,} are listed")
     if time_limit is not None and not (isinstance(time_limit, Real) and float(time_limit) > 0):
         raise UserError(f"--time-limit {time_limit!r}: needs a positive number of seconds")
     for name, rules in (("pins", pins), ("forbid", forbid)):

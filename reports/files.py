@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import letter
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.files import unwritable, write_file
 from reports import figures, tables
 from reports.figures.sheet import settings
 from reports.reader import plan_of
@@ -54,8 +56,10 @@ def write_figures(
 def _save(figure: Figure, path: Path, formats: Sequence[str]) -> list[Path]:
     paths = [path.with_suffix(f".{kind}") for kind in formats]
     for kind, to in zip(formats, paths, strict=True):
+        drawn = io.BytesIO()
         with settings():
-            figure.savefig(to, format=kind, dpi=200, metadata=METADATA[kind])
+            figure.savefig(drawn, format=kind, dpi=200, metadata=METADATA[kind])
+        write_file(to, drawn.getvalue(), "the figure")
     return paths
 
 
@@ -75,8 +79,7 @@ def write_tables(
             frame = build(plan)
             if len(frame):
                 path = at / f"{prefix}{build.__name__}.csv"
-                frame.to_csv(path, index=False)
-                written.append(path)
+                written.append(write_file(path, frame.to_csv(index=False), "the table"))
     return written
 
 
@@ -90,9 +93,10 @@ def _lettered(plans: Sequence[PlanFile]) -> list[tuple[str, PlanFile]]:
 
 
 def _directory(directory: str | Path) -> Path:
+    """The folder, made if it is missing; none above it is."""
     path = Path(directory)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"cannot write to {str(path)!r}: {e.strerror}; give a directory") from e
+        path.mkdir(exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise unwritable(path / "*", error, "figures and tables") from None
     return path

@@ -14,6 +14,7 @@ from costmodels.calibration.clock import Noise, Sample, noise, repeats_spread, s
 from costmodels.calibration.probes import Probe
 from costmodels.calibration.team import Team
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.files import write_file
 
 Progress = Callable[[str, int, int], None]
 """on_progress(what, done, total)."""
@@ -115,7 +116,7 @@ class Partial:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             key, done = content["key"], {m["name"]: m for m in content["measurements"]}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
                 f"partial results {str(path)!r} cannot be read; delete the file to start anew"
             ) from None
@@ -129,12 +130,8 @@ class Partial:
     def save(self) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(
-            json.dumps({"key": self.key, "measurements": list(self.done.values())}), encoding="utf-8"
-        )
-        part.replace(self.path)
+        content = {"key": self.key, "measurements": list(self.done.values())}
+        write_file(self.path, json.dumps(content), "partial results")
 
     def finish(self) -> None:
         """Removes the file: the profile holds everything now."""

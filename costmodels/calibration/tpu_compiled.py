@@ -22,6 +22,7 @@ from costmodels.hardware import load_hardware
 from mesh_tf_core.engines.jax import hlo, home
 from mesh_tf_core.engines.jax.compile import Refusal, compile_for
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.files import write_file
 
 FORMAT = "layoutopt-tpu-probes/1"
 SHIPPED = Path(__file__).parent / "data" / "tpu_probes.json"
@@ -137,13 +138,7 @@ def ship(compiled: CompiledProbes) -> Path:
         ],
     }
     content["targets"] = dict(sorted(content["targets"].items()))
-    try:
-        part = SHIPPED.with_name(SHIPPED.name + ".part")
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(SHIPPED)
-    except OSError as error:
-        raise UserError(f"{str(SHIPPED)!r} cannot be written: {error.strerror}") from None
-    return SHIPPED
+    return write_file(SHIPPED, json.dumps(content, indent=1) + "\n", "the file of estimates")
 
 
 def _read() -> dict[str, Any]:

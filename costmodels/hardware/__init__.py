@@ -5,6 +5,7 @@ from costmodels.hardware.load import (
     hardware_names,
     load_hardware,
     preset_content,
+    profile_of,
     read_hardware,
     write_profile,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "load_hardware",
     "monotone",
     "preset_content",
+    "profile_of",
     "read_hardware",
     "split_name",
     "varied",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from costmodels.hardware.model import Hardware
 from costmodels.hardware.settings import HardwareError, changed, split_name, with_settings
 from mesh_tf_core.errors import known_names
+from mesh_tf_core.files import read_file, write_file
 
 _PRESETS = Path(__file__).parent / "data"
 
@@ -38,7 +40,7 @@ def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> 
     if text in hardware_names():
         return read_hardware(_PRESETS / f"{text}.json", settings) if settings else _preset(text)
     path = Path(text)
-    if path.is_file():
+    if os.path.isfile(path):
         return read_hardware(path, settings)
     if path.suffix == ".json" or len(path.parts) > 1:
         raise HardwareError(f"hardware file {text!r} does not exist; give a file, or a name: {_known(text)}")
@@ -52,7 +54,9 @@ def read_hardware(path: Path, settings: Sequence[str] = ()) -> Hardware:
     from costmodels.hardware.schema import read
 
     try:
-        content = _completed(json.loads(path.read_text(encoding="utf-8")), path)
+        content = _completed(json.loads(read_file(path).decode("utf-8-sig")), path)
+    except HardwareError:
+        raise
     except OSError as error:
         raise HardwareError(f"hardware file {str(path)!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -111,22 +115,23 @@ def _merged(base: Any, own: Any) -> Any:
     return own if whole else {**base, **{k: _merged(base.get(k), v) for k, v in own.items()}}
 
 
-def write_profile(content: Mapping[str, Any], path: Path) -> Hardware:
-    """Checks a profile, writes it to `path` in one step, and returns it as it will be read.
-
-    Raises:
-      HardwareError: `content` is not a hardware file (every fault is named), or `path` cannot be written.
-    """
+def profile_of(content: Mapping[str, Any], path: Path) -> Hardware:
+    """The hardware that a profile for `path` describes; HardwareError, naming every fault, if it is none."""
     from costmodels.hardware.schema import read
 
     hardware, faults = read(content)
     if hardware is None:
         raise HardwareError(f"profile for {str(path)!r} is malformed: {'; '.join(faults)}")
-    part = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise HardwareError(f"profile {str(path)!r} cannot be written: {error.strerror}") from None
+    return hardware
+
+
+def write_profile(content: Mapping[str, Any], path: Path) -> Hardware:
+    """Checks a profile, writes it to `path` in one step, and returns it as it will be read.
+
+    Raises:
+      HardwareError: as `profile_of`.
+      UserError: `path` cannot be written.
+    """
+    hardware = profile_of(content, path)
+    write_file(path, json.dumps(content, indent=1) + "\n", "the profile")
     return hardware

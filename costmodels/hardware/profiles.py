@@ -5,10 +5,31 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mesh_tf_core.errors import UserError
 
-def profiles_directory() -> Path:
-    """`layoutopt/profiles` below `$XDG_CACHE_HOME` or `~/.cache` (XDG Base Directory Specification)."""
+
+def profiles_directory() -> Path | None:
+    """`layoutopt/profiles` below `$XDG_CACHE_HOME` or `~/.cache` (XDG Base Directory Specification); None for
+    a user without a home."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification has relative paths ignored.
-    base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    try:
+        # The specification has relative paths ignored.
+        base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return base / "layoutopt" / "profiles"
+
+
+def made_profiles_directory() -> Path:
+    """The same, made if it is missing; UserError where it cannot be."""
+    place = profiles_directory()
+    if place is None:
+        raise UserError("there is no home directory to keep the profile in; name a file with --out")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{str(place)!r}, where profiles are kept, cannot be made: {error.strerror}; "
+            "name a file with --out, or another place with XDG_CACHE_HOME"
+        ) from None
+    return place

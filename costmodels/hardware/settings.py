@@ -5,10 +5,10 @@ Such a text is a name like any other: plans keep it, and whoever reads one again
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -16,7 +16,7 @@ from costmodels.hardware import model
 from mesh_tf_core.errors import UserError, known_names
 
 _TOPOLOGIES = {"torus": model.Torus, "cluster": model.Cluster, "shared_memory": model.SharedMemory}
-_VALUE = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)")
+_VALUE = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.ASCII)
 
 
 class HardwareError(UserError):
@@ -30,7 +30,7 @@ def with_settings(name: str, settings: Sequence[str]) -> str:
 
 def split_name(text: str) -> tuple[str, tuple[str, ...]]:
     """A machine's own name or file, and the numbers that are set."""
-    if Path(text).is_file():
+    if os.path.isfile(text):
         return text, ()
     name, *settings = (part.strip() for part in text.split(","))
     return name, tuple(settings)

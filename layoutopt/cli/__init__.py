@@ -26,6 +26,7 @@ from layoutopt.cli import (
     verify,
 )
 from layoutopt.cli.group import Group
+from layoutopt.cli.streams import open_streams
 
 FIND, RUN, SHARE, MORE = "Find a layout", "Run it", "Show it", "More"
 
@@ -80,7 +81,8 @@ def main() -> None:
     """Entry point of the console script."""
     gc.set_threshold(YOUNG, *OLDER)
     try:
-        app(prog_name="layoutopt")
+        with open_streams():
+            app(prog_name="layoutopt")
     finally:
         # All that is left goes with the process: nothing to collect from it.
         gc.freeze()

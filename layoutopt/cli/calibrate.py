@@ -120,22 +120,25 @@ def calibrate(
 def _this_machine(
     terminal: Terminal, mesh: Mesh, thorough: bool, out: Path | None, cluster: Cluster | None = None
 ) -> None:
-    from costmodels.hardware import write_profile
-    from costmodels.hardware.profiles import profiles_directory
+    from costmodels.hardware import profile_of, write_profile
+    from costmodels.hardware.profiles import made_profiles_directory
     from layoutopt.plan.results import CalibrateResult
 
-    target = out or profiles_directory() / f"{THIS_MACHINE}.json"
+    target = out or made_profiles_directory() / f"{THIS_MACHINE}.json"
     check_out(target)
-    partial = target.with_name(f"{target.stem}.partial.json")
-    if partial.is_file():
+    # A pipe has no folder for what was measured so far.
+    is_file = target.is_file() or not target.exists()
+    partial = target.with_name(f"{target.stem}.partial.json") if is_file else None
+    if partial is not None and partial.is_file():
         terminal.say(f"going on from the measurements in {partial}")
     with kept(terminal, partial):
         content = _measured(terminal, mesh, thorough, partial, cluster)
-    machine = write_profile(content, target)
-    terminal.say(f"wrote {target}")
-    terminal.result(CalibrateResult(profile=str(target), **_summary(content)))
-    if not terminal.as_json:
-        _show(terminal, machine, content, out)
+    with terminal.saved(target, lambda path: write_profile(content, path), "the profile"):
+        terminal.result(CalibrateResult(profile=str(target), **_summary(content)))
+        if not terminal.as_json:
+            _show(terminal, profile_of(content, target), content)
+    used = f"--hardware {out}" if out is not None else f"--hardware {THIS_MACHINE}, the default,"
+    terminal.say(f"{used} now means this profile")
 
 
 def _measured(
@@ -166,7 +169,7 @@ def _summary(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show(terminal: Terminal, machine: Hardware, content: dict[str, Any], out: Path | None) -> None:
+def _show(terminal: Terminal, machine: Hardware, content: dict[str, Any]) -> None:
     found = _summary(content)
     where = found["machine"]
     terminal.show(
@@ -187,8 +190,6 @@ def _show(terminal: Terminal, machine: Hardware, content: dict[str, Any], out: P
             ]
         )
     )
-    used = f"--hardware {out}" if out is not None else f"--hardware {THIS_MACHINE}, the default,"
-    terminal.say(f"{used} now means this profile")
 
 
 def _dealt(where: dict[str, Any]) -> str:

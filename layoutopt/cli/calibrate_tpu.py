@@ -21,14 +21,15 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
     from costmodels.calibration.tpu import calibrate_tpu
     from costmodels.calibration.tpu_compiled import known_target, shipped_probes
     from costmodels.hardware import write_profile
-    from costmodels.hardware.profiles import profiles_directory
+    from costmodels.hardware.profiles import made_profiles_directory
     from layoutopt.plan.results import CalibrateTpuResult
 
     known_target(target)
     check_out(out)
-    partial = profiles_directory() / f"{target}.partial.json"
+    partial = None
     if refresh or shipped_probes(target) is None:
         terminal.say(f"compiling little programs for {target}; some minutes")
+        partial = made_profiles_directory() / f"{target}.partial.json"
         if partial.is_file():
             terminal.say(f"going on from the estimates in {partial}")
     with kept(terminal, partial), Steps(terminal, f"compiling for {target}", 1) as bar:
@@ -42,14 +43,15 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
         )
     else:
         _ship(terminal, made)
-    if out is not None:
-        write_profile(made.content, out)
-        terminal.say(f"wrote {out}; --hardware {out} predicts from it")
-    terminal.result(CalibrateTpuResult(profile=None if out is None else str(out), **_summary(made)))
-    if not terminal.as_json:
-        _show(terminal, made)
-        if out is None:
-            terminal.say("nothing was written; --out PROFILE.json keeps the profile")
+    with terminal.saved(out, lambda path: write_profile(made.content, path), "the profile"):
+        terminal.result(CalibrateTpuResult(profile=None if out is None else str(out), **_summary(made)))
+        if not terminal.as_json:
+            _show(terminal, made)
+    terminal.say(
+        "nothing was written; --out PROFILE.json keeps the profile"
+        if out is None
+        else f"--hardware {out} predicts from it"
+    )
 
 
 def _ship(terminal: Terminal, made: TpuCalibration) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,26 +10,33 @@ if TYPE_CHECKING:
     from costmodels.liveness import Memory
     from costmodels.pricing.pricer import Cost, Line
     from layoutopt.evaluator import Evaluator
+    from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import MemoryTimeline, PricedLine, Shares, Variable
-    from mesh_tf_core import Model, Program
+    from mesh_tf_core import Mesh, Program
+    from mesh_tf_core.ir.initializers import Variable as InitialValue
+    from mesh_tf_core.ir.layout import Axes
+    from mesh_tf_core.ir.values import Value
 
 MOST_POINTS = 2000
 
 
-def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, source: str) -> Plan:
+def with_details(plan: Plan, loaded: Loaded, hardware: Hardware, limit: int) -> Plan:
     """The same plan, with all its `details`."""
     from layoutopt.cli.machine_details import calibration_details, hardware_details
     from layoutopt.evaluator import Evaluator
 
+    model = loaded.model
     evaluator = Evaluator(model, hardware)
     found = evaluator(plan.mesh, plan.layout, plan.options)
     calibration = calibration_details(hardware)
     return plan.with_details(
-        source=source,
+        source=loaded.source,
+        source_sha256=loaded.hashes(),
         hardware=hardware_details(hardware, plan.mesh),
         dims={name: max(sizes) for name, sizes in model.graph.dims().items()},
         variables=tuple(_variables(found.program)),
+        inputs=tuple(_inputs(found.program)),
         lines=tuple(_line(x) for x in found.cost.lines),
         by_kind={"answer": _shares(found.cost), **_alternatives(plan, evaluator)},
         memory=_memory(found.memory, limit),
@@ -38,22 +45,30 @@ def with_details(plan: Plan, model: Model, hardware: Hardware, limit: int, sourc
 
 
 def _variables(program: Program) -> Iterable[Variable]:
+    for name, stored in program.variables.items():
+        kind = "parameter" if stored.variable.trainable else "state"
+        yield _held(program.mesh, name, stored.variable, stored.splits, kind)
+
+
+def _inputs(program: Program) -> Iterable[Variable]:
+    for name, at in program.feeds.items():
+        yield _held(program.mesh, name, program.values[at], program.values[at].splits, "input")
+
+
+def _held(mesh: Mesh, name: str, of: InitialValue | Value, splits: Sequence[Axes], kind: str) -> Variable:
     from layoutopt.plan.details import Variable
     from mesh_tf_core.ir.dtypes import itemsize
 
-    for name, stored in program.variables.items():
-        variable = stored.variable
-        size = variable.shape.size * itemsize(variable.dtype)
-        ways = program.mesh.group_size(a for axes in stored.splits for a in axes)
-        yield Variable(
-            name=name,
-            shape=tuple((d.name, d.size) for d in variable.shape),
-            dtype=variable.dtype,
-            splits=tuple(tuple(axes) for axes in stored.splits),
-            bytes=size,
-            local_bytes=size // ways,
-            kind="parameter" if variable.trainable else "state",
-        )
+    size = of.shape.size * itemsize(of.dtype)
+    return Variable(
+        name=name,
+        shape=tuple((d.name, d.size) for d in of.shape),
+        dtype=of.dtype,
+        splits=tuple(tuple(axes) for axes in splits),
+        bytes=size,
+        local_bytes=size // mesh.group_size(a for axes in splits for a in axes),
+        kind=kind,
+    )
 
 
 def _line(x: Line) -> PricedLine:

@@ -95,10 +95,8 @@ def explain(
     proof = checked_proof(terminal, found, evaluation, said) if check else None
     answers = _searched(terminal, found, list(pin or ()))
     changed = changed_conditions(terminal, found) if sensitivity else None
-    _tell(terminal, found, said, evaluation, other, answers, changed, proof)
-    if out is not None:
-        with_found(found.plan, changed, proof).save(out)
-        terminal.say(f"wrote the plan to {out}")
+    with terminal.saved(out, with_found(found.plan, changed, proof).save, "the plan"):
+        _tell(terminal, found, said, evaluation, other, answers, changed, proof)
     if proof is not None and proof.faster is not None:
         raise UserError(f"--check: the plan's proof is {proof}")
 

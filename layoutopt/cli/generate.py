@@ -52,7 +52,9 @@ def generate(
     mesh: MeshOption = None,
     layout: LayoutOption = None,
     settings: SetOption = None,
-    seed: Annotated[int, typer.Option(help="Of the draws, if the model draws.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of the draws, if the model draws.")
+    ] = 0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

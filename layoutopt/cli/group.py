@@ -7,9 +7,10 @@ line is an object: {"error": what is wrong, "exit": the code}.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,10 +20,14 @@ import typer
 from typer.core import TyperGroup
 
 from layoutopt import signals
+from layoutopt.cli.hints import usage
+from layoutopt.plan.units import clean, shorten
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CTRL_C = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as programs that the signal ends
+LONGEST = 300
+"""Characters of one word that an error repeats."""
+_LONG = re.compile(rf"\S{{{LONGEST},}}")
 
 
 class Group(TyperGroup):
@@ -47,7 +52,7 @@ class Group(TyperGroup):
                 raise
             _fail(str(error), error.exit_code, as_json)
         except typer.TyperException as error:
-            _fail(_usage(error), error.exit_code, as_json)
+            _fail(usage(error, words), error.exit_code, as_json)
         except typer.Abort:
             _fail("stopped", signals.exit_code(), as_json)
         except KeyboardInterrupt:
@@ -55,24 +60,28 @@ class Group(TyperGroup):
         except BrokenPipeError:
             _reader_gone()
         except OSError as error:
-            if error.errno not in FULL:
-                raise
-            _fail(f"a file cannot be written: {error.strerror}; make room, or name another place", 2, as_json)
+            _fail(_of_the_system(error), 2, as_json)
         # Typer knows one code for KeyboardInterrupt, whichever signal raised it.
         sys.exit(signals.exit_code() if code == CTRL_C else code if isinstance(code, int) else 0)
 
 
 def _fail(message: str, code: int, as_json: bool) -> NoReturn:
-    line = " ".join(message.split())
-    told = json.dumps({"error": line, "exit": code}, ensure_ascii=False) if as_json else f"error: {line}"
-    print(told, file=sys.stderr)
+    line = _LONG.sub(_shortened, " ".join(message.split()))
+    told = json.dumps({"error": line, "exit": code}) if as_json else f"error: {clean(line)}"
+    with contextlib.suppress(OSError):  # the code says it too
+        print(told, file=sys.stderr)
     sys.exit(code)
 
 
-def _usage(error: typer.TyperException) -> str:
-    text = error.format_message().strip().rstrip(".")
-    context = getattr(error, "ctx", None)
-    return f"{text}; see {context.command_path} --help" if context is not None else text
+def _shortened(found: re.Match[str]) -> str:
+    return shorten(found[0], LONGEST)
+
+
+def _of_the_system(error: OSError) -> str:
+    """A refusal of the system that nobody put into words of ours."""
+    if error.filename is not None:
+        return f"{str(error.filename)!r}: {error.strerror or error}"
+    return f"the result cannot be printed: {error.strerror or error}; make room, or print it elsewhere"
 
 
 def _reader_gone() -> NoReturn:

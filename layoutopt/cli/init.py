@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,18 +22,15 @@ def init(
 ) -> None:
     """Write a commented model.py to start from."""
     from mesh_tf_core.errors import UserError
+    from mesh_tf_core.files import write_file
 
     terminal = Terminal(as_json, quiet)
     if path.suffix != ".py":
         raise UserError(f"{str(path)!r} is not a Python file; write for example layoutopt init model.py")
-    if path.exists() and not force:
+    if os.path.lexists(path) and not force:
         raise UserError(f"{str(path)!r} is there already; choose another name, or --force to replace it")
     starter = Path(__file__).with_name("starter.py").read_text(encoding="utf-8")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(starter, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    write_file(path, starter, "the model file")
     from layoutopt.plan.results import InitResult
 
     terminal.result(InitResult(path=str(path)))

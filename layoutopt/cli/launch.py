@@ -25,6 +25,9 @@ AFTER_FAILURE = {
 START = 60
 """Seconds that workers wait for one that has not started: all start at once on one machine."""
 
+MOST = 256
+"""Workers on one machine."""
+
 
 def launch(
     command: Annotated[
@@ -33,7 +36,9 @@ def launch(
             metavar="-- train MODEL …", help="What every worker runs: train or calibrate.", show_default=False
         ),
     ],
-    processes: Annotated[int, typer.Option("-n", "--processes", min=1, help="Worker processes.")] = 2,
+    processes: Annotated[
+        int, typer.Option("-n", "--processes", min=1, max=MOST, help="Worker processes.")
+    ] = 2,
     devices_per_process: Annotated[
         int | None,
         typer.Option(

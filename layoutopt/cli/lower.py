@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -73,7 +74,7 @@ def lower(
         )
     )
     if not as_json:
-        typer.echo(text, nl=not text.endswith("\n"))
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
 def _counted(program: Program) -> dict[str, int]:

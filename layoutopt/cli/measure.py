@@ -40,6 +40,9 @@ EXAMPLES = examples(
     'layoutopt measure examples/transformer_lm.py --mesh "data:2;model:4" --layout "d_ff:model" --json',
 )
 
+BATCHES = 100
+"""At most so many are held; further steps are fed with the same ones."""
+
 
 def measure(
     model: ModelArgument,
@@ -88,11 +91,12 @@ def measure(
 
 def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, steps: int) -> Timed:
     """Times steps from the initial values on; the data is ready before the clock starts."""
-    fed = list(itertools.islice(batches(terminal, loaded), steps))
+    fed = list(itertools.islice(batches(terminal, loaded), min(steps, BATCHES)))
     with Steps(terminal, "measuring", warm_up + steps) as bar:
         return timed_steps(
             trainer,
             fed,
+            steps,
             warm_up,
             lambda done, took: bar.update(done, f"{seconds_text(took)} a step" if took else "warming up"),
         )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mesh_tf_core import Layout, Mesh, Options
 
 THIS_MACHINE = "cpu-local"
+LONGEST = 1e7
+"""Seconds that anything waits: some months."""
 
 
 def complete_hardware(incomplete: str) -> list[str]:
@@ -109,10 +111,21 @@ ClusterOption = Annotated[
 ]
 TimeoutOption = Annotated[
     float,
-    typer.Option(min=1, metavar="SECONDS", help="With --cluster: how long to wait for a process that lives."),
+    typer.Option(
+        min=1,
+        max=LONGEST,
+        metavar="SECONDS",
+        help="With --cluster: how long to wait for a process that lives.",
+    ),
 ]
 StartTimeoutOption = Annotated[
-    float, typer.Option(min=1, metavar="SECONDS", help="With --cluster: how long to wait for one to start.")
+    float,
+    typer.Option(
+        min=1,
+        max=LONGEST,
+        metavar="SECONDS",
+        help="With --cluster: how long to wait for one to start.",
+    ),
 ]
 
 
@@ -169,23 +182,15 @@ def read_mesh(text: str | None) -> Mesh:
 
 def check_out(path: Path | None, option: str = "--out") -> None:
     """Raises UserError unless `path` can be written, before any work is done for it."""
-    from mesh_tf_core import UserError
+    from mesh_tf_core.files import check_writable
 
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"{option} {str(path)!r} cannot be written: it is a folder; name a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from None
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"{option} {str(path)!r} cannot be written: permission denied")
+    if path is not None:
+        check_writable(path, option)
 
 
 def is_plan(layout: str | None) -> bool:
     """Whether `--layout` names a plan file."""
-    return layout is not None and (layout.endswith(".json") or Path(layout).is_file())
+    return layout is not None and (layout.endswith(".json") or os.path.isfile(layout))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +26,7 @@ ModelOption = Annotated[
         "--model",
         metavar="MODEL",
         help="The model that the plan is for.",
-        show_default="the one it was made from",
+        show_default="the file it was made from, if that is the same",
     ),
 ]
 
@@ -66,37 +67,49 @@ def hardware_of(plan: Plan) -> str:
     from costmodels.hardware import split_name
 
     given = where_of(plan).hardware
-    return given if given is not None and Path(split_name(given)[0]).is_file() else plan.data.hardware
+    return given if given is not None and os.path.isfile(split_name(given)[0]) else plan.data.hardware
 
 
-def open_plan(
-    path: Path, model: str | None, hardware: str | None = None, on_damage: Told | None = None
-) -> Planned:
+def open_plan(path: Path, model: str | None, on_damage: Told | None = None) -> Planned:
     """A plan file with its model, built with the plan's hyperparameters.
 
     Args:
-      model: what `--model` says; None: the model that the plan was made from.
-      hardware: another name or file than the plan's.
+      model: what `--model` says; None: the file that the plan was made from, if that is still what it was.
       on_damage: as in `load_plan`.
 
     Raises:
-      UserError: no such plan, no such model, or a model that has changed since.
+      UserError: no such plan, no such model, one that nobody but the plan names, or one that has changed.
     """
+    from layoutopt.plan.build import load_plan
+
+    return with_model(load_plan(path, on_damage), path, model)
+
+
+def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
+    """The same of a plan that is read already."""
     from layoutopt.cli.options import read_hardware
     from layoutopt.models.loading import load_model
-    from layoutopt.plan.build import check_plan_model, load_plan
+    from layoutopt.models.recorded import trusted
+    from layoutopt.plan.build import check_plan_model
     from mesh_tf_core.errors import UserError
 
-    plan = load_plan(path, on_damage)
-    source = model or plan.data.details.source
-    if not source:
+    said = plan.data.details
+    if model is None and not said.source:
         raise UserError(
             f"plan {str(path)!r} does not say from which file it was made; name it with --model MODEL"
         )
+    if model is None:
+        try:
+            model = trusted(said.source, said.source_sha256)
+        except UserError as error:
+            raise UserError(
+                f"plan {str(path)!r}: {error}; a plan does not decide what runs: name the model with "
+                "--model MODEL"
+            ) from None
     try:
-        loaded = load_model(source, dict(plan.data.model.hparams))
+        loaded = load_model(model, dict(plan.data.model.hparams))
         check_plan_model(plan, loaded.model)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    machine = read_hardware(hardware or hardware_of(plan))
+    machine = read_hardware(hardware_of(plan))
     return Planned(plan, loaded, machine, limit_of(plan, machine))

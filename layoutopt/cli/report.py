@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from layoutopt.cli.details import with_details
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
-from layoutopt.cli.plans import ModelOption, open_plan
+from layoutopt.cli.plans import ModelOption, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import bytes_text
 
@@ -85,29 +84,29 @@ def _written(terminal: Terminal, plans: Sequence[Plan], folder: Path, what: str)
 
 
 def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
-    """A plan with its details; those that it lacks are worked out from its model."""
+    """A plan with its details; those that it lacks are worked out from its model, if there is one to run."""
     from layoutopt.plan.build import load_plan
+    from mesh_tf_core.errors import UserError
 
     plan = load_plan(path)
-    details = plan.data.details
-    if details.model_fields_set >= FULL:
+    if plan.data.details.model_fields_set >= FULL:
         return plan
-    if model is None and not details.source:
-        terminal.say(f"{path} has no details; --model MODEL fills in variables, operations and memory")
+    try:
+        found = with_model(plan, path, model)
+    except UserError as error:
+        if model is not None:
+            raise
+        terminal.say(f"{error}, which fills in variables, operations and memory")
         return plan
-    found = open_plan(path, model)
-    return with_details(plan, found.loaded.model, found.hardware, found.limit, found.loaded.source)
+    return with_details(plan, found.loaded, found.hardware, found.limit)
 
 
 def _json(path: Path) -> dict[str, Any]:
+    from layoutopt.plan.schema import load_json
     from mesh_tf_core.errors import UserError
 
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--validation {str(path)!r} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--validation {str(path)!r} is not JSON ({error})") from None
+    what, again = f"--validation {str(path)!r}", "write it with `layoutopt validate MODEL --out FILE.json`"
+    found = load_json(path, what, again)
     if not isinstance(found, dict):
-        raise UserError(f"--validation {str(path)!r} is not what `layoutopt validate --json` prints")
+        raise UserError(f"{what} is not what `layoutopt validate --json` prints; {again}")
     return found

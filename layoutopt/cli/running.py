@@ -62,12 +62,12 @@ def start_devices(terminal: Terminal, count: int, cluster: Cluster | None = None
 
 
 @contextlib.contextmanager
-def kept(terminal: Terminal, partial: Path) -> Iterator[None]:
+def kept(terminal: Terminal, partial: Path | None) -> Iterator[None]:
     """Says at an interruption where the results so far are, if there are any."""
     try:
         yield
     except KeyboardInterrupt:
-        if partial.is_file():
+        if partial is not None and partial.is_file():
             terminal.say(f"stopped; what was measured is in {partial}, and the same command goes on from it")
         else:
             terminal.say("stopped before anything was measured")
@@ -109,12 +109,14 @@ class Timed:
 def timed_steps(
     trainer: Trainer,
     fed: Sequence[Mapping[str, Any]],
+    steps: int,
     warm_up: int,
     on_step: Callable[[int, float | None], None] = lambda done, seconds: None,
 ) -> Timed:
-    """Times one step per batch; the data is ready before the clock starts.
+    """Times steps; the data is ready before the clock starts.
 
     Args:
+      fed: batches, one a step, from the first one again when they are through.
       warm_up: steps before, not timed and forgotten: the first one compiles.
       on_step: hears the number of steps done and the seconds of a timed one.
     """
@@ -123,7 +125,8 @@ def timed_steps(
         trainer.step(fed[n % len(fed)])
         on_step(n + 1, None)
     trainer.engine.initialize()
-    for n, batch in enumerate(fed):
+    for n in range(steps):
+        batch = fed[n % len(fed)]
         began = time.perf_counter()
         losses.append(float(trainer.step(batch)["loss"]))
         seconds.append(time.perf_counter() - began)

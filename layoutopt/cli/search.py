@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from contextlib import suppress
 from enum import StrEnum
@@ -35,6 +36,7 @@ from layoutopt.plan.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
+    from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from layoutopt.problem.clock import Clock
     from mesh_tf_core.model import Model
@@ -166,22 +168,23 @@ def search(
             raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
         named = with_settings(hardware, set_hardware or ())
         question = where_of(kept.plan).model_copy(update={"hardware": named})
-        plan = kept.plan = kept.plan.with_details(source=model, search=question)
+        plan = kept.plan = kept.plan.with_details(
+            source=model, source_sha256=loaded.hashes(), search=question
+        )
         full = plan
         if out is not None or report is not None:
-            full = kept.plan = _detailed(terminal, clock, plan, loaded.model, machine, limit, model)
-        kept.save()  # before what is shown, whose reader may leave
-        if full.stopped:
-            terminal.say("stopped: this is the best so far")
-        terminal.result(plan.data)
-        if not as_json:
-            show_plan(terminal, plan, limit)
-        if out is not None:
-            terminal.say(f"wrote the plan to {out}")
-        if report is not None:
-            from layoutopt.cli.report import write_report
+            full = kept.plan = _detailed(terminal, clock, plan, loaded, machine, limit)
+        with terminal.saved(out, lambda _: kept.save(), "the plan"):
+            kept.saved = True
+            if full.stopped:
+                terminal.say("stopped: this is the best so far")
+            terminal.result(plan.data)
+            if not as_json:
+                show_plan(terminal, plan, limit)
+            if report is not None:
+                from layoutopt.cli.report import write_report
 
-            write_report(terminal, [full], report)
+                write_report(terminal, [full], report)
         if full.stopped:
             raise KeyboardInterrupt  # all that was found is saved
     if out is not None:
@@ -217,7 +220,7 @@ class _Kept:
 
 
 def _detailed(
-    terminal: Terminal, clock: Clock, plan: Plan, model: Model, machine: Hardware, limit: int, source: str
+    terminal: Terminal, clock: Clock, plan: Plan, loaded: Loaded, machine: Hardware, limit: int
 ) -> Plan:
     """The plan with its details; without them if there is no time, or Ctrl-C ends their making."""
     from layoutopt.cli.details import with_details
@@ -226,7 +229,7 @@ def _detailed(
 
     def fill() -> None:
         nonlocal full
-        full = with_details(plan, model, machine, limit, source)
+        full = with_details(plan, loaded, machine, limit)
 
     try:
         if not clock.within(DETAILED, fill):
@@ -258,7 +261,7 @@ def _numbers(text: str) -> list[int]:
     from mesh_tf_core.errors import UserError
 
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,8}", part) for part in parts):
         raise UserError(
             f"--microbatches {text!r} is not a list of numbers; write for example --microbatches 1,2,4"
         )

@@ -11,13 +11,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from layoutopt.cli.streams import has_unicode
 
 if TYPE_CHECKING:
     from layoutopt.plan.fields import Data
@@ -52,7 +54,8 @@ class Terminal:
     def say(self, text: str) -> None:
         """A message, on stderr."""
         if not self.quiet:
-            self.err.print(Text(text), highlight=False, soft_wrap=True)
+            with contextlib.suppress(OSError):  # a message must not keep a result from its place
+                self.err.print(Text(text), highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -69,10 +72,29 @@ class Terminal:
             for part in parts:
                 self.out.print(Text(part) if isinstance(part, str) else part, highlight=False)
 
+    @contextlib.contextmanager
+    def saved(self, out: Path | None, save: Callable[[Path], object], what: str) -> Iterator[bool]:
+        """Writes a file, if one is asked for, before what is shown within, whose reader may leave; that it
+        cannot be written is raised once all of that is shown. Gives whether it was written."""
+        from mesh_tf_core.errors import UserError
+
+        failed = None
+        if out is not None:
+            try:
+                save(out)
+            except UserError as error:
+                failed = error
+        yield out is not None and failed is None
+        if failed is not None:
+            raise failed
+        if out is not None:
+            self.say(f"wrote {what} to {out}")
+
     def result(self, data: Data) -> None:
         """The result for programs; nothing without `--json`."""
         if self.as_json:
-            sys.stdout.write(json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+            ascii = not has_unicode(sys.stdout)
+            sys.stdout.write(json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=ascii) + "\n")
 
 
 def _console(stream: IO[str]) -> Console:

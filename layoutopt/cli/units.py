@@ -15,11 +15,15 @@ BYTES = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_AMOUNT = re.compile(r"(?P<number>\d+(\.\d*)?(e[+-]?\d+)?|\.\d+)\s*(?P<unit>[A-Za-z]*)", re.IGNORECASE)
+_AMOUNT = re.compile(
+    r"(?P<number>\d+(\.\d*)?(e[+-]?\d+)?|\.\d+)\s*(?P<unit>[A-Za-z]*)", re.IGNORECASE | re.ASCII
+)
+BARE = 1 << 20
+"""A number without a unit below this is no number of bytes that a device has."""
 
 
 def parse_bytes(text: str, option: str = "--memory") -> int:
-    """Bytes of '16GiB', '80 GB', '512MiB' or a plain number of bytes; UserError otherwise."""
+    """Bytes of '16GiB', '80 GB', '512MiB', or of a large number without a unit; UserError otherwise."""
     from mesh_tf_core.errors import UserError, known_names
 
     match = _AMOUNT.fullmatch(text.strip())
@@ -29,6 +33,11 @@ def parse_bytes(text: str, option: str = "--memory") -> int:
     exact = {name.lower(): factor for name, factor in BYTES.items()}
     if unit.lower() not in exact:
         raise UserError(f"{option} {text!r}: {unit!r} is not a unit of memory; {known_names(unit, BYTES)}")
+    if not match["unit"] and 0 < float(match["number"]) < BARE:
+        likely = "GiB" if float(match["number"]) < 1024 else "MiB"
+        raise UserError(
+            f"{option} {text!r} has no unit; write {option} {text.strip()}{likely} if that is meant"
+        )
     amount = float(match["number"]) * exact[unit.lower()]
     if not 1 <= amount < 2**63:
         raise UserError(f"{option} {text!r}: must be at least 1 B and less than 8 EiB")

@@ -33,13 +33,16 @@ EXAMPLES = examples(
     'layoutopt validate examples/transformer_lm.py --mesh "data:2;model:4" --out build/validation.json',
 )
 
+MOST = 1000
+"""Layouts that are run: each takes an engine of its own."""
+
 
 def validate(
     model: ModelArgument,
     mesh: MeshOption = None,
-    layouts: Annotated[int, typer.Option(min=2, metavar="N", help="How many layouts to run.")] = 12,
+    layouts: Annotated[int, typer.Option(min=2, max=MOST, metavar="N", help="How many layouts to run.")] = 12,
     steps: Annotated[int, typer.Option(min=1, help="Samples of each.")] = 7,
-    seed: Annotated[int, typer.Option(help="Which random layouts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which random layouts.")] = 0,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -54,6 +57,7 @@ def validate(
     from layoutopt.analysis.validate import validate as run
     from layoutopt.models.loading import load_model
     from layoutopt.plan.results import ValidateResult
+    from mesh_tf_core.files import write_file
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
@@ -73,11 +77,10 @@ def validate(
             on_progress=lambda what, done, total: bar.update(done, what, total),
         )
     result = ValidateResult.model_validate(found)
-    if out is not None:
-        out.write_text(json.dumps(plain(result), indent=1) + "\n", encoding="utf-8")
-        terminal.say(f"wrote {out}")
-    terminal.result(result)
-    _show(terminal, found, machine.name)
+    text = json.dumps(plain(result), indent=1) + "\n"
+    with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the validation"):
+        terminal.result(result)
+        _show(terminal, found, machine.name)
 
 
 def _show(terminal: Terminal, found: dict[str, Any], hardware: str) -> None:

@@ -78,6 +78,7 @@ def verify(
     from layoutopt.cli.running import hushed
     from layoutopt.evaluator import evaluate
     from mesh_tf_core.errors import InfeasibleError
+    from mesh_tf_core.files import write_file
 
     terminal = Terminal(as_json, quiet)
     check_out(text, "--text")
@@ -87,12 +88,12 @@ def verify(
     terminal.say(f"compiling for {topology}; large models take minutes")
     with hushed():
         found = compiled(evaluation, topology, machine)
-    if text is not None and found.compiled is not None:
-        text.write_text(found.compiled.text, encoding="utf-8")
-        terminal.say(f"wrote {text}")
-    terminal.result(_result(loaded, given, evaluation, found))
-    if not as_json:
-        _show(terminal, loaded, given, evaluation, found)
+    program = found.compiled.text if found.compiled is not None else None
+    out = text if program is not None else None
+    with terminal.saved(out, lambda path: write_file(path, program or "", "--text"), "the program"):
+        terminal.result(_result(loaded, given, evaluation, found))
+        if not as_json:
+            _show(terminal, loaded, given, evaluation, found)
     if found.refusal is not None:
         raise InfeasibleError(_verdict(found))
 

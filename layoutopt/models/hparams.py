@@ -92,6 +92,8 @@ _ASKED = {
 
 
 def _value(text: str, default: Default) -> Any:
+    if default.kind in ("int", "float") and not text.isascii():
+        raise ValueError(text)
     if text.lower() == "none" and (default.value is None or "None" in default.annotation):
         return None
     return _READ[default.kind](text)

@@ -14,23 +14,35 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from layoutopt.models.hparams import Default, defaults_of, parse_settings
+from layoutopt.models.labels import Labels, check_labels, labels_of
+from layoutopt.models.recorded import (
+    FUNCTION,
+    MOST,
+    file_and_function,
+    hashes,
+    loaded_files,
+    search_folders,
+)
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 from mesh_tf_core.training.prefetch import position
 
-_FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^:/]*))?")
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
+TEXTS = "OSUMm"
+"""Kinds of NumPy elements that are no numbers: objects, texts, dates."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +52,19 @@ class Loaded:
     Attributes:
       source: what the user typed.
       hparams: every hyperparameter that `model` was called with.
+      imported: files of the modules that were imported meanwhile.
     """
 
     model: Model
     source: str
     hparams: Mapping[str, Any]
     module: ModuleType
+    imported: tuple[Path, ...] = ()
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of the model file and of every local file that it imports; nothing of installed modules."""
+        named = file_and_function(self.source)
+        return {} if named is None else hashes(named[0].resolve(), self.imported)
 
     def function(self, name: str) -> Callable[..., Any] | None:
         """A function of the model file that need not be there (`data`, `reference_losses`)."""
@@ -93,18 +112,48 @@ class Loaded:
         for name, tensor in self.model.graph.inputs.items():
             if name not in batch:
                 raise UserError(
-                    f"{self.source}: a batch lacks the input {name!r}; {known_names(name, batch)}"
+                    f"{self.source}: a batch lacks the input {name!r}; {known_names(name, map(str, batch))}"
                 )
-            found, wanted = tuple(getattr(batch[name], "shape", ())), tuple(tensor.shape.sizes)
+            value, wanted = batch[name], tuple(tensor.shape.sizes)
+            if not _is_numbers(value):
+                raise UserError(
+                    f"{self.source}: batch input {name!r} is {_what(value)}, not an array of numbers; "
+                    "make it one with np.asarray"
+                )
+            found = tuple(getattr(value, "shape", ()))
             if rows is not None:
                 wanted = (len(rows), *wanted[1:])
-            if found != wanted and not (short and found[1:] == wanted[1:] and 0 < found[0] < wanted[0]):
+            fewer = short and found and found[1:] == wanted[1:] and 0 < found[0] < wanted[0]
+            if found != wanted and not fewer:
                 whose = "the model's" if rows is None else f"that of the {len(rows)} rows asked for"
                 raise UserError(
                     f"{self.source}: batch input {name!r} has shape {found}, but {whose} is "
                     f"{wanted} [{tensor.shape}]"
                 )
+        try:
+            check_labels(self._labels, batch)
+        except UserError as error:
+            raise UserError(f"{self.source}: {error}") from None
         return dict(batch)
+
+    @cached_property
+    def _labels(self) -> Labels:
+        return labels_of(self.model.graph)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value of a batch is an array of numbers, or a number."""
+    if not hasattr(value, "dtype"):
+        return isinstance(value, int | float)
+    return getattr(value.dtype, "kind", "f") not in TEXTS
+
+
+def _what(value: Any) -> str:
+    return f"an array of {value.dtype}" if hasattr(value, "dtype") else _a(value)
+
+
+_END = object()
+"""What an iterator gives after its last batch: not None, which a faulty one may give."""
 
 
 class Batches(Iterator[dict[str, Any]]):
@@ -124,8 +173,8 @@ class Batches(Iterator[dict[str, Any]]):
         if self._made is None:
             self._open()
         with self._told():
-            batch = next(self._made, None)
-        if batch is None:
+            batch = next(self._made, _END)
+        if batch is _END:
             if not self._count:
                 raise UserError(f"{self._loaded.source}: data() gave no batch for split {self._split!r}")
             if not self._endless:
@@ -148,7 +197,8 @@ class Batches(Iterator[dict[str, Any]]):
                 self._made.set_state(state["inner"])
             else:
                 for _ in range(state["batches"]):
-                    next(self._made, None)
+                    if next(self._made, _END) is _END:
+                        break
         self._count = state["batches"]
 
     def _open(self) -> None:
@@ -174,6 +224,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
       UserError: no such file or function, an unknown hyperparameter, a file that raises, a function that
         returns anything but a Model.
     """
+    before = tuple(sys.modules)
     module, name = _import(source)
     function = getattr(module, name, None)
     if not callable(function):
@@ -199,7 +250,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
             f"{source}: {name}() returned {_a(model)}; it must return a mesh_tf_core.Model(loss, optimizer)"
         )
     model.hparams = hparams
-    return Loaded(model, source, hparams, module)
+    return Loaded(model, source, hparams, module, loaded_files(before))
 
 
 def _defaults(function: Callable[..., Any], source: str, module: ModuleType) -> dict[str, Default]:
@@ -219,19 +270,19 @@ def _a(value: object) -> str:
 
 def _import(source: str) -> tuple[ModuleType, str]:
     """The module that `source` names, and the name of the function in it."""
-    if match := _FILE.fullmatch(source):
-        path = Path(match["file"]).expanduser()
-        if not path.is_file():
-            found = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    if (named := file_and_function(source)) is not None:
+        path, function = named
+        if not os.path.isfile(path):
+            found = [p.name for p in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
             known = known_names(path.name, found) if found else "give the path of a .py file"
-            raise UserError(f"model file {match['file']!r} does not exist; {known}")
-        return _import_file(path.resolve(), match["file"]), match["function"] or "model"
+            raise UserError(f"model file {str(path)[:MOST]!r} does not exist; {known}")
+        return _import_file(path.resolve(), str(path)), function
     if match := _MODULE.fullmatch(source):
         _search_path(Path.cwd())
         name = match["module"]
         with _told(f"module {name}", None):
             try:
-                return importlib.import_module(name), match["function"] or "model"
+                return importlib.import_module(name), match["function"] or FUNCTION
             except ModuleNotFoundError as error:
                 if error.name and (name == error.name or name.startswith(f"{error.name}.")):
                     raise UserError(
@@ -239,16 +290,14 @@ def _import(source: str) -> tuple[ModuleType, str]:
                         "(path/to/model.py) or an installed module (package.module:function)"
                     ) from None
                 raise
-    raise UserError(f"model {source!r} is not FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+    raise UserError(f"model {source[:MOST]!r} is not FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
 
 
 def _import_file(path: Path, shown: str) -> ModuleType:
     """Runs a file as a module; one in a package by its full name, so that its relative imports work."""
-    name, top = path.stem, path.parent
-    while (top / "__init__.py").is_file():
-        name, top = f"{top.name}.{name}", top.parent
-    _search_path(path.parent)
-    _search_path(top)
+    name, folders = search_folders(path)
+    for folder in reversed(folders):
+        _search_path(folder)
     with _told(f"model file {shown}", None, path):
         if not _is_ours(name, path):
             name = f"_model_{sha256(str(path).encode()).hexdigest()[:12]}"

@@ -19,6 +19,7 @@ from layoutopt.plan.schema import (
 )
 from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -57,9 +58,8 @@ class Plan:
         return self.data.to_json()
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        """Writes the plan file, whole or not at all; UserError if it cannot be written."""
+        write_file(path, json.dumps(self.to_json(), indent=1) + "\n", "the plan")
 
     def with_details(self, **found: Any) -> Plan:
         """The same plan with some parts of its `details` set anew."""

@@ -84,7 +84,8 @@ class HardwareInfo(Data):
 
 
 class Variable(Data):
-    """A trained variable or a piece of optimizer state; `splits` has the mesh axes of every dimension."""
+    """A trained variable, a piece of optimizer state, or an input; `splits` has the mesh axes of every
+    dimension."""
 
     name: str
     shape: tuple[tuple[str, Size], ...]
@@ -360,11 +361,13 @@ class Details(Data):
     """All parts.
 
     Attributes:
-      source: what the user typed as MODEL.
+      source: what the user typed as MODEL; a name, which nobody runs because a plan says it.
+      source_sha256: of the model file and of every local file that it imports, by its path from the model
+        file's folder (`layoutopt.models.recorded`).
       search: what was asked besides the model and the mesh.
       hardware: description, how the mesh lies on it, numbers with their sources.
       dims: dimension to size.
-      variables: every variable as it is stored.
+      variables: every variable as it is stored; inputs: every input as devices hold it.
       lines: the priced instructions of the answer.
       by_kind: seconds by kind of work, of the answer (named so) and every alternative.
       memory: the timeline of the answer, and what is held at its peak.
@@ -372,10 +375,12 @@ class Details(Data):
     """
 
     source: str = ""
+    source_sha256: dict[str, str] = Field(default_factory=dict)
     search: Searched | None = None
     hardware: HardwareInfo | None = None
     dims: dict[str, Size] = Field(default_factory=dict)
     variables: tuple[Variable, ...] = ()
+    inputs: tuple[Variable, ...] = ()
     lines: tuple[PricedLine, ...] = ()
     by_kind: dict[str, Shares] = Field(default_factory=dict)
     memory: MemoryTimeline | None = None

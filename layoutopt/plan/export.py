@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.decided import Decided
+from layoutopt.plan.units import clean
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -90,7 +91,7 @@ def said(what: Exported, to: str) -> Decided:
 
 def _comment(text: str) -> str:
     """One line, whatever the names in it are."""
-    return f"# {' '.join(text.split())}"
+    return f"# {clean(' '.join(text.split()))}"
 
 
 def _dims(tensor: Placed) -> str:
@@ -100,7 +101,12 @@ def _dims(tensor: Placed) -> str:
 def _mesh_tensorflow(what: Exported) -> str:
     _single(what.layout.items(), "mesh-tensorflow")
     rules = ";".join(f"{name}:{axes[0]}" for name, axes in what.layout.items())
-    return f'mesh_shape = "{what.mesh}"\nlayout = "{rules}"\n'
+    return f"mesh_shape = {_quoted(str(what.mesh))}\nlayout = {_quoted(rules)}\n"
+
+
+def _quoted(text: str) -> str:
+    """A text as Python writes it, between double quotes."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _single(splits: Iterable[tuple[str, Axes]], to: str) -> None:
@@ -300,6 +306,8 @@ def _maxtext_axes(mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
 
 SAY_EVERY_VARIABLE = ("dtensor", "jax")
 """Forms that say how each variable and its state lie, storage included."""
+SAY_NO_TENSOR = ("mesh-tensorflow", "haliax")
+"""Forms that say how dimensions are split, and nothing of single variables or inputs."""
 FORMATS: Mapping[str, Callable[[Exported], str]] = {
     "mesh-tensorflow": _mesh_tensorflow,
     "dtensor": _dtensor,

@@ -26,6 +26,7 @@ from layoutopt.plan.details import Details
 from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, refusal, wrong
 from layoutopt.plan.units import clean, share_text, throughput_text
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.files import read_file
 
 FORMAT = "layoutopt-plan/1"
 DEEPEST = 64
@@ -225,7 +226,7 @@ def load_json(path: str | Path, what: str, again: str) -> Any:
       UserError: it cannot be read, is cut off, or nested too deeply.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_file(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"{what} cannot be read: {why}; {again}") from None

@@ -16,6 +16,7 @@ Our own form, format "layoutopt-problem/1" (null is a forbidden cost; scopes are
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import zlib
@@ -40,6 +41,7 @@ from layoutopt.problem.form import (
     Variable,
 )
 from layoutopt.problem.numbers import amount, field, listed, numbers, whole
+from mesh_tf_core.files import read_file, write_file
 
 FORMAT = "layoutopt-problem/1"
 LARGEST_FILE = 2 << 30
@@ -64,12 +66,12 @@ def load(path: str | Path) -> Problem:
 
 
 def _bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    opener = gzip.open if packed else open
+    data = read_file(path, LARGEST_FILE)
+    if not data.startswith(b"\x1f\x8b"):
+        return data
     try:
-        with opener(path, "rb") as stream:
-            data: bytes = stream.read(LARGEST_FILE + 1)
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+            data = stream.read(LARGEST_FILE + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ProblemError(f"the gzip data is damaged or truncated ({error})") from None
     if len(data) > LARGEST_FILE:
@@ -200,7 +202,8 @@ def dump(problem: Problem, path: str | Path) -> None:
     """Writes `problem` in our form, gzipped if the path ends in .gz; `load` gives an equal problem."""
     text = json.dumps(to_json(problem), allow_nan=False)
     data = text.encode()
-    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+    packed = gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data
+    write_file(path, packed, "the problem")
 
 
 def to_json(problem: Problem) -> dict[str, Any]:

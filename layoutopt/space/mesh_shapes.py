@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from costmodels.hardware import Cluster, Hardware
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.mesh import MOST_DEVICES, Mesh
 
-MOST_DEVICES = 1 << 20
+MOST_AXES = 8
+"""More have more shapes than a search ends with."""
 
 
 def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware: Hardware) -> list[Mesh]:
@@ -30,9 +31,11 @@ def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, .
     if devices < 1:
         raise UserError(f"--devices {devices}: needs at least one device")
     if devices > MOST_DEVICES:
-        raise UserError(f"--devices {devices}: at most {MOST_DEVICES} are searched")
+        raise UserError(f"--devices {devices}: at most {MOST_DEVICES:,} are searched")
     if max_axes < 1:
         raise UserError(f"--max-axes {max_axes}: needs at least one axis")
+    if max_axes > MOST_AXES:
+        raise UserError(f"--max-axes {max_axes}: at most {MOST_AXES} are searched")
     divisors = [n for n in range(2, devices + 1) if devices % n == 0]
     found: set[tuple[int, ...]] = set()
 

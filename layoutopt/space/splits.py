@@ -13,12 +13,10 @@ from typing import Self
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.mesh import NO_AXIS, Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
-NOWHERE = ("none", "-")
-"""Written as an axis in a pin, `batch:none`: not split at all."""
 ORDERS = ("mesh", "all")
 ANYTHING = Allowed()
 
@@ -133,7 +131,7 @@ def rules_text(rules: str | Mapping[str, Axes] | None) -> str | None:
     """Rules as text, which parses to the same; None if there are none."""
     if isinstance(rules, str):
         return rules or None
-    return ";".join(f"{dim}:{'+'.join(axes) or NOWHERE[0]}" for dim, axes in _parsed(rules)) or None
+    return ";".join(f"{dim}:{'+'.join(axes) or NO_AXIS[0]}" for dim, axes in _parsed(rules)) or None
 
 
 def _parsed(rules: str | Mapping[str, Axes] | None) -> Iterator[tuple[str, Axes]]:
@@ -142,7 +140,7 @@ def _parsed(rules: str | Mapping[str, Axes] | None) -> Iterator[tuple[str, Axes]
         return
     for part in filter(None, (p.strip() for p in rules.replace(",", ";").split(";"))):
         dim, _, axes = part.partition(":")
-        if axes.strip() in NOWHERE:
+        if axes.strip() in NO_AXIS:
             yield dim.strip(), ()
         else:
             yield from Layout(part).items()

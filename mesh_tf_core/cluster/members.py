@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from mesh_tf_core.errors import UserError
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+_PORT = re.compile("[0-9]{1,5}")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Members:
     def __post_init__(self) -> None:
         for address in self.addresses:
             host, colon, port = address.rpartition(":")
-            if not (host and colon and port.isdigit() and 0 < int(port) < 1 << 16):
+            if not (host and colon and _PORT.fullmatch(port) and 0 < int(port) < 1 << 16):
                 raise UserError(f"cluster: address {address!r} is not HOST:PORT, as 'host0:2222'")
         for address in self.addresses:
             if self.addresses.count(address) > 1:
@@ -120,10 +122,12 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Members:
     try:
         config = json.loads(text)
         cluster, task = config["cluster"], config["task"]
-        kind, index = task["type"], int(task["index"])
+        kind, index = str(task["type"]), int(task["index"])
         jobs = {name: _addresses(found) for name, found in cluster.items()}
         devices = config.get("devices_per_process")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if devices is not None and type(devices) is not int:
+            raise TypeError(f"devices_per_process is a {type(devices).__name__}")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"cluster: TF_CONFIG is malformed ({error!r}); write it as {EXAMPLE}") from None
     strange = sorted({*jobs, kind} - {"chief", "worker"})
     if strange or kind not in jobs:

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 
 from mesh_tf_core.errors import UserError, known_names
 
-_NAME = re.compile(r"[^\s:;,+\[\]]+")
+NAME = re.compile(r"[^\s:;,+\[\]\x00-\x1f\x7f-\x9f]+")
+"""Of dimensions and mesh axes: what rules can be written with, and terminals can show."""
+LARGEST = 2**63 - 1
+"""Size of a dimension: what an index counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +23,14 @@ class Dim:
     size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
             raise UserError(
                 f"dimension name {self.name!r}: use a non-empty name without spaces or any of ':;,+[]'"
             )
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise UserError(f"dimension {self.name!r}: size must be a positive integer, found {self.size!r}")
+        if self.size > LARGEST:
+            raise UserError(f"dimension {self.name!r}: size must be less than 2^63")
 
     def __str__(self) -> str:
         return f"{self.name}:{self.size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError, known_names
@@ -20,6 +21,24 @@ _SIZES = {
 }
 DTYPES = tuple(_SIZES)
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+_EIGHT_BITS = re.compile("float8|fp8|f8|e4m3|e5m2")
+_MEANT = {
+    "bf16": "bfloat16",
+    "half": "float16",
+    "fp16": "float16",
+    "f16": "float16",
+    "float": "float32",
+    "single": "float32",
+    "fp32": "float32",
+    "f32": "float32",
+    "tf32": "float32",
+    "double": "float64",
+    "fp64": "float64",
+    "f64": "float64",
+    "int": "int32",
+    "long": "int64",
+}
+"""Other names of element types; of those with eight bits, the smallest there is."""
 
 
 def itemsize(dtype: str) -> int:
@@ -30,7 +49,10 @@ def itemsize(dtype: str) -> int:
 def check_dtype(dtype: str) -> str:
     """Returns `dtype`, or raises UserError if it is not an element type."""
     if dtype not in _SIZES:
-        raise UserError(f"dtype {dtype!r} is not supported; {known_names(str(dtype), _SIZES)}")
+        name = str(dtype).lower()
+        meant = "bfloat16" if _EIGHT_BITS.search(name) else _MEANT.get(name)
+        todo = f"write {meant}; known: {', '.join(sorted(_SIZES))}" if meant else known_names(name, _SIZES)
+        raise UserError(f"dtype {dtype!r} is not supported; {todo}")
     return dtype
 
 

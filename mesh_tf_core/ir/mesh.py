@@ -7,6 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dims import NAME
+
+MOST_DEVICES = 1 << 20
+"""Of one mesh: more than any job has."""
+DIGITS = 20
+"""Of a size that are read: Python refuses thousands of them."""
+NO_AXIS = ("none", "-")
+"""What rules write in place of an axis where a dimension is not split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +37,18 @@ class Mesh:
             pairs = tuple((n, s) for n, s in axes)
         object.__setattr__(self, "axes", pairs)
         for name, size in pairs:
-            if not isinstance(name, str) or not name or any(c in name for c in " :;,+[]"):
+            if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise UserError(f"mesh axis name {name!r}: use a non-empty name without spaces or ':;,+[]'")
+            if name in NO_AXIS:
+                raise UserError(f"mesh axis name {name!r}: in rules it means not split; use another name")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UserError(f"mesh axis {name!r}: size must be a positive integer, found {size!r}")
         names = [n for n, _ in pairs]
         for name in names:
             if names.count(name) > 1:
                 raise UserError(f"mesh {self}: axis {name!r} appears twice; give every axis its own name")
+        if self.devices > MOST_DEVICES:
+            raise UserError(f"mesh of {', '.join(names)}: more than {MOST_DEVICES:,} devices in all")
         object.__setattr__(self, "_sizes", dict(pairs))
 
     def __str__(self) -> str:
@@ -103,6 +115,7 @@ class Mesh:
 def _parse(text: str) -> Iterable[tuple[str, int]]:
     for part in filter(None, (p.strip() for p in text.replace(",", ";").split(";"))):
         name, colon, size = part.partition(":")
-        if not colon or not size.strip().isdigit():
+        size = size.strip()
+        if not colon or not (size.isascii() and size.isdigit()):
             raise UserError(f"mesh {text!r}: {part!r} is not NAME:SIZE; write for example 'data:8;model:4'")
-        yield name.strip(), int(size)
+        yield name.strip(), int(size[:DIGITS])

@@ -2,7 +2,7 @@
 
   required facets  roles, infer, kernel, flops, gradient
   optional facets  lower, operands, expand, moved, contraction, overhead, unreduced, summand, untrained,
-                   describe; each says what holds without it
+                   labels, describe; each says what holds without it
   facts            kind, free, linear, converts, divides, regroups, renames, derives_key: attributes of the
                    class, or properties where they depend on its fields
 
@@ -135,6 +135,7 @@ class Op:
         "unreduced",
         "summand",
         "untrained",
+        "labels",
         "describe",
     )
     FACTS: ClassVar = {
@@ -269,6 +270,11 @@ class Op:
     def untrained(self) -> tuple[Op, int] | None:
         """What stands for it where nothing is trained: an operation, and how many of its first operands that
         takes; without it, it does itself."""
+        return None
+
+    def labels(self, *inputs: TensorType) -> tuple[int, Dim] | None:
+        """Position of the input whose numbers each name an element of a dimension, and this dimension, where
+        a number beyond it is a mistake in the data; without it, there is none."""
         return None
 
     def describe(self) -> str:

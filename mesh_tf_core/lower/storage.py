@@ -16,6 +16,7 @@ gathered whole, in half precision, as a step begins (their section 3: 2 + 2 + 12
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -31,6 +32,27 @@ from mesh_tf_core.tracing.graph import Graph
 
 STAGES = ("layout", "zero1", "zero2", "zero3")
 """Names of the stages in plans."""
+_MEANT = {
+    "fsdp": "zero3",
+    "fullshard": "zero3",
+    "zero": "zero3",
+    "stage3": "zero3",
+    "3": "zero3",
+    "shardgradop": "zero2",
+    "stage2": "zero2",
+    "2": "zero2",
+    "distributedoptimizer": "zero1",
+    "stage1": "zero1",
+    "1": "zero1",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "ddp": "layout",
+    "none": "layout",
+    "zero0": "layout",
+    "0": "layout",
+}
+"""What other libraries call the stages, by ours."""
 Splits = tuple[Axes, ...]
 
 
@@ -39,7 +61,9 @@ def stage_number(name: str | int) -> int:
     if isinstance(name, int) and 0 <= name < len(STAGES):
         return name
     if name not in STAGES:
-        raise UserError(f"storage {name!r}: {known_names(str(name), STAGES)}")
+        meant = _MEANT.get(re.sub(r"[-_ ]", "", str(name)).lower())
+        todo = f"write {meant}; known: {', '.join(STAGES)}" if meant else known_names(str(name), STAGES)
+        raise UserError(f"storage {name!r}: {todo}")
     return STAGES.index(str(name))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import letter, mesh_text, plural, shorten
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.files import write_file
 from reports import theme
 from reports.page import compare
 from reports.page.answers import answers, axis_uses, subject
@@ -55,11 +56,7 @@ def write_report(
     Raises:
       UserError: as `report_html`, or the file cannot be written.
     """
-    text = report_html(plans, validation)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"cannot write the report to {str(path)!r}: {e.strerror}; give another file") from e
+    write_file(path, report_html(plans, validation), "the report")
 
 
 def _read(plans: Sequence[Mapping[str, Any] | PlanFile], checked: Mapping[str, Any] | None) -> list[PlanFile]:

@@ -154,4 +154,8 @@ def test_forms_of_a_program(refused: Callable[..., str]) -> None:
 def test_a_full_disk_is_one_line(run: Callable[..., Result]) -> None:
     done = run("search", "examples/mlp.py", "--mesh", "data:2", "--out", "/dev/full")
     assert done.exit_code == 2
-    assert "error: a file cannot be written: No space left on device" in done.stderr.splitlines()[-1]
+    line = (
+        "error: the plan '/dev/full' cannot be written: No space left on device; make room, or name another"
+    )
+    assert done.stderr.splitlines()[-1] == f"{line} place"
+    assert "the answer" in done.stdout

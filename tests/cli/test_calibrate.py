@@ -163,7 +163,7 @@ def test_new_estimates_for_a_tpu(
 
     found = tpu_compiled.shipped_probes("tpu-v5e")
     monkeypatch.setattr(tpu, "compile_probes", lambda *_: found)
-    for place, said in (("probes.json", "wrote "), ("nowhere/probes.json", "the estimates are not kept: ")):
+    for place, said in (("probes.json", "wrote "), ("no/where/probes.json", "the estimates are not kept: ")):
         monkeypatch.setattr(tpu_compiled, "SHIPPED", tmp_path / place)
         profile = tmp_path / "v5e.json"
         done = run("calibrate", "--target", "tpu-v5e", "--refresh", "--out", str(profile))

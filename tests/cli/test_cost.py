@@ -13,7 +13,7 @@ from typer.testing import Result
 
 import mesh_tf_core as mtf
 from costmodels.hardware import hardware_names, load_hardware, preset_content, write_profile
-from costmodels.hardware.profiles import profiles_directory
+from costmodels.hardware.profiles import made_profiles_directory, profiles_directory
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import price
 from examples.transformer_lm import model as transformer
@@ -214,7 +214,7 @@ def test_a_profile_in_the_cache_stands_for_its_preset(
     content = preset_content("cpu-local")
     content["summary"] = "calibrated for this test"
     content["chip"]["peak_flops"]["float32"]["value"] /= 100
-    write_profile(content, profiles_directory() / "cpu-local.json")
+    write_profile(content, made_profiles_directory() / "cpu-local.json")
     assert str(profiles_directory()).startswith(str(tmp_path))
     assert result("hardware", "cpu-local")["summary"] == "calibrated for this test"
     assert result(*COST)["predicted"]["compute_seconds"] > before

@@ -152,7 +152,7 @@ def test_written_to_a_file_and_as_json(
 ) -> None:
     out = tmp_path / "layout.txt"
     done = run("export", plan_file, "--to", "haliax", "--out", str(out))
-    assert (done.stdout, done.stderr) == ("", f"wrote {out}\n")
+    assert (done.stdout, done.stderr) == ("", f"wrote the layout to {out}\n")
     found = result("export", plan_file, "--to", "haliax")
     assert found.pop("format") == "layoutopt-export/1"
     assert found == {"to": "haliax", "mesh": {"data": 2, "model": 4}, "text": out.read_text(encoding="utf-8")}

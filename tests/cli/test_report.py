@@ -55,7 +55,7 @@ def test_details_are_worked_out_from_the_model(
     (tmp_path / "bare.json").write_text(json.dumps(bare), encoding="utf-8")
     done = run("report", str(tmp_path / "bare.json"), "--out", str(out))
     assert done.exit_code == 0
-    assert "--model MODEL fills in variables, operations and memory" in done.stderr
+    assert "--model MODEL, which fills in variables, operations and memory" in done.stderr
     assert 'id="pieces" class="absent"' in out.read_text(encoding="utf-8")
     done = run("report", str(tmp_path / "bare.json"), "--out", str(out), "--model", "examples/mlp.py")
     assert undated(out) == undated(written / "search.html")

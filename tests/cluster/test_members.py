@@ -77,3 +77,23 @@ def test_devices_are_dealt_out() -> None:
         Members(tuple(TWO), 0).devices_of(3)
     with pytest.raises(mtf.UserError, match="mesh has 4 devices, the cluster 2 processes of 4 devices"):
         Members(tuple(TWO), 0, 4).devices_of(4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"task": {"type": [], "index": 0}},
+        {"task": {"type": "worker", "index": float("inf")}},
+        {"devices_per_process": []},
+        {"devices_per_process": "2"},
+        {"devices_per_process": 1.5},
+        {"cluster": {"worker": ["host:²", "host:1"]}},
+        {"cluster": "[" * 5000},
+    ],
+)
+def test_what_a_description_must_not_hold(config: dict[str, Any]) -> None:
+    """Damage that the fuzz suite found."""
+    whole = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}, **config}
+    text = json.dumps(whole).replace('"' + "[" * 5000 + '"', "[" * 5000)
+    with pytest.raises(mtf.UserError, match=r"^cluster: "):
+        from_environment({"TF_CONFIG": text})

@@ -1,0 +1,90 @@
+"""What people who come from other tools type, and what to type here instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+OPTIONS = {
+    "--gpus": "--devices",
+    "--tpus": "--devices",
+    "--chips": "--devices",
+    "--num-devices": "--devices",
+    "--num-gpus": "--devices",
+    "--world-size": "--devices",
+    "--output": "--out",
+    "--mem": "--memory",
+    "--hbm": "--memory",
+    "--epochs": "--steps",
+    "--seconds": "--time-limit",
+    "--timeout": "--time-limit",
+}
+"""Other tools' options by ours."""
+FORMS = {
+    "pytorch": "jax",
+    "torch": "jax",
+    "fsdp": "jax",
+    "megatron": "jax",
+    "deepspeed": "jax",
+    "flax": "jax",
+    "equinox": "jax",
+    "haiku": "jax",
+    "keras": "jax",
+    "tensorflow": "dtensor",
+    "tf": "dtensor",
+    "mtf": "mesh-tensorflow",
+    "mesh_tensorflow": "mesh-tensorflow",
+    "levanter": "haliax",
+}
+"""Libraries by the form that is nearest to theirs."""
+
+UNPARSED = re.compile(", unable to parse string as an? (integer|number)$")
+"""The end of a message of typer's that says nothing new."""
+
+
+def usage(error: typer.TyperException, words: Sequence[str]) -> str:
+    """What is wrong with a command line in one line, with what to type.
+
+    Args:
+      words: the command line.
+    """
+    text = error.format_message().replace("Value error, ", "").strip().rstrip(".")
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return text
+    given = [_value(name, words) for name in getattr(getattr(error, "param", None), "opts", ())]
+    found = next(filter(None, given), "")
+    if found and repr(found) not in text:
+        text = f"{UNPARSED.sub('', text)}, found {found!r}"
+    hint = _hint(error, context, words)
+    return f"{text}; {f'{hint}; ' if hint else ''}see {context.command_path} --help"
+
+
+def _hint(error: Any, context: typer.Context, words: Sequence[str]) -> str:
+    asked = getattr(error, "option_name", None)
+    known = {name for param in context.command.params for name in getattr(param, "opts", ())}
+    if asked is not None and asked.startswith("-"):
+        value = _value(asked, words)
+        if (ours := OPTIONS.get(asked)) in known:
+            return f"write {ours}{f' {value}' if value else ''}"
+        if "--set" in known and asked.startswith("--"):
+            name = asked.removeprefix("--").replace("-", "_")
+            return f"a hyperparameter is set with --set {name}={value or 'VALUE'}"
+    if getattr(getattr(error, "param", None), "name", None) == "to":
+        near = FORMS.get(_value("--to", words).lower())
+        return f"the nearest form is --to {near}" if near else ""
+    return ""
+
+
+def _value(option: str, words: Sequence[str]) -> str:
+    """What follows an option, where it is given last."""
+    found = ""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == option:
+            found = "" if following.startswith("-") else following
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found

@@ -1,0 +1,177 @@
+"""The files that a model is made of: what a plan records of them, and whether they are the same today.
+
+A plan is data, and running a model file runs code. So a plan never decides what runs: its own word for the
+model is taken only for a .py file below the current folder which, with every local file that it imports,
+still has the SHA-256 that the plan records. All of this is read, and nothing run, before that is known.
+
+Local is what lies below the folders that a model file imports from: its own, and that of its package. Imports
+are found in the text of the files, at any depth; `loaded` adds those that a running model found otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from mesh_tf_core.errors import UserError
+
+Hashes = Mapping[str, str]
+"""Path from the folder of the model file, with '/', to SHA-256."""
+FUNCTION = "model"
+"""What builds a model, where no other function of the file is named."""
+MOST = 200
+"""Characters of a name that an error repeats."""
+_FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^:/]*))?")
+
+
+def file_and_function(source: str) -> tuple[Path, str] | None:
+    """The model file that a MODEL names, and the function in it; None for an installed module."""
+    match = _FILE.fullmatch(source)
+    if match is None:
+        return None
+    return Path(os.path.expanduser(match["file"])), match["function"] or FUNCTION
+
+
+def search_folders(path: Path) -> tuple[str, tuple[Path, ...]]:
+    """The module that a file is, and the folders that it imports from."""
+    name, top = path.stem, path.parent
+    while (top / "__init__.py").is_file():
+        name, top = f"{top.name}.{name}", top.parent
+    return name, tuple(dict.fromkeys((top, path.parent)))
+
+
+def hashes(path: Path, loaded: Iterable[Path] = ()) -> dict[str, str]:
+    """Every local file of the model file at `path`, by its hash.
+
+    Args:
+      loaded: files of modules that its model has imported.
+    """
+    folders = search_folders(path)[1]
+    found = [*closure(path), *(file for file in loaded if _is_local(file, folders))]
+    return {_shown(file, path): _sha256(file) for file in dict.fromkeys(found)}
+
+
+def trusted(source: str, recorded: Hashes) -> str:
+    """The model that a plan names, if that may be run.
+
+    Args:
+      source: what the user typed as MODEL when the plan was made.
+
+    Raises:
+      UserError: it may not, and why.
+    """
+    named = file_and_function(source)
+    if named is None:
+        raise UserError(f"its model {source[:MOST]!r} is not a .py file")
+    file, function = str(named[0])[:MOST], named[1]
+    if function != FUNCTION:
+        raise UserError(f"its model is another function than {FUNCTION!r} of {file!r}")
+    if not os.path.isfile(named[0]):
+        raise UserError(f"its model file {file!r} is not there")
+    path = named[0].resolve()
+    if not path.is_relative_to(Path.cwd().resolve()):
+        raise UserError(f"its model file {file!r} is not below the current folder")
+    if not recorded:
+        raise UserError(f"it records no SHA-256 of its model file {file!r}, as older versions did not")
+    for each in closure(path):
+        if (name := _shown(each, path)) not in recorded:
+            raise UserError(f"it records no SHA-256 of {name!r}, which its model file {file!r} imports")
+    for name, digest in recorded.items():
+        each = path.parent / name
+        if not os.path.isfile(each) or _sha256(each) != digest:
+            raise UserError(f"{name[:MOST]!r}, of its model, is not what it was: it has another SHA-256")
+    return source
+
+
+def closure(path: Path) -> list[Path]:
+    """A model file and all local files that it imports, directly or not; nothing is run."""
+    folders = search_folders(path)[1]
+    found: dict[Path, None] = {}
+    waiting = [path, *_packages(path)]
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found[file] = None
+            waiting += [each for each in _imported(file, folders) if not _is_installed(each)]
+    return list(found)
+
+
+def _imported(file: Path, folders: Sequence[Path]) -> Iterator[Path]:
+    """Local files that a file's text imports."""
+    if file.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, OSError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                for folder in folders:
+                    yield from _modules(folder, alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            named = node.module.split(".") if node.module else []
+            above = [file.parent, *file.parent.parents]
+            bases = above[node.level - 1 : node.level] if node.level else folders
+            for alias in node.names:
+                for base in bases:
+                    yield from _modules(base, [*named, alias.name])
+
+
+def _modules(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """The files of a module and of the packages around it, as far as there are any below a folder."""
+    for name in names:
+        for file in (folder / name / "__init__.py", folder / f"{name}.py"):
+            if file.is_file():
+                yield file
+        folder = folder / name
+
+
+def _packages(path: Path) -> Iterator[Path]:
+    """The `__init__` files of the packages that a model file is in, which run before it."""
+    folder = path.parent
+    while (init := folder / "__init__.py").is_file():
+        yield init
+        folder = folder.parent
+
+
+def loaded_files(before: Iterable[str]) -> tuple[Path, ...]:
+    """Files of the modules that were imported since; `before`: names of those that were there."""
+    known = set(before)
+    new = [module for name, module in list(sys.modules.items()) if name not in known]
+    files = [getattr(module, "__file__", None) for module in new]
+    return tuple(Path(file) for file in files if isinstance(file, str))
+
+
+def _is_local(file: Path, folders: Sequence[Path]) -> bool:
+    below = any(file.is_relative_to(folder) for folder in folders)
+    return below and file.is_file() and not _is_installed(file)
+
+
+def _is_installed(file: Path) -> bool:
+    return any(file.is_relative_to(folder) for folder in _installed())
+
+
+@cache
+def _installed() -> tuple[Path, ...]:
+    """Folders of the standard library, of installed packages and of this project: nobody's model."""
+    paths = sysconfig.get_paths()
+    ours = Path(__file__).resolve().parents[2]
+    packages = [ours / name for name in ("layoutopt", "costmodels", "mesh_tf_core", "reports")]
+    return (*packages, *(Path(paths[kind]) for kind in ("stdlib", "purelib", "platlib")))
+
+
+def _shown(file: Path, model: Path) -> str:
+    return Path(os.path.relpath(file, model.parent)).as_posix()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

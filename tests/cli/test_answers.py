@@ -1,0 +1,283 @@
+"""Wrong input of every kind: what was asked, what was found, and what to type instead."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+import mesh_tf_core as mtf
+from layoutopt.cli.hints import FORMS, OPTIONS
+from layoutopt.models.loading import load_model
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.mesh import MOST_DEVICES
+
+MLP = "examples/mlp.py"
+ON = (MLP, "--mesh", "data:2")
+TWENTY, MANY = "9" * 20, "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        pytest.param(["cost", *ON, "--memory", "16"], "has no unit; write --memory 16GiB if", id="GiB"),
+        pytest.param(["cost", *ON, "--memory", "81920"], "write --memory 81920MiB if", id="MiB"),
+        pytest.param(["cost", *ON, "--hardware", "H100"], "did you mean 'h100'? known:", id="H100"),
+        pytest.param(
+            ["search", *ON, "--batch", "64"], "a hyperparameter is set with --set batch=64; see", id="batch"
+        ),
+        pytest.param(
+            ["cost", *ON, "--dtype=bfloat16"], "a hyperparameter is set with --set dtype=bfloat16", id="dtype"
+        ),
+        pytest.param(
+            ["cost", *ON, "--learning-rate"], "is set with --set learning_rate=VALUE", id="no value"
+        ),
+        pytest.param(["search", MLP, "--gpus", "8"], "write --devices 8; see", id="gpus"),
+        pytest.param(["cost", *ON, "--storage", "fsdp"], "storage 'fsdp': write zero3; known:", id="fsdp"),
+        pytest.param(["search", *ON, "--storage", "layout,ZeRO-3"], "'ZeRO-3': write zero3;", id="ZeRO-3"),
+        pytest.param(
+            ["cost", *ON, "--set", "dtype=float8_e4m3fn"],
+            "dtype 'float8_e4m3fn' is not supported; write bfloat16; known: bfloat16, bool,",
+            id="float8",
+        ),
+        pytest.param(["cost", *ON, "--set", "dtype=bf16"], "write bfloat16; known:", id="bf16"),
+        pytest.param(
+            ["export", "plan.json", "--to", "pytorch"], "the nearest form is --to jax; see", id="pytorch"
+        ),
+        pytest.param(
+            ["export", "plan.json", "--to=TF"], "the nearest form is --to dtensor; see", id="TensorFlow"
+        ),
+    ],
+)
+def test_what_to_type(refused: Callable[..., str], args: list[str], said: str) -> None:
+    assert said in refused(*args)
+
+
+def test_every_answer_is_a_word_that_is_there(refused: Callable[..., str]) -> None:
+    import typer
+
+    from layoutopt.cli import app
+    from layoutopt.cli.export import Library
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = {name for command in commands.values() for param in command.params for name in param.opts}
+    assert set(OPTIONS.values()) <= known and not set(OPTIONS) & {"--mesh", "--hardware"}
+    assert set(FORMS.values()) <= {each.value for each in Library}
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        pytest.param(["cost", MLP, "--mesh", "data:²"], "'data:²' is not NAME:SIZE", id="mesh"),
+        pytest.param(["cost", MLP, "--mesh", "data:٢"], "is not NAME:SIZE", id="Arabic digits"),
+        pytest.param(["cost", *ON, "--set", "batch=²"], "'²' is not a whole number", id="hyperparameter"),
+        pytest.param(["cost", *ON, "--set", "learning_rate=٣"], "is not a number", id="float"),
+        pytest.param(["cost", *ON, "--memory", "²GiB"], "is not an amount of memory", id="memory"),
+        pytest.param(["cost", *ON, "--memory", "١٦GiB"], "is not an amount of memory", id="Arabic memory"),
+        pytest.param(["search", *ON, "--microbatches", "²"], "is not a list of numbers", id="microbatches"),
+        pytest.param(["search", *ON, "--top", "²"], "should be a valid integer, found '²'", id="option"),
+        pytest.param(
+            ["cost", *ON, "--hardware", "a100", "--set-hardware", "node_egress=²GB/s"],
+            "NAME=NUMBER",
+            id="set",
+        ),
+        pytest.param(
+            ["cost", MLP, "--mesh", f"data:{TWENTY}"], "more than 1,048,576 devices", id="20 digits"
+        ),
+        pytest.param(
+            ["cost", MLP, "--mesh", f"data:{MANY}"], "more than 1,048,576 devices", id="5,000 digits"
+        ),
+        pytest.param(
+            ["cost", *ON, "--set", f"batch={TWENTY}"], "size must be less than 2^63", id="dimension"
+        ),
+        pytest.param(["cost", *ON, "--set", f"batch={MANY}"], "is not a whole number", id="5,000 of one"),
+        pytest.param(["search", MLP, "--devices", TWENTY], "at most 1,048,576 are searched", id="devices"),
+        pytest.param(
+            ["search", MLP, "--devices", MANY], "exceeded maximum size, found '9999", id="5,000 of devices"
+        ),
+        pytest.param(["search", *ON, "--top", "2000000000"], "at most 1,000 are listed", id="top"),
+        pytest.param(
+            ["validate", *ON, "--layouts", "2000000000"], "less than or equal to 1000", id="layouts"
+        ),
+        pytest.param(["search", MLP, "--devices", "8", "--max-axes", "2000000000"], "at most 8", id="axes"),
+        pytest.param(["launch", "-n", "2000000000", "train", MLP], "less than or equal to 256", id="workers"),
+        pytest.param(["validate", *ON, "--seed", "-1"], "greater than or equal to 0", id="seed"),
+        pytest.param(["train", *ON, "--timeout", "nan"], "10000000, found 'nan'", id="nan"),
+        pytest.param(["train", *ON, "--timeout", "inf"], "10000000, found 'inf'", id="for ever"),
+        pytest.param(["cost", MLP, "--mesh", "none:2"], "in rules it means not split", id="none"),
+        pytest.param(["cost", MLP, "--mesh", "-:2"], "in rules it means not split", id="hyphen"),
+        pytest.param(["cost", MLP, "--mesh", "da\0ta:2"], "use a non-empty name without spaces", id="NUL"),
+        pytest.param(["cost", *ON, "--layout", "x" * 5000], "is not DIM:AXIS", id="a long layout"),
+        pytest.param(["cost", *ON, "--hardware", "x" * 5000], "is not known", id="a long name"),
+        pytest.param(["cost", "x" * 5000 + ".py"], "does not exist", id="a long file"),
+        pytest.param(["cost", "a\0.py"], "does not exist", id="a file with NUL"),
+        pytest.param(["solve-problem", "a\0"], "embedded null byte", id="a problem with NUL"),
+        pytest.param(["cost", *ON, "--set", "layers=" + "(" * 300], "is not a whole number", id="nested"),
+    ],
+)
+def test_numbers_and_names_that_nobody_means(refused: Callable[..., str], args: list[str], said: str) -> None:
+    line = refused(*args)
+    assert said in line and len(line) < 2000 and line.isprintable()
+
+
+@pytest.mark.parametrize("levels", [100, 900, 1100, 100_000])
+def test_deeply_nested_json(refused: Callable[..., str], tmp_path: Path, levels: int) -> None:
+    """Wherever JSON is read: in whole files, and in one of their fields."""
+    deep = "[" * levels + "]" * levels
+    file = tmp_path / "deep.json"
+    plan = {"format": "layoutopt-plan/1", "model": {"name": "x", "hparams": "DEEP"}, "mesh": "DEEP"}
+    for content in (deep, f'{{"like": {deep}}}', json.dumps(plan).replace('"DEEP"', deep)):
+        file.write_text(content, encoding="utf-8")
+        refused("cost", MLP, "--layout", str(file))
+        refused("cost", *ON, "--hardware", str(file))
+        refused("explain", str(file))
+        refused("report", str(file), "--out", str(tmp_path / "x.html"))
+        refused("solve-problem", str(file))
+
+
+def test_json_as_windows_writes_it(run: Callable[..., Result], tmp_path: Path) -> None:
+    """With a mark of its byte order."""
+    plan, hardware = tmp_path / "plan.json", tmp_path / "mine.json"
+    assert run("search", *ON, "--out", str(plan), "--quiet").exit_code == 0
+    hardware.write_text('{"like": "tpu-v2", "name": "mine"}', encoding="utf-8-sig")
+    plan.write_text(plan.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert run("cost", MLP, "--layout", str(plan), "--hardware", str(hardware)).exit_code == 0
+
+
+def test_a_user_without_a_home(
+    run: Callable[..., Result], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that gives an unknown user id."""
+    import pwd
+
+    def unknown(uid: int) -> Any:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert run("cost", *ON).exit_code == 0
+    assert run("hardware").exit_code == 0
+    assert "there is no home directory to keep the profile in; name a file with --out" in refused(
+        "calibrate", "--mesh", "data:2"
+    )
+    assert "model file '~/x.py' does not exist" in refused("cost", "~/x.py", "--mesh", "data:2")
+
+
+def test_names_of_the_library_itself() -> None:
+    for bad in ("a\0b", "none", "", "a b", "\x1b[31m", "a\x85"):
+        with pytest.raises(UserError, match="mesh axis name"):
+            mtf.Mesh({bad: 2})
+    for bad in ("a\0b", "", "a b", "\x1b[31m"):
+        with pytest.raises(UserError, match="dimension name"):
+            mtf.Dim(bad, 2)
+    with pytest.raises(UserError, match="more than 1,048,576 devices"):
+        mtf.Mesh({"a": MOST_DEVICES, "b": 2})
+    assert mtf.Mesh({"a": MOST_DEVICES}).devices == MOST_DEVICES
+    with pytest.raises(UserError, match=r"less than 2\^63"):
+        mtf.Dim("a", 2**63)
+
+
+# -- batches -------------------------------------------------------------------------------------------------
+
+LITTLE = """
+import numpy as np
+import mesh_tf_core as mtf
+
+def model():
+    g = mtf.Graph()
+    b, c = mtf.Dim("batch", 4), mtf.Dim("classes", 10)
+    x, y = g.input("x", [b, c], "float32"), g.input("label", [b])
+    loss = mtf.softmax_cross_entropy(x * g.variable("w", [c], mtf.ONES), y, c)
+    {mask}
+    return mtf.Model(mtf.reduce_mean(loss), mtf.SGD(0.1))
+
+def data():
+    x, y = np.zeros((4, 10), np.float32), np.arange(4, dtype=np.int32)
+    yield dict(x=x, label=y)
+    yield {batch}
+"""
+
+
+def second_batch(folder: Path, batch: str, mask: str = "") -> Any:
+    """The batch that a model file's data gives after a good one."""
+    file = folder / "little.py"
+    file.write_text(LITTLE.format(batch=batch, mask=mask))
+    batches = load_model(str(file)).data()
+    next(batches)
+    return next(batches)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ("None", "data() gave a NoneType, not a dict"),
+        ("'text'", "data() gave a str, not a dict"),
+        ("dict(x=None, label=y)", "batch input 'x' is nothing, not an array of numbers"),
+        ("dict(x='text', label=y)", "batch input 'x' is a value of type str, not an array of numbers"),
+        ("dict(x=x.tolist(), label=y)", "'x' is a value of type list, not an array of numbers; make it one"),
+        ("dict(x=np.full((4, 10), 'a'), label=y)", "'x' is an array of <U1, not an array of numbers"),
+        ("dict(x=np.full((4, 10), None), label=y)", "'x' is an array of object, not an array of numbers"),
+        (
+            "dict(x=x, label=y + 7)",
+            "batch input 'label' has the label 10, but 'classes' has 10 elements, 0 to 9",
+        ),
+        ("dict(x=x, label=y - 1)", "has the label -1, but 'classes' has 10 elements"),
+        ("dict(x=x, label=y.astype(np.int64) + 2**40)", "has the label 1099511627779, but 'classes'"),
+        ("{0: x}", "a batch lacks the input 'x'; known: 0"),
+    ],
+)
+def test_batches_that_are_none(tmp_path: Path, batch: str, said: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        second_batch(tmp_path, batch)
+    assert said in str(refusal.value) and str(refusal.value).startswith(str(tmp_path / "little.py"))
+
+
+def test_labels_that_a_model_masks(tmp_path: Path) -> None:
+    """Negative ones mark padding where a model looks for them; larger ones mean nothing anywhere."""
+    mask = "loss = loss * (y >= 0).cast('float32')"
+    assert second_batch(tmp_path, "dict(x=x, label=y - 1)", mask)["label"].min() == -1
+    with pytest.raises(UserError, match="has the label 10"):
+        second_batch(tmp_path, "dict(x=x, label=y + 7)", mask)
+
+
+# -- exported names ------------------------------------------------------------------------------------------
+
+QUOTES = """
+import mesh_tf_core as mtf
+
+def model():
+    g = mtf.Graph("it's \\"quoted\\"\\n\\0 and more")
+    a, b = mtf.Dim("batch", 4), mtf.Dim("d'\\"\\\\", 4)
+    w = g.variable("w'\\"#\\\\", [b], mtf.ONES)
+    return mtf.Model(mtf.reduce_mean(g.input("x'\\"", [a, b], "float32") * w), mtf.SGD(0.1))
+"""
+
+
+@pytest.mark.parametrize("to", ["mesh-tensorflow", "dtensor", "jax", "haliax"])
+def test_quotes_in_names_are_exported_as_they_are(
+    run: Callable[..., Result], tmp_path: Path, to: str
+) -> None:
+    (tmp_path / "quotes.py").write_text(QUOTES)
+    plan, axis = tmp_path / "plan.json", "m'\"\\"
+    args = ("--mesh", f"{axis}:2", "--pin", f"d'\"\\:{axis}", "--out", str(plan), "--quiet")
+    done = run("search", str(tmp_path / "quotes.py"), *args, "--storage", "layout", "--microbatches", "1")
+    assert done.exit_code == 0, done.stderr
+    text = run("export", str(plan), "--to", to).stdout
+    found: dict[str, Any] = {}
+    exec(compile(text.replace("from tensorflow.experimental import dtensor", ""), to, "exec"), found)
+    if to == "mesh-tensorflow":
+        assert found["mesh_shape"] == f"{axis}:2" and f"d'\"\\:{axis}" in found["layout"]
+    elif to == "dtensor":
+        assert found["MESH_AXES"] == [(axis, 2)]
+    else:
+        assert found["MESH_AXES"] == (axis,) and math.prod(found["MESH_SHAPE"]) == 2
+    if to == "jax":
+        assert "w'\"#\\" in found["VARIABLES"] and tuple(found["INPUTS"]["x'\""]) == (None, axis)

@@ -1,0 +1,297 @@
+"""A plan is data: what it says of its model is run only if the user named it, or it still is what it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from layoutopt.cli import app
+from layoutopt.models.recorded import closure, hashes
+from tests.cli.conftest import ROOT
+
+MODEL = """
+import mesh_tf_core as mtf
+from parts import WIDTH
+
+def model(batch: int = 8):
+    with open("ran", "a") as ran:
+        ran.write("ran ")
+    g = mtf.Graph("little")
+    b, d = mtf.Dim("batch", batch), mtf.Dim("d", WIDTH)
+    x = g.input("x", [b, d], "float32")
+    w = g.variable("w", [d, mtf.Dim("out", 4)], mtf.Normal(0.1))
+    return mtf.Model(mtf.reduce_mean(mtf.einsum([x, w], [b, mtf.Dim("out", 4)])), mtf.SGD(0.1))
+
+def remove(path: str = "."):
+    with open("ran", "a") as ran:
+        ran.write("removed ")
+"""
+
+
+class Place:
+    """A folder with a model of two files, a plan with details, and the same plan as `--json` prints it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ran = folder, folder / "ran"
+        self.model, self.parts = folder / "model.py", folder / "parts.py"
+        self.plan, self.printed = folder / "plan.json", folder / "printed.json"
+
+    @property
+    def times(self) -> int:
+        """How often the model was built since the last look."""
+        count = len(self.ran.read_text().split()) if self.ran.exists() else 0
+        self.ran.unlink(missing_ok=True)
+        return count
+
+    def edit(self, **details: Any) -> None:
+        """Changes the details of both plans."""
+        for file in (self.plan, self.printed):
+            found = json.loads(file.read_text())
+            found["details"] |= details
+            file.write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a place."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "model.py").write_text(MODEL)
+    (folder / "parts.py").write_text("WIDTH = 4\n")
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(folder)
+        here.setattr(sys, "path", list(sys.path))
+        done = CliRunner().invoke(
+            app, ["search", "model.py", "--mesh", "data:2", "--json", "--out", "plan.json"]
+        )
+    assert done.exit_code == 0, done.stderr
+    (folder / "printed.json").write_text(done.stdout)
+    (folder / "ran").unlink()
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    shutil.copytree(made, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    return Place(tmp_path / "work")
+
+
+NEEDS = (["explain", "plan.json"], ["verify", "plan.json", "--topology", "v5e:2x2"])
+"""Commands that cannot do without the model."""
+ALONE = (["report", "plan.json"], ["export", "plan.json", "--to", "jax"])
+"""Those that can, from a plan with details."""
+
+
+def test_the_plan_records_the_hash_of_every_file(place: Place) -> None:
+    for file in (place.plan, place.printed):
+        details = json.loads(file.read_text())["details"]
+        assert details["source"] == "model.py"
+        assert details["source_sha256"] == hashes(place.model) and len(details["source_sha256"]) == 2
+
+
+@pytest.mark.parametrize("source", ["os:system", "subprocess:run", "model:model", "parts"])
+@pytest.mark.parametrize("command", NEEDS, ids=lambda c: c[0])
+def test_a_module_that_a_plan_names_is_not_imported(
+    refused: Callable[..., str], place: Place, command: list[str], source: str
+) -> None:
+    place.edit(source=source)
+    line = refused(*command)
+    assert f"its model {source!r} is not a .py file" in line
+    assert line.endswith("a plan does not decide what runs: name the model with --model MODEL")
+    assert place.times == 0
+
+
+@pytest.mark.parametrize("command", ALONE, ids=lambda c: c[0])
+def test_what_a_plan_says_is_enough_for_reports_and_exports(
+    run: Callable[..., Result], place: Place, command: list[str]
+) -> None:
+    for source in ("os:system", "model.py"):
+        place.edit(source=source)
+        assert run(*command).exit_code == 0
+        assert place.times == 0
+
+
+def test_a_plan_without_details_is_shown_as_far_as_it_goes(
+    run: Callable[..., Result], refused: Callable[..., str], place: Place
+) -> None:
+    place.edit(source="os:system")
+    done = run("report", "printed.json")
+    assert done.exit_code == 0 and (place.folder / "report.html").is_file()
+    assert "its model 'os:system' is not a .py file" in done.stderr
+    assert "--model MODEL, which fills in variables, operations and memory" in done.stderr
+    for to in ("mesh-tensorflow", "haliax"):
+        assert run("export", "printed.json", "--to", to).exit_code == 0
+    for to in ("jax", "dtensor", "maxtext"):
+        assert "a plan does not decide what runs" in refused("export", "printed.json", "--to", to)
+    assert place.times == 0
+    assert run("report", "printed.json", "--model", "model.py").exit_code == 0
+    assert place.times > 0
+
+
+def test_the_same_file_is_run_and_a_changed_one_is_not(
+    run: Callable[..., Result], refused: Callable[..., str], place: Place
+) -> None:
+    assert run("explain", "plan.json", "--quiet").exit_code == 0
+    assert place.times > 0
+    text = place.parts.read_text()
+    place.parts.write_text(text + "# harmless\n")
+    line = refused("explain", "plan.json")
+    assert "'parts.py', of its model, is not what it was: it has another SHA-256" in line
+    assert place.times == 0
+    assert run("explain", "plan.json", "--model", "model.py", "--quiet").exit_code == 0
+    assert place.times > 0
+    place.parts.write_text(text)
+    place.model.write_text(place.model.read_text() + "\n")
+    assert "'model.py', of its model, is not what it was" in refused("explain", "plan.json")
+    assert place.times == 0
+
+
+def test_a_file_that_is_imported_and_not_recorded_is_not_run(
+    refused: Callable[..., str], place: Place
+) -> None:
+    """Also one that now stands before an installed module of that name."""
+    (place.folder / "mesh_tf_core.py").write_text(f"open({str(place.ran)!r}, 'a').write('shadow ')\n")
+    assert "it records no SHA-256 of 'mesh_tf_core.py', which its model" in refused("explain", "plan.json")
+    (place.folder / "mesh_tf_core.py").unlink()
+    place.edit(source_sha256={name: h for name, h in hashes(place.model).items() if name == "model.py"})
+    assert "it records no SHA-256 of 'parts.py', which its model" in refused("explain", "plan.json")
+    assert place.times == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("model.py:remove", "its model is another function than 'model' of 'model.py'"),
+        ("gone.py", "its model file 'gone.py' is not there"),
+        ("../outside.py", "its model file '../outside.py' is not below the current folder"),
+        ("link.py", "its model file 'link.py' is not below the current folder"),
+        ("a\0.py", "its model file 'a\\x00.py' is not there"),
+        ("x" * 5000 + ".py", "is not there"),
+        (".py", "its model '.py' is not a .py file"),
+    ],
+)
+def test_other_files_and_functions(refused: Callable[..., str], place: Place, source: str, said: str) -> None:
+    outside = place.folder.parent / "outside.py"
+    shutil.copy(place.model, outside)
+    (place.folder / "link.py").symlink_to(outside)
+    place.edit(source=source)
+    assert said in refused("explain", "plan.json")
+    assert place.times == 0
+
+
+def test_a_plan_of_an_older_version_needs_its_model_named(
+    run: Callable[..., Result], refused: Callable[..., str], place: Place
+) -> None:
+    place.edit(source_sha256={})
+    line = refused("explain", "plan.json")
+    assert "it records no SHA-256 of its model file 'model.py', as older versions did not" in line
+    assert place.times == 0
+    assert run("explain", "plan.json", "--model", "model.py", "--quiet").exit_code == 0
+
+
+def test_recorded_names_are_only_compared(refused: Callable[..., str], place: Place) -> None:
+    """Neither a pipe that nobody writes to, nor a device, nor a folder makes anything wait."""
+    os.mkfifo(place.folder / "pipe")
+    known = hashes(place.model)
+    for name in ("pipe", "/dev/zero", "/", "..", "a\0b", "x" * 5000, ""):
+        place.edit(source_sha256={**known, name: "0" * 64})
+        assert "is not what it was" in refused("explain", "plan.json")
+    assert place.times == 0
+
+
+def test_the_form_with_what_it_leaves_out_needs_no_model(run: Callable[..., Result], place: Place) -> None:
+    """What the layout alone holds is said where the model may be run."""
+    found = json.loads(place.plan.read_text())
+    found["microbatches"] = 2
+    place.plan.write_text(json.dumps(found))
+    done = run("export", "plan.json", "--to", "haliax", "--json")
+    assert json.loads(done.stdout)["peak_memory_bytes"] > 0 and place.times > 0
+    place.edit(source="os:system")
+    done = run("export", "plan.json", "--to", "haliax", "--json")
+    told = json.loads(done.stdout)
+    assert told["not_said"] == {"microbatches": 2} and "peak_memory_bytes" not in told
+    assert "not in this form: 2 microbatches" in done.stderr and place.times == 0
+
+
+def test_exports_from_the_plan_and_from_its_model_are_the_same(
+    run: Callable[..., Result], place: Place
+) -> None:
+    for to in ("mesh-tensorflow", "dtensor", "jax", "haliax"):
+        alone = run("export", "plan.json", "--to", to).stdout
+        assert place.times == 0
+        assert run("export", "plan.json", "--to", to, "--model", "model.py").stdout == alone
+        assert place.times > 0
+
+
+def test_splits_over_axes_that_are_not_there(refused: Callable[..., str], place: Place) -> None:
+    found = json.loads(place.plan.read_text())
+    found["details"]["variables"][0]["splits"][0] = ["nowhere"]
+    place.plan.write_text(json.dumps(found))
+    assert "over axis 'nowhere', which its mesh data:2 lacks" in refused("export", "plan.json", "--to", "jax")
+
+
+# -- local imports -------------------------------------------------------------------------------------------
+
+
+def names(folder: Path, main: str = "model.py") -> set[str]:
+    return {str(p.relative_to(folder)) for p in closure((folder / main).resolve())}
+
+
+def test_imports_are_followed_wherever_they_are_written(tmp_path: Path) -> None:
+    for name, text in {
+        "model.py": "import a\nimport b.c\nfrom d import e, f\nif a:\n    import g\n",
+        "a.py": "def late():\n    import h\n",
+        "b/__init__.py": "",
+        "b/c.py": "from . import x\nfrom .x import y\nfrom ..a import z\n",
+        "b/x.py": "import numpy, json, os.path\nimport mesh_tf_core\n",
+        "d/e.py": "",
+        "d/f/__init__.py": "from .inner import *\n",
+        "d/f/inner.py": "this is not python\n",
+        "g.py": "import model\n",
+        "h.py": "",
+        "unused.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    wanted = {"model.py", "a.py", "b/__init__.py", "b/c.py", "b/x.py", "d/e.py", "d/f/__init__.py"}
+    assert names(tmp_path) == wanted | {"d/f/inner.py", "g.py", "h.py"}
+
+
+def test_a_model_in_a_package_has_its_package(tmp_path: Path) -> None:
+    package = tmp_path / "pack" / "models"
+    package.mkdir(parents=True)
+    for name, text in {
+        "../__init__.py": "",
+        "__init__.py": "from pack import setup\n",
+        "little.py": "from ..shared import x\n",
+        "../shared.py": "",
+        "../setup.py": "",
+    }.items():
+        (package / name).write_text(text)
+    found = hashes((package / "little.py").resolve())
+    assert set(found) == {"little.py", "__init__.py", "../__init__.py", "../shared.py", "../setup.py"}
+
+
+def test_what_a_running_model_imports_by_name_is_recorded_too(tmp_path: Path) -> None:
+    from layoutopt.models.loading import load_model
+
+    (tmp_path / "by_name_only.py").write_text("WIDTH = 3\n")
+    text = (ROOT / "examples/mlp.py").read_text()
+    late = "    import importlib\n    importlib.import_module('by_name_' + 'only')\n"
+    (tmp_path / "found.py").write_text(text.replace("    g = mtf.Graph(", f"{late}    g = mtf.Graph(", 1))
+    loaded = load_model(str(tmp_path / "found.py"))
+    assert set(loaded.hashes()) == {"found.py", "by_name_only.py"}
+
+
+def test_the_examples_are_small() -> None:
+    """Neither this project nor what is installed is anybody's model."""
+    found = names(ROOT, "examples/transformer_lm.py")
+    assert found == {"examples/transformer_lm.py", "examples/text.py", "examples/__init__.py"}
