@@ -18,6 +18,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import StopGradient, constant_like
+from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B
@@ -114,6 +115,7 @@ class Dropout(Op):
         return Roles(parallel=inputs[0].shape.names)
 
     def infer(self, *inputs: TensorType) -> TensorType:
+        need_fractions("dropout", inputs[0])
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
