@@ -256,6 +256,9 @@ class JaxKernel:
             return self.cast(value, dtype)
         return np.asarray(value).astype(np_dtype(dtype))
 
+    def together(self, fn: Callable[..., T], *xs: T) -> T:
+        return fn(self, *xs)
+
     def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         return lax.scan(lambda state, i: step(i, state), list(carried), jnp.arange(n, dtype=jnp.int32))
 

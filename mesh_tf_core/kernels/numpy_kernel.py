@@ -229,6 +229,9 @@ class NumpyKernel:
     def scalar(self, value: Any, dtype: str) -> A:
         return np.asarray(value).astype(np_dtype(dtype))
 
+    def together(self, fn: Callable[..., A], *xs: A) -> A:
+        return fn(self, *xs)
+
     def loop(self, n: int, step: Step, carried: Sequence[A]) -> tuple[list[A], list[A]]:
         state, parts = list(carried), []
         for i in range(n):

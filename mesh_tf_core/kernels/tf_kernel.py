@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,10 @@ _VIA_INT32 = frozenset(["lt", "le", "gt", "ge", "max", "min"])
 """Functions of bool that TensorFlow only has for numbers."""
 _VIA_INT64 = frozenset(["mod", "floordiv", "pow"])
 """Functions of uint32 that TensorFlow only has for signed numbers; 64 bits hold every operand."""
+
+
+_TOGETHER: dict[Callable[..., T], Callable[..., T]] = {}
+"""Compiled functions of `TfKernel.together`."""
 
 
 class TfKernel:
@@ -274,6 +279,12 @@ class TfKernel:
         wanted = tf.as_dtype(dtype)
         return tf.constant(np.asarray(value).astype(wanted.as_numpy_dtype), wanted)
 
+    def together(self, fn: Callable[..., T], *xs: T) -> T:
+        if fn not in _TOGETHER:
+            # Once for all devices, which then share what is compiled.
+            _TOGETHER[fn] = tf.function(partial(fn, XlaKernel()), autograph=False, jit_compile=True)
+        return _TOGETHER[fn](*xs)
+
     def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         made: list[T] = []
 
@@ -325,6 +336,9 @@ class XlaKernel(TfKernel):
     of a scatter or a softmax, which would be passes of their own."""
 
     compares = True
+
+    def together(self, fn: Callable[..., T], *xs: T) -> T:
+        return fn(self, *xs)
 
     def logsumexp(self, x: T, axis: int) -> T:
         if x.dtype.size == 2:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mesh_tf_core.ir.kernel import Attending, Kernel
 from mesh_tf_core.ops.common import dtype_name
-from mesh_tf_core.ops.random import NEXT, uniform
+from mesh_tf_core.ops.random import uniform
 
 MOST = 1 << 22
 """Logits of a block."""
@@ -79,7 +79,7 @@ def _rows(k: Kernel, a: Attending, axis: int, number: Any, count: int) -> Attend
         bias=part(a.bias),
         mask=part(a.mask),
         segments=a.segments and tuple(map(part, a.segments)),
-        noise=a.noise and (part(a.noise[0]), *a.noise[1:]),
+        noise=a.noise and (part(a.noise[0]), part(a.noise[1]), a.noise[2]),
     )
 
 
@@ -185,9 +185,8 @@ def _kept(k: Kernel, a: Attending, weights: Any) -> Any:
     """Weights, or their gradients, after dropout."""
     if a.noise is None:
         return weights
-    rows, keys, key = a.noise
-    index = k.binary("add", k.binary("mul", rows, k.scalar(NEXT, "uint32")), keys)
-    keep = k.binary("ge", uniform(k, index, key), k.scalar(a.rate, "float32"))
+    low, high, key = a.noise
+    keep = k.binary("ge", uniform(k, key, (low, high), _sizes(a.key)[-2]), k.scalar(a.rate, "float32"))
     wide = _wide(a)
     scaled = k.binary("mul", weights, k.scalar(1 / (1 - a.rate), wide))
     return k.where(keep, scaled, k.scalar(0.0, wide))

@@ -318,8 +318,9 @@ class _Copy:
         """The copy of what a tensor is made of; of a gradient's, in the dtype of its variable."""
         copy, variable = self.tensors[source], self.old.gradient_of.get(tensor)
         dtype = copy.dtype if variable is None else self.old.variables[variable].dtype
-        if copy.dtype != dtype and (source, dtype) in self.casts:
-            copy = self.tensors[self.casts[source, dtype]]
+        made = self.casts.get((source, dtype))
+        if copy.dtype != dtype and made in self.tensors:
+            return self.tensors[made]
         return copy.cast(dtype)
 
     def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
