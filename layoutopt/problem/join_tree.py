@@ -173,8 +173,7 @@ def _joined(members: dict[int, Relation], most: int) -> list[tuple[Relation, dic
         parts = {first: np.arange(len(joined))}
         tried = dict(left)
         while tried:
-            scope = set(joined.scope)
-            number = min(tried, key=lambda i: (len(set(tried[i].scope) - scope), len(tried[i]), i))
+            number = _next(joined, tried)
             other = tried.pop(number)
             matches = match(joined, other)
             if matches.count > most:
@@ -186,6 +185,18 @@ def _joined(members: dict[int, Relation], most: int) -> list[tuple[Relation, dic
             del left[number]
         found.append((joined, parts))
     return found
+
+
+def _next(joined: Relation, others: dict[int, Relation]) -> int:
+    """The one that brings the fewest new variables; before a product of small ones one that has all their
+    variables: joined with it, nothing has more rows than it has."""
+    scope = set(joined.scope)
+    number = min(others, key=lambda i: (len(set(others[i].scope) - scope), len(others[i]), i))
+    wanted = scope | set(others[number].scope)
+    around = [i for i, other in others.items() if wanted <= set(other.scope)]
+    widest = min(around, key=lambda i: (len(others[i]), i), default=number)
+    product = len(joined) * len(others[number])
+    return widest if wanted > scope and len(others[widest]) <= product else number
 
 
 def _bucket(v: int, joined: Relation, parts: dict[int, Ints]) -> tuple[Bucket, Relation]:

@@ -106,9 +106,10 @@ def test_a_cut_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other.predicted.step_seconds == plan.predicted.step_seconds
 
 
-def test_a_sum_of_many_tensors() -> None:
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_sum_of_many_tensors(chained: bool) -> None:
     """Twenty dimensions that nothing keeps apart: 3 ** 20 layouts of one cluster."""
-    plan = search(summed(20, 65536), mesh="data:2;model:4", hardware="tpu-v4")
+    plan = search(summed(20, 65536, chained), mesh="data:2;model:4", hardware="tpu-v4")
     assert plan.solver.status == "OPTIMAL" and plan.solver.gap == 0
     assert all(plan.layout.axes(f"d{i}") == ("data", "model") for i in range(20))
 
