@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from costmodels.hardware import Hardware, load_hardware
+from layoutopt.clock import Clock
 from layoutopt.optimize.k_best import k_best
 from layoutopt.optimize.planning import make_plan
 from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, Progress, Request, Rules, Standing
@@ -17,7 +18,6 @@ from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
-from layoutopt.problem.clock import Clock
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL

@@ -32,13 +32,13 @@ from layoutopt.cli.plan_tables import show_plan
 from layoutopt.cli.plans import where_of
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal
+from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
-    from layoutopt.problem.clock import Clock
     from mesh_tf_core.model import Model
 
 EXAMPLES = examples(
@@ -47,7 +47,7 @@ EXAMPLES = examples(
     'layoutopt search examples/mlp.py --mesh "data:4" --objective memory --pin "batch:data" --top 3 --json',
 )
 
-DETAILED = 1.7
+DETAILED = 1.4
 """Seconds after the time limit in which a plan's details are made."""
 
 
@@ -118,8 +118,6 @@ def search(
     quiet: QuietOption = False,
 ) -> None:
     """Find the best layout of a model, prove it, and show it with its alternatives."""
-    from layoutopt.problem.clock import Clock
-
     clock = Clock(time_limit)  # of all that this command does
     from costmodels.hardware import with_settings
     from layoutopt import search as find

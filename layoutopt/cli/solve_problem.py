@@ -11,11 +11,11 @@ import typer
 from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.clock import Clock
 from layoutopt.plan.units import duration_text
 
 if TYPE_CHECKING:
     from layoutopt.problem import Problem, Solution
-    from layoutopt.problem.clock import Clock
 
 EXAMPLES = examples(
     "layoutopt solve-problem problem.json",
@@ -42,11 +42,11 @@ def solve_problem(
     quiet: QuietOption = False,
 ) -> None:
     """Solve a problem in the general form, or in the contest's."""
+    clock = Clock(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
     from layoutopt.problem import load, solve
-    from layoutopt.problem.clock import Clock
 
-    clock, terminal = Clock(time_limit), Terminal(as_json, quiet)
+    terminal = Terminal(as_json, quiet)
     problem = load(file)
     with Bounds(terminal, problem.name, str) as bounds:
         found = solve(problem, solver.value, clock.rest, bounds.update)

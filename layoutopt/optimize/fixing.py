@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.extract import Draft
@@ -22,7 +23,6 @@ from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate
-from layoutopt.problem.clock import UNLIMITED, Clock
 from layoutopt.problem.form import Floats
 from layoutopt.problem.marginals import marginals
 from layoutopt.space.decisions import Decisions

@@ -31,6 +31,7 @@ from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.merging import merged
 from layoutopt.optimize.pool import Pool
 from layoutopt.optimize.request import ANSWERED, EXACT, SEARCHED, Request, Standing
+from layoutopt.optimize.restricted import held
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.units import size_text
@@ -167,10 +168,14 @@ class Search:
         if not self.listed:
             self.bound = 0.0
         elif memory:
-            self.bound = min(candidate.low for candidate in self.candidates)
+            self.bound = min(max(c.low, self._held(c.subproblem)) for c in self.candidates)
         else:
             bounds = [candidate.bound for candidate in self.candidates if candidate.low <= limit]
             self.bound = min([self.bound, *bounds])
+
+    def _held(self, subproblem: Subproblem) -> float:
+        """Bytes of variables that a device holds at least."""
+        return held(self.request.model, subproblem.mesh, subproblem.decided)
 
     def _last_look(self) -> None:
         """What was evaluated and is not in the pool yet; any layout that fits; simpler meshes."""

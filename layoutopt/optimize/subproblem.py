@@ -17,6 +17,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from costmodels.hardware import Hardware
+from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation, Evaluator
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.extract import Extraction, extract
@@ -35,7 +36,6 @@ from layoutopt.problem import (
     eliminate,
     solve,
 )
-from layoutopt.problem.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.layout import Layout
@@ -197,6 +197,8 @@ class SubproblemSearch:
         tries = self._tries()
         for attempt in range(tries + ATTEMPTS[0]):
             exact = attempt < tries
+            if attempt and clock.over:
+                break
             rows_limit = limit + ROUNDING if exact else limit * share
             problem = self._pinned(self.limited(rows_limit), pinned or {})
             problem = replace(problem, rows=(*problem.rows, *(unlike(b, problem.sizes) for b in banned)))
@@ -275,7 +277,9 @@ class SubproblemSearch:
         high = max((sum(map(_most, row.entries)) for row in self.rows), default=0.0)
         if best is not None:
             high = float(best.peak)
-        for _ in range(ROUNDS):
+        for round in range(ROUNDS):
+            if round and clock.over:
+                break
             levels = np.geomspace(max(low, 1.0), max(low, high, 1.0), LEVELS)
             problem = self._pinned(self._levelled(levels), pinned or {})
             solution = solve(problem, time_limit=clock.rest)
@@ -317,7 +321,7 @@ class SubproblemSearch:
         if start is not None and start not in found:
             found.append(start)
         floor = low
-        while found:
+        while found and not clock.over:
             # The fastest within one byte less may hold hardly less: far from the bound, half way is asked.
             peak = found[-1].peak
             near = peak - floor <= CLOSE * peak

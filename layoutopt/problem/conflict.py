@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from layoutopt.clock import Clock
 from layoutopt.problem.answer import Status
-from layoutopt.problem.clock import Clock
 from layoutopt.problem.form import Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.solve import solve
 

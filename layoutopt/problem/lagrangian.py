@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from layoutopt.clock import Clock
 from layoutopt.problem import enumeration as listing
-from layoutopt.problem.clock import Clock
 from layoutopt.problem.elimination import constant, tabled
 from layoutopt.problem.form import Bools, Floats, Ints, Problem, Sparse, Term
 from layoutopt.problem.incumbent import ALIKE, Incumbent

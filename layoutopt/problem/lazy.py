@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from layoutopt.clock import Clock
 from layoutopt.problem.answer import TOLERANCE, Evaluation, Status, evaluate, relative_gap
-from layoutopt.problem.clock import Clock
 from layoutopt.problem.form import Choices, Problem, Row
 from layoutopt.problem.linear import Constraint, Program, linearise
 from layoutopt.problem.solvers.base import Options, Raw, Request, Solver

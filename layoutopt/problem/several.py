@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from layoutopt.clock import Clock
 from layoutopt.problem.answer import Solution, Status
-from layoutopt.problem.clock import Clock
 from layoutopt.problem.form import Choices, Problem, ProblemError, Row, Sparse
 from layoutopt.problem.solve import solve
 

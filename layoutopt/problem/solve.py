@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from layoutopt.clock import Clock
 from layoutopt.problem.answer import TOLERANCE, Solution, Status, relative_gap
 from layoutopt.problem.anytime.improve import Improver
 from layoutopt.problem.anytime.network import least_use, network
-from layoutopt.problem.clock import Clock
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price, whole
@@ -31,7 +31,7 @@ SOLVERS: dict[str, Solver] = {"cp-sat": cp_sat.solve, "highs": highs.solve}
 MANY_CELLS, MOST_CELLS = 5000, 300_000
 """Values of all terms from which HiGHS is tried, and up to which it is where there is a time limit."""
 SPARE_FROM = 0.75
-GRACE = 0.5
+GRACE = 0.3
 """Seconds after the limit in which what stops by itself may do so."""
 NAMES = ("auto", "cp-sat", "highs", "exhaustive")
 

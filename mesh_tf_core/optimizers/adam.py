@@ -48,5 +48,4 @@ class Adam(Optimizer):
 
 
 def _power(base: float, exponent: Tensor) -> Tensor:
-    """base to the power exponent, which is positive."""
-    return exp(exponent * math.log(base)) if base else exponent * 0.0
+    return exp(exponent * math.log(base))

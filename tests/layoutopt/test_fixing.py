@@ -12,6 +12,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import pricer
+from layoutopt.clock import Clock
 from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import Draft, extract, legal_problem
 from layoutopt.formulation.table_prices import TablePrices
@@ -20,7 +21,6 @@ from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate
 from layoutopt.problem import evaluate as value_of
-from layoutopt.problem.clock import Clock
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.layout import Layout

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from layoutopt.clock import Clock
 from layoutopt.problem import Entry, Problem, Row, Status, Term, Variable, evaluate, lagrangian, solve
-from layoutopt.problem.clock import Clock
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price
 from tests.problem.strategies import problems, random_problem

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable
 
+from layoutopt.clock import Clock
 from layoutopt.problem.anytime.network import ROUNDED, Network
 from layoutopt.problem.anytime.search import LocalSearch
-from layoutopt.problem.clock import Clock
 from layoutopt.problem.form import Choices
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import whole

@@ -28,7 +28,7 @@ proven bound can be too high by is at most this times the number of groups (weak
 of reduced costs * x).
 """
 
-LATE = 0.5
+LATE = 0.2
 """Seconds after its time limit in which HiGHS may still answer."""
 
 _worker = Worker()

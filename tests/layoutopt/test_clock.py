@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from layoutopt.problem.clock import UNLIMITED, Clock, Late
+from layoutopt.clock import UNLIMITED, Clock, Late
 
 PAUSE = 0.005
 
