@@ -143,7 +143,7 @@ def _replace(place: Path, data: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _remember(place.parent)
+    sync_names(place.parent)
 
 
 def _put(handle: int, data: bytes) -> None:
@@ -152,7 +152,7 @@ def _put(handle: int, data: bytes) -> None:
         rest = rest[os.write(handle, rest) :]
 
 
-def _remember(folder: Path) -> None:
+def sync_names(folder: Path) -> None:
     """Puts a folder's names on the disk, where its file system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

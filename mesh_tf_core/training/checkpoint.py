@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.files import sync_names
 from mesh_tf_core.ir.dtypes import check_dtype, itemsize
 from mesh_tf_core.training import manifest as manifests
 from mesh_tf_core.training.locking import locked
@@ -195,14 +196,14 @@ def write(
             for number, name in enumerate(variables)
         }
         manifests.write(temporary / MANIFEST, Manifest(step=step, variables=files, extra=dict(extra)))
-        _sync(temporary)
+        sync_names(temporary)
         if final.exists():
             final.rename(root / f".{final.name}.replaced")
         temporary.rename(final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(root)
+    sync_names(root)
     _tidy(root)
     others = [path for _, path in listed(root) if path != final]
     for old in others[max(0, keep - 1) :]:
@@ -235,16 +236,6 @@ class _Hashing:
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Puts a folder's names on the disk, where its file system can."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- reading -------------------------------------------------------------------------------------------------
