@@ -11,7 +11,6 @@ from costmodels.hardware import load_hardware
 from examples.transformer_lm import model as transformer
 from layoutopt import Plan, search
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Outcome, SubproblemSearch
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.kind import Allowed
@@ -105,8 +104,7 @@ def test_what_is_not_proven_of_less_memory_is_still_bounded(monkeypatch: pytest.
 
 
 def test_without_time_there_is_a_plan_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Search, "_late", lambda self: True)
-    monkeypatch.setattr(Request, "late", property(lambda self: True))
+    monkeypatch.setattr(Request, "late", True)
     model = EXAMPLES["transformer"]()
     rng = random.Random(0)
     for objective in ("time", "memory", "pareto"):
@@ -118,7 +116,7 @@ def test_without_time_there_is_a_plan_by_name(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_time_and_nothing_by_name_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Search, "_late", lambda self: True)
+    monkeypatch.setattr(Request, "late", True)
     with pytest.raises(mtf.LimitError, match="nothing was found in the time given"):
         search(EXAMPLES["mlp"](), mesh="x:4", hardware="tpu-v3", memory=100, time_limit=1e6)
 
