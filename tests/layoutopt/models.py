@@ -37,21 +37,23 @@ SMALL = {
 
 
 def branching() -> mtf.Model:
-    """A branch in a loop that stops early, with products on one side only."""
+    """A branch in a loop that stops early, with products on one side only; their course depends on weights,
+    which parts of a batch have in common."""
     g = mtf.Graph("branching")
     batch, d, f = mtf.Dim("batch", 8), mtf.Dim("d", 16), mtf.Dim("f", 32)
     x = g.input("x", [batch, d], "float32")
     up, down = g.variable("up", [d, f], mtf.Normal(0.1)), g.variable("down", [f, d], mtf.Normal(0.1))
 
-    def step(h: mtf.Tensor) -> mtf.Tensor:
+    def step(h: mtf.Tensor, so_far: mtf.Tensor) -> tuple[mtf.Tensor, mtf.Tensor]:
         def wide() -> mtf.Tensor:
             return h + mtf.einsum([mtf.tanh(mtf.einsum([h, up], [batch, f])), down], [batch, d])
 
-        chosen = mtf.cond(mtf.reduce_sum(h) > 0.0, wide, lambda: h * 2.0)
+        chosen = mtf.cond(so_far > 0.0, wide, lambda: h * 2.0)
         assert isinstance(chosen, mtf.Tensor)
-        return chosen
+        return chosen, so_far + mtf.reduce_sum(down)
 
-    (y,) = mtf.while_loop(lambda h: mtf.reduce_max(h) < 9.0, step, [x], 3)
+    start = mtf.stop_gradient(mtf.reduce_sum(up))
+    y, _ = mtf.while_loop(lambda h, so_far: so_far < 9.0, step, [x, start], 3)
     halves = mtf.concat([mtf.slice_dim(y, d, 8, 8), mtf.slice_dim(y, d, 0, 8)], d)
     return mtf.Model(mtf.reduce_mean(mtf.square(halves * x)), mtf.Adam(0.01))
 
