@@ -76,6 +76,26 @@ class Builder(Scopes):
         raise NotImplementedError
 
 
+_INSTEAD = {
+    **{n: f"mtf.reduce_{n}(x, dims)" for n in ("sum", "mean", "max", "min", "any", "all", "prod")},
+    **dict.fromkeys(("reshape", "view", "flatten", "squeeze", "unsqueeze"), "mtf.reshape(x, dims)"),
+    **dict.fromkeys(("transpose", "permute", "T", "mT"), "mtf.transpose(x, dims); einsum needs no order"),
+    **dict.fromkeys(("matmul", "dot", "mm", "bmm"), "mtf.einsum([x, w], output)"),
+    **dict.fromkeys(("astype", "to", "float", "half", "bfloat16"), "x.cast(dtype)"),
+    **{n: f"mtf.{n}(x, dim)" for n in ("argmax", "argmin", "cumsum", "softmax", "sort")},
+    **{n: f"mtf.{n}(x)" for n in ("abs", "exp", "log", "sqrt", "tanh", "sigmoid", "square")},
+    "detach": "mtf.stop_gradient(x)",
+    "ndim": "len(x.shape)",
+    "size": "x.shape.size",
+    "backward": "mtf.gradients(loss, [x]), or mtf.Model(loss, optimizer)",
+}
+"""What other libraries' tensors have -> what to write."""
+
+
+class TensorAttributeError(UserError, AttributeError):
+    """Something that other libraries' tensors have, and what to write."""
+
+
 class Tensor:
     """A value of a graph: named dimensions and a dtype, no data and no device.
 
@@ -178,6 +198,29 @@ class Tensor:
 
     def __invert__(self) -> Tensor:
         return self.graph.unary("not", self)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        d = self.shape.names[0] if len(self.shape) else "dim"
+        raise UserError(
+            f"{self!r} goes by names, not by positions; write mtf.slice_dim(x, {d!r}, begin, size), "
+            f"mtf.dynamic_slice(x, position, {d!r}) for one place, or mtf.gather(x, ids, {d!r})"
+        )
+
+    def __iter__(self) -> NoReturn:
+        raise UserError(f"{self!r} has no order to go through; write mtf.unstack(x, dim), or mtf.scan")
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        raise UserError(
+            f"{self!r} @ {other!r}: dimensions are multiplied by name; write mtf.einsum([x, w], output) with "
+            "the dimensions that the result keeps"
+        )
+
+    __rmatmul__ = __matmul__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _INSTEAD:
+            raise TensorAttributeError(f"a tensor has no {name!r}; write {_INSTEAD[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def equal(self, other: Tensor | float) -> Tensor:
         """Element-wise equality (`==` compares handles, so that tensors can be dictionary keys)."""

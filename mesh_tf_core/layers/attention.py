@@ -27,11 +27,12 @@ Segments = tuple[Tensor, Tensor]
 
 FORMS = ("fused", "plain")
 """Attention as one operation, or written out."""
+BIASES = ("none", "qkv", "all")
 
 
 @dataclass(frozen=True)
 class Attention:
-    """softmax(q k / sqrt(d_kv)) v with projections (Vaswani et al. 2017, section 3.2), without biases.
+    """softmax(q k / sqrt(d_kv)) v with projections (Vaswani et al. 2017, section 3.2).
 
     Queries have dimensions [heads, d_kv]. With fewer heads of keys and values than of queries they are
     [heads: kv_heads, group, d_kv] and a group shares one (Ainslie et al. 2023, grouped-query); one head of
@@ -46,6 +47,7 @@ class Attention:
       dropout: rate on the weights.
       shared_kv: keys are the values: one projection for both.
       extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
+      biases: which projections add a learned bias: `none`, `qkv` (as Qwen 2), or `all` (as BERT, GPT-2, ViT).
       attention: `fused`, one operation that never holds all logits (`mtf.attention`); or `plain`, written out
         in products and a softmax. A kind of attention that makes logits or weights in its own way, and a text
         that grows position by position, are written out in any case.
@@ -61,6 +63,7 @@ class Attention:
     dropout: float = 0.0
     shared_kv: bool = False
     extra_logit: float | None = None
+    biases: str = "none"
     attention: str = "fused"
     length: str = "length"
     memory_length: str = "memory_length"
@@ -75,6 +78,13 @@ class Attention:
             raise UserError(
                 f"{type(self).__name__}: attention {self.attention!r}: {known_names(self.attention, FORMS)}"
             )
+        if self.biases not in BIASES:
+            raise UserError(
+                f"{type(self).__name__}: biases {self.biases!r}: {known_names(self.biases, BIASES)}"
+            )
+        steps = ("projections", "queries", "joined")
+        if self.biases != "none" and any(getattr(type(self), s) is not getattr(Attention, s) for s in steps):
+            raise UserError(f"{type(self).__name__}: its projections have no biases; leave biases='none'")
         if self.kv_heads < 0 or (self.kv_heads and self.heads.size % self.kv_heads):
             raise UserError(
                 f"{type(self).__name__}: heads={self.heads.size} must be a multiple of "
@@ -238,14 +248,14 @@ class Attention:
         """Queries of x, keys and values of the memory."""
         q, d = self.queries(x), x.dim(self.d_model)
         if self.shared_kv:
-            kv = project(memory, "kv", [d], [*self.kv_dims, self.d_kv])
+            kv = project(memory, "kv", [d], [*self.kv_dims, self.d_kv], self.biases != "none")
             return q, kv, kv
-        k = project(memory, "k", [d], [*self.kv_dims, self.d_kv])
-        return q, k, project(memory, "v", [d], [*self.kv_dims, self.d_kv])
+        k = project(memory, "k", [d], [*self.kv_dims, self.d_kv], self.biases != "none")
+        return q, k, project(memory, "v", [d], [*self.kv_dims, self.d_kv], self.biases != "none")
 
     def queries(self, x: Tensor) -> Tensor:
         """[others, d_model] -> [others, heads, d_kv]."""
-        return project(x, "q", [x.dim(self.d_model)], [*self.head_dims, self.d_kv])
+        return project(x, "q", [x.dim(self.d_model)], [*self.head_dims, self.d_kv], self.biases != "none")
 
     def relative(self, x: Tensor) -> Tensor:
         """int32 [length, memory_length]: the key's position minus the query's, for `RelativeBias`."""
@@ -294,7 +304,7 @@ class Attention:
 
     def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
         """The heads' outputs projected to x's dimensions."""
-        return project(mixed, "o", [*self.head_dims, self.d_kv], [x.dim(self.d_model)])
+        return project(mixed, "o", [*self.head_dims, self.d_kv], [x.dim(self.d_model)], self.biases == "all")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.initializers import ZEROS, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops import activations as piecewise
 from mesh_tf_core.ops import math as functions
@@ -16,6 +16,7 @@ from mesh_tf_core.ops.einsum import einsum
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": piecewise.elu,
     "gelu": functions.gelu,
+    "gelu_exact": lambda x: functions.gelu(x, exact=True),
     "leaky_relu": piecewise.leaky_relu,
     "linear": lambda x: x,
     "relu": functions.relu,
@@ -41,9 +42,13 @@ def check_rate(layer: object, rate: float) -> None:
         raise UserError(f"{type(layer).__name__}: dropout must be in [0, 1), found {rate}")
 
 
-def project(x: Tensor, name: str, reduced: Sequence[Dim], outputs: Sequence[Dim]) -> Tensor:
-    """x times a new weight [reduced, outputs], of standard deviation 1 / sqrt(size of reduced)."""
+def project(
+    x: Tensor, name: str, reduced: Sequence[Dim], outputs: Sequence[Dim], bias: bool = False
+) -> Tensor:
+    """x times a new weight [reduced, outputs], of standard deviation 1 / sqrt(size of reduced); with `bias`,
+    plus a new one [outputs], at first 0."""
     fan_in = Shape(reduced).size
     w = x.graph.variable(name, [*reduced, *outputs], Normal(1 / math.sqrt(fan_in)), activation_dtype=x.dtype)
     kept = [d for d in x.shape if d not in reduced]
-    return einsum([x, w], [*kept, *outputs])
+    y = einsum([x, w], [*kept, *outputs])
+    return y + x.graph.variable(f"{name}_bias", outputs, ZEROS, activation_dtype=x.dtype) if bias else y

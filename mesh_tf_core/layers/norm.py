@@ -15,11 +15,13 @@ class LayerNorm:
 
     Attributes:
       bias: adds a learned bias.
+      epsilon: is added to the variance.
     """
 
     dim: str = "d_model"
     bias: bool = False
     name: str = "norm"
+    epsilon: float = 1e-6
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same dimensions as x."""
@@ -27,35 +29,47 @@ class LayerNorm:
         with g.scope(self.name):
             scale = g.variable("scale", [d], ONES, activation_dtype=x.dtype)
             bias = g.variable("bias", [d], ZEROS, activation_dtype=x.dtype) if self.bias else None
-            return layer_norm(x, d, scale, bias)
+            return layer_norm(x, d, scale, bias, self.epsilon)
 
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """Root mean square 1 along `dim`, times a learned scale (Zhang & Sennrich 2019)."""
+    """Root mean square 1 along `dim`, times a learned scale (Zhang & Sennrich 2019).
+
+    Attributes:
+      epsilon: is added to the mean square.
+    """
 
     dim: str = "d_model"
     name: str = "norm"
+    epsilon: float = 1e-6
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same dimensions as x."""
         with x.graph.scope(self.name):
             scale = x.graph.variable("scale", [x.dim(self.dim)], ONES, activation_dtype=x.dtype)
-            return rms_norm(x, self.dim, scale)
+            return rms_norm(x, self.dim, scale, self.epsilon)
 
 
 @dataclass(frozen=True)
 class ScaleNorm:
     """Root mean square 1 along `dim`, times one learned number: length sqrt(d) x / |x| (Nguyen & Salazar
-    2019, section 2.2)."""
+    2019, section 2.2).
+
+    Attributes:
+      epsilon: is added to the mean square.
+    """
 
     dim: str = "d_model"
     name: str = "norm"
+    epsilon: float = 1e-6
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same dimensions as x."""
         with x.graph.scope(self.name):
-            return rms_norm(x, self.dim) * x.graph.variable("scale", [], ONES, activation_dtype=x.dtype)
+            return rms_norm(x, self.dim, epsilon=self.epsilon) * x.graph.variable(
+                "scale", [], ONES, activation_dtype=x.dtype
+            )
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,10 @@ def relu(x: Tensor) -> Tensor:
     return unary("relu", x)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """Gaussian error linear unit, tanh form (Hendrycks & Gimpel 2016)."""
-    return unary("gelu", x)
+def gelu(x: Tensor, exact: bool = False) -> Tensor:
+    """Gaussian error linear unit (Hendrycks & Gimpel 2016): in its tanh form, or `exact`, x times the normal
+    distribution function, as BERT, ViT and most encoders have it."""
+    return x * (unary("erf", x * 0.5**0.5) * 0.5 + 0.5) if exact else unary("gelu", x)
 
 
 def silu(x: Tensor) -> Tensor:

@@ -113,14 +113,20 @@ def normalize(x: Tensor, dim: Dim | str, epsilon: float = 1e-6, center: bool = T
     return x.graph.apply(Normalize(dim.name if isinstance(dim, Dim) else dim, epsilon, center), x)
 
 
-def layer_norm(x: Tensor, dim: Dim | str, scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def layer_norm(
+    x: Tensor,
+    dim: Dim | str,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    epsilon: float = 1e-6,
+) -> Tensor:
     """Layer normalisation (Ba et al. 2016) with optional learned scale and bias [dim]."""
-    y = normalize(x, dim)
+    y = normalize(x, dim, epsilon)
     y = y * scale if scale is not None else y
     return y + bias if bias is not None else y
 
 
-def rms_norm(x: Tensor, dim: Dim | str, scale: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, dim: Dim | str, scale: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
     """Root-mean-square normalisation (Zhang & Sennrich 2019) with an optional learned scale [dim]."""
-    y = normalize(x, dim, center=False)
+    y = normalize(x, dim, epsilon, center=False)
     return y * scale if scale is not None else y
