@@ -115,7 +115,7 @@ class Partial:
     def _load(self, path: Path) -> None:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            key, done = content["key"], {m["name"]: m for m in content["measurements"]}
+            key, done = dict(content["key"]), {m["name"]: m for m in content["measurements"]}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
                 f"partial results {str(path)!r} cannot be read; delete the file to start anew"
@@ -140,4 +140,4 @@ class Partial:
 
 
 def _words(key: dict[str, Any]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in key.items())
+    return ", ".join(" ".join(f"{k} {v}".split()) for k, v in key.items())

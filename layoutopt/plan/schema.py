@@ -279,4 +279,7 @@ def plan_file(found: Any, what: str = "the plan", on_damage: Told | None = None)
         on_damage(str(refusal(error, what, "its layout is whole and is used")))
     damaged = {str(place[1]) for place in places if len(place) > 1}
     kept = {k: v for k, v in found["details"].items() if k not in damaged} if damaged else {}
-    return PlanFile.model_validate({**found, "details": kept})
+    try:
+        return PlanFile.model_validate({**found, "details": kept})
+    except ValidationError as error:  # what is checked last, once all else is right
+        raise refusal(error, what, AGAIN) from None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import HypothesisWarning
 
 from mesh_tf_core.errors import UserError
 
@@ -132,5 +134,7 @@ def hunt(cases: int, more: bool, what: st.SearchStrategy[Any], look: Callable[[A
         seen += 1
         look(value)
 
-    each()
+    with warnings.catch_warnings():  # a large case must not hide what is wrong with it
+        warnings.simplefilter("ignore", HypothesisWarning)
+        each()
     assert seen >= cases

@@ -145,6 +145,15 @@ def test_nothing_but_its_own_kind_fits_a_schema(kind: type[Data], data: st.DataO
     assert kind.model_validate(found.to_json()) == found
 
 
+def test_a_layout_is_checked_though_its_details_are_damaged() -> None:
+    """What is checked last was not, for the details had been refused before; the fuzz suite found it."""
+    found = damaged(damaged(WHOLE, ("details", "by_kind"), []), ("layout", "batch"), ["nowhere"])
+    told: list[str] = []
+    with pytest.raises(UserError, match="splits over axis 'nowhere', which the mesh lacks"):
+        plan_file(found, "plan 'x'", told.append)
+    assert len(told) == 1 and "details.by_kind" in told[0]
+
+
 def test_what_a_newer_version_adds_is_kept() -> None:
     plan = sample.full_plan() | {"later": {"x": 1}}
     plan["details"]["lines"][0]["cache"] = "warm"

@@ -103,8 +103,12 @@ def test_partial_results_of_another_mesh_are_refused(tmp_path):
     file.write_text(json.dumps({"key": {"mesh": "data:4"}, "measurements": []}))
     with pytest.raises(UserError, match="are of mesh data:4, not of mesh data:2"):
         calibrate(MESH, resume=file, wanted=[])
-    file.write_text("{")
-    with pytest.raises(UserError, match="cannot be read; delete the file"):
+    for content in ("{", '{"key": 1, "measurements": []}', "[" * 5000):
+        file.write_text(content)
+        with pytest.raises(UserError, match="cannot be read; delete the file"):
+            calibrate(MESH, resume=file, wanted=[])
+    file.write_text(json.dumps({"key": {"a\nb": "c"}, "measurements": []}))
+    with pytest.raises(UserError, match="are of a b c, not of mesh"):
         calibrate(MESH, resume=file, wanted=[])
 
 
