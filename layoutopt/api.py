@@ -18,6 +18,7 @@ from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
+from layoutopt.refine.answer import refined
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
@@ -51,6 +52,7 @@ def search(
     on_better: Better | None = None,
     keep_best: bool = False,
     orders: str = "mesh",
+    refine: bool = False,
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -69,6 +71,8 @@ def search(
       which the model cannot be split, are left out.
       orders: whether a split over several axes has these in the order of the mesh ("mesh") or in every order
       ("all", which takes longer). A pin may have any order.
+      refine: then place dimensions otherwise in single operations, as if they had other names there, where
+        that takes less time (at most 40 s of looking).
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 
@@ -82,7 +86,7 @@ def search(
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
     lists = storage, recompute, microbatches
-    _check(mesh, devices, memory, objective, top, time_limit, max_axes, pins, forbid, *lists)
+    _check(mesh, devices, memory, objective, refine, top, time_limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
         parse_forbid(forbid),
@@ -144,7 +148,8 @@ def search(
 
     try:
         clock.within(SEARCHED, rank)
-        return plan()
+        found = plan()
+        return refined(found, request, keep_best) if refine and not candidates.stopped else found
     except KeyboardInterrupt:
         if not keep_best:
             raise
@@ -158,6 +163,7 @@ def _check(
     devices: Any,
     memory: Any,
     objective: Any,
+    refine: Any,
     top: Any,
     time_limit: Any,
     max_axes: Any,
@@ -172,6 +178,10 @@ def _check(
         raise UserError(f"objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
     if not isinstance(mesh, Mesh | str | None):
         raise UserError(f"mesh {mesh!r}: give a Mesh, or its axes as 'data:2;model:4'")
+    if refine and objective != "time":
+        raise UserError(
+            f"--refine looks for less time, not for less memory; leave --objective {objective} out"
+        )
     if (mesh is None) == (devices is None):
         raise UserError("give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)")
     for name, number in (("--devices", devices), ("--max-axes", max_axes), ("--top", top)):

@@ -72,7 +72,7 @@ class _Lint:
     def _work(self, axis: str, found: Repeated) -> Finding:
         ways = self.mesh.size(axis)
         fix, layout = self._split_more(axis, found.dims)
-        if all(axis not in axes for _, axes in self.layout.items()):
+        if axis not in self.layout.used:
             message = f"axis {axis!r} splits nothing: its {ways} devices all do the same work"
             return Finding("wasted axis", message, fix, layout)
         where = sorted(found.flops, key=lambda s: -found.flops[s])
@@ -92,7 +92,7 @@ class _Lint:
             if axis in self.layout.axes(name) or size % self.mesh.group_size(axes):
                 continue
             ordered = tuple(a for a in self.mesh.names if a in axes)
-            more = Layout({**dict(self.layout.items()), name: ordered})
+            more = self.layout.with_rules({name: ordered})
             seconds = self._seconds(more)
             if seconds is not None and (best is None or seconds < best[0]):
                 best = seconds, more, name

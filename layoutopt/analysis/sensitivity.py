@@ -17,11 +17,10 @@ from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
 from layoutopt.analysis.explain import Asked
 from layoutopt.plan import details
-from layoutopt.plan.build import Plan, options_of
+from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import Robustness
 from layoutopt.plan.units import mesh_option
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
-from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.model import Model
@@ -142,10 +141,10 @@ def _alternatives(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
         if not other.feasible or p is None or p.step_seconds > LONGEST * plan.predicted.step_seconds:
             continue
         options = options_of(other)
-        if (Layout(other.layout), options) == (plan.layout, plan.options):
+        if (layout_of(other), options) == (plan.layout, plan.options):
             continue
         try:
-            yield other.name, model.lower(Mesh(other.mesh), Layout(other.layout), options)
+            yield other.name, model.lower(Mesh(other.mesh), layout_of(other), options)
         except LayoutError:
             continue
 

@@ -150,8 +150,8 @@ def _show(
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
-        ("layout", layout_text(found.program.layout)),
-        *((name, words) for name, words in decided(options).listed().items() if words),
+        ("layout", layout_text(found.program.layout.plain)),
+        *((name, words) for name, words in decided(options, found.program.layout).listed().items() if words),
         ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),
         (
             "step",

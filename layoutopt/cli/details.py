@@ -106,14 +106,14 @@ def _shares(cost: Cost) -> Shares:
 
 
 def _alternatives(plan: Plan, evaluator: Evaluator) -> dict[str, Shares]:
-    from layoutopt.plan.build import options_of
-    from mesh_tf_core import Layout, LayoutError, Mesh
+    from layoutopt.plan.build import layout_of, options_of
+    from mesh_tf_core import LayoutError, Mesh
 
     found = {}
     for each in plan.alternatives:
         try:
             options = options_of(each)
-            evaluation = evaluator(Mesh(each.mesh), Layout(each.layout), options)
+            evaluation = evaluator(Mesh(each.mesh), layout_of(each), options)
         except LayoutError:
             continue
         found[each.name] = _shares(evaluation.cost)

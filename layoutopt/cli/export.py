@@ -66,7 +66,7 @@ def export(
         found = with_model(own, plan, model)
         tensors = placed(found.loaded.model.lower(own.mesh, own.layout, own.options))
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
-    what = Exported(title, own.mesh, own.layout, *tensors, decided(own.options))
+    what = Exported(title, own.mesh, own.layout, *tensors, decided(own.options, own.layout))
     text, lost = written(what, to.value), unsaid(what, to.value)
     more: dict[str, Any] = {}
     if lost != Decided():
@@ -130,6 +130,10 @@ def _say_lost(terminal: Terminal, lost: Decided) -> None:
         terminal.say(f"not in this form: recompute of {some(lost.recompute, NAMED)}")
     if lost.microbatches > 1:
         terminal.say(f"not in this form: {lost.microbatches} microbatches")
+    if lost.refined:
+        terminal.say(
+            f"not in this form: how operations of {some([*lost.refined], NAMED)} are placed otherwise"
+        )
 
 
 def _say_peak(terminal: Terminal, found: Planned, peak: int) -> None:

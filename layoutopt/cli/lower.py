@@ -54,7 +54,7 @@ def lower(
 ) -> None:
     """Print the SPMD program: what each device computes, sends and keeps."""
     from layoutopt.models.loading import load_model
-    from layoutopt.plan.build import axes_of, model_info
+    from layoutopt.plan.build import axes_of, model_info, refined_of
     from layoutopt.plan.results import LowerResult
 
     terminal = Terminal(as_json)
@@ -67,6 +67,7 @@ def lower(
             model=model_info(loaded.model),
             mesh=given.mesh.as_dict(),
             layout=axes_of(given.layout),
+            refined=refined_of(given.layout),
             emit=emit.value,
             instructions=_counted(program),
             communication_bytes_per_device=program.communication_bytes(),

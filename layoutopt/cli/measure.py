@@ -62,7 +62,7 @@ def measure(
     """Run a layout's step on this machine and time it; count what the devices send."""
     from layoutopt.evaluator import evaluate
     from layoutopt.models.loading import load_model
-    from layoutopt.plan.build import axes_of
+    from layoutopt.plan.build import axes_of, refined_of
     from layoutopt.plan.results import MeasureResult
 
     terminal = Terminal(as_json, quiet)
@@ -77,6 +77,7 @@ def measure(
         MeasureResult(
             mesh=given.mesh.as_dict(),
             layout=axes_of(given.layout),
+            refined=refined_of(given.layout),
             step_seconds=timed.median,
             step_seconds_all=list(timed.seconds),
             compile_seconds=engine.compile_seconds,

@@ -17,15 +17,15 @@ def given_json(model: Model, given: Given) -> dict[str, Any]:
         "model": model_info(model),
         "mesh": given.mesh.as_dict(),
         "layout": axes_of(given.layout),
-        **options_json(given.options),
+        **options_json(given.options, given.layout),
     }
 
 
-def options_json(options: Options) -> dict[str, Any]:
-    """What is decided beside the layout, as a plan file says it; only what is not plain."""
+def options_json(options: Options, layout: Layout) -> dict[str, Any]:
+    """What is decided beside the plain rules of a layout, as a plan file says it; only what is not plain."""
     from layoutopt.plan.build import decided
 
-    return decided(options).model_dump(exclude_defaults=True)
+    return decided(options, layout).model_dump(exclude_defaults=True)
 
 
 def layout_text(layout: Layout) -> str:

@@ -107,6 +107,13 @@ def search(
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
     ] = "1,2,4,8,16,32",
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
+    refine: Annotated[
+        bool,
+        typer.Option(
+            "--refine",
+            help="Then place dimensions otherwise in single operations, as if renamed, if that gains time.",
+        ),
+    ] = False,
     time_limit: TimeLimitOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="PLAN.json", help="Write the plan there.", show_default=False)
@@ -153,6 +160,7 @@ def search(
                     objective=objective.value,
                     top=top,
                     time_limit=clock.rest,
+                    refine=refine,
                     on_progress=bounds.show,
                     on_better=lambda words, seconds, peak: terminal.say(
                         f"so far {seconds_text(seconds)}, {bytes_text(peak)}: {words}"

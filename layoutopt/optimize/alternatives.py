@@ -124,10 +124,10 @@ def point(request: Request, found: Found, number: int, searched_mesh: bool) -> A
     return Alternative(
         name=f"frontier {number + 1}",
         mesh=called_mesh(found.mesh, names).as_dict(),
-        layout=axes_of(called_layout(found.layout, names)),
+        layout=axes_of(found.layout.renamed(names)),
         predicted=predicted_of(found.evaluation, names),
         feasible=True,
-        **decided(found.options).model_dump(),
+        **decided(found.options, found.layout).model_dump(),
     )
 
 
@@ -146,7 +146,7 @@ def priced(
     request: Request, name: str, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
 ) -> Alternative:
     """A layout beside the answer, priced, or with the reason why it is not legal; `names`: of the axes."""
-    called, rules = called_mesh(mesh, names), called_layout(layout, names)
+    called, rules = called_mesh(mesh, names), layout.renamed(names)
     predicted, reason = _tried(request, mesh, layout, options, names)
     if reason is not None and called != mesh and not request.late:
         # Reasons speak of axes.
@@ -158,18 +158,13 @@ def priced(
         predicted=predicted,
         feasible=reason is None,
         reason=reason,
-        **decided(options).model_dump(),
+        **decided(options, layout).model_dump(),
     )
 
 
 def called_mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
     """A mesh whose axes have other names."""
     return Mesh([(names.get(a, a), n) for a, n in mesh.axes])
-
-
-def called_layout(layout: Layout, names: Mapping[str, str]) -> Layout:
-    """A layout whose axes have other names."""
-    return Layout({n: tuple(names.get(a, a) for a in axes) for n, axes in layout.items()})
 
 
 def predicted_of(evaluation: Evaluation, names: Mapping[str, str]) -> Predicted:

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.repeated import near_sizes, repeated
+from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.alternatives import (
     Alternatives,
     Shapes,
-    called_layout,
     called_mesh,
     point,
     predicted_of,
@@ -80,7 +80,7 @@ def make_plan(
     def look() -> None:
         if request.objective != "memory":
             proof.look(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
-        repeats.extend(_repeated(request, best, names))
+        repeats.extend(repeated_work(request, best.evaluation, names))
         beside.look(subproblem)
 
     request.clock.within(PLANNED, look)
@@ -91,8 +91,8 @@ def make_plan(
         format="layoutopt-plan/1",
         model=model_info(request.model),
         mesh=called_mesh(best.mesh, names).as_dict(),
-        layout=axes_of(called_layout(best.layout, names)),
-        **decided(best.options).model_dump(),
+        layout=axes_of(best.layout.renamed(names)),
+        **decided(best.options, best.layout).model_dump(),
         hardware=request.hardware.name,
         predicted=predicted_of(best.evaluation, names),
         solver=_solver(request, best, proof, bound, considered, seconds),
@@ -148,10 +148,10 @@ class _Proof:
     def look(self, request: Request, best: Found, subproblem: Subproblem, others: Sequence[Found]) -> None:
         """Finds it out; `others`: layouts on the same mesh, to compare."""
         if not self.proven or request.late:
-            self.share = _share(request, best.mesh)
+            self.share = share_bound(request, best.mesh)
         tables = _tables(request, best, subproblem, others)
         if tables.dearer:
-            self.share = _share(request, best.mesh)
+            self.share = share_bound(request, best.mesh)
         self.tables = tables
 
 
@@ -194,7 +194,7 @@ def _solver(
     )
 
 
-def _share(request: Request, mesh: Mesh) -> float:
+def share_bound(request: Request, mesh: Mesh) -> float:
     """Seconds of a device's share of what one device would compute alone: no layout takes less, as far as
     pieces never cost less than their share of the whole; else 0."""
     if not request.evaluator.prices(mesh).pieces_cost_more:
@@ -223,15 +223,15 @@ def _notes(proof: _Proof, bound: float, missing: Sequence[str]) -> list[str]:
     return notes
 
 
-def _repeated(request: Request, best: Found, names: Mapping[str, str]) -> list[str]:
+def repeated_work(request: Request, of: Evaluation, names: Mapping[str, str]) -> list[str]:
     """Which devices do the same work, and what would have to be another size for them to share it."""
-    notes, batch = [], request.model.batch_dim
-    for axis, found in repeated(best.evaluation.program).items():
+    notes, batch, mesh, layout = [], request.model.batch_dim, of.program.mesh, of.program.layout
+    for axis, found in repeated(of.program).items():
         if found.share < REPEATED_SHARE:
             continue
-        ways, name = best.mesh.size(axis), names.get(axis, axis)
+        ways, name = mesh.size(axis), names.get(axis, axis)
         what = "all do the same work" if found.share == 1 else f"repeat {found.share:.0%} of the products"
-        split = {n: best.mesh.group_size(best.layout.axes(n)) for n in found.dims}
+        split = {n: mesh.group_size(layout.axes(n)) for n in found.dims}
         large = {n: size for n, size in found.dims.items() if size > 1}
         uneven = {n: size for n, size in large.items() if size % (ways * split[n])}
         why = "to split more takes longer, or is not allowed"

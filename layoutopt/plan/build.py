@@ -38,7 +38,7 @@ class Plan:
     def __init__(self, data: PlanFile, stopped: bool = False) -> None:
         self.data, self.stopped = data, stopped
         self.mesh = Mesh(data.mesh)
-        self.layout = Layout(data.layout)
+        self.layout = layout_of(data)
         self.options = options_of(data)
 
     @property
@@ -84,13 +84,15 @@ def model_info(model: Model) -> ModelInfo:
 
 
 def axes_of(layout: Layout) -> dict[str, list[str]]:
-    """A layout as files say it: dimension to mesh axes."""
+    """The plain rules of a layout as files say them: dimension to mesh axes."""
     return {name: list(axes) for name, axes in layout.items()}
 
 
-def decided(options: Options) -> Decided:
-    """What is decided beside the layout, as a plan file says it; `options_of` reads it."""
+def decided(options: Options, layout: Layout) -> Decided:
+    """What is decided beside the plain rules of a layout, as a plan file says it; `options_of` and
+    `layout_of` read it."""
     found = {name: value for kind in KINDS for name, value in kind.written(options).items()}
+    found["refined"] = refined_of(layout)
     return Decided.model_validate(found)
 
 
@@ -98,6 +100,16 @@ def options_of(data: Decided) -> Options:
     """What a plan file says beside a layout, as lowering takes it."""
     said = {name: getattr(data, name) for name in Decided.model_fields}
     return Options(**{name: value for kind in KINDS for name, value in kind.parsed(said).items()})
+
+
+def refined_of(layout: Layout) -> dict[str, dict[str, list[str]]]:
+    """The other rules of a layout, as files say them."""
+    return {path: {n: list(axes) for n, axes in rules} for path, rules in layout.refined}
+
+
+def layout_of(data: PlanFile | Alternative) -> Layout:
+    """The layout of a plan file, or of one of its alternatives."""
+    return Layout(data.layout, data.refined)
 
 
 def load_plan(path: str | Path, on_damage: Told | None = None) -> Plan:

@@ -6,12 +6,37 @@ these words.
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from layoutopt.plan.fields import Data, Names, Size
+from layoutopt.plan.units import some
+
+NAMED = 2
+"""Places that a short text names."""
 
 
-class Decided(Data):
+class Refined(Data):
+    """The rest of a layout.
+
+    Attributes:
+      refined: operation, variable or scope to the dimensions that are placed otherwise there, as if they had
+        other names (`search --refine`), each with its axes.
+    """
+
+    refined: dict[str, dict[str, Names]] = Field(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _refined_if_so(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = made(self)
+        if not found.get("refined"):
+            found.pop("refined", None)
+        return found
+
+
+class Decided(Refined):
     """Each kind of decision at its plain value where nothing is said.
 
     Attributes:
@@ -30,6 +55,7 @@ class Decided(Data):
             "storage": "; ".join(f"{stage} of {', '.join(names)}" for stage, names in self.stages().items()),
             "recompute": ", ".join(self.recompute),
             "microbatches": str(self.microbatches) if self.microbatches > 1 else "",
+            "refined": "; ".join(f"{rules_in(rules)} in {path}" for path, rules in self.refined.items()),
         }
 
     def in_short(self) -> str:
@@ -37,6 +63,7 @@ class Decided(Data):
         found = [f"{stage} ×{len(names)}" for stage, names in sorted(self.stages().items())]
         found += [f"recompute {dim}" for dim in self.recompute]
         found += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        found += [f"refined in {some([*self.refined], NAMED)}"] if self.refined else []
         return "; ".join(found)
 
     def stages(self) -> dict[str, list[str]]:
@@ -45,3 +72,8 @@ class Decided(Data):
         for name, stage in self.storage.items():
             found.setdefault(stage, []).append(name)
         return found
+
+
+def rules_in(rules: Mapping[str, Sequence[str]]) -> str:
+    """The placements of some dimensions in one place: 'batch:data+model, heads:none'."""
+    return ", ".join(f"{dim}:{'+'.join(axes) or 'none'}" for dim, axes in rules.items())

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from layoutopt.plan.decided import Decided
+from layoutopt.plan.decided import Decided, rules_in
 from layoutopt.plan.units import clean
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -67,6 +67,14 @@ def export(what: Exported, to: str) -> str:
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: no such form; {known_names(to, FORMATS)}")
+    refined = what.decided.refined
+    if refined and to not in SAY_EVERY_VARIABLE:
+        path, rules = next(iter(refined.items()))
+        raise UserError(
+            f"{to} places a dimension alike wherever it appears, but in {path!r} this plan has "
+            f"{rules_in(rules)} instead; search without --refine, or give these dimensions other "
+            "names there in the model"
+        )
     return FORMATS[to](what)
 
 
@@ -77,6 +85,7 @@ def unsaid(what: Exported, to: str) -> Decided:
         storage={n: stage for n, stage in whole.storage.items() if kept.storage.get(n) != stage},
         recompute=[dim for dim in whole.recompute if dim not in kept.recompute],
         microbatches=1 if kept.microbatches == whole.microbatches else whole.microbatches,
+        refined={} if kept.refined == whole.refined else whole.refined,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from pydantic import AliasChoices, Field, model_validator
 
-from layoutopt.plan.decided import Decided
+from layoutopt.plan.decided import Decided, Refined
 from layoutopt.plan.details import Curve, Proof, Robustness, Validation
 from layoutopt.plan.fields import Data, Figure, Flag
 from layoutopt.plan.schema import ModelInfo, Predicted
@@ -85,7 +85,7 @@ class CostResult(Decided, LayoutResult):
     lines: list[CostLine] = Field(default_factory=list)
 
 
-class MeasureResult(Result):
+class MeasureResult(Refined, Result):
     """`measure`: bytes are counted by the engine, not predicted; `step_seconds` is the median."""
 
     command = "measure"
@@ -312,7 +312,7 @@ class ExplainResult(Result):
     proof: Proof | None = None
 
 
-class LowerResult(LayoutResult):
+class LowerResult(Refined, LayoutResult):
     """`lower`: the program as text, and how often each instruction is in it."""
 
     command = "lower"

@@ -131,6 +131,34 @@ class Alternative(Decided, Priced):
     """Another layout with what is decided beside it, priced in the same way."""
 
 
+class Renaming(Data):
+    """Dimensions that are placed otherwise in places next to each other, as if they had other names.
+
+    Attributes:
+      where: operations, variables and scopes.
+      names: other name to the dimension that has it there.
+      saves_seconds: of a step, that it would take longer without; None: there was no time to know.
+    """
+
+    where: Names
+    names: dict[str, str] = Field(default_factory=dict)
+    saves_seconds: float | None = None
+    words: str = ""
+
+
+class Refinement(Data):
+    """What `search --refine` gained over the best layout in which a name has one placement.
+
+    Attributes:
+      plain_seconds, plain_status: of a step in that layout, and what is proven of it.
+    """
+
+    plain_seconds: Amount
+    plain_status: str = ""
+    saves_seconds: Amount = 0.0
+    renamings: list[Renaming] = Field(default_factory=list)
+
+
 HEAD = ("format", "model", "mesh", "layout")
 """The fields that a plan file begins with."""
 
@@ -140,6 +168,7 @@ class PlanFile(Decided):
 
     Attributes:
       layout: dimension to the mesh axes it is split over, the outermost first.
+      refinement: of a layout that is `refined`.
     """
 
     format: Literal["layoutopt-plan/1"]
@@ -151,6 +180,7 @@ class PlanFile(Decided):
     solver: SolverInfo | None = None
     alternatives: list[Alternative] = Field(default_factory=list)
     frontier: list[Alternative] | None = None
+    refinement: Refinement | None = None
     notes: Names = Field(default_factory=list)
     details: Details = Details()
 
@@ -165,7 +195,7 @@ class PlanFile(Decided):
     def to_json(self) -> dict[str, Any]:
         """The plan file's object; `details` are what was said of them."""
         found = self.model_dump(mode="json", exclude={"details"})
-        for absent in ("frontier", "notes"):
+        for absent in ("frontier", "notes", "refinement"):
             if not found.get(absent):
                 found.pop(absent, None)
         if self.details.model_fields_set:
@@ -196,12 +226,14 @@ class PlanFile(Decided):
 
 
 def _known_axes(choice: Alternative | PlanFile, mesh: Mapping[str, int], *at: str | int) -> None:
-    for dim, axes in choice.layout.items():
-        for axis in axes:
-            if axis not in mesh:
-                known = ", ".join(mesh) or "none"
-                said = f"splits over axis {axis!r}, which the mesh lacks (axes: {known})"
-                raise wrong(said, *at, "layout", dim)
+    parts = ((("refined", path), rules) for path, rules in choice.refined.items())
+    for where, rules in ((("layout",), choice.layout), *parts):
+        for dim, axes in rules.items():
+            for axis in axes:
+                if axis not in mesh:
+                    known = ", ".join(mesh) or "none"
+                    said = f"splits over axis {axis!r}, which the mesh lacks (axes: {known})"
+                    raise wrong(said, *at, *where, dim)
 
 
 def check_depth(found: Any, what: str, again: str) -> None:

@@ -21,6 +21,7 @@ class Node:
       scope: path of names given by the model, for reports.
       phase: forward, backward or update.
       body: the block of a scan.
+      name: of the operation in its scope; an operation of backward has that of the one it belongs to.
     """
 
     index: int
@@ -30,6 +31,12 @@ class Node:
     scope: str
     phase: str
     body: Block | None = None
+    name: str = ""
+
+    @property
+    def path(self) -> str:
+        """What rules of a layout call it (`Layout.at`)."""
+        return f"{self.scope}/{self.name}" if self.scope else self.name
 
 
 def reads(node: Node) -> set[int]:

@@ -1,4 +1,8 @@
-"""Layouts: which dimension is split over which mesh axes."""
+"""Layouts: which dimension is split over which mesh axes, everywhere or in a part of a model only.
+
+A dimension's name stands for one placement wherever it appears. A rule of a path holds for the operations and
+variables there instead, as if the dimension had a name of its own in them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,10 @@ from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.mesh import Mesh
 
 Axes = tuple[str, ...]
+Given = Mapping[str, str | Iterable[str]]
+AT = "@"
+NOWHERE = "none"
+"""Written as the axis of a rule of a path: not split there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,30 +25,42 @@ class Layout(Mapping[str, Axes]):
     """Maps dimension names to tuples of mesh axes; dimensions that are not named are not split.
 
     Args:
-      rules: a string `batch:data+pod;heads:model`, or a mapping name -> axis or axes.
+      rules: a string `batch:data+pod;heads:model`, or a mapping name -> axis or axes. As text a rule of a
+        path is `heads@decoder/attention:data`, or `heads@decoder/attention:none`.
+      refined: path -> such a mapping, of dimensions that are placed otherwise there.
+
+    Attributes:
+      refined: the rules of paths, those of a path before those of what is inside it. As a mapping, a layout
+        is the other rules alone.
     """
 
     rules: tuple[tuple[str, Axes], ...]
+    refined: tuple[tuple[str, tuple[tuple[str, Axes], ...]], ...]
     _table: dict[str, Axes] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
+    _at: dict[str, Layout] = field(init=False, repr=False)
 
-    def __init__(self, rules: str | Mapping[str, str | Iterable[str]] = "") -> None:
+    def __init__(self, rules: str | Given = "", refined: Mapping[str, Given] | None = None) -> None:
         items = _parse(rules) if isinstance(rules, str) else rules.items()
-        table: dict[str, Axes] = {}
+        tables: dict[str, dict[str, Axes]] = {"": {}}
         for name, axes in items:
-            axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            if name in table and table[name] != axes:
-                raise UserError(f"layout: dimension {name!r} is given twice, as {table[name]} and {axes}")
-            if len(set(axes)) != len(axes):
-                raise UserError(f"layout: dimension {name!r} names an axis twice: {'+'.join(axes)}")
-            table[name] = axes
-        rules_ = tuple(sorted((n, a) for n, a in table.items() if a))
+            dim, _, path = name.partition(AT)
+            _add(tables.setdefault(path, {}), name, dim, _axes(axes, bool(path)))
+        for path, found in (refined or {}).items():
+            for dim, axes in found.items():
+                _add(tables.setdefault(path, {}), f"{dim}{AT}{path}", dim, _axes(axes, True))
+        rules_ = tuple(sorted((n, a) for n, a in tables.pop("").items() if a))
+        parts = tuple((path, tuple(sorted(found.items()))) for path, found in sorted(tables.items()) if found)
         object.__setattr__(self, "rules", rules_)
+        object.__setattr__(self, "refined", parts)
         object.__setattr__(self, "_table", dict(rules_))
-        object.__setattr__(self, "_hash", hash(rules_))
+        object.__setattr__(self, "_hash", hash((rules_, parts) if parts else rules_))
+        object.__setattr__(self, "_at", {})
 
     def __eq__(self, other: object) -> bool:
-        return self.rules == other.rules if isinstance(other, Layout) else NotImplemented
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self.rules == other.rules and self.refined == other.refined
 
     def __hash__(self) -> int:
         return self._hash
@@ -55,7 +75,11 @@ class Layout(Mapping[str, Axes]):
         return len(self.rules)
 
     def __str__(self) -> str:
-        return ";".join(f"{n}:{'+'.join(a)}" for n, a in self.rules)
+        plain = [f"{n}:{'+'.join(a)}" for n, a in self.rules]
+        return ";".join([*plain, *(f"{n}{AT}{p}:{'+'.join(a) or NOWHERE}" for p, n, a in self._parts())])
+
+    def _parts(self) -> Iterator[tuple[str, str, Axes]]:
+        return ((path, name, axes) for path, rules in self.refined for name, axes in rules)
 
     def axes(self, name: str) -> Axes:
         """The mesh axes over which dimension `name` is split."""
@@ -71,13 +95,54 @@ class Layout(Mapping[str, Axes]):
         table = self._table
         return [n for n in names if n in table]
 
-    def check(self, mesh: Mesh, known_dims: Mapping[str, int]) -> None:
-        """Raises LayoutError unless every axis and dimension exists and every size divides.
+    def at(self, path: str) -> Layout:
+        """The layout of an operation or a variable: where several rules hold, that of the longest path."""
+        if not self.refined:
+            return self
+        if path not in self._at:
+            found = [rules for part, rules in self.refined if within(path, part)]
+            self._at[path] = Layout({**self._table, **{n: axes for rules in found for n, axes in rules}})
+        return self._at[path]
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The mesh axes that split anything anywhere."""
+        parts = (axes for _, _, axes in self._parts())
+        return frozenset(a for axes in (*self._table.values(), *parts) for a in axes)
+
+    @property
+    def plain(self) -> Layout:
+        """The rules that are not of paths."""
+        return Layout(self._table) if self.refined else self
+
+    def with_rules(self, rules: Mapping[str, Axes]) -> Layout:
+        """With other rules for some dimensions; those of paths stay."""
+        return Layout({**self._table, **rules}, {path: dict(found) for path, found in self.refined})
+
+    def renamed(self, axes: Mapping[str, str]) -> Layout:
+        """With other names for some mesh axes."""
+
+        def called(rules: Iterable[tuple[str, Axes]]) -> dict[str, Axes]:
+            return {n: tuple(axes.get(a, a) for a in found) for n, found in rules}
+
+        return Layout(called(self.rules), {path: called(rules) for path, rules in self.refined})
+
+    def check(self, mesh: Mesh, known_dims: Mapping[str, int], paths: Iterable[str] = ()) -> None:
+        """Raises LayoutError unless every axis, dimension and path exists and every size divides.
 
         Args:
           known_dims: name -> size of every dimension of the model.
+          paths: of the operations and variables.
         """
-        for name, axes in self.rules:
+        known = list(paths) if self.refined else []
+        for path, _ in self.refined:
+            if not any(within(each, path) for each in known):
+                scopes = {"/".join(parts[:i]) for p in known for parts in [p.split("/")] for i in range(9)}
+                raise LayoutError(
+                    f"layout {self}: there is no operation, variable or scope {path!r}; "
+                    f"{known_names(path, scopes - {''})}"
+                )
+        for name, axes in (*self.rules, *((name, axes) for _, name, axes in self._parts())):
             if name not in known_dims:
                 raise LayoutError(
                     f"layout {self}: no operation has a dimension {name!r}; {known_names(name, known_dims)}"
@@ -102,6 +167,11 @@ class Layout(Mapping[str, Axes]):
         return out
 
 
+def within(path: str, part: str) -> bool:
+    """Whether a path is another one, or inside of it."""
+    return path == part or path.startswith(f"{part}/")
+
+
 def check_disjoint(splits: Mapping[str, Axes], what: str) -> None:
     """Raises LayoutError if two dimensions are split over the same mesh axis."""
     owner: dict[str, str] = {}
@@ -115,13 +185,27 @@ def check_disjoint(splits: Mapping[str, Axes], what: str) -> None:
             owner[axis] = name
 
 
+def _axes(axes: str | Iterable[str], somewhere: bool) -> Axes:
+    found = (axes,) if isinstance(axes, str) else tuple(axes)
+    return () if somewhere and found == (NOWHERE,) else found
+
+
+def _add(table: dict[str, Axes], name: str, dim: str, axes: Axes) -> None:
+    if dim in table and table[dim] != axes:
+        raise UserError(f"layout: dimension {name!r} is given twice, as {table[dim]} and {axes}")
+    if len(set(axes)) != len(axes):
+        raise UserError(f"layout: dimension {name!r} names an axis twice: {'+'.join(axes)}")
+    table[dim] = axes
+
+
 def _parse(text: str) -> Iterable[tuple[str, Axes]]:
     for part in filter(None, (p.strip() for p in text.replace(",", ";").split(";"))):
         name, colon, axes = part.partition(":")
         found = tuple(a.strip() for a in axes.split("+"))
-        if not colon or not name.strip() or not all(found):
+        dim, at, path = (each.strip() for each in name.partition(AT))
+        if not colon or not dim or not all(found) or bool(at) != bool(path):
             raise UserError(
                 f"layout {text!r}: {part!r} is not DIM:AXIS or DIM:AXIS+AXIS; "
                 "write for example 'batch:data;heads:model'"
             )
-        yield name.strip(), found
+        yield dim + at + path, found

@@ -20,6 +20,7 @@ class Scopes:
         self.variables: dict[str, Variable] = {}
         self._scope: list[str] = []
         self._phase = "forward"
+        self._named: str | None = None
         self._shared: int | None = None
         self._around: int | None = None
         self._frozen = False
@@ -44,15 +45,16 @@ class Scopes:
             self._scope.pop()
 
     @contextmanager
-    def phase(self, name: str, scope: str | None = None) -> Iterator[None]:
-        """Marks operations as backward or update; `scope` replaces the path of names."""
-        saved = self._phase, self._scope
-        self._phase = name
+    def phase(self, name: str, scope: str | None = None, named: str | None = None) -> Iterator[None]:
+        """Marks operations as backward or update; `scope` replaces the path of names, and `named` is the name
+        of the operation that they belong to."""
+        saved = self._phase, self._scope, self._named
+        self._phase, self._named = name, named
         self._scope = [scope] if scope else ([] if scope == "" else self._scope)
         try:
             yield
         finally:
-            self._phase, self._scope = saved
+            self._phase, self._scope, self._named = saved
 
     @contextmanager
     def sharing(self) -> Iterator[None]:

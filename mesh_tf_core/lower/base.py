@@ -63,29 +63,26 @@ class Lowering(Placing):
         self.masters: dict[int, int] = {}
 
     def node(self, node: Node, again: bool = False) -> None:
-        """Lowers one node; `again` when a forward node runs a second time, for backward."""
+        """Lowers one node, in the layout that holds there: the update of a variable in that of its state.
+
+        Args:
+          again: a forward node runs a second time, for backward.
+        """
         plan = self._plans.get(node.index)
         if plan is None:
             plan = self._plans[node.index] = plan_of(node, self.graph)
         saved, self._again = self._again, again or self._again
         self.origin = plan.again if self._again else plan.first
-        if plan.updates:
-            self._update(node, plan)
-        else:
-            self._in_layout(node, plan)
-            for tensor in node.outputs:
-                if tensor in self._terms and tensor in self.env:
-                    self._scatter(tensor)
-        self._again = saved
-
-    def _update(self, node: Node, plan: Plan) -> None:
-        """A node of the update of a variable, in the layout of this variable's state."""
-        saved = self.layout
-        self._lay_out(self.oracle.view(node.scope))
+        around = self.layout
+        self._lay_out(self.oracle.view(node.scope) if plan.updates else self.oracle.layout.at(plan.path))
         try:
             self._in_layout(node, plan)
         finally:
-            self._lay_out(saved)
+            self._lay_out(around)
+        for tensor in node.outputs if not plan.updates else ():
+            if tensor in self._terms and tensor in self.env:
+                self._scatter(tensor)
+        self._again = saved
 
     def _scatter(self, tensor: int) -> None:
         """Splits a gradient, or a term of one, as its variable's state is (from storage stage 2 on), as soon

@@ -11,7 +11,7 @@ from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import Origin
-from mesh_tf_core.ir.structure import Connection, Read
+from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
 
@@ -26,6 +26,7 @@ class Plan:
       roles: None if it is not lowered from them: connections, operations that lower themselves, and
         those that convert, which every piece allows.
       updates: it belongs to the update of the variable that its scope names.
+      path: what rules of a layout call it; what reads or stores a variable is called as that.
     """
 
     first: Origin
@@ -33,6 +34,7 @@ class Plan:
     types: tuple[TensorType, ...]
     roles: Roles | None
     updates: bool
+    path: str
 
 
 def updated(node: Node, graph: Graph) -> str | None:
@@ -135,6 +137,7 @@ def plan_of(node: Node, graph: Graph) -> Plan:
         tuple(graph.tensor(o).type for o in node.outputs),
         None if other else _roles(op, tuple((t.shape, t.dtype) for t in operands)),
         updated(node, graph) is not None,
+        op.variable.name if isinstance(op, Read | Assign) else node.path,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -55,6 +55,12 @@ class Options:
         return tuple(getattr(self, f.name) for f in fields(self) if f.name != "storage")
 
 
+def paths(graph: Graph) -> Iterator[str]:
+    """What rules of a layout may be about: the operations and variables of a graph."""
+    yield from graph.variables
+    yield from (node.path for node, _ in graph.walk())
+
+
 DEFAULT, WHOLE = Options(), Cut()
 
 
@@ -87,7 +93,7 @@ def lower(
     """
     if subgraph is None:
         known = {name: max(sizes) for name, sizes in graph.dims().items()}
-        layout.check(mesh, known)
+        layout.check(mesh, known, paths(graph))
         check_recompute(graph, options.recompute)
     program = lower_base(graph, mesh, layout, results, options.storage, options.recompute, subgraph, oracle)
     if subgraph is not None:

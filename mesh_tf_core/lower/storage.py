@@ -89,14 +89,16 @@ class Storage:
     def stage(self, variable: str) -> int:
         """The stage of a variable; 0 if no axis is left over which it could be split further."""
         stage = self.stages.get(variable, 0)
-        return stage if stage and self.view(variable) != self.layout else 0
+        return stage if stage and self.view(variable) != self.layout.at(variable) else 0
 
     def view(self, variable: str) -> Layout:
         """The layout in which the state of a variable is kept and updated."""
         if variable not in self.stages:
-            return self.layout
+            return self.layout.at(variable)
         if variable not in self._views:
-            self._views[variable] = shard_layout(self.variables[variable], self.layout, self.mesh)
+            self._views[variable] = shard_layout(
+                self.variables[variable], self.layout.at(variable), self.mesh
+            )
         return self._views[variable]
 
 
@@ -155,7 +157,7 @@ def shard_layout(variable: Variable, layout: Layout, mesh: Mesh) -> Layout:
     after = _further(variable.shape, variable.stacked, before, mesh)
     if after == before:
         return layout
-    return Layout({**dict(layout.items()), **dict(zip(names, after, strict=True))})
+    return layout.with_rules(dict(zip(names, after, strict=True)))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -91,7 +91,7 @@ class _Backward:
         for node in reversed(nodes):
             if not any(o in pending for o in node.outputs):
                 continue
-            with self.graph.phase("backward", node.scope):
+            with self.graph.phase("backward", node.scope, node.name):
                 dys = [settle(o) for o in node.outputs]
                 for i, dx in self._node(node, dys):
                     if dx is not None and i in self.needed:

@@ -6,6 +6,7 @@ once and runs once per element of the stacked dimension. Nothing here knows of d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -53,6 +54,7 @@ class Graph(Builder):
         self._assigned: list[tuple[Variable, Tensor, str]] = []
         self._keys = 0
         self.count = 0
+        self._names: Counter[str] = Counter()
 
     # -- what follows from all of it -------------------------------------------------------------------------
 
@@ -145,6 +147,7 @@ class Graph(Builder):
             "/".join(self._scope),
             self._phase,
             body,
+            self._named or self._name(op),
         )
         self.count += 1
         self.block.nodes.append(node)
@@ -152,6 +155,12 @@ class Graph(Builder):
             self.producer[x.id] = node
         self.changed()
         return node
+
+    def _name(self, op: Op) -> str:
+        """The name of an operation among those of its scope: einsum, einsum_2, and so on."""
+        key = self.path(op.name)
+        self._names[key] += 1
+        return op.name if self._names[key] == 1 else f"{op.name}_{self._names[key]}"
 
     def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
         """`x` as the current block sees it: values of a forward loop reach its backward through saved

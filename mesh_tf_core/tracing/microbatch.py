@@ -133,7 +133,7 @@ class _Copy:
         return op if same else dataclasses.replace(op, **changed)
 
     def _node(self, node: Node) -> None:
-        with self.new.phase(node.phase, node.scope):
+        with self.new.phase(node.phase, node.scope, node.name):
             if node.body is not None:
                 self._scan(node, node.body)
                 return

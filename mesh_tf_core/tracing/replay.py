@@ -36,7 +36,7 @@ class Replay:
         return self.made[old]
 
     def _node(self, node: Node) -> Node:
-        with self.graph.phase("recompute", node.scope):
+        with self.graph.phase("recompute", node.scope, node.name):
             inputs = [self.tensor(i) for i in node.inputs]
             if node.body is not None:
                 self._loop(node, node.body, inputs)

@@ -108,6 +108,18 @@ def attention() -> Built:
     return g, {"dq": dq, "dk": dk, "dv": dv}
 
 
+def refined() -> Built:
+    """A product that splits the batch further than what it reads: the sum before it is scattered, and its
+    weight is whole."""
+    g = mtf.Graph()
+    x, first = g.input("x", [B, F], "float32"), g.variable("first", [F, D], mtf.ONES)
+    y = mtf.einsum([x, first], [B, D])
+    with g.scope("second"):
+        y = mtf.tanh(mtf.einsum([mtf.square(y), g.variable("w", [D, F], mtf.ONES)], [B, F]))
+    model = mtf.Model(mtf.reduce_mean(y))
+    return model.step_graph, {"loss": model.loss}
+
+
 CASES: dict[str, tuple[Callable[[], Built], str, str]] = {
     "residual": (residual, "x:2;y:2", "batch:x;f:y"),
     "scattered": (scattered, "x:2;y:2", "batch:x;f:y;out:y"),
@@ -118,6 +130,7 @@ CASES: dict[str, tuple[Callable[[], Built], str, str]] = {
     "training_step": (training_step, "x:2;y:2", "batch:x;f:y"),
     "accumulated": (accumulated, "x:2;y:2", "batch:x;f:y"),
     "attention": (attention, "x:2;y:2", "batch:x;length:y;memory:y"),
+    "refined": (refined, "x:2;y:2", "batch:x;f:y;batch@second:x+y;f@second:none"),
 }
 
 

@@ -43,9 +43,14 @@ def test_names_and_words_are_those_of_plans() -> None:
     assert decided.microbatches == 4
     lean = decided.leanest
     assert set(lean.storage.values()) == {3} and lean.recompute == {"layers"} and lean.microbatches == 4
-    assert decided_of(lean).in_short() == f"zero3 ×{len(lean.storage)}; recompute layers; 4 microbatches"
-    assert options_of(decided_of(lean)) == lean
-    assert decided_of(mtf.Options()).in_short() == "" and not any(decided_of(mtf.Options()).listed().values())
+    assert (
+        decided_of(lean, mtf.Layout()).in_short()
+        == f"zero3 ×{len(lean.storage)}; recompute layers; 4 microbatches"
+    )
+    assert options_of(decided_of(lean, mtf.Layout())) == lean
+    assert decided_of(mtf.Options(), mtf.Layout()).in_short() == "" and not any(
+        decided_of(mtf.Options(), mtf.Layout()).listed().values()
+    )
 
 
 def test_the_leanest_options_are_among_those_allowed() -> None:

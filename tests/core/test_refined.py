@@ -1,0 +1,156 @@
+"""Layouts with rules of paths: as text, refused, and run to the numbers of one device."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from examples import moe_lm, resnet, transformer_lm
+from layoutopt.refine.places import places
+from layoutopt.space.kind import Allowed
+from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Local, Program, ReduceScatter
+from tests.examples.helper import Result, check_same, train
+
+SMALL: dict[str, Any] = {
+    "layers": 2,
+    "d_model": 16,
+    "d_kv": 4,
+    "heads": 4,
+    "d_ff": 32,
+    "vocab": 32,
+    "batch": 8,
+    "length": 8,
+    "learning_rate": 0.01,
+}
+IMAGE = {"batch": 4, "size": 8, "channels": 4, "groups": 2, "optimizer": "sgd"}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "language model": (transformer_lm, {**SMALL, "gated": True, "clip_norm": 1.0}),
+    "mixture of experts": (moe_lm, {**SMALL, "experts": 4, "gated": True}),
+    "residual network": (
+        resnet,
+        {**IMAGE, "stages": 2, "blocks": 2},
+    ),
+}
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"microbatches": 2},
+    {"recompute": frozenset({"layers"})},
+    {"storage": 3},
+    {"storage": 2, "microbatches": 2},
+    {"storage": 1, "recompute": frozenset({"layers"})},
+)
+
+
+def test_rules_of_paths_are_read_and_written() -> None:
+    text = "batch:data;heads:model;batch@a/b:data+model;heads@a/b:none;batch@a:none"
+    layout = mtf.Layout(text)
+    assert mtf.Layout(str(layout)) == layout and hash(mtf.Layout(str(layout))) == hash(layout)
+    assert dict(layout) == {"batch": ("data",), "heads": ("model",)} and layout != layout.plain
+    assert layout == mtf.Layout(
+        dict(layout), {"a": {"batch": ()}, "a/b": {"batch": ("data", "model"), "heads": ()}}
+    )
+    assert dict(layout.at("a/b/einsum")) == {"batch": ("data", "model")}
+    assert dict(layout.at("a/bc")) == {"heads": ("model",)}
+    assert layout.at("other") == layout.plain
+    assert str(layout.renamed({"data": "x"}).at("a/b")) == "batch:x+model"
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (
+            "d_ff@feed_forwardd:model",
+            "no operation, variable or scope 'feed_forwardd'; did you mean 'feed_forward'",
+        ),
+        ("d_f@feed_forward:model", "no operation has a dimension 'd_f'; did you mean 'd_ff'"),
+        ("d_ff@feed_forward:modle", "has no axis 'modle'; did you mean 'model'"),
+        ("batch:model;d_ff@feed_forward:model", "both 'batch' and 'd_ff' split over mesh axis 'model'"),
+        ("d_ff@:model", "is not DIM:AXIS"),
+        ("d_ff@a:model;d_ff@a:data", "dimension 'd_ff@a' is given twice"),
+    ],
+)
+def test_mistakes_are_named(layout: str, said: str) -> None:
+    with pytest.raises(mtf.UserError) as refused:
+        transformer_lm.model(**SMALL).lower(mtf.Mesh("data:2;model:2"), mtf.Layout(layout))
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_backward_and_variables_follow() -> None:
+    program = lowered("batch:data;d_ff@feed_forward:model;batch@feed_forward:none")
+    for instr, _ in program.walk():
+        if isinstance(instr, Local) and instr.origin.scope == "feed_forward":
+            for out in map(program.values.__getitem__, instr.outputs):
+                splits = dict(zip(out.shape.names, out.splits, strict=True))
+                assert splits.get("batch", ()) == () and splits.get("d_ff", ("model",)) == ("model",)
+    stored = {n: s.splits for n, s in program.variables.items() if n.startswith("feed_forward/")}
+    assert stored and all(("model",) in splits for splits in stored.values())
+
+
+def test_sums_are_scattered_to_who_reads_them() -> None:
+    """A sum that is read split is scattered, as where names say so."""
+    rules = "batch:data;d_ff:model;heads:model"
+    places_ = ("attention_norm", "feed_forward_norm", "add", "add_2", "add_3", "scan")
+    split = lowered(";".join([rules, *(f"length@{path}:model" for path in places_)]))
+    kinds = {kind: count(split, kind) for kind in (ReduceScatter, AllGather)}
+    inside = [
+        i for i, times in split.walk() if isinstance(i, AllReduce) and times > 1 and i.axes == ("model",)
+    ]
+    assert kinds[ReduceScatter] >= 4 and kinds[AllGather] >= 4 and not count(split, AllToAll)
+    assert not [i for i in inside if "length" in split.values[i.outputs[0]].shape.names]
+
+
+def lowered(layout: str) -> Program:
+    return transformer_lm.model(**SMALL).lower(mtf.Mesh("data:2;model:2"), mtf.Layout(layout))
+
+
+def count(program: Program, kind: type) -> int:
+    return sum(isinstance(instr, kind) for instr, _ in program.walk())
+
+
+@cache
+def alone(name: str) -> Result:
+    example, hparams = MODELS[name]
+    return train(example, hparams, steps=2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_of_one_device(name: str, seed: int) -> None:
+    check(name, seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 400, 20))
+@pytest.mark.parametrize("name", MODELS)
+def test_many_layouts(name: str, first: int) -> None:
+    for seed in range(first, first + 20):
+        check(name, 1000 + seed)
+
+
+def check(name: str, seed: int) -> None:
+    """Trains under random rules of some random paths."""
+    rng, (example, hparams) = random.Random(seed), MODELS[name]
+    model, mesh = example.model(**hparams), mtf.Mesh("x:2;y:2")
+    options: dict[str, Any] = dict(WAYS[seed % len(WAYS)] if name != "residual network" else {})
+    if "storage" in options:
+        options["storage"] = {
+            v.name: options["storage"] for v in model.graph.variables.values() if v.trainable and len(v.shape)
+        }
+    graph = model.training_step(options.get("microbatches", 1)).graph
+    found, layout = places(graph), mtf.Layout({rng.choice(["batch", "d_ff"]): "x"} if seed % 2 else "")
+    layout = layout if all(n in graph.dims() for n in layout) else mtf.Layout()
+    moves = list(found.moves(mesh))
+    for _ in range(rng.randint(2, 8)):
+        move = rng.choice(moves)
+        more = move.of(found.by_path[move.path], layout, mesh, Allowed())
+        if more is not None:
+            try:
+                model.lower(mesh, more, mtf.Options(**options))
+            except mtf.LayoutError:
+                continue
+            layout = more
+    check_same(train(example, hparams, str(mesh), str(layout), 2, **options), alone(name))
