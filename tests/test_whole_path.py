@@ -87,7 +87,7 @@ PLAIN = mtf.Options()
             ("d_model:model", FIRST),
             ("d_kv:model;d_model:data", FIRST),
         ],
-        every=3,
+        every=5,
     ),
 )
 def test_the_engine_counts_the_bytes_of_the_plan(layout: str, options: mtf.Options) -> None:

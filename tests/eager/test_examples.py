@@ -7,6 +7,7 @@ import pytest
 import mesh_tf_core as mtf
 from tests.examples.helper import Result, batches, check_same
 from tests.examples.test_layouts import ALL, COMMON, PARTITIONS, SPATIAL, dense
+from tests.marks import by_day
 
 
 def replayed(name: str, steps: int = 3) -> Result:
@@ -21,6 +22,6 @@ def replayed(name: str, steps: int = 3) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in ALL if "," not in n])
+@pytest.mark.parametrize("name", by_day(n for n in ALL if "," not in n))
 def test_replay(name: str) -> None:
     check_same(replayed(name), dense(name))

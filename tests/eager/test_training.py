@@ -66,7 +66,7 @@ def check(losses: list[float], run: mtf.Eager, trainer: mtf.Trainer, want: list[
             )
 
 
-@pytest.mark.parametrize("engine", ["lockstep", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["lockstep", pytest.param("local", marks=pytest.mark.nightly)])
 def test_three_steps(engine: str) -> None:
     g = mtf.Graph("lm")
     loss = loss_of(g.input("tokens", [B, S]), g.input("targets", [B, S]))

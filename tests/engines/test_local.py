@@ -47,7 +47,7 @@ def test_every_collective_equals_lockstep(mesh, axes):
     assert local.communication_bytes == program.communication_bytes()
 
 
-@pytest.mark.parametrize(("mesh", "axes"), AXES)
+@pytest.mark.parametrize(("mesh", "axes"), by_day(AXES, every=3))
 def test_group_collectives_equal_lockstep(mesh, axes, devices):
     program = every_collective(mesh, axes)
     grouped = TfLocalEngine(program, devices[: program.mesh.devices], "group")
@@ -305,6 +305,7 @@ print(len(prepare(16)))
 """
 
 
+@pytest.mark.nightly
 def test_more_devices_can_be_asked_for_until_tensorflow_runs():
     done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["16"]

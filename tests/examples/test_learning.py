@@ -10,6 +10,7 @@ import pytest
 
 from examples import bert, moe_lm, reformer_lm, resnet, transformer_seq2seq, unet3d
 from tests.examples.helper import check_same, train
+from tests.marks import by_day
 
 SIZES: dict[str, Any] = {
     "layers": 1,
@@ -40,7 +41,7 @@ def hparams_of(example: Any, more: dict[str, Any]) -> dict[str, Any]:
     return {**{n: v for n, v in SIZES.items() if n in known}, **more}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", by_day(EXAMPLES))
 def test_the_loss_falls(name: str) -> None:
     example, more, mesh, layout = EXAMPLES[name]
     losses, _ = train(example, hparams_of(example, more), mesh, layout, steps=STEPS)

@@ -102,7 +102,6 @@ def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> No
     plan = search(EXAMPLES["mlp"](), objective=objective, time_limit=SOON, **ON, **PLAIN)
     assert plan.solver.status == "FEASIBLE" and plan.solver.bound is not None
     assert plan.solver.bound <= (whole.solver.objective or 0) * (1 + TOLERANCE)
-    assert plan.solver.bound > 0
     if objective == "pareto":
         told = [(p.predicted.step_seconds, p.predicted.peak_memory_bytes) for p in whole.data.frontier or ()]
         for point in plan.data.frontier or ():
