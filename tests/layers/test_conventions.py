@@ -1,4 +1,4 @@
-"""What layers of other libraries have: epsilons, biases, the exact gelu; answers to other libraries' habits."""
+"""What layers of other libraries have: epsilons, biases, exact gelu; answers to other libraries' habits."""
 
 from __future__ import annotations
 
