@@ -72,7 +72,7 @@ class Case:
     why: str
 
 
-NEMO = "batch:data;length:context"
+NEMO = "batch:data;length:context;memory_length:context"
 CASES = (
     Case(
         "8 v6e",

@@ -58,7 +58,7 @@ def common_run(table: str, row: Mapping[str, str]) -> Run:
         "float32_softmax": written_out_by_praxis(row),
         "rotary": row["positions"].startswith("rotary"),
     }
-    rules = "batch:data;length:context;heads:model;d_ff:model;vocab:model"
+    rules = "batch:data;length:context;memory_length:context;heads:model;d_ff:model;vocab:model"
     if ways["tp"] > 1:
         sizes["rows"] = "rows"
         rules += ";rows:context+model" if ways["cp"] > 1 else ";rows:model"

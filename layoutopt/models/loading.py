@@ -11,6 +11,7 @@ number.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -336,7 +337,16 @@ def _told(what: str, module: ModuleType | None, path: Path | None = None) -> Ite
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        raise UserError(f"{what}{_line(error, file)} raised {said}") from error
+        raise UserError(f"{what}{_line(error, file)} raised {said}{_meant(error)}") from error
+
+
+def _meant(error: BaseException) -> str:
+    """'; did you mean NAME?' where a module lacks a name that is near one of its own, as Python's own traceback
+    asks."""
+    if not (isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)):
+        return ""
+    near = difflib.get_close_matches(error.name or "", dir(error.obj), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _line(error: BaseException, file: str) -> str:

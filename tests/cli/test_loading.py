@@ -175,6 +175,10 @@ def test_a_hyperparameter_without_default(tmp_path: Path) -> None:
         ),
         ("def model():\n    exit(3)\n", r"model\(\), line 2 raised SystemExit: 3"),
         (
+            "import mesh_tf_core as mtf\n\ndef model():\n    mtf.AdamW(1e-3)\n",
+            r"model\(\), line 4 raised AttributeError: .* has no attribute 'AdamW'; did you mean 'Adam'\?",
+        ),
+        (
             "import mesh_tf_core as mtf\n\ndef model():\n    mtf.Dim('a', -1)\n",
             r"model\(\), line 4: .*-1",
         ),
