@@ -65,10 +65,10 @@ batch 1 and 2, and it is this layout that the largest regret misses. What 8 ways
 predictions there, and others less, no property of the layout explains. A kernel is priced alone: that a
 long queue hides launches is not (docs/cost_model.md).
 
-**Activations of Korthikanti et al.** That the sum agrees says less than it seems: of a layer of the 22-billion
-model, in units of sequence · batch · hidden bytes, they hold 26.3 and we 25.7. Ours keeps a normalised array
-of each norm beside its input and its result, 4 that theirs makes again; theirs keeps masks of dropout, 4.7
-that ours draws again.
+**Activations of Korthikanti et al.** That the sum agrees says less than it seems: of a layer of the model of
+22 billion, in units of sequence · batch · hidden bytes, they hold 26.3 and we 25.7. Ours keeps a normalised
+array of each norm beside its input and its result, 4 that theirs makes again; theirs keeps masks of dropout,
+4.7 that ours draws again.
 
 **Memory of torchtitan.** Of its rows in bfloat16 that publish GiB, all recompute selectively, which cannot
 be expressed. Rows in float8 that recompute everything save bfloat16 activations and float32 variables, and

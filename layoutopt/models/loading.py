@@ -341,8 +341,8 @@ def _told(what: str, module: ModuleType | None, path: Path | None = None) -> Ite
 
 
 def _meant(error: BaseException) -> str:
-    """'; did you mean NAME?' where a module lacks a name that is near one of its own, as Python's own traceback
-    asks."""
+    """'; did you mean NAME?' where a module lacks a name that is near one of its own; Python asks so in
+    tracebacks alone."""
     if not (isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)):
         return ""
     near = difflib.get_close_matches(error.name or "", dir(error.obj), n=1)
