@@ -125,7 +125,7 @@ from mesh_tf_core.tracing.scan import scan
 if TYPE_CHECKING:
     from mesh_tf_core.cluster import Cluster
     from mesh_tf_core.eager import Eager
-    from mesh_tf_core.training import Trainer
+    from mesh_tf_core.training import Source, Trainer
 
 __all__ = [
     "ONES",
@@ -158,6 +158,7 @@ __all__ = [
     "RsqrtDecay",
     "Schedule",
     "Shape",
+    "Source",
     "Tensor",
     "TensorType",
     "Trainer",
@@ -313,6 +314,8 @@ def __getattr__(name: str) -> Any:
             from mesh_tf_core.eager import Eager as found
         case "Trainer":
             from mesh_tf_core.training import Trainer as found
+        case "Source":
+            from mesh_tf_core.training import Source as found
         case _:
             raise AttributeError(f"module 'mesh_tf_core' has no attribute {name!r}")
     globals()[name] = found

@@ -28,6 +28,7 @@ from mesh_tf_core.training.auto import Planned, installed
 from mesh_tf_core.training.evaluation import Evaluation
 from mesh_tf_core.training.prefetch import Groups, Prefetch
 from mesh_tf_core.training.saving import Saver
+from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_weights
 
 DEFAULT = Options()
 OnStep = Callable[[int, dict[str, Any], float], None]
@@ -318,6 +319,35 @@ class Trainer:
         self.step_number, self.position = found.step, found.extra.get("data")
         self.torn = False
         return True
+
+    def load(
+        self, weights: Weights, names: Mapping[str, str | Source] | None = None, new: str = ""
+    ) -> Loaded:
+        """Sets variables to weights from elsewhere, and says which; see `weights`.
+
+        Args:
+          weights: arrays by name, a .npz or .safetensors file, several, or a directory of them or of
+            checkpoints.
+          names: variable -> the name of its weights, or their `mtf.Source` (a transpose; `{}` for the number
+            of a layer); variables that are not named are looked for under their own names.
+          new: regular expression; variables in whose names it is found may be missing in the weights, as an
+            adapter's are, and keep their initial values.
+
+        Raises:
+          UserError: variables without weights, or weights of other shapes: all are named, nothing is set.
+        """
+        variables = (stored.variable for stored in self.program.variables.values())
+        made, loaded = read_weights(variables, weights, names or {}, new)
+        for name, array in made:
+            self.engine.write(name, array)
+        return loaded
+
+    def save_weights(self, path: str | Path) -> None:
+        """Writes the model's variables, without the optimizer's, to a .npz or .safetensors file."""
+        kept = [n for n, s in self.program.variables.items() if s.variable.slot_of is None and n != "step"]
+        arrays = [(name, self.engine.read(name)) for name in kept]
+        if self.engine.is_chief:
+            write_weights(path, arrays)
 
     def _own_rows(self) -> Any:
         if self.cluster is None or self.model.batch_dim is None:

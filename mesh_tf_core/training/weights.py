@@ -1,0 +1,260 @@
+"""Weights from elsewhere: arrays by name, `.npz` and safetensors files, checkpoints, into variables.
+
+A file is mapped into memory, so that a device's piece is read and not the whole; the variables of a stack of
+layers, which have a dimension that counts them, are put together layer by layer.
+
+A safetensors file is a number of 8 bytes, a JSON header of so many bytes (name -> dtype, shape, first byte
+and end), and the arrays in row-major order (https://github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.files import write_file
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.training import checkpoint
+
+Weights = Mapping[str, Any] | str | Path | Sequence[str | Path]
+"""Arrays by name; a .npz or .safetensors file, several of them, or a directory of safetensors files or of
+checkpoints."""
+
+_SAFE = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "U32": "uint32",
+    "I8": "int8",
+    "BOOL": "bool",
+}
+_HEADER = 100_000_000
+"""Most bytes of a safetensors header: the format's own limit."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a variable's weights are.
+
+    Attributes:
+      name: of the array; of a stack of layers, with `{}` for the number of the layer.
+      transpose: order of the array's axes, as of `np.transpose`. Then it may have axes joined that the
+        variable has apart, as heads times their width, or the other way round.
+    """
+
+    name: str
+    transpose: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+      variables: that have new values; `new`: that keep their initial ones.
+      unused: weights that no variable took.
+    """
+
+    variables: tuple[str, ...]
+    new: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def read_weights(
+    variables: Iterable[Variable], weights: Weights, names: Mapping[str, str | Source], new: str = ""
+) -> tuple[Iterator[tuple[str, Any]], Loaded]:
+    """Every variable's array, made when it is asked for, and what is loaded. All is checked before.
+
+    Args:
+      variables: of the model; those of optimizers and the step are left out.
+      names: variable -> where its weights are; the others have their own names there.
+      new: regular expression; variables in whose names it is found need no weights.
+
+    Raises:
+      UserError: variables without weights, or weights of another shape, all of them named.
+    """
+    arrays = _arrays(weights)
+    wanted = {v.name: v for v in variables if v.slot_of is None and v.name != "step"}
+    for name in names:
+        if name not in wanted:
+            raise UserError(f"load: names has {name!r}, which is no variable; {known_names(name, wanted)}")
+    found: dict[str, list[Source]] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for variable in wanted.values():
+        given = names.get(variable.name, variable.name)
+        source = Source(given) if isinstance(given, str) else given
+        each = list(_sources(variable, source))
+        absent = [s.name for s in each if s.name not in arrays]
+        if not absent:
+            found[variable.name] = each
+            wrong += _misfits(variable, each, arrays)
+        elif variable.name in names or not (new and re.search(new, variable.name)):
+            missing.append(f"{variable.name!r} (looked for {absent[0]!r})")
+    if missing or wrong:
+        said = [f"no weights for {', '.join(missing)}"] if missing else []
+        there = ", ".join(list(arrays)[:3])
+        hint = f"; there are {there} and others: give names=, or new= for what keeps its initial values"
+        raise UserError(f"load: {'; '.join([*said, *wrong])}{hint if missing else ''}")
+    taken = {s.name for each in found.values() for s in each}
+    kept, unused = (n for n in wanted if n not in found), (n for n in arrays if n not in taken)
+    loaded = Loaded(tuple(found), tuple(kept), tuple(unused))
+    made = ((name, _made(wanted[name], each, arrays)) for name, each in found.items())
+    return made, loaded
+
+
+def write_weights(path: str | Path, variables: Iterable[tuple[str, Any]]) -> None:
+    """Writes arrays by name into a .npz or .safetensors file, beside its place first."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in variables}
+    if Path(path).suffix == ".npz":
+        held = io.BytesIO()
+        # NumPy's files have no bfloat16; float32 has all its numbers.
+        plain = {n: a.astype(np.float32) if str(a.dtype) == "bfloat16" else a for n, a in arrays.items()}
+        np.savez(held, **plain)  # type: ignore[arg-type]
+        write_file(path, held.getvalue(), "the weights")
+        return
+    if Path(path).suffix != ".safetensors":
+        raise UserError(f"save_weights: {str(path)!r} must end in .npz or .safetensors")
+    header, end, said = {}, 0, {dtype: name for name, dtype in _SAFE.items()}
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": said[str(array.dtype)],
+            "shape": list(array.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays.values())]
+    write_file(path, b"".join(parts), "the weights")
+
+
+# -- where weights are ---------------------------------------------------------------------------------------
+
+
+class _Checkpointed(Mapping[str, Any]):
+    """The variables of a checkpoint, each read when it is asked for."""
+
+    def __init__(self, found: checkpoint.Checkpoint) -> None:
+        self.found = found
+
+    def __getitem__(self, name: str) -> Any:
+        return self.found.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.found.variables
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.found.variables)
+
+    def __len__(self) -> int:
+        return len(self.found.variables)
+
+
+def _arrays(weights: Weights) -> Mapping[str, Any]:
+    if isinstance(weights, Mapping):
+        return weights
+    if not isinstance(weights, str | Path):
+        return {name: array for path in weights for name, array in _arrays(path).items()}
+    path = Path(weights)
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        if files:
+            return _arrays(files)
+        found = checkpoint.newest(path)
+        if found is None:
+            raise UserError(f"load: {str(path)!r} has no safetensors files and no checkpoint")
+        return _Checkpointed(found)
+    try:
+        if path.suffix == ".npz":
+            opened = np.load(path, allow_pickle=False)
+            if isinstance(opened, Mapping):
+                return opened
+        elif path.suffix == ".safetensors":
+            return _safetensors(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"load: {str(path)!r} cannot be read: {error}") from None
+    raise UserError(f"load: {str(path)!r} is no .npz or .safetensors file, and no directory")
+
+
+def _safetensors(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > min(_HEADER, path.stat().st_size):
+            raise ValueError(f"a header of {size} bytes")
+        header = json.loads(file.read(size))
+    found = {}
+    for name, said in header.items():
+        if name == "__metadata__":
+            continue
+        if said["dtype"] not in _SAFE:
+            raise ValueError(f"{name} is of {said['dtype']}")
+        dtype, shape = np_dtype(_SAFE[said["dtype"]]), tuple(said["shape"])
+        begin, end = said["data_offsets"]
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} has {end - begin} bytes")
+        if end == begin:
+            found[name] = np.zeros(shape, dtype)
+        else:
+            found[name] = np.memmap(path, dtype, "r", 8 + size + begin, shape)
+    return found
+
+
+# -- what a variable takes -----------------------------------------------------------------------------------
+
+
+def _sources(variable: Variable, source: Source) -> Iterator[Source]:
+    """The source of every layer of a stack, row by row; the one of any other variable."""
+    if "{}" not in source.name:
+        yield source
+        return
+    if source.name.count("{}") > variable.stacked:
+        raise UserError(
+            f"load: {source.name!r} counts layers; {variable.name!r} [{variable.shape}] has "
+            f"{variable.stacked} dimensions that do"
+        )
+    for at in np.ndindex(*variable.shape.sizes[: source.name.count("{}")]):
+        yield Source(source.name.format(*at), source.transpose)
+
+
+def _one(variable: Variable, count: int) -> tuple[int, ...]:
+    """The shape of one of `count` arrays that make up a variable."""
+    sizes = variable.shape.sizes
+    n = next(i for i in range(len(sizes) + 1) if math.prod(sizes[:i]) == count or i == len(sizes))
+    return sizes[n:] if count > 1 else sizes
+
+
+def _misfits(variable: Variable, sources: Sequence[Source], arrays: Mapping[str, Any]) -> Iterator[str]:
+    one = _one(variable, len(sources))
+    for source in sources:
+        shape = tuple(np.shape(arrays[source.name]))
+        turned = bool(source.transpose)
+        if turned and sorted(source.transpose) != list(range(len(shape))):
+            yield f"{source.name!r} has shape {list(shape)}, which cannot be transposed {source.transpose}"
+        elif shape != one and not (turned and math.prod(shape) == math.prod(one)):
+            yield (
+                f"{variable.name!r} [{variable.shape}] needs shape {list(one)}, {source.name!r} has "
+                f"{list(shape)}"
+            )
+
+
+def _made(variable: Variable, sources: Sequence[Source], arrays: Mapping[str, Any]) -> Any:
+    one = _one(variable, len(sources))
+    parts = [
+        np.reshape(np.transpose(arrays[s.name], s.transpose), one) if s.transpose else arrays[s.name]
+        for s in sources
+    ]
+    return parts[0] if len(parts) == 1 else np.stack(parts).reshape(variable.shape.sizes)
