@@ -83,7 +83,7 @@ def model(
     table = embedding.table(g)
     x = embedding(table, tokens)
     if positions not in ("rotary", "none"):
-        x = nn.LearnedPositions(length if positions == "learned" else int(positions))(x)
+        x = nn.LearnedPositions.named(positions, length, "rotary", "none")(x)
 
     def layer(carry: tuple[mtf.Tensor, mtf.Tensor]) -> tuple[mtf.Tensor, mtf.Tensor]:
         x, unbalance = carry

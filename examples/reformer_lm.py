@@ -89,7 +89,7 @@ def model(
     table = embedding.table(g)
     x = embedding(table, tokens)
     if positions != "none":
-        x = nn.LearnedPositions(length if positions == "learned" else int(positions))(x)
+        x = nn.LearnedPositions.named(positions, length, "none")(x)
     x = mtf.dropout(x, dropout)
     y1, y2 = mtf.reversible_scan(attend, feed_forward, x, x, mtf.Dim("layers", layers))
     logits = embedding.logits(nn.LayerNorm(name="final_norm")(y1 + y2), table if tied else None)

@@ -88,7 +88,7 @@ def model(
                 relative = attend.relative_at(x, cache)
                 bias = nn.RelativeBias(bidirectional=False)(relative, attend.head_dims, dtype)
             elif positions not in ("rotary", "none"):
-                x = nn.LearnedPositions(length if positions == "learned" else int(positions))(x, cache=cache)
+                x = nn.LearnedPositions.named(positions, length, "relative", "rotary", "none")(x, cache=cache)
 
             def layer(x: mtf.Tensor) -> mtf.Tensor:
                 y = attend(nn.LayerNorm(name="attention_norm")(x), bias=bias, cache=cache)

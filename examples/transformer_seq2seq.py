@@ -91,7 +91,7 @@ def model(
         seen = mtf.rename(source > 0, length="memory_length")
         learned, where = None, None
         if positions not in ("relative", "rotary", "none"):
-            learned = nn.LearnedPositions(length if positions == "learned" else int(positions))
+            learned = nn.LearnedPositions.named(positions, length, "relative", "rotary", "none")
             where = learned.table(g, d, dtype)
 
         def embedded(ids: mtf.Tensor, cache: Cached = None) -> mtf.Tensor:

@@ -75,6 +75,24 @@ class LearnedPositions:
     stddev: float = 0.02
     name: str = "embedding"
 
+    @classmethod
+    def named(cls, positions: str, length: int, *others: str) -> LearnedPositions:
+        """What a model's hyperparameter says: "learned" is one for each of `length` positions, digits are
+        their number.
+
+        Args:
+          others: further names that the model knows, for the error.
+
+        Raises:
+          UserError: neither a name nor a number.
+        """
+        if positions == "learned":
+            return cls(length)
+        if not (positions.isascii() and positions.isdigit() and int(positions)):
+            known = ", ".join(("learned", *others))
+            raise UserError(f"positions={positions!r}: write {known}, or how many positions are learned")
+        return cls(int(positions))
+
     def table(self, graph: Builder, d_model: Dim, dtype: str = "float32") -> Tensor:
         """A new variable [positions, d_model]."""
         with graph.scope(self.name):
