@@ -82,8 +82,9 @@ class Clock:
             finally:
                 alarm.off()
         except alarm.late:
-            alarm.off()
             return False
+        finally:
+            alarm.off()  # again: Ctrl-C, or the alarm itself, may have come in between
         return True
 
 

@@ -123,3 +123,12 @@ def test_no_time_is_left_after_a_hurry() -> None:
     assert clock.over and clock.left == 0.0
     assert clock.rest == pytest.approx(0.01)
     assert UNLIMITED.left is UNLIMITED.rest is None
+
+
+def test_ctrl_c_in_work_leaves_no_alarm() -> None:
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Clock(0.1).within(0.0, stopped)
+    a_moment(0.2)
