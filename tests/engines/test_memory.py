@@ -128,3 +128,25 @@ def test_a_result_of_another_size_than_declared_is_noticed() -> None:
     meter.entered(loop, lambda i: program.local(i).bytes)
     with pytest.raises(ValueError, match=r"a loop's result has 1 bytes, room was taken for \d+"):
         meter.left(loop, lambda i: 1)
+
+
+def _looped(renamed: bool) -> mtf.Program:
+    """The gradient of a loop's end, which a reshape takes; or the end beside what the loop began with."""
+    g, n = mtf.Graph(), mtf.Dim("n", 8)
+    x = g.input("x", [n], "float32")
+    start = x if renamed else mtf.tanh(x)
+    y = mtf.scan(lambda h: mtf.tanh(h * g.variable("w", [n], mtf.Normal(0.3))), start, mtf.Dim("L", 3))
+    results = {"y": y, "start": start}
+    if renamed:
+        (dx,) = mtf.gradients(mtf.reduce_sum(mtf.reshape(y, [n, mtf.Dim("one", 1)])), [x])
+        assert dx is not None
+        results = {"dx": dx}
+    return mtf.lower(g, mtf.Mesh("a:1"), mtf.Layout(), results)
+
+
+@pytest.mark.parametrize(("renamed", "bytes"), [(True, 352), (False, 256)])
+def test_ends_of_loops_are_counted_once(renamed: bool, bytes: int) -> None:
+    program = _looped(renamed)
+    engine = open_engine(program, "lockstep")
+    engine.step(numbers(program))
+    assert engine.peak_memory_bytes == memory(program).peak == bytes
