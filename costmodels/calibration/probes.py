@@ -34,6 +34,7 @@ from mesh_tf_core.ops.cumulative import CumSum
 from mesh_tf_core.ops.einsum import Broadcast, Einsum
 from mesh_tf_core.ops.index import Gather, OneHot, Pick, ScatterAdd
 from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
+from mesh_tf_core.ops.random import RandomUniform
 from mesh_tf_core.ops.reduce import Reduce
 from mesh_tf_core.ops.shape import Concat, Pad, SliceDim, Transpose
 from mesh_tf_core.ops.softmax import Softmax, SoftmaxGrad
@@ -200,6 +201,8 @@ def elements(quick: bool) -> Iterator[Probe]:
         x, label = tensor(r, c), f"{r}x{c}"
         for fn in ("exp", "tanh", "sqrt", "rsqrt", "gelu", "log", "sigmoid", "erf"):
             yield _local(f"unary.{fn}", label, Unary(fn), x)
+        key = TensorType(Shape(), "int32")
+        yield _local("unary.together", label, RandomUniform(x.shape, 0.0, 1.0, "float32"), key)
         yield _local("cumulative", label, CumSum("b", False, False), tensor(r // 8, c, 8))
         image = tensor(r // 8, 8, c // 8, 8)
         yield _local("copy.pad", label, Pad("b", 1, 1, 0.0), image)

@@ -259,6 +259,13 @@ class Tally:
         rows = x.shape[len(ids.shape) :]
         return self._note("segment_sum", (n, *rows), x.dtype, x, ids)
 
+    def together(self, fn: Callable[..., Piece], *xs: Piece) -> Piece:
+        """One pass over the result."""
+        first = len(self.noted)
+        made = fn(self, *xs)
+        del self.noted[first:]
+        return self._note("unary.together", made.shape, made.dtype, *xs)
+
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def loop(self, n: int, step: Step, carried: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:

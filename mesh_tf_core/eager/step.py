@@ -82,7 +82,7 @@ class EagerStep(Graph):
         name = f"constant {len(self.tensors)}"
         self._constants[name] = array
         try:
-            with self._at_root():
+            with self.at_root():
                 made: EagerTensor = self.apply(
                     Feed(name, TensorType(shape, check_dtype(dtype or array.dtype.name)))
                 )
@@ -268,7 +268,7 @@ class EagerStep(Graph):
     def apart(self, x: Tensor, dim: Dim) -> list[Tensor]:
         """The parts of a stacked tensor, one per iteration of an unrolled loop."""
         if x.id not in self._apart:
-            with self._at_root():
+            with self.at_root():
                 self._apart[x.id] = taken_apart(x, dim)
         return self._apart[x.id]
 

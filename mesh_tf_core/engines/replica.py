@@ -45,7 +45,12 @@ def at(program: Program, instr: Local) -> Callable[[Callable[[Axes], Any]], At]:
     }
     size = {d.name: d.size for t in types for d in t.shape}
     n, names = len(instr.inputs), frozenset(split)
-    return lambda index: At(types[:n], types[n:], names, lambda name: index(split[name]) * size[name])
+    ways = {name: program.mesh.group_size(axes) for name, axes in split.items()}
+
+    def placed(index: Callable[[Axes], Any]) -> At:
+        return At(types[:n], types[n:], names, lambda name: index(split[name]) * size[name], ways)
+
+    return placed
 
 
 def applied(kernel: Kernel, instr: Local, at: At, inputs: Sequence[Any]) -> tuple[Any, ...]:

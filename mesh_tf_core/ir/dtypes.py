@@ -61,6 +61,14 @@ def is_float(dtype: str) -> bool:
     return dtype in FLOATS
 
 
+def whole_numbers(dtype: str) -> tuple[int, int]:
+    """The least and the largest number of a dtype without fractions."""
+    if dtype == "bool":
+        return 0, 1
+    bits = 8 * itemsize(dtype)
+    return (0, 2**bits - 1) if dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
 def promote(a: str, b: str) -> str:
     """The dtype of an operation between two operands; only equal dtypes mix, a cast says what is meant."""
     if a != b:

@@ -7,8 +7,8 @@ tuples of Python integers. NumPy's is `kernels.numpy_kernel.NumpyKernel`; the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mesh_tf_core.ir.dtypes import TensorType
@@ -119,6 +119,11 @@ class Kernel(Protocol):
         """A scalar of the library from a Python number or an integer scalar of the library."""
         ...
 
+    def together(self, fn: Callable[..., T], *xs: T) -> T:
+        """fn(kernel, *xs): many element-wise functions of few arrays, in one pass over memory where the
+        library can; `fn` is a function of a module."""
+        ...
+
     def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         """step(i, carried) -> (carried, made) for i = 0 .. n - 1, one after the other: what is carried in the
         end, and what was made, stacked along a new first axis."""
@@ -174,8 +179,8 @@ class Attending:
       mask: bool; keys count where it holds.
       segments: of queries [.., queries, 1] and of keys [.., 1, keys]; keys count where the two are equal.
       rate: of dropout on the weights.
-      noise: global numbers of the rows and of the keys, uint32 [.., queries, 1] and [keys], whose sum numbers
-        a weight, and the key of its random bits.
+      noise: which row of the whole tensor each is (see `ops.random.rows`), twice uint32 [.., queries, 1],
+        and the key of the weights' random numbers.
     """
 
     query: T
@@ -203,12 +208,14 @@ class At:
       inputs, outputs: types of the local pieces.
       split: names of the dimensions that are split here.
       offset_of: name -> index (library scalar) of the first element of this device's piece.
+      ways: name -> into how many pieces it is split, of those that are.
     """
 
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
     split: frozenset[str]
     offset_of: Callable[[str], Any]
+    ways: Mapping[str, int] = field(default_factory=dict)
 
     def offset(self, name: str) -> Any:
         """Index of the first element of `name` on this device (0 when it is not split)."""

@@ -1,10 +1,10 @@
 """The contract of an operation: all that anyone may ask of one, checked when its class is made.
 
   required facets  roles, infer, kernel, flops, gradient
-  optional facets  lower, operands, expand, moved, contraction, overhead, unreduced, summand, untrained,
-                   labels, describe; each says what holds without it
-  facts            kind, free, linear, converts, divides, regroups, renames, derives_key: attributes of the
-                   class, or properties where they depend on its fields
+  optional facets  lower, operands, expand, moved, contraction, overhead, unreduced, summand, distributes,
+                   untrained, labels, describe; each says what holds without it
+  facts            kind, free, linear, converts, divides, regroups, renames, still, derives_key:
+                   attributes of the class, or properties where they depend on its fields
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
 off it. No reader knows any single operation: what it must know, the contract says.
@@ -134,6 +134,7 @@ class Op:
         "blocked",
         "unreduced",
         "summand",
+        "distributes",
         "untrained",
         "labels",
         "describe",
@@ -142,7 +143,7 @@ class Op:
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
         **dict.fromkeys(("free", "linear", "converts", "divides"), (False, True)),
         **dict.fromkeys(("regroups", "derives_key"), (False, True)),
-        "renames": ((),),
+        **dict.fromkeys(("renames", "still"), ((),)),
     }
     """Fact -> the values that it may have."""
 
@@ -162,6 +163,8 @@ class Op:
     """True if an axis may split one dimension of an input and another of the output."""
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Dimensions that its output has under another name: (old, new)."""
+    still: ClassVar[tuple[str, ...]] = ()
+    """Dimensions that its parameters name although it moves nothing along them."""
     derives_key: ClassVar[bool] = False
     """True if it makes a random key; more int32 scalars behind its operands make another one."""
 
@@ -266,6 +269,11 @@ class Op:
           parts: such summands of the inputs; of a constant, the input itself.
         """
         return None
+
+    def distributes(self, constant: Sequence[bool]) -> bool:
+        """Whether a sum of its operands, but those that are `constant`, may wait until after it; without it,
+        that is so for linear operations and for casts."""
+        return self.linear or self.converts
 
     def untrained(self) -> tuple[Op, int] | None:
         """What stands for it where nothing is trained: an operation, and how many of its first operands that

@@ -29,6 +29,11 @@ def _like(value: float, x: T) -> T:
     return np.asarray(value).astype(x.dtype)
 
 
+def _wide(x: T) -> T:
+    """x with sums in mind: those of 16 bits would lose small terms."""
+    return x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
+
+
 def _gelu(x: T) -> T:
     inner = (x + x * x * x * _like(0.044715, x)) * _like(math.sqrt(2 / math.pi), x)
     return x * (jnp.tanh(inner) + _like(1.0, x)) * _like(0.5, x)
@@ -152,26 +157,37 @@ class JaxKernel:
         )
 
     def softmax(self, x: T, axis: int) -> T:
-        e = jnp.exp(x - jnp.max(x, axis, keepdims=True))
-        return e / jnp.sum(e, axis, keepdims=True)
+        wide = _wide(x)
+        e = jnp.exp(wide - jnp.max(wide, axis, keepdims=True))
+        return (e / jnp.sum(e, axis, keepdims=True)).astype(x.dtype)
 
     def logsumexp(self, x: T, axis: int) -> T:
-        top = jnp.max(x, axis, keepdims=True)
-        return jnp.squeeze(top + jnp.log(jnp.sum(jnp.exp(x - top), axis, keepdims=True)), axis)
+        wide = _wide(x)
+        top = jnp.max(wide, axis, keepdims=True)
+        # Of infinities nothing can be subtracted; then the sum is one, or nothing.
+        top = jnp.where(jnp.isfinite(top), top, _like(0, top))
+        total = top + jnp.log(jnp.sum(jnp.exp(wide - top), axis, keepdims=True))
+        return jnp.squeeze(total, axis).astype(x.dtype)
 
     def exp_less(self, x: T, total: T, axis: int, own: bool) -> T:
-        return jnp.exp(x - total)
+        return jnp.exp(_wide(x) - _wide(total)).astype(x.dtype)
 
     def cumsum(self, x: T, axis: int, exclusive: bool, reverse: bool) -> T:
-        y = lax.cumsum(x, axis % x.ndim, reverse=reverse)
-        return y - x if exclusive else y
+        axis, wide = axis % x.ndim, _wide(x)
+        if exclusive:
+            # One place further, instead of what would be infinity less infinity.
+            low, high = (-1, 1) if reverse else (1, -1)
+            ends = [(low, high, 0) if i == axis else (0, 0, 0) for i in range(x.ndim)]
+            wide = lax.pad(wide, _like(0, wide), ends)
+        return lax.cumsum(wide, axis, reverse=reverse).astype(x.dtype)
 
     def argmax(self, x: T, axis: int) -> T:
         x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
         return lax.argmax(x, axis % x.ndim, jnp.int32)
 
     def top_k(self, x: T, n: int) -> tuple[T, T]:
-        values, positions = lax.top_k(x, n)
+        # JAX puts -0.0 before 0.0; they are equal.
+        values, positions = lax.top_k(jnp.where(x == 0, _like(0, x), x), n)
         return values, positions.astype(jnp.int32)
 
     def reshape(self, x: T, shape: Sequence[int]) -> T:
@@ -239,6 +255,9 @@ class JaxKernel:
         if isinstance(value, jax.Array):
             return self.cast(value, dtype)
         return np.asarray(value).astype(np_dtype(dtype))
+
+    def together(self, fn: Callable[..., T], *xs: T) -> T:
+        return fn(self, *xs)
 
     def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         return lax.scan(lambda state, i: step(i, state), list(carried), jnp.arange(n, dtype=jnp.int32))

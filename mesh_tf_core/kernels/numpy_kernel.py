@@ -21,6 +21,11 @@ def np_dtype(dtype: str) -> Any:
     return np.dtype(dtype)
 
 
+def _wide(x: A) -> A:
+    """x with sums in mind: those of 16 bits would lose small terms."""
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x
+
+
 def _erf(x: A) -> A:
     from scipy.special import erf
 
@@ -131,27 +136,39 @@ class NumpyKernel:
         return out
 
     def softmax(self, x: A, axis: int) -> A:
-        e = np.exp(x - x.max(axis, keepdims=True))
-        return e / e.sum(axis, keepdims=True)
+        wide = _wide(x)
+        with np.errstate(all="ignore"):
+            e = np.exp(wide - wide.max(axis, keepdims=True))
+            return (e / e.sum(axis, keepdims=True)).astype(x.dtype)
 
     def logsumexp(self, x: A, axis: int) -> A:
-        m = x.max(axis, keepdims=True)
-        return (m + np.log(np.exp(x - m).sum(axis, keepdims=True))).squeeze(axis)
+        wide = _wide(x)
+        top = wide.max(axis, keepdims=True)
+        with np.errstate(all="ignore"):
+            # Of infinities nothing can be subtracted; then the sum is one, or nothing.
+            top = np.where(np.isfinite(top), top, np.zeros((), wide.dtype))
+            total = top + np.log(np.exp(wide - top).sum(axis, keepdims=True))
+        return total.squeeze(axis).astype(x.dtype)
 
     def exp_less(self, x: A, total: A, axis: int, own: bool) -> A:
-        return np.exp(x - total)
+        with np.errstate(all="ignore"):
+            return np.exp(_wide(x) - _wide(total)).astype(x.dtype)
 
     def cumsum(self, x: A, axis: int, exclusive: bool, reverse: bool) -> A:
-        x = np.flip(x, axis) if reverse else x
-        y = np.cumsum(x, axis, dtype=x.dtype)
-        y = y - x if exclusive else y
+        wide = np.moveaxis(np.flip(_wide(x), axis) if reverse else _wide(x), axis, 0)
+        if exclusive:
+            wide = np.concatenate([np.zeros_like(wide[:1]), wide[:-1]])
+        y = np.moveaxis(np.cumsum(wide, 0, dtype=wide.dtype), 0, axis).astype(x.dtype)
         return np.flip(y, axis) if reverse else y
 
     def argmax(self, x: A, axis: int) -> A:
-        return np.argmax(x, axis).astype(np.int32)
+        return np.argmax(_wide(x), axis).astype(np.int32)
 
     def top_k(self, x: A, n: int) -> tuple[A, A]:
-        order = np.argsort(-x.astype(np.float64), axis=-1, kind="stable")[..., :n]
+        # Both ways round, so that equal elements keep their order; NaN, last in NumPy's order, comes first.
+        order = (x.shape[-1] - 1 - np.argsort(np.flip(_wide(x), -1), axis=-1, kind="stable"))[..., ::-1][
+            ..., :n
+        ]
         return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
     def reshape(self, x: A, shape: Sequence[int]) -> A:
@@ -211,6 +228,9 @@ class NumpyKernel:
 
     def scalar(self, value: Any, dtype: str) -> A:
         return np.asarray(value).astype(np_dtype(dtype))
+
+    def together(self, fn: Callable[..., A], *xs: A) -> A:
+        return fn(self, *xs)
 
     def loop(self, n: int, step: Step, carried: Sequence[A]) -> tuple[list[A], list[A]]:
         state, parts = list(carried), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,10 @@ _VIA_INT64 = frozenset(["mod", "floordiv", "pow"])
 """Functions of uint32 that TensorFlow only has for signed numbers; 64 bits hold every operand."""
 
 
+_TOGETHER: dict[Callable[..., T], Callable[..., T]] = {}
+"""Compiled functions of `TfKernel.together`."""
+
+
 class TfKernel:
     """TensorFlow's implementation of `protocol.Kernel`, for traced functions and eager tensors alike."""
 
@@ -150,6 +155,8 @@ class TfKernel:
         return y[(slice(None), *(slice(None, None, s) for s in strides))] if apart else y
 
     def softmax(self, x: T, axis: int) -> T:
+        if x.dtype.size == 2:
+            return tf.cast(self.softmax(tf.cast(x, tf.float32), axis), x.dtype)
         if axis in (-1, len(x.shape) - 1):
             if len(x.shape) < 6:
                 return tf.nn.softmax(x)
@@ -159,28 +166,40 @@ class TfKernel:
         return e / tf.reduce_sum(e, axis, keepdims=True)
 
     def logsumexp(self, x: T, axis: int) -> T:
+        if x.dtype.size == 2:
+            return tf.cast(self.logsumexp(tf.cast(x, tf.float32), axis), x.dtype)
         top = tf.reduce_max(x, axis, keepdims=True)
-        if axis in (-1, len(x.shape) - 1) and x.dtype.size > 2:
+        if axis in (-1, len(x.shape) - 1):
             # The softmax of the largest element is 1 / sum(exp(x - top)); on CPUs softmax is one pass.
-            return tf.reshape(top, top.shape[:-1]) - tf.math.log(tf.reduce_max(self.softmax(x, axis), axis))
+            flat = tf.reshape(top, top.shape[:-1])
+            found = flat - tf.math.log(tf.reduce_max(self.softmax(x, axis), axis))
+            # Of infinities nothing can be subtracted; then the sum is one, or nothing.
+            return tf.where(tf.math.is_inf(flat), flat, found)
         return _logsumexp(x, top, axis)
 
     def exp_less(self, x: T, total: T, axis: int, own: bool) -> T:
-        return self.softmax(x, axis) if own else tf.exp(x - total)
+        if own:
+            return self.softmax(x, axis)
+        if x.dtype.size == 2:
+            return tf.cast(tf.exp(tf.cast(x, tf.float32) - tf.cast(total, tf.float32)), x.dtype)
+        return tf.exp(x - total)
 
     def cumsum(self, x: T, axis: int, exclusive: bool, reverse: bool) -> T:
         if x.dtype == tf.uint32:
             wide = tf.cumsum(tf.cast(x, tf.int64), axis, exclusive, reverse)
             return tf.cast(wide, tf.uint32)
+        if x.dtype.size == 2:
+            return tf.cast(tf.cumsum(tf.cast(x, tf.float32), axis, exclusive, reverse), x.dtype)
         return tf.cumsum(x, axis, exclusive, reverse)
 
     def argmax(self, x: T, axis: int) -> T:
-        x = tf.cast(x, tf.int32) if x.dtype == tf.bool else x
-        return tf.argmax(x, axis, output_type=tf.int32)
+        return tf.argmax(_places(x), axis, output_type=tf.int32)
 
     def top_k(self, x: T, n: int) -> tuple[T, T]:
-        found = tf.math.top_k(x, n)
-        return found.values, found.indices
+        if not x.dtype.is_floating:
+            return tuple(tf.math.top_k(x, n))
+        found = tf.math.top_k(_places(x), n).indices
+        return tf.gather(x, found, batch_dims=len(x.shape) - 1), found
 
     def reshape(self, x: T, shape: Sequence[int]) -> T:
         return x if tuple(x.shape) == tuple(shape) else tf.reshape(x, list(shape))
@@ -260,6 +279,12 @@ class TfKernel:
         wanted = tf.as_dtype(dtype)
         return tf.constant(np.asarray(value).astype(wanted.as_numpy_dtype), wanted)
 
+    def together(self, fn: Callable[..., T], *xs: T) -> T:
+        if fn not in _TOGETHER:
+            # Once for all devices, which then share what is compiled.
+            _TOGETHER[fn] = tf.function(partial(fn, XlaKernel()), autograph=False, jit_compile=True)
+        return _TOGETHER[fn](*xs)
+
     def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         made: list[T] = []
 
@@ -288,7 +313,20 @@ class TfKernel:
         return None
 
 
+def _places(x: T) -> T:
+    """Whole numbers in the order of x, NaN the largest: TensorFlow has no order of NaN."""
+    if not x.dtype.is_floating:
+        return tf.cast(x, tf.int32) if x.dtype == tf.bool else x
+    x = tf.cast(x, tf.float32) if x.dtype.size == 2 else x
+    kind = tf.int32 if x.dtype.size == 4 else tf.int64
+    bits = tf.bitcast(x, kind)
+    # Of negative numbers, larger bits are smaller numbers; -0.0 is 0.0.
+    bits = tf.where(bits < 0, kind.min - bits, bits)
+    return tf.where(tf.math.is_nan(x), kind.max, bits)
+
+
 def _logsumexp(x: T, top: T, axis: int) -> T:
+    top = tf.where(tf.math.is_finite(top), top, tf.zeros((), top.dtype))
     total = tf.math.log(tf.reduce_sum(tf.exp(x - top), axis))
     return total + tf.reshape(top, total.shape)
 
@@ -299,11 +337,16 @@ class XlaKernel(TfKernel):
 
     compares = True
 
+    def together(self, fn: Callable[..., T], *xs: T) -> T:
+        return fn(self, *xs)
+
     def logsumexp(self, x: T, axis: int) -> T:
+        if x.dtype.size == 2:
+            return tf.cast(self.logsumexp(tf.cast(x, tf.float32), axis), x.dtype)
         return _logsumexp(x, tf.reduce_max(x, axis, keepdims=True), axis)
 
     def exp_less(self, x: T, total: T, axis: int, own: bool) -> T:
-        return tf.exp(x - total)
+        return super().exp_less(x, total, axis, False)
 
     def add_at(self, x: T, values: T, ids: T, axis: int) -> T:
         sizes = [x.shape[i] if i == axis else 1 for i in range(len(x.shape))]

@@ -13,7 +13,7 @@ from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import binary, where
-from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.common import all_parallel, check_number
 from mesh_tf_core.ops.unary import unary
 
 SELU_SCALE, SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
@@ -35,6 +35,8 @@ class Clip(Op):
         return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
+        for bound in filter(math.isfinite, (self.low, self.high)):
+            check_number("clip", bound, inputs[0].dtype)
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:

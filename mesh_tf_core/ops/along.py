@@ -93,6 +93,10 @@ class PutAlong(Op):
     kept: tuple[str, ...]
     kind: ClassVar[str] = "gather"
 
+    @property
+    def still(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.kept
+
     def roles(self, *inputs: TensorType) -> Roles:
         more = tuple(n for n in inputs[1].shape.names if n not in self.kept)
         rows = (d.name for d in _rows(inputs[0].shape, inputs[1].shape))

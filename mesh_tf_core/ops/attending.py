@@ -11,7 +11,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ops.random import numbers
+from mesh_tf_core.ops.random import rows as rows_of
 
 EXTRAS = ("bias", "mask", "segments", "memory_segments", "key")
 """Operands besides query, key and value that there may be, in this order."""
@@ -114,8 +114,8 @@ class AnyAttention(Op, abstract=True):
         }
         noise = None
         if self.rate:
-            first = k.reshape(numbers(k, at, rows), (*rows.sizes, 1))
-            noise = (first, k.iota(self.memory.size, "uint32"), given["key"])
+            places = (k.reshape(x, (*x.shape, 1)) for x in rows_of(k, at, rows))
+            noise = (*places, given["key"])
         query, key, value = factors
         return Attending(
             query,

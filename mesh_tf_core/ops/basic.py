@@ -12,7 +12,7 @@ from mesh_tf_core.ir.dtypes import check_dtype, is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import aligned, all_parallel, listing, same_dtype
+from mesh_tf_core.ops.common import aligned, all_parallel, check_number, listing, same_dtype
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Scale(Op):
         return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
+        check_number("mul", self.factor, inputs[0].dtype)
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -103,6 +104,7 @@ class Shift(Op):
         return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
+        check_number("add", self.offset, inputs[0].dtype)
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -161,7 +163,8 @@ class Constant(Op):
         return Roles()
 
     def infer(self, *inputs: TensorType) -> TensorType:
-        return TensorType(Shape(), check_dtype(self.dtype))
+        check_number("constant", self.value, check_dtype(self.dtype))
+        return TensorType(Shape(), self.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.full((), self.value, self.dtype)
@@ -222,8 +225,9 @@ def cast(x: Tensor, dtype: str) -> Tensor:
     return x if x.dtype == dtype else x.graph.apply(Cast(dtype), x)
 
 
-def constant_like(x: Tensor, value: float) -> Tensor:
-    """A scalar in x's graph and dtype."""
+def constant_like(x: Tensor, value: float, op: str = "constant") -> Tensor:
+    """A scalar in x's graph and dtype; UserError, in the name of `op`, if the dtype has no such number."""
+    check_number(op, value, x.dtype)
     return x.graph.apply(Constant(value, x.dtype))
 
 

@@ -14,7 +14,7 @@ from mesh_tf_core.ir.kernel import BINARY, At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, constant_like, scale, shift
-from mesh_tf_core.ops.common import aligned, all_parallel, joined, listing, same_dtype
+from mesh_tf_core.ops.common import aligned, all_parallel, joined, listing, need_fractions, same_dtype
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.reduce import sum_to
 from mesh_tf_core.ops.unary import unary
@@ -49,6 +49,8 @@ class Binary(Op):
         dtype = same_dtype(self.fn, inputs)
         if self.fn in ("and", "or") and dtype != "bool":
             raise UserError(f"{self.fn} of {listing(inputs)}: needs bool")
+        if self.divides:
+            need_fractions("div", inputs[0], "mtf.floordiv")
         return TensorType(joined(self.fn, inputs), "bool" if self.fn in _BOOL_RESULT else dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -69,8 +71,11 @@ class Binary(Op):
         return self.fn == "div"
 
     def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
-        linear = {"mul": constant.count(False) == 1, "div": constant[1] and not constant[0]}
-        return binary(self.fn, *parts) if linear.get(self.fn) else None
+        return binary(self.fn, *parts) if self.distributes(constant) else None
+
+    def distributes(self, constant: Sequence[bool]) -> bool:
+        factor = {"mul": constant.count(False) == 1, "div": constant[1] and not constant[0]}
+        return self.linear or factor.get(self.fn, False)
 
 
 def _product_gradient(dy: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -81,9 +86,12 @@ def _product_gradient(dy: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _pow_gradient(dy: Tensor, x: Tensor, y: Tensor, out: Tensor, to: Any) -> Sequence[Tensor | None]:
-    exponent = binary("pow", x, shift(y, -1.0))
-    return to(binary("mul", dy, binary("mul", y, exponent)), x.shape), to(
-        binary("mul", dy, binary("mul", out, unary("log", x))), y.shape
+    # 0 has the power 0 too, and its slope there is 0, not 0 times infinity; so has its logarithm beside it.
+    less = where(binary("eq", y, 0.0), 0.0, shift(y, -1.0))
+    base = where(binary("eq", x, 0.0), 1.0, x)
+    return (
+        to(binary("mul", dy, binary("mul", y, binary("pow", x, less))), x.shape),
+        to(binary("mul", dy, binary("mul", out, unary("log", base))), y.shape),
     )
 
 
@@ -150,13 +158,17 @@ def binary(fn: str, x: Tensor | float, y: Tensor | float) -> Tensor:
             raise UserError(f"{fn} of two numbers ({x}, {y}): one operand must be a tensor")
         if fn in ("add", "mul"):
             return shift(y, x) if fn == "add" else scale(y, x)
-        x = constant_like(y, x)
+        x = constant_like(y, x, fn)
     elif isinstance(y, int | float):
         if fn == "add" or fn == "sub":
             return shift(x, y if fn == "add" else -y)
-        if fn == "mul" or (fn == "div" and is_float(x.dtype)):
-            return scale(x, y if fn == "mul" else 1.0 / y)
-        y = constant_like(x, y)
+        if fn == "mul":
+            return scale(x, y)
+        most = 6e4 if x.dtype == "float16" else 1e37
+        # Beyond that, the reciprocal may be none of the dtype's numbers.
+        if fn == "div" and is_float(x.dtype) and 1 / most <= abs(y) <= most:
+            return scale(x, 1.0 / y)
+        y = constant_like(x, y, fn)
     graph = x.graph if hasattr(x, "graph") else y.graph
     return graph.apply(Binary(fn), x, y)
 
@@ -171,7 +183,7 @@ def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
     if isinstance(x, int | float):
         if isinstance(y, int | float):
             raise UserError("where: one of the two choices must be a tensor, found two numbers")
-        x = constant_like(y, x)
+        x = constant_like(y, x, "where")
     elif isinstance(y, int | float):
-        y = constant_like(x, y)
+        y = constant_like(x, y, "where")
     return condition.graph.apply(Where(), condition, x, y)

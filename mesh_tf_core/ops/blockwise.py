@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from mesh_tf_core.ir.kernel import Attending, Kernel
-from mesh_tf_core.ops.random import NEXT, uniform
+from mesh_tf_core.ops.common import dtype_name
+from mesh_tf_core.ops.random import uniform
 
 MOST = 1 << 22
 """Logits of a block."""
@@ -27,13 +28,9 @@ def _sizes(x: Any) -> list[int]:
     return list(x.shape)
 
 
-def _dtype(x: Any) -> str:
-    return getattr(x.dtype, "name", None) or str(x.dtype)
-
-
 def _wide(a: Attending) -> str:
     """The dtype of logits, weights and sums."""
-    return "float64" if _dtype(a.query) == "float64" else "float32"
+    return "float64" if dtype_name(a.query) == "float64" else "float32"
 
 
 def _cuts(a: Attending) -> list[tuple[int, int]]:
@@ -82,7 +79,7 @@ def _rows(k: Kernel, a: Attending, axis: int, number: Any, count: int) -> Attend
         bias=part(a.bias),
         mask=part(a.mask),
         segments=a.segments and tuple(map(part, a.segments)),
-        noise=a.noise and (part(a.noise[0]), *a.noise[1:]),
+        noise=a.noise and (part(a.noise[0]), part(a.noise[1]), a.noise[2]),
     )
 
 
@@ -188,9 +185,8 @@ def _kept(k: Kernel, a: Attending, weights: Any) -> Any:
     """Weights, or their gradients, after dropout."""
     if a.noise is None:
         return weights
-    rows, keys, key = a.noise
-    index = k.binary("add", k.binary("mul", rows, k.scalar(NEXT, "uint32")), keys)
-    keep = k.binary("ge", uniform(k, index, key), k.scalar(a.rate, "float32"))
+    low, high, key = a.noise
+    keep = k.binary("ge", uniform(k, key, (low, high), _sizes(a.key)[-2]), k.scalar(a.rate, "float32"))
     wide = _wide(a)
     scaled = k.binary("mul", weights, k.scalar(1 / (1 - a.rate), wide))
     return k.where(keep, scaled, k.scalar(0.0, wide))
@@ -198,7 +194,7 @@ def _kept(k: Kernel, a: Attending, weights: Any) -> Any:
 
 def with_extra(k: Kernel, lse: Any, extra: float) -> Any:
     """log(exp(lse) + exp(extra))."""
-    other = k.scalar(extra, _dtype(lse))
+    other = k.scalar(extra, dtype_name(lse))
     top = k.binary("max", lse, other)
     parts = [k.unary("exp", k.binary("sub", x, top)) for x in (lse, other)]
     return k.binary("add", top, k.unary("log", k.binary("add", *parts)))
@@ -215,7 +211,7 @@ def _forward(k: Kernel, a: Attending) -> tuple[Any, Any]:
         total = with_extra(k, lse, a.extra_logit)
         share = k.unary("exp", k.binary("sub", lse, total))
         result, lse = k.binary("mul", result, k.reshape(share, [*_sizes(share), 1])), total
-    return k.cast(result, _dtype(a.query)), lse
+    return k.cast(result, dtype_name(a.query)), lse
 
 
 def forward(k: Kernel, a: Attending) -> tuple[Any, Any]:
@@ -262,7 +258,7 @@ def backward(k: Kernel, a: Attending, result: Any, lse: Any, dresult: Any, dlse:
 
     delta = _delta(k, a, result, dresult, dlse)
     (dk, dv), (dq,) = _blocks(k, a, [lse, dresult, delta], block, totals)
-    return tuple(k.cast(x, _dtype(a.query)) for x in (dq, dk, dv))
+    return tuple(k.cast(x, dtype_name(a.query)) for x in (dq, dk, dv))
 
 
 def bias_gradient(k: Kernel, a: Attending, result: Any, lse: Any, dresult: Any, dlse: Any) -> Any:
@@ -286,4 +282,4 @@ def bias_gradient(k: Kernel, a: Attending, result: Any, lse: Any, dresult: Any, 
     sums, rows = _blocks(k, a, [lse, dresult, delta], block, totals)
     (made,) = (*sums, *rows)
     # Parts of a dimension that shares a bias each made one.
-    return k.cast(summed(made, repeated), _dtype(a.bias))
+    return k.cast(summed(made, repeated), dtype_name(a.bias))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Shape, union
-from mesh_tf_core.ir.dtypes import promote
+from mesh_tf_core.ir.dtypes import is_float, promote, whole_numbers
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 
@@ -59,3 +60,34 @@ def aligned(k: Kernel, at: At, slices: Sequence[Any]) -> list[Any]:
     """All slices of an operation aligned to its first output."""
     output = at.outputs[0].shape.names
     return [align(k, x, t.shape.names, output, t.shape.sizes) for x, t in zip(slices, at.inputs, strict=True)]
+
+
+def check_number(op: str, value: float, dtype: str) -> None:
+    """UserError if a number is none of a dtype's: a fraction beside whole numbers is never cut off."""
+    if is_float(dtype):
+        return
+    low, high = whole_numbers(dtype)
+    if value != value or value in (math.inf, -math.inf) or value != int(value):
+        raise UserError(
+            f"{op} of {dtype} and {value}: {dtype} has no such number; cast the tensor first, for example "
+            "with .cast('float32')"
+        )
+    if not low <= value <= high:
+        raise UserError(
+            f"{op} of {dtype} and {value:.0f}: {dtype} has numbers from {low} to {high}; cast the tensor"
+        )
+
+
+def need_fractions(op: str, x: TensorType, instead: str = "") -> None:
+    """UserError unless a tensor is of a dtype with fractions."""
+    if not is_float(x.dtype):
+        other = f", or use {instead}" if instead else ""
+        raise UserError(
+            f"{op} of {x}: its results have fractions; cast the tensor first, for example with "
+            f".cast('float32'){other}"
+        )
+
+
+def dtype_name(x: Any) -> str:
+    """The dtype of a library's array."""
+    return getattr(x.dtype, "name", None) or str(x.dtype)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
@@ -48,8 +49,8 @@ class CumSum(Op):
             return low.local(self, inputs, types, [x.splits])
         pieces = Dim(f"{self.dim}_pieces", ways)
         at = x.shape.index(self.dim)
-        shape = Shape(pieces if i == at else d for i, d in enumerate(x.shape))
-        totals = low.local(PieceTotals(self.dim, pieces), inputs, [TensorType(shape, x.dtype)], [x.splits])
+        total = PieceTotals(self.dim, pieces)
+        totals = low.local(total, inputs, [total.infer(TensorType(x.shape, x.dtype))], [x.splits])
         whole = low.placed(totals[0], tuple(() if i == at else s for i, s in enumerate(x.splits)))
         running = CumSumAfter(self.dim, pieces.name, self.exclusive, self.reverse)
         return low.local(running, [inputs[0], whole], types, [x.splits])
@@ -72,10 +73,10 @@ class PieceTotals(Op):
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
-        return TensorType(Shape(self.pieces if d.name == self.dim else d for d in x.shape), x.dtype)
+        return TensorType(Shape(self.pieces if d.name == self.dim else d for d in x.shape), _wide(x.dtype))
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        total = k.reduce("sum", slices[0], [at.inputs[0].shape.index(self.dim)])
+        total = k.reduce("sum", k.cast(slices[0], at.outputs[0].dtype), [at.inputs[0].shape.index(self.dim)])
         return k.reshape(total, at.outputs[0].shape.sizes)
 
     def flops(self, *local: TensorType) -> float:
@@ -106,20 +107,26 @@ class CumSumAfter(Op):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         x, totals = slices
         axis, n = at.inputs[0].shape.index(self.dim), at.inputs[1].shape.dim(self.pieces).size
-        running = k.cumsum(x, axis, self.exclusive, self.reverse)
+        wide = at.inputs[1].dtype
+        running = k.cumsum(k.cast(x, wide), axis, self.exclusive, self.reverse)
         place = k.scalar(at.shard(self.dim), "int32")
         before = k.binary("gt" if self.reverse else "lt", k.iota(n, "int32"), place)
         sizes = [n if i == axis else 1 for i in range(len(at.inputs[0].shape))]
-        wanted = k.where(k.reshape(before, sizes), totals, k.scalar(0, at.inputs[0].dtype))
+        wanted = k.where(k.reshape(before, sizes), totals, k.scalar(0, wide))
         offset = k.reduce("sum", wanted, [axis])
         kept = [1 if i == axis else s for i, s in enumerate(at.inputs[0].shape.sizes)]
-        return k.binary("add", running, k.reshape(offset, kept))
+        return k.cast(k.binary("add", running, k.reshape(offset, kept)), at.outputs[0].dtype)
 
     def flops(self, *local: TensorType) -> float:
         return 2.0 * local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         raise UserError("running sums after totals are made by the lowering of cumsum and have no gradient")
+
+
+def _wide(dtype: str) -> str:
+    """The dtype of totals: those of 16 bits would lose small terms."""
+    return "float32" if itemsize(dtype) == 2 else dtype
 
 
 def cumsum(x: Tensor, dim: Dim | str, exclusive: bool = False, reverse: bool = False) -> Tensor:

@@ -83,7 +83,10 @@ class Einsum(Op):
         return einsum(inputs, [dim, *self.output], self.chooses)
 
     def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
-        return self.unreduced(dim, parts) if constant.count(False) == 1 else None
+        return self.unreduced(dim, parts) if self.distributes(constant) else None
+
+    def distributes(self, constant: Sequence[bool]) -> bool:
+        return constant.count(False) == 1
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.common import dtype_name, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.shape import transpose
 
@@ -36,12 +36,11 @@ def _no_shared(op: str, ids: Shape, table: Shape, inputs: Sequence[TensorType]) 
 
 def local_ids(k: Kernel, at: At, ids: Any, dim: str, size: int) -> tuple[Any, Any]:
     """Ids relative to this device's piece, clipped into it, and which of them fall inside."""
-    ids = k.cast(ids, "int32")
-    offset = at.offset(dim)
-    relative = k.binary("sub", ids, k.scalar(offset, "int32")) if dim in at.split else ids
-    zero, last = k.scalar(0, "int32"), k.scalar(size - 1, "int32")
+    dtype = dtype_name(ids)
+    relative = k.binary("sub", ids, k.scalar(at.offset(dim), dtype)) if dim in at.split else ids
+    zero, last = k.scalar(0, dtype), k.scalar(size - 1, dtype)
     inside = k.binary("and", k.binary("ge", relative, zero), k.binary("le", relative, last))
-    return k.binary("min", k.binary("max", relative, zero), last), inside
+    return k.cast(k.binary("min", k.binary("max", relative, zero), last), "int32"), inside
 
 
 def one_hot_like(k: Kernel, at: At, ids: Any, dim: str) -> Any:
@@ -49,11 +48,12 @@ def one_hot_like(k: Kernel, at: At, ids: Any, dim: str) -> Any:
     output)."""
     shape = at.outputs[0].shape
     axis = shape.index(dim)
-    positions = k.iota(shape.sizes[axis], "int32")
+    dtype = dtype_name(ids)
+    positions = k.iota(shape.sizes[axis], dtype)
     if dim in at.split:
-        positions = k.binary("add", positions, k.scalar(at.offset(dim), "int32"))
+        positions = k.binary("add", positions, k.scalar(at.offset(dim), dtype))
     sizes = [shape.sizes[axis] if i == axis else 1 for i in range(axis, len(shape))]
-    return k.binary("eq", k.cast(ids, "int32"), k.reshape(positions, sizes))
+    return k.binary("eq", ids, k.reshape(positions, sizes))
 
 
 @dataclass(frozen=True)

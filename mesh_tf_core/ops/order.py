@@ -1,20 +1,28 @@
-"""Order along one dimension: the largest elements and where they are, sorting."""
+"""Order along one dimension: the largest elements and where they are, sorting.
+
+NaN counts as the largest number, and equal elements go by their positions: `sort` puts NaN last, as NumPy
+does, `sort(descending=True)` and `top_k` first, `nth_smallest` after all numbers. As NumPy's, `argmax` and
+`argmin` both give the first NaN if there is one, which is what `reduce_max` and `reduce_min` then give.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import is_float, whole_numbers
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import check_disjoint
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.along import PutAlong, row_starts
-from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.binary import binary, where
 from mesh_tf_core.ops.index import Range
+from mesh_tf_core.ops.math import logical_not, not_equal
 from mesh_tf_core.ops.reduce import reduce_max, reduce_min, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape, slice_dim
 
@@ -55,7 +63,12 @@ class ArgMax(Op):
         (x,) = inputs
         dim = x.shape.dim(self.dim)
         places = x.graph.apply(Range(dim, "int32"))
-        return reduce_min(where(x.equal(reduce_max(x, self.dim)), places, dim.size), self.dim)
+        best = where(x.equal(reduce_max(x, self.dim)), places, dim.size)
+        if is_float(x.dtype):
+            # NaN equals nothing, and comes before whatever does.
+            best = where(not_equal(x, x), places - dim.size, best)
+        found = reduce_min(best, self.dim)
+        return where(found < 0, found + dim.size, found) if is_float(x.dtype) else found
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (None,)
@@ -242,14 +255,23 @@ def _name(dim: Dim | str) -> str:
     return dim.name if isinstance(dim, Dim) else dim
 
 
+def _reversed(x: Tensor) -> Tensor:
+    """x with the least element largest: -x, of whole numbers -1 - x, which none of them overflows."""
+    if is_float(x.dtype):
+        return -x
+    if x.dtype == "bool":
+        return logical_not(x)
+    return binary("bit_xor", x, whole_numbers(x.dtype)[1] if x.dtype.startswith("u") else -1)
+
+
 def argmax(x: Tensor, dim: Dim | str) -> Tensor:
-    """int32 position of the first largest element along `dim`."""
+    """int32 position of the first largest element along `dim`; of the first NaN if there is one."""
     return x.graph.apply(ArgMax(_name(dim)), x)
 
 
 def argmin(x: Tensor, dim: Dim | str) -> Tensor:
-    """int32 position of the first smallest element along `dim`."""
-    return argmax(-x, dim)
+    """int32 position of the first smallest element along `dim`; of the first NaN if there is one."""
+    return argmax(_reversed(x), dim)
 
 
 def top_k(x: Tensor, dim: Dim | str, best: Dim) -> tuple[Tensor, Tensor]:
@@ -286,8 +308,13 @@ def nth_largest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
 
 
 def nth_smallest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
-    """The element of which n others along `dim` are at most as large (n = 0: the smallest)."""
-    return -nth_largest(-x, n, dim)
+    """The element of which n others along `dim` are at most as large (n = 0: the smallest); NaN if there are
+    no more than n numbers."""
+    if not is_float(x.dtype):
+        return _reversed(nth_largest(_reversed(x), n, dim))
+    number = x.equal(x)
+    found = -nth_largest(where(number, -x, -math.inf), n, dim)
+    return where(reduce_sum(number.cast("int32"), dim) > n, found, math.nan)
 
 
 def reduce_first(x: Tensor, dim: Dim | str) -> Tensor:

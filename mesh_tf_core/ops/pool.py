@@ -171,7 +171,9 @@ class PoolGrad(Op):
         for tap in taps:
             share = dy
             if self.fn == "max":
-                hit = k.binary("eq", _tap(k, x, shape, self, tap, counts), best)
+                part = _tap(k, x, shape, self, tap, counts)
+                # NaN, which equals nothing, is the largest of its window.
+                hit = k.binary("or", k.binary("eq", part, best), k.binary("ne", part, part))
                 hit = hit if left is None else k.binary("and", hit, left)
                 missed = k.unary("not", hit)
                 left = missed if left is None else k.binary("and", left, missed)

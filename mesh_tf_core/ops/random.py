@@ -1,7 +1,10 @@
-"""Random numbers that do not depend on the layout: a hash of a key and of the global index of the element.
+"""Random numbers that do not depend on the layout: a counter-based generator of a key and of the element's
+place in the whole tensor, so that a device makes those of its own elements only.
 
-The hash is two rounds of the 32-bit finaliser `lowbias32` (Wellons, "Prospecting for Hash Functions", 2018),
-which a device evaluates for its own elements only.
+The generator is Threefry-2x32 with 13 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1,
+2, 3": the fewest that pass BigCrush). It turns 64 bits of counter into 64 random bits, one to
+one, so no two elements of a tensor have the same bits because of where they are. The second half of the key
+counts what does not fit into the counter.
 """
 
 from __future__ import annotations
@@ -18,49 +21,125 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import StopGradient, constant_like
+from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
 
-_M1, _M2 = 0x7FEB352D, 0x846CA68B
+_ROUNDS = 13
+_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+_PARITY = 0x1BD11BDA
+"""Of the key schedule: so that no key is all zeros."""
+_WORK = 40.0
+"""Operations for a number, of which a counter gives two: 5 a round, 3 for each change of keys."""
 _SECOND = 0x632BE5AB
-"""Turns a key into that of a second, independent stream."""
+"""Turns a key into that of a second stream."""
 
 
-def mix(k: Kernel, x: Any) -> Any:
-    """lowbias32 of uint32 values."""
-    for multiplier, shift in ((_M1, 16), (_M2, 15), (None, 16)):
-        x = k.binary("bit_xor", x, k.binary("shift_right", x, k.scalar(shift, "uint32")))
-        if multiplier is not None:
-            x = k.binary("mul", x, k.scalar(multiplier, "uint32"))
-    return x
+def _add(k: Kernel, x: Any, y: Any) -> Any:
+    return k.binary("add", x, y)
 
 
-NEXT = 0x01000193
-"""What the number of an element is multiplied by for the next dimension."""
+def _constant(k: Kernel, value: int) -> Any:
+    return k.scalar(value, "uint32")
 
 
-def numbers(k: Kernel, at: At, shape: Shape) -> Any:
-    """The global number of every element of a device's piece, uint32, the same wherever the element lies."""
-    index = k.scalar(0, "uint32")
-    for axis, d in enumerate(shape):
-        positions = k.iota(d.size, "uint32")
+def threefry(k: Kernel, key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Two words of random bits for every counter: all are uint32, and broadcast."""
+    third = k.binary("bit_xor", k.binary("bit_xor", *key), _constant(k, _PARITY))
+    keys = (*key, third)
+    x, y = (_add(k, c, part) for c, part in zip(counter, key, strict=True))
+    for i in range(_ROUNDS):
+        r = _ROTATIONS[i % 8]
+        x = _add(k, x, y)
+        up = k.binary("mul", y, _constant(k, 1 << r))
+        y = k.binary("bit_xor", up, k.binary("shift_right", y, _constant(k, 32 - r)))
+        y = k.binary("bit_xor", y, x)
+        if i % 4 == 3:
+            n = i // 4 + 1
+            x = _add(k, x, keys[n % 3])
+            y = _add(k, y, _add(k, keys[(n + 1) % 3], _constant(k, n)))
+    return x, y
+
+
+def rows(k: Kernel, at: At, shape: Shape) -> tuple[Any, Any]:
+    """Which row of the whole tensor each of a device's is: two numbers, uint32, each [shape] or with some
+    dimensions of size 1. The first counts the rows of the last dimensions, as far as 32 bits go."""
+    sizes = [d.size * at.ways.get(d.name, 1) for d in shape]
+    first = len(sizes)
+    while first and math.prod(sizes[first - 1 :]) <= 2**32:
+        first -= 1
+    parts = range(first, len(sizes)), range(first)
+    low, high = (_place(k, at, shape, sizes, axes) for axes in parts)
+    return low, high
+
+
+def _place(k: Kernel, at: At, shape: Shape, sizes: Sequence[int], axes: Sequence[int]) -> Any:
+    """The place in the whole tensor along some axes together, row by row."""
+    place = k.full([1] * len(shape), 0, "uint32")
+    for axis in axes:
+        d = shape.dims[axis]
+        along = k.iota(d.size, "uint32")
         if d.name in at.split:
-            positions = k.binary("add", positions, k.scalar(at.offset(d.name), "uint32"))
-        # Dimension by dimension: index = mix(index * odd + position) would cost a hash per axis; a polynomial
-        # in an odd constant is injective enough before the final mix and costs one multiply-add.
-        positions = k.reshape(positions, [d.size if i == axis else 1 for i in range(len(shape))])
-        index = k.binary("add", k.binary("mul", index, k.scalar(NEXT, "uint32")), positions)
-    return index
+            along = _add(k, along, k.scalar(at.offset(d.name), "uint32"))
+        along = k.reshape(along, [d.size if i == axis else 1 for i in range(len(shape))])
+        place = _add(k, k.binary("mul", place, _constant(k, sizes[axis])), along)
+    return place
 
 
-def uniform(k: Kernel, index: Any, key: Any) -> Any:
-    """float32 in [0, 1) from 24 random bits of every number."""
-    bits = mix(k, k.binary("bit_xor", mix(k, index), k.cast(key, "uint32")))
-    top = k.binary("shift_right", bits, k.scalar(8, "uint32"))
+def uniform(k: Kernel, key: Any, row: tuple[Any, Any], n: int, first: Any = 0) -> Any:
+    """float32 in [0, 1), from 24 random bits each, of n elements of every row.
+
+    Args:
+      key: int32 or uint32 scalar.
+      row: as `rows` gives it, with a last axis of size 1 more.
+      first: which of its row the first element is, a multiple of n.
+    """
+    low, high = row
+    # A pair of elements shares a counter; where n is odd, both ends may cut one.
+    pairs = n if n % 2 else n // 2
+    along = _add(k, k.iota(n, "uint32"), k.scalar(first, "uint32")) if n % 2 else k.iota(pairs, "uint32")
+    if not n % 2:
+        along = _add(k, along, k.binary("shift_right", k.scalar(first, "uint32"), _constant(k, 1)))
+    along = k.reshape(along, [*(1 for _ in low.shape[1:]), pairs])
+    return k.together(_single if n % 2 else _paired, k.cast(key, "uint32"), low, high, along)
+
+
+def _paired(k: Kernel, key: Any, low: Any, high: Any, along: Any) -> Any:
+    """Numbers of the elements at 2 along, 2 along + 1, ... of every row."""
+    words = threefry(k, (key, high), (low, along))
+    sizes = [*words[0].shape]
+    made = k.concat([k.reshape(w, [*sizes, 1]) for w in words], len(sizes))
+    return _fraction(k, k.reshape(made, [*sizes[:-1], 2 * sizes[-1]]))
+
+
+def _single(k: Kernel, key: Any, low: Any, high: Any, along: Any) -> Any:
+    """Numbers of the elements at `along` of every row."""
+    x, y = threefry(k, (key, high), (low, k.binary("shift_right", along, _constant(k, 1))))
+    odd = k.cast(k.binary("bit_and", along, _constant(k, 1)), "bool")
+    return _fraction(k, k.where(odd, y, x))
+
+
+def _fraction(k: Kernel, bits: Any) -> Any:
+    top = k.binary("shift_right", bits, _constant(k, 8))
     return k.binary("mul", k.cast(k.cast(top, "int32"), "float32"), k.scalar(2.0**-24, "float32"))
 
 
 def _uniform(k: Kernel, at: At, key: Any) -> Any:
-    return uniform(k, numbers(k, at, at.outputs[0].shape), key)
+    """The same of an operation's first output."""
+    shape = at.outputs[0].shape
+    *others, last = shape.dims or (Dim("one", 1),)
+    row = rows(k, at, Shape(others))
+    columns = tuple(k.reshape(x, [*x.shape, 1]) for x in row)
+    found = uniform(k, key, (columns[0], columns[1]), last.size, at.offset(last.name))
+    return k.broadcast_to(found, shape.sizes) if shape else k.reshape(found, ())
+
+
+def mix(k: Kernel, x: Any) -> Any:
+    """The 32-bit finaliser `lowbias32` (Wellons, "Prospecting for Hash Functions", 2018) of uint32 values."""
+    for multiplier, shift in ((0x7FEB352D, 16), (0x846CA68B, 15), (None, 16)):
+        x = k.binary("bit_xor", x, k.binary("shift_right", x, _constant(k, shift)))
+        if multiplier is not None:
+            x = k.binary("mul", x, _constant(k, multiplier))
+    return x
 
 
 @dataclass(frozen=True)
@@ -114,6 +193,7 @@ class Dropout(Op):
         return Roles(parallel=inputs[0].shape.names)
 
     def infer(self, *inputs: TensorType) -> TensorType:
+        need_fractions("dropout", inputs[0])
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -123,7 +203,7 @@ class Dropout(Op):
         return k.where(keep, k.binary("mul", x, k.scalar(1 / (1 - self.rate), dtype)), k.scalar(0, dtype))
 
     def flops(self, *local: TensorType) -> float:
-        return 20.0 * local[0].shape.size
+        return _WORK * local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy.graph.apply(self, dy, inputs[1]), None)
@@ -154,7 +234,7 @@ class RandomUniform(Op):
         return k.cast(x, self.dtype)
 
     def flops(self, *local: TensorType) -> float:
-        return 20.0 * self.shape.size
+        return _WORK * self.shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (None,)
@@ -190,7 +270,7 @@ class RandomNormal(Op):
         return k.cast(k.binary("add", x, number(self.mean)), self.dtype)
 
     def flops(self, *local: TensorType) -> float:
-        return 60.0 * self.shape.size
+        return (2 * _WORK + 20.0) * self.shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (None,)

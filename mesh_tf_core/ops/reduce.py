@@ -11,6 +11,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
 
 _COMBINE = {"sum": "sum", "max": "max", "min": "min", "any": "max", "all": "min"}
@@ -93,6 +94,7 @@ def reduce_mean(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) 
     count = 1
     for name in names_of(x, dims):
         count *= x.shape.dim(name).size
+    need_fractions("reduce_mean", x.type)
     return reduce_sum(x, dims) * (1.0 / count)
 
 

@@ -16,7 +16,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import align, listing, same_dtype
+from mesh_tf_core.ops.common import align, check_number, listing, same_dtype
 from mesh_tf_core.ops.rearrange import rearranged
 
 
@@ -277,6 +277,7 @@ class Pad(Op):
         (x,) = inputs
         if self.before < 0 or self.after < 0:
             raise UserError(f"pad of {x}: {self.before} and {self.after} elements; both must be >= 0")
+        check_number("pad", self.value, x.dtype)
         size = x.shape.dim(self.dim).size + self.before + self.after
         return TensorType(Shape(Dim(self.dim, size) if e.name == self.dim else e for e in x.shape), x.dtype)
 

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import cast, constant_like, stop_gradient
+from mesh_tf_core.ops.basic import cast, stop_gradient
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.common import aligned, all_parallel, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import Pick, local_ids
-from mesh_tf_core.ops.math import exp, log, maximum
+from mesh_tf_core.ops.math import exp, is_finite, log, maximum
 from mesh_tf_core.ops.reduce import reduce_max, reduce_sum
 
 
@@ -54,8 +54,9 @@ class Softmax(Op):
 
     def expand(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
+        x, dtype = _wide(x), x.dtype
         e = exp(x - reduce_max(x, self.dim))
-        return e / reduce_sum(e, self.dim)
+        return (e / reduce_sum(e, self.dim)).cast(dtype)
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy.graph.apply(SoftmaxGrad(self.dim), dy, output),)
@@ -114,8 +115,11 @@ class LogSumExp(Op):
 
     def expand(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
+        x, dtype = _wide(x), x.dtype
         top = reduce_max(x, self.dim)
-        return log(reduce_sum(exp(x - top), self.dim)) + top
+        # Of infinities nothing can be subtracted; then the sum is one, or nothing.
+        top = where(is_finite(top), top, 0.0)
+        return (log(reduce_sum(exp(x - top), self.dim)) + top).cast(dtype)
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (exp(inputs[0] - output) * dy,)
@@ -191,6 +195,11 @@ class CrossEntropyGrad(Op):
         raise UserError("the second derivative of cross_entropy is not defined")
 
 
+def _wide(x: Tensor) -> Tensor:
+    """x with sums in mind: those of 16 bits would lose small terms."""
+    return cast(x, "float32") if itemsize(x.dtype) == 2 else x
+
+
 def _name(dim: Dim | str) -> str:
     return dim.name if isinstance(dim, Dim) else dim
 
@@ -219,17 +228,20 @@ def log_softmax(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = 
 def masked_softmax(
     x: Tensor, mask: Tensor | None, dim: Dim | str, extra_logit: Tensor | float | None = None
 ) -> Tensor:
-    """Softmax over the positions where `mask` holds (None: everywhere)."""
-    return softmax(x if mask is None else masked(x, mask), dim, extra_logit)
+    """Softmax over the positions where `mask` holds (None: everywhere); 0 elsewhere, whatever stands there,
+    and in a row where it holds nowhere."""
+    if mask is None:
+        return softmax(x, dim, extra_logit)
+    return where(mask, softmax(masked(x, mask), dim, extra_logit), 0.0)
+
+
+_HIDDEN = {"float64": -1.7e308, "float16": -6.5e4}
+"""The lowest numbers; of other dtypes, -3.3e38."""
 
 
 def masked(logits: Tensor, mask: Tensor) -> Tensor:
-    """The logits, and where `mask` does not hold a number that no softmax sees.
-
-    It is added: the gradient of a sum costs nothing, and a softmax gives none where it sees nothing.
-    """
-    hidden = constant_like(logits, -1e9 if logits.dtype != "float16" else -6e4)
-    return logits + where(mask, constant_like(logits, 0.0), hidden)
+    """The logits, and where `mask` does not hold the lowest number, which no softmax sees beside another."""
+    return where(mask, logits, _HIDDEN.get(logits.dtype, -3.3e38))
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor, dim: Dim | str, z_loss: float = 0.0) -> Tensor:

@@ -12,7 +12,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.kernel import UNARY, At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import all_parallel, same_dtype
+from mesh_tf_core.ops.common import all_parallel, need_fractions, same_dtype
 
 _COST = {"exp": 8, "log": 8, "tanh": 10, "sigmoid": 10, "erf": 12, "gelu": 16, "silu": 12, "pow": 12}
 """Arithmetic per element where it is far from one (vector-math libraries' polynomial lengths)."""
@@ -82,6 +82,8 @@ _SLOPES: dict[str, tuple[str, Callable[[Kernel, Any, Any, str], Any]]] = {
 """Function -> whether its derivative is written in its input x or its output y, and dy times the
 derivative."""
 
+_WHOLE = ("neg", "abs", "sign", "square", "floor", "relu", "not", "is_finite")
+"""Functions that give whole numbers for whole numbers."""
 _NO_GRADIENT = ("sign", "floor", "not", "is_finite")
 
 
@@ -106,6 +108,8 @@ class Unary(Op):
         (x,) = inputs
         if self.fn == "not" and x.dtype != "bool":
             raise UserError(f"not: needs bool, found {x}")
+        if self.fn not in _WHOLE:
+            need_fractions(self.fn, x)
         return TensorType(x.shape, "bool" if self.fn in ("not", "is_finite") else x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -121,7 +125,10 @@ class Unary(Op):
         return (dy.graph.apply(UnaryGrad(self.fn), dy, ref),)
 
     def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
-        return unary(self.fn, parts[0]) if self.fn == "neg" else None
+        return unary(self.fn, parts[0]) if self.distributes(constant) else None
+
+    def distributes(self, constant: Sequence[bool]) -> bool:
+        return self.fn == "neg"
 
 
 @dataclass(frozen=True)

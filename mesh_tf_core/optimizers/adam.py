@@ -48,4 +48,5 @@ class Adam(Optimizer):
 
 
 def _power(base: float, exponent: Tensor) -> Tensor:
-    return exp(exponent * math.log(base))
+    """base to the power exponent, which is positive."""
+    return exp(exponent * math.log(base)) if base else exponent * 0.0

@@ -250,7 +250,7 @@ class Graph(Builder):
         """A tensor fed with every batch under `name`."""
         if name in self.inputs:
             raise UserError(f"input {name!r} is declared twice; use the tensor of the first declaration")
-        with self._at_root():
+        with self.at_root():
             self.inputs[name] = self.apply(Feed(name, TensorType(Shape(dims), check_dtype(dtype))))
         return self.inputs[name]
 
@@ -288,7 +288,7 @@ class Graph(Builder):
 
     def read(self, variable: Variable) -> Tensor:
         if variable.name not in self._reads:
-            with self._at_root():
+            with self.at_root():
                 self._reads[variable.name] = self.apply(Read(variable))
         return self._reads[variable.name]
 
@@ -325,7 +325,7 @@ class Graph(Builder):
         return self.read(self.variables["step"])
 
     @contextmanager
-    def _at_root(self) -> Iterator[None]:
+    def at_root(self) -> Iterator[None]:
         saved = self._stack
         self._stack = saved[:1]
         try:

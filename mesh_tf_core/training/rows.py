@@ -10,10 +10,8 @@ whose row b depends on row b of the inputs alone. `Rows.of` builds r.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim
@@ -25,6 +23,7 @@ from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import rename_dimension
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import batch_names
+from mesh_tf_core.tracing.standing import apart
 
 
 class Kind(IntEnum):
@@ -86,12 +85,12 @@ class Rows:
             return Kind.MIXED
         if Kind.JOINED in given:
             return Kind.JOINED
-        roles = node.op.roles(*(self.graph.tensor(i).type for i in node.inputs))
+        types = [self.graph.tensor(i).type for i in node.inputs]
+        roles = node.op.roles(*types)
         if not rows:
             return Kind.JOINED if self.names & set(roles.reduced) else Kind.MIXED
-        (row,), renamed = rows[:1], bool(node.op.renames)
-        apart = len(rows) == 1 and row.size == self.size and (row.name in roles.parallel or renamed)
-        return Kind.ROWS if apart and (renamed or row.name not in _named(node.op)) else Kind.MIXED
+        whole = rows[0].size == self.size
+        return Kind.ROWS if whole and apart(node.op, roles, types, output, self.names) else Kind.MIXED
 
     def _loop(self, node: Node, body: Block) -> None:
         carried = [self._kind(i) for i in node.inputs]
@@ -158,10 +157,3 @@ class Rows:
 def _worst(runs: Kind, *kinds: Kind) -> Kind:
     """What a loop hands out whose iterations run or not by a value of kind `runs`."""
     return Kind.MIXED if runs is not Kind.CONSTANT and Kind.ROWS in kinds else max(runs, *kinds)
-
-
-def _named(op: Any) -> set[str]:
-    """Dimensions that an operation's parameters name: along them it may move elements."""
-    values = [getattr(op, f.name) for f in dataclasses.fields(op)]
-    listed: Iterable[Any] = (v for value in values for v in (value if type(value) is tuple else (value,)))
-    return {v.name if isinstance(v, Dim) else v for v in listed if isinstance(v, str | Dim)}

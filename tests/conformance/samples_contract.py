@@ -155,7 +155,7 @@ SOFTMAX = (
         "softmax",
         lambda g, x, m: mtf.masked_softmax(x, m, "a"),
         (AB, Arg("a:8 b:4", "bool")),
-        lambda x, m: special.softmax(np.where(m, x, -1e9), 0),
+        lambda x, m: np.where(m, special.softmax(np.where(m, x, -1e9), 0), 0),
     ),
     Sample(
         "cross_entropy",

@@ -196,11 +196,11 @@ def test_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_numbers_by_local_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    def local_numbers(k: Any, at: At, shape: Any) -> Any:
-        return numbers(k, replace(at, split=frozenset()), shape)
+    def local_rows(k: Any, at: At, shape: Any) -> Any:
+        return rows(k, replace(at, split=frozenset()), shape)
 
-    numbers = random_ops.numbers
-    monkeypatch.setattr(random_ops, "numbers", local_numbers)
+    rows = random_ops.rows
+    monkeypatch.setattr(random_ops, "rows", local_rows)
     caught("uniform", "dropout", match="off the dense")
 
 

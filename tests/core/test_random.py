@@ -9,6 +9,10 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
+from mesh_tf_core.ops import random as random_ops
 
 N, M = mtf.Dim("n", 400), mtf.Dim("m", 250)
 KEY = {"key": np.array(7, np.int32)}
@@ -97,3 +101,67 @@ def test_keys_differ_by_call_step_and_iteration() -> None:
     for i, a in enumerate(masks):
         for b in masks[:i]:
             assert 0.2 < (a != b).mean() < 0.8
+
+
+U32 = "uint32"
+
+
+def words(k: Kernel, *values: int) -> tuple[Any, ...]:
+    return tuple(k.full((1,), v, U32) for v in values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "bits"),
+    [
+        ((0, 0), (0, 0), (0x9D1C5EC6, 0x8BD50731)),
+        ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 2, (0xFD36D048, 0x2D17272C)),
+        ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xBA3E4725, 0xF27D669E)),
+    ],
+)
+def test_the_generator_is_threefry(
+    counter: tuple[int, int], key: tuple[int, int], bits: tuple[int, int]
+) -> None:
+    """Known answers of its authors (Random123, kat_vectors, threefry2x32 with 13 rounds)."""
+    k = NumpyKernel()
+    found = random_ops.threefry(k, words(k, *key), words(k, *counter))  # type: ignore[arg-type]
+    assert tuple(int(x[0]) for x in found) == bits
+
+
+def test_wide_tensors_do_not_repeat() -> None:
+    """Rows of 2^25 elements, and 2^33 in all: two rows were the same, 16777619 places apart."""
+    k, seen = NumpyKernel(), []
+    whole = mtf.Shape([mtf.Dim("a", 256), mtf.Dim("b", 2**25)])
+    op = random_ops.RandomUniform(whole, 0.0, 1.0, "float32")
+    piece = TensorType(mtf.Shape([mtf.Dim("a", 1), mtf.Dim("b", 64)]), "float32")
+    for row in (0, 1, 2, 128, 255):
+        for first in (0, 64, 16777600, 16777664, 2**25 - 64):
+            begins = {"a": row, "b": first}
+            ways = {"a": 256, "b": 2**19}
+            at = At((), (piece,), frozenset("ab"), begins.__getitem__, ways)
+            seen.append(op.kernel(k, at, np.int32(7)).ravel())
+    found = np.concatenate(seen)
+    # 1600 numbers of 24 bits: 0.08 pairs are alike by chance.
+    assert len(np.unique(found)) >= found.size - 2
+
+
+def test_odd_rows_and_scalars() -> None:
+    """Pairs of elements share a counter; pieces of odd rows may cut one."""
+    odd = mtf.Dim("n", 6), mtf.Dim("m", 15)
+    for layout in ("", "n:x"):
+        x = draw(lambda g, key: mtf.random_uniform(key, odd), layout)
+        assert len(np.unique(x)) == 90
+    assert np.array_equal(draw(lambda g, key: mtf.random_uniform(key, odd), ""), x)
+    scalar = draw(lambda g, key: mtf.random_uniform(key, []), "")
+    assert scalar.shape == () and 0 <= scalar < 1
+
+
+def test_every_kernel_draws_the_same() -> None:
+    """To the last bit, whatever compiles them."""
+    from mesh_tf_core.kernels.jax_kernel import JaxKernel
+    from mesh_tf_core.kernels.tf_kernel import TfKernel, XlaKernel
+
+    op = random_ops.RandomUniform(mtf.Shape([N, M]), 0.0, 1.0, "float32")
+    at = At((), (TensorType(op.shape, "float32"),), frozenset(), lambda name: 0)
+    want = op.kernel(NumpyKernel(), at, np.int32(7))
+    for k in (TfKernel(), XlaKernel(), JaxKernel()):
+        np.testing.assert_array_equal(np.asarray(op.kernel(k, at, k.scalar(7, "int32"))), want)

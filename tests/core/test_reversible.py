@@ -46,9 +46,9 @@ def chunked(h: mtf.Tensor, extra: mtf.Tensor) -> mtf.Tensor:
 
         def part(total: mtf.Tensor, x: mtf.Tensor) -> Any:
             y = mtf.dropout(mtf.einsum([mtf.tanh(mtf.einsum([x, w], [B, F])), o], [B, D]), 0.2)
-            return total + mtf.reduce_sum(y), [y]
+            return total + mtf.reduce_sum(y, D), [y]
 
-        zero = mtf.reduce_sum(extra) * 0.0
+        zero = mtf.reduce_sum(extra, [S, D]) * 0.0
         total, (ys,) = mtf.scan(part, zero, S, [h])
         return mtf.transpose(ys, [B, S, D]) + total * 0.01
 

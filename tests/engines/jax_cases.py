@@ -22,7 +22,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
 from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
-from tests.engines import loop_cases
+from tests.engines import loop_cases, number_cases
 from tests.engines.control import PROGRAMS, batches
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 
@@ -173,6 +173,7 @@ CASES: dict[str, Callable[[], None]] = {
         for name, case in loop_cases.CASES.items()
     },
     **{f"control {name}": lambda n=name: control(n) for name in PROGRAMS},
+    **{f"numbers {name}": lambda n=name: number_cases.check(n, "jax") for name in number_cases.CASES},
     "state": state,
     "beside": beside,
 }

@@ -18,6 +18,7 @@ from mesh_tf_core.engines.tf.local import TfLocalEngine
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import Op, Roles
 from mesh_tf_core.ir.program import COLLECTIVES, Collective
+from tests.engines import number_cases
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 from tests.marks import by_day
 
@@ -45,6 +46,11 @@ def test_every_collective_equals_lockstep(mesh, axes):
     batch = numbers(program)
     same(local.step(batch), lockstep.step(batch))
     assert local.communication_bytes == program.communication_bytes()
+
+
+@pytest.mark.parametrize("name", number_cases.CASES)
+def test_numbers_at_the_edges_of_their_types(name: str) -> None:
+    number_cases.check(name, "local")
 
 
 @pytest.mark.parametrize(("mesh", "axes"), by_day(AXES, every=3))

@@ -1,0 +1,233 @@
+"""How the tensors of a step stand to the batch, and what has to be known before each can be computed: what a
+step in parts (see `microbatch`) must know to give what the whole one gives.
+
+  SAME    in every part the same: made of variables and numbers, or of whole sums
+  ROWS    it has the batch dimension; row b is made of row b of the inputs and of what is the same
+  SUM     each part computes a term of it, and the terms add up to it
+  MIXED   anything else: no part can compute it
+
+Linear operations make sums of sums. Whatever else reads a sum has to wait until it is whole: a masked mean
+a / b = sum(ce * valid) / sum(valid) is the same in every part once a and b are whole, its gradient in b is
+- a / b^2, and its gradient in a, 1 / b, goes back to the rows. `Standing.after` counts the passes over the
+parts that have to be over before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.structure import Feed, Read
+from mesh_tf_core.tracing.graph import Graph
+
+
+class Kind(IntEnum):
+    """How a tensor stands to the batch; of two in a sum, the larger counts."""
+
+    SAME = 0
+    ROWS = 1
+    SUM = 2
+    MIXED = 3
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How one tensor stands to the batch.
+
+    Attributes:
+      after: how many passes over the parts have to be over before it can be computed.
+    """
+
+    kind: Kind = Kind.SAME
+    after: int = 0
+
+
+SAME = Standing()
+MIXED = Standing(Kind.MIXED)
+
+
+class Standings:
+    """How the tensors of nodes stand to the batch.
+
+    Args:
+      names: of the batch dimension (see `batch_names`).
+
+    Attributes:
+      whole: by node, operands that are sums and have to be whole.
+      shared: by node, positions of operands that are the same in every part, and of which each part adds its
+        share; of a loop, states at its beginning.
+      shared_out: by loop, states at the end of an iteration, likewise.
+      why: the operation because of which a tensor is MIXED, or has to wait.
+    """
+
+    def __init__(self, graph: Graph, names: set[str], nodes: Iterable[Node]) -> None:
+        self.graph, self.names = graph, names
+        self.whole: dict[int, set[int]] = {}
+        self.shared: dict[int, set[int]] = {}
+        self.shared_out: dict[int, set[int]] = {}
+        self.why: dict[int, str] = {}
+        self._found: dict[int, Standing] = {}
+        for node in nodes:
+            self._visit(node)
+
+    def of(self, tensor: int) -> Standing:
+        """How a tensor stands."""
+        return self._found.get(tensor, SAME)
+
+    def _visit(self, node: Node) -> None:
+        if node.body is not None:
+            self._loop(node, node.body)
+            return
+        for o in node.outputs:
+            type = self.graph.tensor(o).type
+            made = self._fed(type) if isinstance(node.op, Feed) else self._made(node, type)
+            self._found[o] = made
+            self._explain(node, o, made)
+
+    def _explain(self, node: Node, output: int, made: Standing) -> None:
+        """Notes why a tensor is MIXED, or has to wait."""
+        if made.kind is not Kind.MIXED and not made.after:
+            self.why.pop(output, None)
+            return
+        behind = [i for i in node.inputs if self.of(i).kind is made.kind is Kind.MIXED]
+        behind = behind or [i for i in node.inputs if made.after and self.of(i).after == made.after]
+        self.why[output] = self.why.get(behind[0], "") if behind else node.op.describe()
+
+    def _fed(self, type: TensorType) -> Standing:
+        return Standing(Kind.ROWS if self._batch(type) else Kind.SAME)
+
+    def _batch(self, type: TensorType) -> set[str]:
+        return self.names.intersection(type.shape.names)
+
+    def _made(self, node: Node, output: TensorType) -> Standing:
+        """How an operation's output stands."""
+        if isinstance(node.op, Read):
+            return SAME
+        types = [self.graph.tensor(i).type for i in node.inputs]
+        given = [self.of(i) for i in node.inputs]
+        self.whole[node.index], self.shared[node.index] = set(), set()
+        if any(s.kind is Kind.MIXED for s in given):
+            return MIXED
+        after = max((s.after for s in given), default=0)
+        sums = {i for i, s in zip(node.inputs, given, strict=True) if s.kind is Kind.SUM}
+        read = set().union(*(self._batch(t) for t in types))
+        if sums and not read and not self._batch(output):
+            same = [i not in sums for i in node.inputs]
+            if self._waits(node.op, same, [*types, output]):
+                if node.op.linear or node.op.converts:
+                    self.shared[node.index] = {n for n, other in enumerate(same) if other}
+                return Standing(Kind.SUM, after)
+        if any(self.graph.tensor(i).block for i in sums):
+            return MIXED  # A sum that an iteration of a loop makes is whole after the loop only.
+        if sums:
+            self.whole[node.index] = sums
+            after = max(after, 1 + max(self.of(i).after for i in sums))
+        if not read and not self._batch(output):
+            return Standing(Kind.SAME, after)
+        roles = node.op.roles(*types)
+        if apart(node.op, roles, types, output, self.names):
+            return Standing(Kind.ROWS, after)
+        one = len(read) == 1 and not self._batch(output) and roles.combine == "sum"
+        one = one and read <= set(roles.reduced) and output.dtype != "bool"
+        return Standing(Kind.SUM, after) if one else MIXED
+
+    def _waits(self, op: Op, same: Sequence[bool], types: Sequence[TensorType]) -> bool:
+        """Whether an operation on sums gives a sum; `same`: which operands are not."""
+        *operands, output = types
+        if not op.distributes(same):
+            return False
+        fractions = any(is_float(t.dtype) for t in operands)
+        return not (not is_float(output.dtype) and (fractions or (any(same) and op.linear)))
+
+    def _loop(self, node: Node, body: Block) -> None:
+        carried = [self.of(i) for i in node.inputs]
+        while True:
+            self._found.update(zip(body.carry_in, carried, strict=True))
+            self._found.update((inner, self.of(outer)) for outer, inner in body.sliced)
+            for inner in body.nodes:
+                self._visit(inner)
+            runs = SAME if body.runs is None else self.of(body.runs)
+            pairs = zip(carried, body.carry_out, strict=True)
+            new = [self._joined(runs, o, s, self.of(o)) for s, o in pairs]
+            if new == carried:
+                break
+            carried = new
+        ends = (self._of_sums(carried, node.inputs), self._of_sums(carried, body.carry_out))
+        self.shared[node.index], self.shared_out[node.index] = ends
+        self._found.update(zip(node.outputs, carried, strict=False))
+        leaving = [*body.stacked, *body.summed, *body.saved.items()]
+        for inner_id, outer in leaving:
+            self._found[outer] = self._joined(runs, inner_id, self.of(inner_id))
+        for inner_id, outer in (*zip(body.carry_out, node.outputs, strict=False), *leaving):
+            if inner_id in self.why:
+                self.why[outer] = self.why[inner_id]
+        if runs.kind is not Kind.SAME:
+            self.why.update(dict.fromkeys(node.outputs, "a branch or loop whose course depends on the batch"))
+
+    def _of_sums(self, carried: Sequence[Standing], tensors: Sequence[int]) -> set[int]:
+        """Positions of the states that are sums, but are given as the same in every part."""
+        pairs = enumerate(zip(carried, tensors, strict=True))
+        return {n for n, (s, i) in pairs if s.kind is Kind.SUM and self.of(i).kind is Kind.SAME}
+
+    def _joined(self, runs: Standing, tensor: int, *standings: Standing) -> Standing:
+        """What a loop hands on that may have come either way."""
+        indivisible = not is_float(self.graph.tensor(tensor).dtype)  # Whole numbers cannot be shared out.
+        kinds = {s.kind for s in standings}
+        if (
+            runs.kind is not Kind.SAME
+            or Kind.MIXED in kinds
+            or (indivisible and kinds >= {Kind.SAME, Kind.SUM})
+        ):
+            return MIXED
+        return Standing(max(kinds), max(runs.after, *(s.after for s in standings)))
+
+
+def apart(op: Op, roles: Roles, inputs: Sequence[TensorType], output: TensorType, names: set[str]) -> bool:
+    """Whether row b of an operation's output is made of row b of its inputs.
+
+    Args:
+      names: of the batch dimension.
+    """
+    rows = [d.name for d in output.shape if d.name in names]
+    read = {d.name for t in inputs for d in t.shape if d.name in names}
+    if len(rows) != 1:
+        return False
+    (row,) = rows
+    if not inputs or (not read and row in _named(op)):
+        return False  # It numbers the rows, and would begin again in every part.
+    renamed = bool(op.renames)
+    if len(read) > 1 or (read and row not in read and not renamed):
+        return False
+    return renamed or (row in roles.parallel and row not in _named(op))
+
+
+def _named(op: Any) -> set[str]:
+    """Dimensions that an operation's parameters name: along them it may move elements."""
+    values = [getattr(op, f.name) for f in dataclasses.fields(op)]
+    listed: Iterable[Any] = (v for value in values for v in (value if type(value) is tuple else (value,)))
+    return {v.name if isinstance(v, Dim) else v for v in listed if isinstance(v, str | Dim)} - {*op.still}
+
+
+def outer_reads(
+    graph: Graph, node: Node, skipped: Callable[[Node, int], bool] = lambda node, operand: False
+) -> set[int]:
+    """The tensors of the graph itself that a node reads, from inside its loop too.
+
+    Args:
+      skipped: skipped(node, operand): whether to leave out an operand of a node, or of one in its loop.
+    """
+    body, found = node.body, {i for i in node.inputs if not skipped(node, i)}
+    if body is not None:
+        found.update(outer for outer, _ in body.sliced)
+        found.update((*body.carry_out, *body.saved, *(i for i, _ in (*body.stacked, *body.summed))))
+        found.update(() if body.runs is None else (body.runs,))
+        for inner in body.nodes:
+            found |= outer_reads(graph, inner, skipped)
+    return {i for i in found if not graph.tensor(i).block}

@@ -1,0 +1,136 @@
+"""Random models under random layouts give what the dense run gives; planted faults are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh_tf_core.ir.kernel import At
+from mesh_tf_core.lower.base import Lowering
+from mesh_tf_core.tracing.standing import Standings
+from tests.fuzz.programs import check, expected, model
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = 25
+"""Models of one test."""
+PAIRS = 5
+"""Layouts of a model."""
+
+
+def pairs(seeds: range, count: int = PAIRS) -> int:
+    """How many pairs of these models there are; AssertionError at the first that is wrong."""
+    return sum(check(seed, number) for seed in seeds for number in range(count))
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_500_pairs(block: int) -> None:
+    first = block * BLOCK
+    assert pairs(range(first, first + BLOCK)) >= 100
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("block", range(50))
+def test_5000_pairs(block: int) -> None:
+    first = 1000 + block * BLOCK
+    assert pairs(range(first, first + BLOCK)) >= 100
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(s, marks=pytest.mark.nightly) for s in range(1, 25))]
+)  # fmt: skip
+def test_tensorflow(seed: int) -> None:
+    assert any(check(seed, number, "local", 1e-7) for number in range(2))
+
+
+@pytest.mark.parametrize("seeds", ["0,1", pytest.param("2,30", marks=pytest.mark.nightly)])
+def test_jax(seeds: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz.on_jax", seeds],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) >= 1
+
+
+# -- planted faults ------------------------------------------------------------------------------------------
+
+
+def lost_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices keep the maximum of their own pieces."""
+    joined = Lowering.joined
+
+    def only_sums(self: Lowering, id: int, axes: tuple[str, ...], combine: str) -> int:
+        return joined(self, id, axes, combine) if combine == "sum" else id
+
+    monkeypatch.setattr(Lowering, "joined", only_sums)
+
+
+def no_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device believes that it holds the first piece."""
+    monkeypatch.setattr(At, "offset", lambda self, name: 0)
+
+
+def totals_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running sum begins at what its own piece adds up to."""
+    monkeypatch.setattr(At, "shard", lambda self, name: 1)
+
+
+def whole_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part of the batch adds all of what does not depend on it."""
+    made = Standings._made
+
+    def unshared(self: Standings, node: Any, output: Any) -> Any:
+        found = made(self, node, output)
+        self.shared[node.index] = set()
+        return found
+
+    monkeypatch.setattr(Standings, "_made", unshared)
+
+
+def part_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part of the batch divides by its own sum."""
+    made = Standings._made
+
+    def alone(self: Standings, node: Any, output: Any) -> Any:
+        found = made(self, node, output)
+        self.whole[node.index] = set()
+        return found
+
+    monkeypatch.setattr(Standings, "_made", alone)
+
+
+FAULTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+    lost_maximum,
+    no_offset,
+    totals_twice,
+    whole_shares,
+    part_is_whole,
+)
+
+
+@pytest.mark.usefixtures("forget")
+@pytest.mark.parametrize("plant", FAULTS)
+def test_planted_faults_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among the pairs of a day."""
+    for cached in (model, expected):
+        cached.cache_clear()
+    plant(monkeypatch)
+    try:
+        with pytest.raises((AssertionError, ValueError)):
+            pairs(range(5 * BLOCK))
+    finally:
+        for cached in (model, expected):
+            cached.cache_clear()
