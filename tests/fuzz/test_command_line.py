@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from layoutopt.cli import app
 from tests.fuzz import hostile
-from tests.fuzz.test_formats import CONTEST
+from tests.fuzz.test_formats import CONTEST, FORMATS
 
 GROUP: Any = typer.main.get_command(app)
-CASES = 700
+CASES = 550
 SECONDS = 60
 """No case takes a tenth of it."""
 CODES = (0, 2, 3, 4)
@@ -325,3 +325,8 @@ def value(name: str) -> st.SearchStrategy[str]:
     right = st.sampled_from(RIGHT.get(name, FILES))
     wrong = st.sampled_from(WRONG.get(name, FILES))
     return st.integers(0, 19).flatmap(lambda n: right if n < 15 else wrong if n < 19 else text())
+
+
+def test_so_many_cases_are_tried() -> None:
+    """`hunt` counts those of each test."""
+    assert CASES + sum(cases for cases, _, _ in FORMATS.values()) >= 2000

@@ -100,7 +100,7 @@ def manifest(folder: Path) -> Any:
 Format = tuple[int, Callable[[Path], Any], Callable[[Path], object]]
 FORMATS: dict[str, Format] = {
     "plan": (250, lambda _: sample.plain_plan(), read_plan),
-    "details": (300, lambda _: plan_details(), read_plan),
+    "details": (250, lambda _: plan_details(), read_plan),
     "damaged details": (150, lambda _: plan_details(), read_plan_without_details),
     "hardware": (150, lambda _: preset_content("a100"), read_hardware),
     "torus": (100, lambda _: preset_content("tpu-v5p"), read_hardware),
