@@ -11,7 +11,8 @@ known; each repeat also reads and stores variables, which probes without work me
     (`costmodels.kernels.array_functions.PARTS`), all coefficients >= 0, least errors relative to y, large
     ones not squared
 (5) fresh memory: the probes of `kernel.unary` again with every result stored, less the curve without
-(6) uncertainty of a curve: the larger of the typical spread of its points' repeats and of the error at each
+(6) launches: what a step of many small kernels takes beyond all this, the same for each of its calls
+(7) uncertainty of a curve: the larger of the typical spread of its points' repeats and of the error at each
     inner point when the curve is fitted without it
 
 Nothing here knows an operation, and nothing is negative.
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from costmodels.calibration.probes import Group, Probe
+from costmodels.calibration.probes import LAUNCH, Group, Probe
 from costmodels.hardware import Curve, monotone
 from costmodels.kernels.array_functions import PARTS, Call, call_seconds
 from costmodels.network.collectives import COLLECTIVES
@@ -35,6 +36,7 @@ Measurement = Mapping[str, Any]
 SMALLEST = 0.05
 """Part of a measured repeat that its target takes at least: what is subtracted is uncertain too."""
 PRODUCTS = ("matmul", "batch", "matmul.conv")
+LAUNCH_CLASS = f"kernel.{LAUNCH}"
 DISTURBED = 0.1
 """Relative error beyond which a product's measurement is taken for disturbed."""
 
@@ -67,9 +69,11 @@ class Fit:
     collectives: list[tuple[Group, Fitted]] = field(default_factory=list)
     held_out: dict[str, float] = field(default_factory=dict)
 
-    def seconds(self, calls: Sequence[Call]) -> float:
-        """Predicted seconds of calls on all devices at once."""
-        table = {name: f.curve for name, f in self.curves.items()}
+    def seconds(self, calls: Sequence[Call], repeated: bool = True) -> float:
+        """Predicted seconds of calls on all devices at once; `repeated`: one operation again and again, as in
+        probes, which saves the launches of a step.
+        """
+        table = {name: f.curve for name, f in self.curves.items() if not (repeated and name == LAUNCH_CLASS)}
         return sum(call_seconds(c, table.get) for c in calls)
 
 
@@ -91,6 +95,9 @@ def fit(probes: Sequence[Probe], measured: Mapping[str, Measurement], groups: Ma
             _fresh(out, chosen)
         else:
             _elements(out, target, chosen)
+    for p, m in found:
+        if p.target == LAUNCH:
+            _launch(out, p, m)
     for kind in COLLECTIVES:
         for axes in dict.fromkeys(p.axes for p, _ in found if p.target == kind):
             samples = [
@@ -135,7 +142,7 @@ def target_seconds(out: Fit, probe: Probe, m: Measurement) -> float:
 
 
 def curve_of(op_class: str, samples: Sequence[tuple[float, float, float]]) -> Fitted:
-    """Equations (3) and (6) from (bytes, seconds, spread of the repeats)."""
+    """Equations (3) and (7) from (bytes, seconds, spread of the repeats)."""
     points = [(x, y) for x, y, _ in samples]
     curve = monotone(points)
     noise = median(s for *_, s in samples)
@@ -159,6 +166,12 @@ def _fresh(out: Fit, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
     for p, m in chosen:
         samples.append((p.calls[-1].made, max(0.0, repeat(out, p, m) - out.seconds(p.calls)), m["spread"]))
     out.curves["kernel.fresh"] = curve_of("kernel.fresh", [(0.0, 0.0, 0.0), *samples])
+
+
+def _launch(out: Fit, probe: Probe, m: Measurement) -> None:
+    """Equation (6)."""
+    left = max(0.0, repeat(out, probe, m) - out.seconds(probe.calls)) / len(probe.calls)
+    out.curves[LAUNCH_CLASS] = Fitted(LAUNCH_CLASS, "bytes", Curve(((0.0, left),)), m["spread"])
 
 
 def _products(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:

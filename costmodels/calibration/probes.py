@@ -15,6 +15,8 @@ from functools import cached_property
 from costmodels.calibration.programs import (
     collective_program,
     local_program,
+    step_calls,
+    step_program,
     stores_program,
     warmed,
     warming,
@@ -26,7 +28,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import Program, WriteVariable
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.binary import Binary, Where
 from mesh_tf_core.ops.conv import Conv
@@ -44,6 +46,10 @@ from mesh_tf_core.ops.windows import Window
 Group = tuple[int, int]
 """A kind of group: how many devices, over how many processes."""
 KB, MB = 1024, 1 << 20
+LAUNCH = "launch"
+"""The target of the one probe that is a whole step."""
+ALONE = Mesh("data:2")
+"""Any mesh, where nothing is split."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class Probe:
 
     Attributes:
       name: unique in a calibration.
-      target: the class of calls (or the collective) that it is about; 'stores' and 'check' are special.
+      target: the class of calls (or the collective) that it is about; 'stores', 'launch' and 'check' are
+        special.
       bytes: of the target's call; for a collective, of the full array of a group.
       repeats: how often the program does it.
       op, inputs: of a local operation.
@@ -76,6 +83,8 @@ class Probe:
         """The array functions of one repeat, that which makes the operand included; `final` if the result
         stays.
         """
+        if self.target == LAUNCH:
+            return step_calls(self.program(ALONE))
         if self.op is None:
             return ()
         found = _calls(self.op, *self.inputs)
@@ -94,6 +103,8 @@ class Probe:
     @property
     def stores(self) -> int:
         """How many results a step stores."""
+        if self.target == LAUNCH:
+            return sum(isinstance(instr, WriteVariable) for instr in self.program(ALONE).code)
         if self.op is None or self.stored:
             return self.repeats
         return -(-self.repeats // self.chain) if self.chain else 1
@@ -102,6 +113,8 @@ class Probe:
         if self.op is not None:
             own = self.target == "check"
             return local_program(mesh, self.op, self.inputs, self.repeats, self.kept, own, self.chain)
+        if self.target == LAUNCH:
+            return step_program(mesh)
         if self.axes:
             return collective_program(mesh, self.target, self.axes, int(self.bytes), self.repeats)
         return stores_program(mesh, 256, self.repeats)
@@ -118,7 +131,7 @@ def probes(mesh: Mesh, quick: bool, devices_per_process: int | None = None) -> l
     Args:
       devices_per_process: see `costmodels.network.topology.processes_spanned`.
     """
-    own = [*stores(), *elements(quick), *products(quick)]
+    own = [*stores(), *elements(quick), *products(quick), Probe(LAUNCH, LAUNCH, 0.0, 1)]
     return [*own, *collectives(mesh, quick, devices_per_process), *checks(quick)]
 
 
@@ -212,10 +225,12 @@ def elements(quick: bool) -> Iterator[Probe]:
 PRODUCTS = (
     "64x64x64 128x128x128 256x256x256 512x512x512 1024x128x64 1024x128x16 1024x16x128 128x1024x16 "
     "128x1024x128 512x128x512 1024x512x128 256x2048x256 64x512x256 32x128x512 256x256x1024 "
-    "T128x1024x64 T256x256x256 T512x512x128 T64x512x32 256x64x256T 256x256x64T 512x512x128T 32x128x64T"
+    "32x1024x1024 16x512x512 512x1024x512 T128x1024x64 T256x256x256 T512x512x128 T64x512x32 T512x64x1024 "
+    "T512x256x1024 256x64x256T 256x256x64T 512x512x128T 32x128x64T 32x1024x1024T 64x512x512T 256x1024x512T"
 )
-"""m x k x n: square ones, tall activations by narrow weights, narrow by wide, and sums over many rows; T: a
-factor lies transposed, the first one in gradients of weights, the second one in those of activations."""
+"""m x k x n: square ones, tall activations by narrow weights, narrow by wide, few rows by large weights, and
+sums over many rows; T: a factor lies transposed, the first one in gradients of weights, the second one in
+those of activations."""
 MORE_PRODUCTS = (
     "1024x1024x1024 2048x1024x256 256x1024x2048 32x1024x1024 4096x64x64 T2048x256x256 T1024x64x512"
 )

@@ -8,7 +8,12 @@ its own, as the activations of a step do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import mesh_tf_core as mtf
+from costmodels.kernels.array_functions import Call, calls
+from mesh_tf_core import ONES, Graph
+from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Constant, Variable
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -32,7 +37,10 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.ops.basic import Shift, StopGradient
 from mesh_tf_core.ops.binary import Binary
+from mesh_tf_core.optimizers import Adam
 
+TOWERS, LAYERS = 3, 4
+"""Of the step that launches are measured by: towers of that many layers each."""
 _ORIGIN = Origin(-1, "calibration", "forward")
 Splits = tuple[Axes, ...]
 
@@ -149,6 +157,36 @@ def stores_program(mesh: Mesh, size: int, repeats: int) -> Program:
     for i in range(repeats):
         build.write(f"y_{i}", build.read(f"x_{i}", type))
     return build.program()
+
+
+def step_program(mesh: Mesh) -> Program:
+    """A training step of many small kernels, one after another kind, on every device: forward, whose values
+    stay for backward, backward, and the updates. Its arrays have next to no elements, and differ in size, so
+    that starting the kernels is nearly all of it. Nothing is split, so nothing is sent.
+    """
+    graph = Graph("step")
+    losses = []
+    for i in range(TOWERS):
+        dims = Dim("rows", 8), Dim(f"width_{i}", 16 + 3 * i)
+        with graph.scope(f"tower_{i}"):
+            x = graph.variable("x", dims, ONES)
+            for j in range(LAYERS):
+                norm = nn.LayerNorm(dims[1].name, bias=True, name=f"norm_{j}")
+                x = x + mtf.gelu(norm(x))
+            losses.append(mtf.reduce_mean(mtf.square(x)))
+    return mtf.Model(mtf.add_n(losses), Adam(1e-3)).lower(mesh, Layout())
+
+
+def step_calls(program: Program) -> tuple[Call, ...]:
+    """The array functions of a program that sends nothing."""
+    found = []
+    for instr, times in program.expected():
+        if isinstance(instr, Local) and not instr.op.free:
+            pieces = [[program.local(i) for i in ids] for ids in (instr.inputs, instr.outputs)]
+            stays = instr.origin.phase != "update"
+            made = calls(instr.op, *pieces, frozenset())
+            found += [replace(c, final=c.final and stays) for c in made] * int(times)
+    return tuple(found)
 
 
 def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repeats: int) -> Program:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from costmodels.calibration.fit import Fit, Fitted, repeat
-from costmodels.calibration.probes import Group, Probe, groups, probes
+from costmodels.calibration.probes import LAUNCH, Group, Probe, groups, probes
 from costmodels.calibration.tpu_probes import CHECK, PRODUCT
 from costmodels.hardware import Hardware
 from costmodels.network.collectives import COLLECTIVES
@@ -85,6 +85,8 @@ def _fit(hardware: Hardware) -> Fit:
 
 def _fitted(fit: Fit, kinds: Mapping[Axes, Group], probe: Probe) -> float | None:
     """Seconds of one repeat by the profile; None if it has no curve for it."""
+    if probe.target == LAUNCH:
+        return fit.seconds(probe.calls, repeated=False)
     if probe.op is None:
         own = kinds[probe.axes], probe.target
         return next((f.curve(probe.bytes) for kind, f in fit.collectives if (kind, f.op_class) == own), None)
@@ -99,7 +101,8 @@ def _what(probe: Probe) -> str:
         return "not seen by the fit"
     if probe.target in COLLECTIVES:
         return "collectives"
-    return {"matmul": "matmuls", "batch": "batched matmuls", "matmul.conv": "convolutions"}.get(
+    names = {"launch": "launches", "matmul": "matmuls", "batch": "batched matmuls"}
+    return {**names, "matmul.conv": "convolutions"}.get(
         probe.target,
         "element by element" if probe.target.split(".")[0] in ("unary", "binary") else "passes over memory",
     )

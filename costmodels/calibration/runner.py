@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from costmodels.calibration.clock import Noise, Sample, noise, repeats_spread, steps_for, typical
-from costmodels.calibration.probes import Probe
+from costmodels.calibration.probes import LAUNCH, Probe
 from costmodels.calibration.team import Team
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
@@ -20,6 +20,9 @@ Progress = Callable[[str, int, int], None]
 """on_progress(what, done, total)."""
 Measurement = dict[str, Any]
 """A probe's name, target, axes, bytes, repeats, and `seconds` of a whole step with all devices at work."""
+
+WARMING = 20
+"""Samples that are thrown away at the beginning."""
 
 
 def measure(
@@ -37,17 +40,20 @@ def measure(
     Args:
       rounds: samples of every probe.
       seconds: of one sample.
-      budget: seconds after which the rest gets three rounds.
+      budget: seconds after which the rest gets three rounds, but for what is taken off or added everywhere.
       done: must be equal in all processes.
     """
     left = [p for p in wanted if p.name not in done]
+    if left:
+        _samples(team, left[0], WARMING, seconds)  # the first steps of a process are slower
     start = time.monotonic()
     for batch in _batches(left, 12):
         share = (time.monotonic() - start) / budget
         late = team.told("the time", share > (len(done) + 1) / max(1, len(wanted)))
         try:
             for probe in batch:
-                samples = _samples(team, probe, min(3, rounds) if late else rounds, seconds)
+                few = late and probe.target not in ("stores", LAUNCH)
+                samples = _samples(team, probe, min(3, rounds) if few else rounds, seconds)
                 done[probe.name] = _record(probe, samples)
         finally:  # also what was measured before an interruption
             if save is not None:

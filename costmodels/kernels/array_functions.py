@@ -16,9 +16,11 @@ is priced by these calls:
     of products takes `kernel.batch` instead; a convolution `kernel.matmul.conv`, whose first factor are the
     windows
 (4) what follows from constants alone, up to 100 KB, is computed when a step is traced (TensorFlow's constant
-    folding, grappler/optimizers/constant_folding.cc) and costs nothing; nor do scalars: those of a step
-    (powers of the step's number, learning rates) are the same for all variables, and common subexpressions
-    are computed once
+    folding, grappler/optimizers/constant_folding.cc) and costs nothing
+(5) every call takes `kernel.launch` more: to hand a kernel to a thread, find memory for its result and fetch
+    its code. Probes, which repeat one kernel, hardly see it; a step, where every kernel is another one, does.
+    A function of scalars takes nothing else (every variable's update has some of its own: powers of the
+    step's number, the learning rate)
 
 A class without a curve of its own has that of its prefix: `kernel.unary.tanh`, else `kernel.unary`, else
 `kernel`.
@@ -40,12 +42,14 @@ Seconds = Callable[[float], float]
 _BOOL = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "and", "or"])
 
 
-PARTS = ("operands", "result", "columns", "strides")
-"""Of a product: the first factor, and the result; factors that are read along columns, in rows of less than
-`FAR` bytes and of more (the second factor, of which several rows are packed together, from twice that on)."""
+PARTS = ("operands", "second", "result", "columns", "strides")
+"""Of a product: the first factor, the second one, and the result; factors that are read along columns, in
+rows of less than `FAR` bytes and of more."""
 FAR = 2048
 """Bytes from one row to the next from which on a column's elements share few places of a cache, and its pages
-few of the table of pages (measured with Eigen's products: 0.8 ns an element below, 3.5 ns from here on)."""
+few of the table of pages."""
+SCALAR = "kernel.scalar"
+"""Class of what works on single numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +135,17 @@ class Tally:
         dtype: str,
         *read: Piece,
         flops: float = 0.0,
-        packed: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        packed: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0),
     ) -> Piece:
         """Of a product, `packed` are bytes by `PARTS`, but for its result."""
         out = Piece(tuple(shape), dtype, all(x.constant for x in read))
-        if (out.constant and out.bytes <= _FOLDED) or not any(x.shape for x in (out, *read)):
+        if out.constant and out.bytes <= _FOLDED:
             return out
         moved = float(out.bytes + sum(x.bytes for x in read))
-        first, near, far = packed
-        parts = (first, float(out.bytes), near, far) if flops else ()
-        self.noted.append(Call(f"kernel.{op_class}", dtype, moved, flops, float(out.bytes), parts))
+        first, second, near, far = packed
+        parts = (first, second, float(out.bytes), near, far) if flops else ()
+        name = f"kernel.{op_class}" if any(x.shape for x in (out, *read)) else SCALAR
+        self.noted.append(Call(name, dtype, moved, flops, float(out.bytes), parts))
         return replace(out, constant=False)
 
     # -- element by element ----------------------------------------------------------------------------------
@@ -317,7 +322,7 @@ class Tally:
         shape, taken = (x.shape[0], *counts, w.shape[-1]), math.prod(w.shape[:-1])
         windows = float(math.prod(shape[:-1]) * taken * itemsize(x.dtype))
         flops = 2.0 * math.prod(shape) * taken
-        return self._note("matmul.conv", shape, x.dtype, x, w, flops=flops, packed=(windows, 0.0, 0.0))
+        return self._note("matmul.conv", shape, x.dtype, x, w, flops=flops, packed=(windows, 0.0, 0.0, 0.0))
 
     def _summed(self, x: Piece, term: str, kept: str) -> tuple[Piece, str]:
         axes = [i for i, c in enumerate(term) if c not in kept]
@@ -341,18 +346,17 @@ class Tally:
         b = self._ordered(b, tb, plan.second.letters, sizes)
         shape = tuple(sizes[c] for c in plan.result)
         parts = (plan.batch, plan.rows, plan.columns, plan.summed)
-        batch, rows, columns, inner = (math.prod(sizes[c] for c in part) for part in parts)
+        batch, rows, _, inner = (math.prod(sizes[c] for c in part) for part in parts)
         width = itemsize(a.dtype)
         near = far = 0.0
-        # What is read along columns, and the bytes from one of its rows to the next.
-        for piece, row, limit in (
-            (a, rows if plan.first.transposed else 0, FAR),
-            (b, inner if plan.second.transposed else 0, FAR),
-            (b, 0 if plan.second.transposed else columns, 2 * FAR),
+        # What is read along columns, and the elements from one of its rows to the next.
+        for piece, row in (
+            (a, rows if plan.first.transposed else 0),
+            (b, inner if plan.second.transposed else 0),
         ):
-            if row * width >= limit:
+            if row * width >= FAR:
                 far += piece.bytes
-            elif limit == FAR and row:
+            elif row:
                 near += piece.bytes
         made = self._note(
             "batch" if batch > 1 else "matmul",
@@ -361,7 +365,7 @@ class Tally:
             a,
             b,
             flops=2.0 * math.prod(shape) * inner,
-            packed=(float(a.bytes), near, far),
+            packed=(float(a.bytes), float(b.bytes), near, far),
         )
         return self._ordered(made, plan.result, out, sizes)
 
@@ -418,7 +422,7 @@ def _place(shape: tuple[int, ...], axes: Sequence[int]) -> str:
 
 
 def call_seconds(call: Call, curve: Callable[[str], Seconds | None], stays: bool = True) -> float:
-    """Equations (1) to (3); `curve` gives the curve of a class, or None.
+    """Equations (1) to (5); `curve` gives the curve of a class, or None.
 
     Args:
       stays: whether the operation's output stays, equation (2).
@@ -426,13 +430,17 @@ def call_seconds(call: Call, curve: Callable[[str], Seconds | None], stays: bool
     Raises:
       KeyError: there is no curve for any prefix of the class.
     """
+    launch = curve("kernel.launch")
+    start = 0.0 if launch is None else launch(0.0)
+    if call.op_class == SCALAR:
+        return start
     name, own = call.op_class, curve(call.op_class)
     while own is None and "." in name:
         name = name.rpartition(".")[0]
         own = curve(name)
     if own is None:
         raise KeyError(call.op_class)
-    seconds = own(call.flops) if call.flops else own(call.bytes)
+    seconds = start + (own(call.flops) if call.flops else own(call.bytes))
     for part, moved in zip(PARTS, call.parts, strict=False):
         if moved and (more := curve(f"{name}.{part}")) is not None:
             seconds += more(moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -38,7 +39,7 @@ def classes(op, *inputs: TensorType) -> list[str]:
         (Binary("add"), (tensor(A, B), tensor(A)), ["binary.column.add"]),
         (Binary("add"), (tensor(A, B, C), tensor(B)), ["binary.general.add"]),
         (Scale(2.0), (tensor(A, B),), ["binary.same.mul"]),
-        (Binary("add"), (tensor(), tensor()), []),
+        (Binary("add"), (tensor(), tensor()), ["scalar"]),
         (Reduce("sum", ("b",)), (tensor(A, B),), ["reduce.inner"]),
         (Reduce("sum", ("a",)), (tensor(A, B),), ["reduce.outer"]),
         (Reduce("sum", ("a", "c")), (tensor(A, B, C),), ["reduce.mixed"]),
@@ -102,8 +103,10 @@ def test_only_what_stays_needs_fresh_memory():
 
 def test_a_product_pays_flops_and_its_parts():
     parts = {f"kernel_matmul_{part}": 10.0 ** (1 + i) for i, part in enumerate(PARTS)}
-    call = Call("kernel.matmul", "float32", 7.0, flops=3.0, made=2.0, parts=(5.0, 2.0, 1.0, 4.0), final=False)
-    assert call_seconds(call, seconds(kernel_matmul=1.0, **parts)) == 3.0 + 50.0 + 200.0 + 1000.0 + 40000.0
+    call = Call("kernel.matmul", "float32", 7.0, flops=3.0, made=2.0, parts=(5.0, 6.0, 2.0, 1.0, 4.0))
+    call = replace(call, final=False)
+    expected = 3.0 + 50.0 + 600.0 + 2000.0 + 10000.0 + 400000.0
+    assert call_seconds(call, seconds(kernel_matmul=1.0, **parts)) == expected
     assert call_seconds(call, seconds(kernel_matmul=1.0)) == 3.0, "a profile of before has no such curves"
 
 
@@ -119,18 +122,26 @@ def test_a_factor_that_lies_transposed_is_read_along_columns():
     """Forward, gradient of the activations, gradient of the weights: m x k x n."""
     small = {"m": 64, "k": 32, "n": 16}
     m, k, n = (4.0 * x for x in small.values())
-    assert parts_of("mn", "mk", "kn", **small) == (m * 32, m * 16, 0.0, 0.0)
-    assert parts_of("mn", "mk", "nk", **small) == (m * 32, m * 16, n * 32, 0.0)
-    assert parts_of("kn", "mk", "mn", **small) == (k * 64, k * 16, k * 64, 0.0)
-    assert parts_of("zmn", "zmk", "znk", z=2, **small) == (2 * m * 32, 2 * m * 16, 2 * n * 32, 0.0)
+    assert parts_of("mn", "mk", "kn", **small) == (m * 32, k * 16, m * 16, 0.0, 0.0)
+    assert parts_of("mn", "mk", "nk", **small) == (m * 32, k * 16, m * 16, n * 32, 0.0)
+    assert parts_of("kn", "mk", "mn", **small) == (k * 64, m * 16, k * 16, k * 64, 0.0)
+    batched = (2 * m * 32, 2 * k * 16, 2 * m * 16, 2 * n * 32, 0.0)
+    assert parts_of("zmn", "zmk", "znk", z=2, **small) == batched
 
 
 def test_long_rows_read_along_columns_are_far_apart():
-    """Rows of 2 KB; of a second factor that lies as it should, of which rows are packed together, of 4 KB."""
-    assert parts_of("mn", "mk", "nk", m=4, k=511, n=8)[2:] == (4.0 * 511 * 8, 0.0)
-    assert parts_of("mn", "mk", "nk", m=4, k=512, n=8)[2:] == (0.0, 4.0 * 512 * 8)
-    assert parts_of("mn", "mk", "kn", m=4, k=8, n=1023)[2:] == (0.0, 0.0)
-    assert parts_of("mn", "mk", "kn", m=4, k=8, n=1024)[2:] == (0.0, 4.0 * 8 * 1024)
+    """Rows of 2 KB; what lies as it should has no columns to read, however long its rows."""
+    assert parts_of("mn", "mk", "nk", m=4, k=511, n=8)[3:] == (4.0 * 511 * 8, 0.0)
+    assert parts_of("mn", "mk", "nk", m=4, k=512, n=8)[3:] == (0.0, 4.0 * 512 * 8)
+    assert parts_of("mn", "mk", "kn", m=4, k=8, n=1024)[3:] == (0.0, 0.0)
+
+
+def test_every_call_pays_a_launch_and_one_of_scalars_nothing_else():
+    table = {"kernel.unary": lambda amount: 2.0 * amount, "kernel.launch": lambda amount: 5.0}
+    call, scalar = Call("kernel.unary", "float32", 10.0), Call("kernel.scalar", "float32", 8.0)
+    assert call_seconds(call, table.get) == 10.0 * 2.0 + 5.0
+    assert call_seconds(scalar, table.get) == 5.0
+    assert call_seconds(scalar, seconds(kernel_unary=2.0)) == 0.0, "a profile of before has no launches"
 
 
 def test_a_convolution_packs_its_windows():
@@ -139,7 +150,7 @@ def test_a_convolution_packs_its_windows():
     (found,) = calls(op, (x, w), (op.infer(x, w),), frozenset())
     places, taken = B.size * 8 * 4, 3 * 5 * C.size
     assert (found.op_class, found.flops) == ("kernel.matmul.conv", 2.0 * places * taken * 7)
-    assert found.parts == (4.0 * places * taken, 4.0 * places * 7, 0.0, 0.0)
+    assert found.parts == (4.0 * places * taken, 0.0, 4.0 * places * 7, 0.0, 0.0)
 
 
 def test_an_array_function_that_is_not_known_is_said():
