@@ -231,9 +231,7 @@ PRODUCTS = (
 """m x k x n: square ones, tall activations by narrow weights, narrow by wide, few rows by large weights, and
 sums over many rows; T: a factor lies transposed, the first one in gradients of weights, the second one in
 those of activations."""
-MORE_PRODUCTS = (
-    "1024x1024x1024 2048x1024x256 256x1024x2048 32x1024x1024 4096x64x64 T2048x256x256 T1024x64x512"
-)
+MORE_PRODUCTS = "1024x1024x1024 2048x1024x256 256x1024x2048 4096x64x64 T2048x256x256 T1024x64x512"
 BATCHES = (
     "16x128x32x128 64x64x16x64 16x128x128x32 8x32x64x32 8x16x32x16 128x32x16x32 4x256x64x256 2x128x128x128 "
     "8x256x128x256 4x256x512x128 4x64x64x256 T32x64x64x16 T8x128x256x64 T4x512x128x64 32x64x16x64T "

@@ -182,9 +182,9 @@ def step_calls(program: Program) -> tuple[Call, ...]:
     found = []
     for instr, times in program.expected():
         if isinstance(instr, Local) and not instr.op.free:
-            pieces = [[program.local(i) for i in ids] for ids in (instr.inputs, instr.outputs)]
+            read, written = ([program.local(i) for i in ids] for ids in (instr.inputs, instr.outputs))
             stays = instr.origin.phase != "update"
-            made = calls(instr.op, *pieces, frozenset())
+            made = calls(instr.op, read, written, frozenset())
             found += [replace(c, final=c.final and stays) for c in made] * int(times)
     return tuple(found)
 
