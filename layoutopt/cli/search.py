@@ -62,6 +62,13 @@ class Recompute(StrEnum):
 RECOMPUTE = {Recompute.AUTO: (False, True), Recompute.ALWAYS: (True,), Recompute.NEVER: (False,)}
 
 
+class Orders(StrEnum):
+    """In which order a split over several axes may have them."""
+
+    MESH = "mesh"
+    ALL = "all"
+
+
 class Objective(StrEnum):
     """What is minimised."""
 
@@ -106,6 +113,9 @@ def search(
     microbatches: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
     ] = "1,2,4,8,16,32",
+    orders: Annotated[
+        Orders, typer.Option(help="A split over several axes: in the order of the mesh, or in every order.")
+    ] = Orders.MESH,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     refine: Annotated[
         bool,
@@ -161,6 +171,7 @@ def search(
                     top=top,
                     time_limit=clock.rest,
                     refine=refine,
+                    orders=orders.value,
                     on_progress=bounds.show,
                     on_better=lambda words, seconds, peak: terminal.say(
                         f"so far {seconds_text(seconds)}, {bytes_text(peak)}: {words}"

@@ -144,6 +144,14 @@ def test_pins_and_prohibitions_hold(result: Callable[..., dict[str, Any]]) -> No
     assert found["layout"].get("pixels") != ["data"]
 
 
+def test_axes_in_any_order(result: Callable[..., dict[str, Any]]) -> None:
+    asked = ("examples/mlp.py", "--mesh", "data:2;model:2", "--storage", "layout", "--microbatches", "1")
+    plan, every = (result("search", *asked, *more) for more in ((), ("--orders", "all")))
+    counts = [int(p["solver"]["layouts_considered"].replace(",", "")) for p in (plan, every)]
+    assert every["solver"]["status"] == "OPTIMAL" and counts[0] < counts[1]
+    assert every["solver"]["objective"] <= plan["solver"]["objective"]
+
+
 def test_what_else_may_be_decided(result: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
     search = ("search", LM, "--mesh", "data:4", *SMALL, "--pin", "batch:data")
     plain = result(*search, "--storage", "layout", "--recompute", "never", "--microbatches", "1")
