@@ -25,7 +25,7 @@ from costmodels.pricing.pricer import Pricer
 from layoutopt.clock import LEAST, Clock
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.problem import Entry, Problem, Row, Term, Variable, solve
-from layoutopt.refine.places import Move, Places, levels, without
+from layoutopt.refine.places import Move, Places, levels, regions, without
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout, within
@@ -141,7 +141,8 @@ class Search:
                 self._tell(better)
                 known = _still_true(known, found, layout, better)
                 layout = better
-        return self.simpler(layout)
+        simple = self.simpler(layout)
+        return simple if self.fits(simple) <= self.fits(start) else layout
 
     def _tell(self, layout: Layout) -> None:
         self.found = layout
@@ -149,10 +150,11 @@ class Search:
             self.on_better(self.seconds[layout], self.peak(layout))
 
     def simpler(self, layout: Layout) -> Layout:
-        """As good, without rules of places that gain nothing."""
-        for path, _ in layout.refined:
-            fewer = without(layout, path)
-            if not self.clock.over and self.fits(fewer) <= self.fits(layout) * (1 + WORTH / 10):
+        """The same without rules that gain nothing to speak of, of single places and of places that meet."""
+        graph = self.model.training_step(self.options.microbatches).graph
+        for paths in [*((path,) for path, _ in layout.refined), *regions(layout, graph)]:
+            fewer = without(layout, *paths)
+            if not self.clock.over and self.fits(fewer) <= self.fits(layout) * (1 + WORTH):
                 layout = fewer
         return layout
 
