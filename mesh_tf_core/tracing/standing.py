@@ -21,7 +21,7 @@ from enum import IntEnum
 from typing import Any
 
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.structure import Feed, Read
@@ -209,10 +209,18 @@ def apart(op: Op, roles: Roles, inputs: Sequence[TensorType], output: TensorType
 
 
 def _named(op: Any) -> set[str]:
-    """Dimensions that an operation's parameters name: along them it may move elements."""
-    values = [getattr(op, f.name) for f in dataclasses.fields(op)]
-    listed: Iterable[Any] = (v for value in values for v in (value if type(value) is tuple else (value,)))
-    return {v.name if isinstance(v, Dim) else v for v in listed if isinstance(v, str | Dim)} - {*op.still}
+    """Dimensions that an operation's parameters name, windows among them: along them it may move elements."""
+    found: set[str] = set()
+    left = [getattr(op, f.name) for f in dataclasses.fields(op)]
+    while left:
+        value = left.pop()
+        if type(value) is tuple:
+            left += value
+        elif isinstance(value, str | Dim):
+            found.add(value.name if isinstance(value, Dim) else value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, Shape):
+            left += [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return found - {*op.still}
 
 
 def outer_reads(

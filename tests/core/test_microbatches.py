@@ -180,6 +180,7 @@ def test_a_scalar_beside_the_batch_is_fed_once() -> None:
         (lambda h: mtf.reduce_mean(h * mtf.mtf_range(h.graph, B, "float64")), "range"),
         (lambda h: mtf.reduce_mean(mtf.softmax(h, B) * h), "softmax"),
         (lambda h: mtf.reduce_mean(mtf.slice_dim(h, B, 0, 4)), "slice"),
+        (lambda h: mtf.reduce_mean(mtf.avg_pool(h, [B], [3], 1, "same")), "sum_pool"),
         (
             lambda h: mtf.reduce_mean(mtf.cond(mtf.reduce_max(h) > 0.5, lambda: h * 2.0, lambda: h)),
             "reduce_max",

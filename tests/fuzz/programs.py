@@ -54,13 +54,14 @@ class Pool:
     def wide(self) -> mtf.Tensor:
         """One with a dimension."""
         x = self.pick()
-        return x if len(x.shape) else self.tensors[self.draw(len(INPUTS))]
+        return x if x.shape.size > 1 else self.tensors[self.draw(len(INPUTS))]
 
     def along(self) -> tuple[mtf.Tensor, mtf.Dim]:
         """A tensor and one of its dimensions, rather not the batch."""
         x = self.wide()
-        inner = [d for d in x.shape if d.name != "batch"]
-        dims = inner if inner and self.draw(8) else list(x.shape)
+        wide = [d for d in x.shape if d.size > 1]
+        inner = [d for d in wide if d.name != "batch"]
+        dims = inner if inner and self.draw(8) else wide
         return x, dims[self.draw(len(dims))]
 
     def variable(self, dims: list[mtf.Dim]) -> mtf.Tensor:
