@@ -37,7 +37,7 @@ def uses(rows: Sequence[Row], tables: Tables, sizes: Sequence[int], most: int) -
 
     An entry's scope inside that of a table is allowed what the table allows there.
     """
-    limits = np.array([row.limit for row in rows])
+    limits = np.array([row.limit for row in rows], float)
     alike: dict[tuple[Scope, int], list[tuple[int, Table]]] = {}
     for number, row in enumerate(rows):
         for entry in row.entries:

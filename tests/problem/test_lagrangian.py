@@ -166,3 +166,12 @@ def test_a_problem_in_which_nothing_is_chosen(limit: float, status: Status) -> N
     answer = solve(Problem("fixed", (), (Term((), np.array(3.0)),), (row,)))
     assert answer.status is status
     assert answer.choices == (() if status is Status.OPTIMAL else None)
+
+
+def test_a_limit_may_be_a_whole_number() -> None:
+    uses = (Entry((0,), np.array([0.5, 2.5])), Entry((1,), np.array([0.5, 2.5])))
+    costs = tuple(Term((v,), np.array([3.0, 1.0])) for v in range(2))
+    problem = Problem("whole", (Variable("a", 2), Variable("b", 2)), costs, (Row("memory", 3, uses),))
+    incumbent = Incumbent(problem, None, math.inf, [])
+    price(incumbent, Clock(None))
+    assert incumbent.objective == 4.0
