@@ -98,7 +98,8 @@ class Standings:
             return
         behind = [i for i in node.inputs if self.of(i).kind is made.kind is Kind.MIXED]
         behind = behind or [i for i in node.inputs if made.after and self.of(i).after == made.after]
-        self.why[output] = self.why.get(behind[0], "") if behind else node.op.describe()
+        known = [self.why[i] for i in behind if i in self.why]
+        self.why[output] = known[0] if known else node.op.describe()
 
     def _fed(self, type: TensorType) -> Standing:
         return Standing(Kind.ROWS if self._batch(type) else Kind.SAME)
@@ -159,6 +160,8 @@ class Standings:
             if new == carried:
                 break
             carried = new
+            begun = zip(body.carry_in, body.carry_out, strict=True)
+            self.why.update((inner, self.why[made]) for inner, made in begun if made in self.why)
         ends = (self._of_sums(carried, node.inputs), self._of_sums(carried, body.carry_out))
         self.shared[node.index], self.shared_out[node.index] = ends
         self._found.update(zip(node.outputs, carried, strict=False))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -134,12 +136,13 @@ def test_two_writers_share_no_temporary_name(old: Path, monkeypatch: pytest.Monk
 
 
 def test_a_killed_writer_leaves_the_old_file(old: Path) -> None:
-    child = os.fork()
-    if child == 0:  # the copy ends where it would rename
-        files.os.fsync = lambda handle: os._exit(9)  # type: ignore[assignment]
-        write_file(old, "new")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    code = (
+        "import os, sys\n"
+        "from mesh_tf_core.files import write_file\n"
+        "os.fsync = lambda handle: os._exit(9)\n"  # it ends where it would rename
+        "write_file(sys.argv[1], 'new')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(old)], check=False).returncode == 9
     assert old.read_text(encoding="utf-8") == "old"
 
 

@@ -200,7 +200,7 @@ def _passing(name: str) -> tuple[mtf.Graph, mtf.Tensor, mtf.Tensor, Callable[[mt
 
 def branch_that_passes_on(outside: bool) -> mtf.Model:
     """Layers with a branch that gives what it is given: the layer's state, or (`outside`) what is made of it
-    before the branch."""
+    before the branch. Which side runs depends on weights, which parts of a batch have in common."""
     g, x, _, done = _passing("passes on")
     b, d = x.shape.dims
     up = g.variable("up", [d, mtf.Dim("f", 32)], mtf.Normal(0.1))
@@ -208,7 +208,7 @@ def branch_that_passes_on(outside: bool) -> mtf.Model:
     def layer(h: mtf.Tensor) -> mtf.Tensor:
         y = mtf.einsum([mtf.tanh(mtf.einsum([h, up], [b, up.shape.dims[1]])), up], [b, d])
         yes = (lambda: y) if outside else (lambda: h * mtf.tanh(y))
-        chosen = mtf.cond(mtf.reduce_sum(h) > 0.0, yes, lambda: h)
+        chosen = mtf.cond(mtf.reduce_sum(up) > 0.0, yes, lambda: h)
         assert isinstance(chosen, mtf.Tensor)
         return chosen
 

@@ -50,7 +50,7 @@ def test_what_is_forbidden_adds_up() -> None:
         ({"memory": "16GiB"}, "memory '16GiB': needs a positive number of bytes"),
         ({"pins": 5}, "pins 5: write them as 'batch:data', or as a dict of dimensions"),
         ({"top": 2.5}, "--top 2.5: needs a whole number"),
-        ({"mesh": None, "devices": 1 << 40}, "--devices 1099511627776: at most 1048576 are searched"),
+        ({"mesh": None, "devices": 1 << 40}, "--devices 1099511627776: at most 1,048,576 are searched"),
         ({"recompute": ()}, "recompute is empty; allow False, True or both"),
     ],
 )
