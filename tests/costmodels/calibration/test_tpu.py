@@ -227,5 +227,5 @@ def test_an_unknown_target() -> None:
 def test_a_file_that_cannot_be_written(monkeypatch, tmp_path) -> None:
     found = shipped_probes("tpu-v5e")
     monkeypatch.setattr(tpu_compiled, "SHIPPED", tmp_path / "no" / "where" / "probes.json")
-    with pytest.raises(UserError, match="cannot be written: No such file"):
+    with pytest.raises(UserError, match="cannot be written: there is no folder"):
         ship(found)
