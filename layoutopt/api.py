@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -193,7 +194,7 @@ def _check(
         raise UserError(f"--top {top}: needs at least 1")
     if top > MOST_LISTED:
         raise UserError(f"--top {top}: at most {MOST_LISTED:,} are listed")
-    if time_limit is not None and not (isinstance(time_limit, Real) and float(time_limit) > 0):
+    if time_limit is not None and not (isinstance(time_limit, Real) and 0 < float(time_limit) < math.inf):
         raise UserError(f"--time-limit {time_limit!r}: needs a positive number of seconds")
     for name, rules in (("pins", pins), ("forbid", forbid)):
         if not isinstance(rules, str | Mapping | None):

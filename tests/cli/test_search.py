@@ -217,6 +217,7 @@ def test_no_time_for_anything(refused: Callable[..., str]) -> None:
         (["--mesh", "data:2", "--objective", "speed"], "is not one of 'time', 'memory', 'pareto'"),
         (["--mesh", "data:2", "--top", "0"], "--top 0: needs at least 1"),
         (["--mesh", "data:2", "--time-limit", "-1"], "--time-limit -1.0: needs a positive number of seconds"),
+        (["--mesh", "data:2", "--time-limit", "inf"], "--time-limit inf: needs a positive number of seconds"),
     ],
 )
 def test_wrong_input(refused: Callable[..., str], args: list[str], message: str) -> None:
