@@ -20,9 +20,8 @@ AGAIN, SOON = 0.5, 0.02
 """Seconds until an exception that was lost is raised again, and that one waits for a thread that would not
 hear it; until this is looked at again."""
 IMPORT = "<frozen importlib._bootstrap>"
-
-
 LEAST = 0.01
+"""Seconds that are left at least for work that needs some."""
 
 
 class Late(BaseException):

@@ -13,19 +13,8 @@ from examples import moe_lm, resnet, transformer_lm
 from layoutopt.refine.places import places
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Local, Program, ReduceScatter
-from tests.examples.helper import Result, check_same, train
+from tests.examples.helper import SMALL, Result, check_same, train
 
-SMALL: dict[str, Any] = {
-    "layers": 2,
-    "d_model": 16,
-    "d_kv": 4,
-    "heads": 4,
-    "d_ff": 32,
-    "vocab": 32,
-    "batch": 8,
-    "length": 8,
-    "learning_rate": 0.01,
-}
 IMAGE = {"batch": 4, "size": 8, "channels": 4, "groups": 2, "optimizer": "sgd"}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "language model": (transformer_lm, {**SMALL, "gated": True, "clip_norm": 1.0}),

@@ -14,19 +14,9 @@ import mesh_tf_core as mtf
 from examples.transformer_lm import data, model
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower.verify import verify
+from tests.examples.helper import SMALL
 from tests.marks import by_day
 
-SMALL: dict[str, Any] = {
-    "layers": 2,
-    "d_model": 16,
-    "d_kv": 4,
-    "heads": 4,
-    "d_ff": 32,
-    "vocab": 32,
-    "batch": 8,
-    "length": 8,
-    "learning_rate": 0.01,
-}
 LAYOUTS = [
     ("x:2;y:2", "batch:x"),
     ("x:2;y:2", "batch:x+y"),

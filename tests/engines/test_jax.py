@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.engines.jax_cases import CASES, equal
+from tests.jax_process import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.jax_cases"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(done.stdout)
+    found: dict[str, str] = printed("tests.engines.jax_cases")
     return found
 
 

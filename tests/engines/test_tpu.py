@@ -4,10 +4,6 @@ function compiled by XLA and run on CPU devices, the torus, and what is refused.
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +19,7 @@ from mesh_tf_core.ir.program import AllReduce, Collective, Loop, Permute
 from tests.engines.programs import every_collective, language_model
 from tests.engines.tpu_cases import CASES
 from tests.engines.tpu_fake import StepGraph, strategy
+from tests.jax_process import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = {
@@ -131,16 +128,7 @@ def test_the_numbers_are_asked_of_every_replica():
 
 @pytest.fixture(scope="module")
 def said():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.tpu_cases"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return printed("tests.engines.tpu_cases")
 
 
 @pytest.mark.nightly

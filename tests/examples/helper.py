@@ -14,6 +14,18 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower.verify import verify
 
 Result = tuple[list[float], dict[str, Any]]
+SMALL: dict[str, Any] = {
+    "layers": 2,
+    "d_model": 16,
+    "d_kv": 4,
+    "heads": 4,
+    "d_ff": 32,
+    "vocab": 32,
+    "batch": 8,
+    "length": 8,
+    "learning_rate": 0.01,
+}
+"""A language model that trains in no time."""
 
 
 def batches(example: ModuleType, hparams: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

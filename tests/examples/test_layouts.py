@@ -12,19 +12,8 @@ import mesh_tf_core as mtf
 from examples import bert, moe_lm, reformer_lm, resnet, transformer_seq2seq, unet3d
 from mesh_tf_core.ir.program import AllGather, AllToAll, Permute, Program
 from mesh_tf_core.lower.rematerialization import recomputable
-from tests.examples.helper import Result, batches, check_same, train
+from tests.examples.helper import SMALL, Result, batches, check_same, train
 
-SMALL: dict[str, Any] = {
-    "layers": 2,
-    "d_model": 16,
-    "d_kv": 4,
-    "heads": 4,
-    "d_ff": 32,
-    "vocab": 32,
-    "batch": 8,
-    "length": 8,
-    "learning_rate": 0.01,
-}
 EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "seq2seq": (transformer_seq2seq, SMALL),
     "seq2seq, relative": (

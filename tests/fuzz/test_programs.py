@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from mesh_tf_core.ir.kernel import At
 from mesh_tf_core.lower.base import Lowering
 from mesh_tf_core.tracing.standing import Standings
 from tests.fuzz.programs import check, expected, model
+from tests.jax_process import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 25
@@ -51,16 +48,7 @@ def test_tensorflow(seed: int) -> None:
 
 @pytest.mark.parametrize("seeds", ["0,1", pytest.param("2,30", marks=pytest.mark.nightly)])
 def test_jax(seeds: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.on_jax", seeds],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) >= 1
+    assert printed("tests.fuzz.on_jax", seeds) >= 1
 
 
 # -- planted faults ------------------------------------------------------------------------------------------
@@ -86,28 +74,26 @@ def totals_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(At, "shard", lambda self, name: 1)
 
 
-def whole_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part of the batch adds all of what does not depend on it."""
+def forgotten(monkeypatch: pytest.MonkeyPatch, known: str) -> None:
+    """What is noted of every operation under a name is lost."""
     made = Standings._made
 
-    def unshared(self: Standings, node: Any, output: Any) -> Any:
+    def losing(self: Standings, node: Any, output: Any) -> Any:
         found = made(self, node, output)
-        self.shared[node.index] = set()
+        getattr(self, known)[node.index] = set()
         return found
 
-    monkeypatch.setattr(Standings, "_made", unshared)
+    monkeypatch.setattr(Standings, "_made", losing)
+
+
+def whole_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part of the batch adds all of what does not depend on it."""
+    forgotten(monkeypatch, "shared")
 
 
 def part_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of the batch divides by its own sum."""
-    made = Standings._made
-
-    def alone(self: Standings, node: Any, output: Any) -> Any:
-        found = made(self, node, output)
-        self.whole[node.index] = set()
-        return found
-
-    monkeypatch.setattr(Standings, "_made", alone)
+    forgotten(monkeypatch, "whole")
 
 
 FAULTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
