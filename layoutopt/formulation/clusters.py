@@ -86,7 +86,7 @@ class _Builder:
             early = tuple(
                 self.dependencies.early(t, inside)
                 for o in node.outputs
-                for t in (o, *self.dependencies.outer[o])
+                for t in self.dependencies.leads_to(o)
             )
             what = (
                 node.op.variable.slot_of is None if isinstance(node.op, Assign) else isinstance(node.op, Scan)
@@ -173,7 +173,7 @@ class _Builder:
         early: dict[str, Tensor] = {}
         for node in nodes:
             for o in self._own(node):
-                for t in (o, *self.dependencies.outer[o]):
+                for t in self.dependencies.leads_to(o):
                     if self.dependencies.early(t, inside):
                         early[f"%{t}"] = self.graph.tensor(t)
         first = nodes[0]

@@ -246,6 +246,14 @@ def two_names() -> mtf.Model:
     return done(x * twice)
 
 
+def made_before_layers() -> mtf.Model:
+    """Layers that share what is made of a variable before them: in microbatches its gradient leaves two loops
+    before backward goes on."""
+    g, x, _, done = _passing("made before layers")
+    table = mtf.tanh(g.variable("table", [x.shape.dims[1]], mtf.Normal(0.1)))
+    return done(mtf.scan(lambda h: h + mtf.tanh(h + table), x, mtf.Dim("layers", 3)))
+
+
 PASSING: dict[str, Callable[[], mtf.Model]] = {
     "a branch that gives the state": lambda: branch_that_passes_on(False),
     "a branch that gives what is outside": lambda: branch_that_passes_on(True),
@@ -253,6 +261,7 @@ PASSING: dict[str, Callable[[], mtf.Model]] = {
     "own gradients in layers": lambda: own_gradients(1, True),
     "two own gradients": lambda: own_gradients(2, True),
     "two names": two_names,
+    "made before layers": made_before_layers,
 }
 
 
