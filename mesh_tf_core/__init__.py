@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 from mesh_tf_core import decoding, layers
 from mesh_tf_core.errors import ClusterError, InfeasibleError, LayoutError, LimitError, UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.initializers import ONES, ZEROS, Constant, Initializer, Normal, Uniform
+from mesh_tf_core.ir.initializers import (
+    ONES,
+    ZEROS,
+    Constant,
+    FromFunction,
+    Initializer,
+    Normal,
+    Uniform,
+)
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, Roles, TensorType
@@ -138,6 +146,7 @@ __all__ = [
     "Constant",
     "Dim",
     "Eager",
+    "FromFunction",
     "Graph",
     "InfeasibleError",
     "Initializer",

@@ -33,6 +33,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.kernel import At, Attending, Step
 from mesh_tf_core.ir.op import Op, TensorType
@@ -294,8 +296,8 @@ class Tally:
     def iota(self, n: int, dtype: str) -> Piece:
         return Piece((n,), dtype, constant=True)
 
-    def vector(self, values: Sequence[int], dtype: str) -> Piece:
-        return Piece((len(values),), dtype, constant=True)
+    def array(self, values: Any, dtype: str) -> Piece:
+        return Piece(np.shape(values), dtype, constant=True)
 
     def scalar(self, value: Any, dtype: str) -> Piece:
         return Piece((), dtype, constant=not isinstance(value, Piece) or value.constant)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.arrays import FixedArray, check_numbers, numbers
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType, itemsize
 
@@ -42,6 +43,11 @@ class Initializer:
           name: the variable's name, from which its random numbers are seeded.
         """
         raise NotImplementedError
+
+    def bound(self, name: str, type: TensorType, stacked: int) -> Initializer:
+        """For a variable of this name, whose first `stacked` dimensions count layers; UserError if it cannot
+        give that one its value."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,93 @@ class Uniform(Initializer):
     def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
         u = _uniform(_seed(name, self.seed), sizes, begin, extent)
         return self.low + u * (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class FromArray(Initializer):
+    """The elements of an array: of the variable's shape, or of one layer's, and then every layer begins
+    alike."""
+
+    array: FixedArray
+
+    def bound(self, name: str, type: TensorType, stacked: int) -> Initializer:
+        shape, found = type.shape, self.array.array.shape
+        if found not in (shape.sizes, shape.sizes[stacked:]):
+            layers = f" (or {list(shape.sizes[stacked:])}, one layer's)" if stacked else ""
+            raise UserError(
+                f"variable {name!r} [{shape}]: its initial array has shape {list(found)}, not "
+                f"{list(shape.sizes)}{layers}"
+            )
+        check_numbers(f"variable {name!r}: its initial array", self.array.array, type.dtype)
+        return self
+
+    def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
+        whole = np.broadcast_to(self.array.array, tuple(sizes))
+        return whole[tuple(slice(b, b + n) for b, n in zip(begin, extent, strict=True))]
+
+
+@dataclass(frozen=True)
+class FromFunction(Initializer):
+    """What a function of the model's own gives: fn(rng, shape) -> array of that shape.
+
+    It is asked for a whole variable (in a stack, for one layer), and devices take their pieces of that, so
+    every layout begins alike. That holds if all its random numbers come from `rng`: it is asked twice, and
+    refused if the answers differ.
+
+    Attributes:
+      fn: takes a `numpy.random.Generator`, another one for each name, layer and seed, and a shape; a JAX key
+        is `jax.random.key(rng.integers(2**31))`.
+      stacked: how many leading dimensions count layers; the graph sets it.
+    """
+
+    fn: Callable[[np.random.Generator, tuple[int, ...]], Any]
+    seed: int = 0
+    stacked: int = 0
+
+    def bound(self, name: str, type: TensorType, stacked: int) -> Initializer:
+        return replace(self, stacked=stacked)
+
+    def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
+        n, own = self.stacked, tuple(sizes[self.stacked :])
+        inside = tuple(slice(b, b + e) for b, e in zip(begin[n:], extent[n:], strict=True))
+        out: Any = None
+        for place in np.ndindex(*extent[:n]):
+            layer = tuple(b + p for b, p in zip(begin[:n], place, strict=True))
+            made = self._one(name, own, np.ravel_multi_index(layer, tuple(sizes[:n])) if n else 0)
+            out = np.empty(tuple(extent), made.dtype) if out is None else out
+            out[place] = made[inside]
+        return out
+
+    def _one(self, name: str, shape: tuple[int, ...], layer: Any) -> Any:
+        """One layer's whole value."""
+        what = f"variable {name!r}: its initializer {getattr(self.fn, '__name__', self.fn)}"
+        seed = [self.seed, zlib.crc32(name.encode()), int(layer)]
+        made, again = (numbers(what, self.fn(np.random.default_rng(seed), shape)) for _ in range(2))
+        if made.shape != shape:
+            raise UserError(f"{what} gave an array of shape {list(made.shape)}, not {list(shape)}")
+        if not np.array_equal(made, again, equal_nan=made.dtype.kind == "f"):
+            raise UserError(
+                f"{what} gave other numbers when it was asked again, so layouts would not begin alike; "
+                "take all random numbers from the generator that it is given"
+            )
+        return made
+
+
+Initial = Initializer | Callable[[np.random.Generator, tuple[int, ...]], Any] | Any
+"""What a variable may be told to begin with: an initializer, a number, an array, or a function as of
+`FromFunction`."""
+
+
+def initializer(what: str, given: Initial) -> Initializer:
+    """What is given as an initializer; UserError, in the name of `what`, if it can be none."""
+    if isinstance(given, Initializer):
+        return given
+    if isinstance(given, type) and issubclass(given, Initializer):
+        raise UserError(f"{what}: {given.__name__} is a class; write mtf.{given.__name__}(...)")
+    if callable(given):
+        return FromFunction(given)
+    array = numbers(f"{what}: an initial value", given)
+    return FromArray(FixedArray(array)) if array.shape else Constant(array.item())
 
 
 def _seed(name: str, seed: int) -> int:

@@ -109,8 +109,8 @@ class Kernel(Protocol):
 
     def iota(self, n: int, dtype: str) -> T: ...
 
-    def vector(self, values: Sequence[int], dtype: str) -> T:
-        """A vector of constants."""
+    def array(self, values: Any, dtype: str) -> T:
+        """Constants, of any shape: an array of NumPy or a sequence."""
         ...
 
     def cast(self, x: T, dtype: str) -> T: ...

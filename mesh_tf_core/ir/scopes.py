@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.initializers import Initializer, Variable
+from mesh_tf_core.ir.initializers import Initial, Initializer, Variable, initializer
 
-Initial = Callable[[str, Initializer], Initializer]
+Change = Callable[[str, Initializer], Initial]
 
 
 class Scopes:
@@ -24,7 +24,7 @@ class Scopes:
         self._shared: int | None = None
         self._around: int | None = None
         self._frozen = False
-        self._initial: tuple[Initial, ...] = ()
+        self._initial: tuple[Change, ...] = ()
 
     @property
     def _loops(self) -> Sequence[object]:
@@ -94,7 +94,7 @@ class Scopes:
             self._frozen = saved
 
     @contextmanager
-    def initialized(self, change: Initial) -> Iterator[None]:
+    def initialized(self, change: Change) -> Iterator[None]:
         """Variables made inside begin as change(whole name, the initializer that they would have) says."""
         saved = self._initial
         self._initial = (change, *saved)
@@ -103,11 +103,12 @@ class Scopes:
         finally:
             self._initial = saved
 
-    def _changed(self, name: str, initializer: Initializer) -> Initializer:
+    def _changed(self, name: str, given: Initial) -> Initializer:
         """A new variable's initializer, changed from the innermost `initialized` to the outermost."""
+        found = initializer(f"variable {name!r}", given)
         for change in self._initial:
-            initializer = change(name, initializer)
-        return initializer
+            found = initializer(f"variable {name!r}", change(name, found))
+        return found
 
     def lookup(self, name: str) -> Variable:
         """The variable of this name below the current scope, or of this whole name."""

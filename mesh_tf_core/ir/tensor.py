@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
-from mesh_tf_core.ir.initializers import Initializer, Variable
+from mesh_tf_core.ir.initializers import Initial, Variable
 from mesh_tf_core.ir.scopes import Scopes
 
 _RETURN = "return it as a result, or run this code with mtf.Eager outside of loops and staged functions"
@@ -43,7 +43,7 @@ class Builder(Scopes):
         self,
         name: str,
         dims: Sequence[Dim],
-        initializer: Initializer,
+        initializer: Initial,
         dtype: str = "float32",
         activation_dtype: str | None = None,
         trainable: bool = True,
@@ -53,6 +53,8 @@ class Builder(Scopes):
 
         Args:
           name: unique below the current scope.
+          initializer: an initializer, a number, an array of the variable's shape, or a function (see
+            `FromFunction`).
           dtype: in which it is stored and updated (the master copy).
           activation_dtype: in which the returned tensor is (None: dtype).
         """

@@ -242,7 +242,7 @@ class JaxKernel:
     def iota(self, n: int, dtype: str) -> T:
         return lax.iota(np_dtype(dtype), n)
 
-    def vector(self, values: Sequence[int], dtype: str) -> T:
+    def array(self, values: Any, dtype: str) -> T:
         return jnp.asarray(np.asarray(values, np_dtype(dtype)))
 
     def cast(self, x: T, dtype: str) -> T:

@@ -220,7 +220,7 @@ class NumpyKernel:
     def iota(self, n: int, dtype: str) -> A:
         return np.arange(n).astype(np_dtype(dtype))
 
-    def vector(self, values: Sequence[int], dtype: str) -> A:
+    def array(self, values: Any, dtype: str) -> A:
         return np.asarray(values, np_dtype(dtype))
 
     def cast(self, x: A, dtype: str) -> A:

@@ -261,8 +261,9 @@ class TfKernel:
     def iota(self, n: int, dtype: str) -> T:
         return tf.cast(tf.range(n), dtype)
 
-    def vector(self, values: Sequence[int], dtype: str) -> T:
-        return tf.constant(list(values), tf.as_dtype(dtype))
+    def array(self, values: Any, dtype: str) -> T:
+        wanted = tf.as_dtype(dtype)
+        return tf.constant(np.asarray(values, wanted.as_numpy_dtype), wanted)
 
     def cast(self, x: T, dtype: str) -> T:
         x = tf.convert_to_tensor(x)

@@ -1,21 +1,94 @@
-"""Tensors of one value."""
+"""Tensors of one value, and of an array's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.arrays import FixedArray, check_numbers, numbers, usual_dtype
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import check_dtype, itemsize
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.ops.basic import Constant, constant_like
 from mesh_tf_core.ops.einsum import broadcast
 
+MOST_BYTES = 2**26
+"""Of a constant array: it is part of every compiled program, and compilers fold and copy what they are
+given."""
+
+
+@dataclass(frozen=True)
+class ConstantArray(Op):
+    """An array that is known when the model is built. A device makes its own piece of it."""
+
+    array: FixedArray
+    shape: Shape
+    dtype: str
+    kind: ClassVar[str] = "data"
+
+    @property
+    def name(self) -> str:
+        return "constant"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=self.shape.names)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        if self.array.array.shape != self.shape.sizes:
+            raise UserError(f"constant: [{self.shape}] needs an array of other size")
+        return TensorType(self.shape, self.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        whole, sizes = self.array.array, at.outputs[0].shape.sizes
+        begin = [at.offset(n) for n in self.shape.names]
+        if all(isinstance(b, int) for b in begin):
+            return k.array(
+                whole[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))], self.dtype
+            )
+        return k.slice(k.array(whole, self.dtype), begin, sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return ()
+
 
 def constant(
-    graph: Builder, value: float, dims: Shape | Sequence[Dim] = (), dtype: str = "float32"
+    graph: Builder, value: Any, dims: Shape | Sequence[Dim] = (), dtype: str | None = None
 ) -> Tensor:
-    """A tensor whose elements all are `value`."""
-    one: Tensor = graph.apply(Constant(value, dtype))
-    return broadcast(one, dims)
+    """A tensor of fixed elements: all `value`, or those of an array, as class weights or a table. It is no
+    variable: nothing trains or stores it.
+
+    Args:
+      value: a number, or an array (NumPy's, JAX's, lists) of the sizes of `dims`, in their order, of at most
+        64 MiB.
+      dtype: None: float32; of arrays of whole numbers or truth values, and of 16 bits, their own (int32 where
+        that has the numbers).
+    """
+    array = value if isinstance(value, int | float) else numbers("constant", value)
+    if isinstance(array, int | float) or not array.shape:
+        one = array if isinstance(array, int | float) else array.item()
+        return broadcast(graph.apply(Constant(one, dtype or "float32")), dims)
+    shape = dims if isinstance(dims, Shape) else Shape(dims)
+    if array.shape != shape.sizes:
+        raise UserError(
+            f"constant: an array of shape {list(array.shape)}; its dimensions [{shape}] have "
+            f"{list(shape.sizes)}"
+        )
+    chosen = check_dtype(dtype or usual_dtype(array))
+    check_numbers("constant", array, chosen)
+    if shape.size * itemsize(chosen) > MOST_BYTES:
+        raise UserError(
+            f"constant: [{shape}] takes {shape.size * itemsize(chosen) >> 20} MiB in every program (at most "
+            f"{MOST_BYTES >> 20}); make it a variable: graph.variable(name, dims, array, trainable=False)"
+        )
+    found: Tensor = graph.apply(ConstantArray(FixedArray(array), shape, chosen))
+    return found
 
 
 def zeros(graph: Builder, dims: Shape | Sequence[Dim] = (), dtype: str = "float32") -> Tensor:

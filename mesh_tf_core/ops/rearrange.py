@@ -190,7 +190,7 @@ def _looked_up(k: Kernel, at: At, dim: str, table: Sequence[int]) -> Any:
     """The number for this device's piece of `dim`."""
     if len(set(table)) == 1:
         return table[0]
-    return k.take(k.vector(table, "int32"), k.scalar(at.shard(dim), "int32"))
+    return k.take(k.array(table, "int32"), k.scalar(at.shard(dim), "int32"))
 
 
 def rearranged(

@@ -15,7 +15,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
-from mesh_tf_core.ir.initializers import ZEROS, Initializer, Variable
+from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Builder, Tensor
@@ -258,7 +258,7 @@ class Graph(Builder):
         self,
         name: str,
         dims: Sequence[Dim],
-        initializer: Initializer,
+        initializer: Initial,
         dtype: str = "float32",
         activation_dtype: str | None = None,
         trainable: bool = True,
@@ -267,8 +267,9 @@ class Graph(Builder):
         loops = self._loops[self._around : self._shared]
         shape = Shape([*(b.dim for b in loops if b.dim), *dims])
         trained = trainable and not self._frozen
-        initial = self._changed(full, initializer)
-        variable = Variable(full, shape, check_dtype(dtype), initial, trained, len(loops))
+        type = TensorType(shape, check_dtype(dtype))
+        initial = self._changed(full, initializer).bound(full, type, len(loops))
+        variable = Variable(full, shape, dtype, initial, trained, len(loops))
         variable = self._shared_one(variable) or self.declare(variable)
         value = self.read(variable)
         for block in loops:

@@ -12,8 +12,9 @@ import mesh_tf_core as mtf
 from mesh_tf_core.ops.basic import total
 from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.unary import unary
-from tests.conformance.helper import Arg, Sample
+from tests.conformance.helper import Arg, Sample, dims
 
+TABLE = np.arange(32).reshape(4, 8) / 16 - 1
 AB = Arg("a:8 b:4")
 
 
@@ -131,6 +132,13 @@ SAMPLES = (
         lambda g, c, x: mtf.where(c, x, 0.0),
         (Arg("b:4", "bool"), AB),
         lambda c, x: np.where(c, x, 0),
+    ),
+    Sample(
+        "constant array",
+        "elementwise",
+        lambda g, x: x * mtf.constant(g, TABLE, dims("b:4 a:8"), x.dtype),
+        (AB,),
+        lambda x: x * TABLE.T,
     ),
     Sample("stop_gradient", "elementwise", lambda g, x: mtf.stop_gradient(x), (AB,), lambda x: x, stops=(0,)),
 )

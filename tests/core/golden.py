@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 import mesh_tf_core as mtf
 from mesh_tf_core.ir.program import Program, text
 from mesh_tf_core.lower.base import lower_base
@@ -108,6 +110,14 @@ def attention() -> Built:
     return g, {"dq": dq, "dk": dk, "dv": dv}
 
 
+def tabulated() -> Built:
+    """A table that the model is given: no variable, and every device makes its own part."""
+    g = mtf.Graph()
+    x = g.input("x", [B, D], "float32")
+    table = mtf.constant(g, np.arange(32).reshape(8, 4), [B, D], "float32")
+    return g, {"out": mtf.reduce_sum(x * table, B)}
+
+
 def refined() -> Built:
     """A product that splits the batch further than what it reads: the sum before it is scattered, and its
     weight is whole."""
@@ -129,6 +139,7 @@ CASES: dict[str, tuple[Callable[[], Built], str, str]] = {
     "stopped": (stopped, "x:2", "d:x"),
     "training_step": (training_step, "x:2;y:2", "batch:x;f:y"),
     "accumulated": (accumulated, "x:2;y:2", "batch:x;f:y"),
+    "tabulated": (tabulated, "x:2;y:2", "batch:x;d:y"),
     "attention": (attention, "x:2;y:2", "batch:x;length:y;memory:y"),
     "refined": (refined, "x:2;y:2", "batch:x;f:y;batch@second:x+y;f@second:none"),
 }

@@ -21,7 +21,7 @@ KINDS = [
 A, B = mtf.Dim("a", 16), mtf.Dim("b", 8)
 
 
-def start(initializer: mtf.Initializer, layout: str, mesh: str = "x:2;y:4") -> np.ndarray:
+def start(initializer: object, layout: str, mesh: str = "x:2;y:4") -> np.ndarray:
     g = mtf.Graph()
     w = g.variable("w", [A, B], initializer)
     engine = LockstepEngine(mtf.lower(g, mtf.Mesh(mesh), mtf.Layout(layout), {"w": w}))
@@ -68,3 +68,92 @@ def test_names_and_seeds_make_different_numbers() -> None:
 def test_bad_deviation(stddev: float) -> None:
     with pytest.raises(mtf.UserError, match="Normal: stddev must be a finite number >= 0"):
         mtf.Normal(stddev)
+
+
+# -- arrays and functions of the model's own -----------------------------------------------------------------
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Orthogonal rows or columns, for which the whole has to be known."""
+    return np.linalg.qr(rng.normal(size=shape))[0]
+
+
+TABLE = np.arange(128, dtype=np.float32).reshape(16, 8)
+OWN = {"array": TABLE, "function": drawn, "function with a seed": mtf.FromFunction(drawn, 3), "number": 0.25}
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("layout", ["a:x", "a:y+x", "a:y;b:x"])
+def test_own_initial_values_are_alike_under_every_layout(kind: str, layout: str) -> None:
+    np.testing.assert_array_equal(start(OWN[kind], layout), start(OWN[kind], ""))
+
+
+def test_own_initial_values() -> None:
+    np.testing.assert_array_equal(start(TABLE, ""), TABLE)
+    np.testing.assert_array_equal(start(0.25, ""), np.full((16, 8), 0.25))
+    w, other = (start(OWN[k], "") for k in ("function", "function with a seed"))
+    np.testing.assert_allclose(w.T @ w, np.eye(8), atol=1e-6)
+    assert not np.isclose(w, other).all()
+
+
+def stack(initial: object, layout: str) -> np.ndarray:
+    """The initial value [n, a, b] of a variable in a stack of three layers."""
+    g = mtf.Graph()
+    x = g.input("x", [A], "float32")
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        return h + mtf.reduce_sum(g.variable("w", [A, B], initial), B)
+
+    y = mtf.scan(layer, x, mtf.Dim("n", 3))
+    engine = LockstepEngine(mtf.lower(g, mtf.Mesh("x:2;y:4"), mtf.Layout(layout), {"y": y}))
+    engine.initialize()
+    return np.asarray(engine.read("w"))
+
+
+def test_layers_of_a_stack() -> None:
+    """A function is asked for each layer; an array is for one, or for all."""
+    w = stack(drawn, "")
+    np.testing.assert_array_equal(stack(drawn, "a:y;b:x"), w)
+    np.testing.assert_allclose(np.einsum("nab,nac->nbc", w, w), np.stack([np.eye(8)] * 3), atol=1e-6)
+    assert not np.isclose(w[0], w[1]).all()
+    np.testing.assert_array_equal(stack(TABLE, "b:x"), np.stack([TABLE] * 3))
+    every = np.stack([TABLE, -TABLE, TABLE + 1])
+    np.testing.assert_array_equal(stack(every, "b:x"), every)
+
+
+def test_an_array_given_does_not_change_afterwards() -> None:
+    given = TABLE.copy()
+    g = mtf.Graph()
+    w = g.variable("w", [A, B], given)
+    given[:] = 0
+    engine = LockstepEngine(mtf.lower(g, mtf.Mesh("x:2"), mtf.Layout(""), {"w": w}))
+    np.testing.assert_array_equal(engine.step({})["w"], TABLE)
+
+
+def test_changed_by_the_model_around() -> None:
+    g = mtf.Graph()
+    with g.initialized(lambda name, found: TABLE if name == "w" else found):
+        w = g.variable("w", [A, B], mtf.ZEROS)
+    engine = LockstepEngine(mtf.lower(g, mtf.Mesh("x:2"), mtf.Layout("a:x"), {"w": w}))
+    np.testing.assert_array_equal(engine.step({})["w"], TABLE)
+
+
+@pytest.mark.parametrize(
+    ("initial", "message"),
+    [
+        (TABLE.T, r"variable 'w' \[a:16 b:8\]: its initial array has shape \[8, 16\], not \[16, 8\]"),
+        (lambda rng, shape: np.random.normal(size=shape), "gave other numbers when it was asked again"),
+        (lambda rng, shape: rng.normal(size=shape).T, r"gave an array of shape \[8, 16\], not \[16, 8\]"),
+        (mtf.Normal, r"Normal is a class; write mtf.Normal\(...\)"),
+        ("normal", "an initial value: needs an array of numbers"),
+        ([[1.0], [1.0, 2.0]], "no array can be made of it"),
+    ],
+)
+def test_refused(initial: object, message: str) -> None:
+    with pytest.raises(mtf.UserError, match=message):
+        start(initial, "a:x")
+
+
+def test_an_initial_array_is_never_cut_off() -> None:
+    with pytest.raises(mtf.UserError, match=r"its initial array: int32 has no number 0.5"):
+        mtf.Graph().variable("w", [A], np.full(16, 0.5), "int32", trainable=False)

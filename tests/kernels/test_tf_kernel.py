@@ -225,6 +225,7 @@ def test_moving_data(dtype):
     both("full", (2, 3), 1, dtype, exact=True)
     if dtype != "bool":
         both("iota", 7, dtype, exact=True)
+        both("array", [[1, 2], [3, 0]], dtype, exact=True)
         both("segment_sum", sample(dtype, positive=True), np.array([1, -1, 1], np.int32), 3)
 
 

@@ -238,6 +238,29 @@ def test_pooled() -> None:
     np.testing.assert_allclose(got.out, want, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_of_classes() -> None:
+    weights = np.linspace(0.5, 4.0, 8)
+
+    def build(g: mtf.Graph, x: mtf.Tensor, ids: mtf.Tensor) -> mtf.Tensor:
+        return RECIPES["weighted_loss"](mtf.rename(x, d_model="vocab"), ids.cast("int32"), V, weights)
+
+    got = check_layouts(build, {"x": X, "ids": IDS}, [*LAYOUTS, ("x:2;y:2", "vocab:x;batch:y")])
+    each = np.log(np.exp(X[1]).sum(-1)) - np.take_along_axis(X[1], IDS[1][..., None], -1)[..., 0]
+    np.testing.assert_allclose(got.out, np.average(each, weights=weights[IDS[1]]), rtol=1e-5)
+
+
+def test_recurrent() -> None:
+    hidden = mtf.Dim("hidden", 8)
+
+    def build(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        return RECIPES["recurrent"](mtf.rename(x, d_model="hidden"), hidden)
+
+    got = check_layouts(build, {"x": X}, [("x:2;y:2", "batch:x;hidden:y"), ("x:2;y:2", "hidden_in:x")])
+    w = got.variables["w"]
+    np.testing.assert_allclose(w @ w.T, np.eye(8), atol=1e-6)
+    np.testing.assert_allclose(got.out, X[1] @ w, rtol=1e-4, atol=1e-5)
+
+
 def test_every_recipe_is_tested() -> None:
     """By its name here, or as a part of another recipe."""
     made = [n for n, f in RECIPES.items() if getattr(f, "__code__", None)]

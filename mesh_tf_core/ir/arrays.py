@@ -1,0 +1,79 @@
+"""Arrays that a model is given: they never change, and compare by what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dtypes import DTYPES, is_float, whole_numbers
+
+_OWN = ("float32", "bfloat16", "float16", "uint32", "int8", "bool")
+"""Element types that an array keeps unless it is asked for in another."""
+
+
+class FixedArray:
+    """An array that nobody can change any more: a copy, unless the one given cannot be written either."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = np.asarray(array)
+        if self.array.flags.writeable:
+            self.array = self.array.copy()
+            self.array.setflags(write=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of type, shape and elements."""
+        a = self.array
+        held = hashlib.sha256(f"{a.dtype} {a.shape}".encode())
+        held.update(a.tobytes())
+        return held.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FixedArray) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        return self.digest[:12]
+
+    def __deepcopy__(self, memo: Any) -> FixedArray:
+        return self
+
+
+def numbers(what: str, given: Any) -> Any:
+    """Numbers or truth values as an array; UserError, in the name of `what`, if they are none."""
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise UserError(f"{what}: no array can be made of it ({error})") from None
+    if str(array.dtype) not in DTYPES and array.dtype.kind not in "fiu":
+        raise UserError(f"{what}: needs an array of numbers, found {array.dtype} of shape {array.shape}")
+    return array
+
+
+def usual_dtype(array: Any) -> str:
+    """The element type that an array has in a model if none is asked for: float32 of float64, int32 of whole
+    numbers that it has."""
+    name = str(array.dtype)
+    if name in _OWN:
+        return name
+    if array.dtype.kind == "f":
+        return "float32"
+    low, high = whole_numbers("int32")
+    return "int32" if not array.size or (array.min() >= low and array.max() <= high) else "int64"
+
+
+def check_numbers(what: str, array: Any, dtype: str) -> None:
+    """UserError if an element is no number of a dtype: a fraction is never cut off."""
+    if is_float(dtype) or not array.size:
+        return
+    low, high = whole_numbers(dtype)
+    wide = array.astype(np.float64) if array.dtype.kind not in "iub" else array
+    wrong = wide[(wide != np.floor(wide)) | (wide < low) | (wide > high)]
+    if wrong.size:
+        raise UserError(f"{what}: {dtype} has no number {wrong.flat[0]}; give another dtype")
