@@ -34,6 +34,7 @@ from mesh_tf_core.layers.routing import ExpertChoice, Router, TokenChoice
 from mesh_tf_core.layers.softmax_mixtures import Mixtape, MixtureOfSoftmaxes
 from mesh_tf_core.layers.synthesizer import Synthesizer
 from mesh_tf_core.layers.talking_heads import TalkingHeadsAttention
+from mesh_tf_core.layers.top_experts import TopExperts
 
 __all__ = [
     "ACTIVATIONS",
@@ -81,6 +82,7 @@ __all__ = [
     "Synthesizer",
     "TalkingHeadsAttention",
     "TokenChoice",
+    "TopExperts",
     "causal_mask",
     "padding_mask",
     "segment_mask",

@@ -19,9 +19,11 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Normal
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.base import activation, check_rate
+from mesh_tf_core.layers.base import activation, check_rate, project
+from mesh_tf_core.layers.dense import FeedForward
 from mesh_tf_core.layers.routing import SWITCH, Router
 from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.math import sigmoid
 from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import rename
 
@@ -33,8 +35,11 @@ class MixtureOfExperts:
     Attributes:
       experts: how many, and the name by which they are split.
       d_ff: hidden dimension of an expert.
-      router: `TokenChoice` or `ExpertChoice`.
+      router: `TokenChoice`, `TopExperts` or `ExpertChoice`.
       activation, gated, dropout: of every expert, as of `FeedForward`.
+      shared: hidden dimension of a block that every token goes through beside its experts (DeepSeek-V2 2024,
+        section 2.2: shared experts, side by side, are one block of their widths' sum); None: there is none.
+      shared_gate: that block's output is multiplied by a sigmoid of a learned map of the token (Qwen-MoE).
       group: dimension whose elements are dispatched apart, so that it can be split; often the batch.
       token: dimension along which the tokens of a group lie.
     """
@@ -49,11 +54,15 @@ class MixtureOfExperts:
     token: str = "length"
     d_model: str = "d_model"
     name: str = "experts"
+    shared: Dim | None = None
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         activation(self.activation)
         check_rate(self, self.dropout)
         self.router.check(self.experts.size)
+        if self.shared_gate and self.shared is None:
+            raise UserError("MixtureOfExperts: shared_gate needs `shared`, the block's hidden dimension")
 
     def __call__(self, x: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [group, token, d_model] -> (the same dimensions, the router's loss as a float32 scalar).
@@ -65,7 +74,16 @@ class MixtureOfExperts:
         if set(x.shape.names) != set(names):
             raise UserError(f"MixtureOfExperts: needs the dimensions {', '.join(names)}; found [{x.shape}]")
         with x.graph.scope(self.name):
-            return through(x, self.router, self.experts, self.feed_forward, names, importance)
+            y, loss = through(x, self.router, self.experts, self.feed_forward, names, importance)
+            return (y if self.shared is None else y + self._shared(x, self.shared)), loss
+
+    def _shared(self, x: Tensor, d_ff: Dim) -> Tensor:
+        """The block that all tokens go through."""
+        block = FeedForward(d_ff, self.activation, self.gated, False, self.dropout, self.d_model, "shared")
+        y = block(x)
+        if not self.shared_gate:
+            return y
+        return y * sigmoid(project(x, "shared_gate", [x.dim(self.d_model)], []))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Every expert's block on its buffers [expert_group, experts, capacity, d_model]."""

@@ -111,11 +111,15 @@ class Router:
         seen = Jitter(self.jitter)(x.cast("float32"))
         logits = einsum([seen, w], [*x.shape.without(token, d_model), s, router])
         places = Dim(names[1], self.capacity(s.size, router.size))
-        combine, dispatch, loss = self.assigned(softmax(logits, router), router, s, places, importance)
+        combine, dispatch, loss = self.assigned(self.scored(logits, router), router, s, places, importance)
         if self.z_loss:
             loss = loss + reduce_mean(square(logsumexp(logits, router))) * self.z_loss
         full = [*logits.shape, places]
         return Routed(transpose(combine, full), transpose(dispatch, full), loss)
+
+    def scored(self, logits: Tensor, router: Dim) -> Tensor:
+        """Probabilities of the experts (equation 1)."""
+        return softmax(logits, router)
 
     def assigned(
         self, p: Tensor, router: Dim, token: Dim, places: Dim, importance: Tensor | None

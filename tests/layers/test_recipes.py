@@ -261,6 +261,14 @@ def test_recurrent() -> None:
     np.testing.assert_allclose(got.out, X[1] @ w, rtol=1e-4, atol=1e-5)
 
 
+def test_deepseek_experts() -> None:
+    """DeepSeek-V2-Lite's: 64 experts of 3 x 2048 x 1408, a shared block of twice that width, a router."""
+    g = mtf.Graph()
+    x = g.input("x", [mtf.Dim("batch", 1), mtf.Dim("length", 64), mtf.Dim("d_model", 2048)], "bfloat16")
+    y, loss = RECIPES["deepseek_experts"]()(x)
+    assert mtf.Model(mtf.reduce_mean(y.cast("float32")) + loss).parameters == 66 * 3 * 2048 * 1408 + 2048 * 64
+
+
 def test_every_recipe_is_tested() -> None:
     """By its name here, or as a part of another recipe."""
     made = [n for n, f in RECIPES.items() if getattr(f, "__code__", None)]

@@ -1,0 +1,157 @@
+"""Routing to the best k of many experts, as language models of today do it (Mixtral, Qwen, DeepSeek).
+
+With S tokens in a group, E experts, k choices, and x w the logits:
+
+  (1)  p = softmax(x w), or sigmoid(x w)            [group, token, router]
+  (2)  a token's choices: the k experts of the largest p + b, where b is 0, or a bias that is not trained; of
+       experts in groups, only those of the best groups are asked
+  (3)  gate: scale p of the choice; normalised, p is divided by the sum over the choices first
+  (4)  places, capacity and what is dropped are those of `routing`: first choices come before second ones
+  (5)  balance loss: E sum over experts of (share of the choices that it got) (mean p / sum p), 1 if even
+  (6)  after a step, b += balance_rate sign(mean load - load of the expert): no loss pulls at the gates
+       (Wang et al. 2024, "Auxiliary-loss-free load balancing", algorithm 1)
+
+Mixtral (Jiang et al. 2024, section 2.1): TopExperts(chosen=2). Qwen3-MoE: chosen=8. Qwen1.5 and 2-MoE:
+chosen=4, normalized=False, with shared experts and `shared_gate`. DeepSeek-V2-Lite: chosen=6,
+normalized=False, with shared experts; DeepSeek-V2 (2024, section 2.2) also scale=16, groups=8,
+groups_chosen=3. DeepSeek-V3 (2024, section 2.1.2): chosen=8, scores="sigmoid", scale=2.5, groups=8,
+groups_chosen=4, balance_rate=0.001, with a shared expert.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.initializers import ZEROS
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.layers.routing import Router
+from mesh_tf_core.ops.basic import stop_gradient
+from mesh_tf_core.ops.cumulative import cumsum
+from mesh_tf_core.ops.index import one_hot
+from mesh_tf_core.ops.math import maximum, sigmoid, sign
+from mesh_tf_core.ops.order import top_k
+from mesh_tf_core.ops.reduce import reduce_max, reduce_mean, reduce_sum
+from mesh_tf_core.ops.shape import reshape
+
+SCORES = ("softmax", "sigmoid")
+_NEVER = -1e9
+"""Added to the score of an expert that may not be chosen."""
+
+
+@dataclass(frozen=True)
+class TopExperts(Router):
+    """Every token chooses the `chosen` experts of its largest scores.
+
+    With `capacity_factor` of experts / chosen no token is ever dropped.
+
+    Attributes:
+      chosen: k, at most the number of experts.
+      scores: how p is made of the logits: `softmax` over all experts, or the `sigmoid` of each.
+      normalized: a token's gates add up to `scale`.
+      scale: of the gates (DeepSeek's routed_scaling_factor).
+      groups, groups_chosen: experts lie in so many groups, and a token's choices in so many of them: those of
+        the largest p (softmax), or the largest sums of two p + b (sigmoid).
+      balance_rate: by how much a step changes the bias of (6), a variable `router_bias` [router]; 0: there is
+        none. It counts the whole batch, so there are no microbatches.
+    """
+
+    chosen: int = 2
+    scores: str = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_chosen: int = 1
+    balance_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scores not in SCORES:
+            raise UserError(f"TopExperts: scores {self.scores!r}: {known_names(self.scores, SCORES)}")
+        if self.chosen < 1 or not self.scale > 0 or not self.balance_rate >= 0:
+            raise UserError(
+                "TopExperts: chosen and scale must be positive and balance_rate >= 0, found "
+                f"{self.chosen}, {self.scale}, {self.balance_rate}"
+            )
+        if not 1 <= self.groups_chosen <= self.groups:
+            raise UserError(
+                f"TopExperts: groups_chosen={self.groups_chosen} must be from 1 to groups={self.groups}"
+            )
+
+    def check(self, experts: int) -> None:
+        """UserError unless so many experts are enough."""
+        if experts % self.groups:
+            raise UserError(f"TopExperts: groups={self.groups} do not divide the {experts} experts")
+        asked = experts // self.groups * self.groups_chosen
+        if self.chosen > asked:
+            raise UserError(f"TopExperts: chosen={self.chosen} must be from 1 to the {asked} experts asked")
+        if self.groups > 1 and self.scores == "sigmoid" and experts < 2 * self.groups:
+            raise UserError(f"TopExperts: {self.groups} groups of {experts} experts have less than two each")
+
+    def capacity(self, tokens: int, experts: int) -> int:
+        """Places per expert and group, at most one per token."""
+        return min(tokens, max(1, math.ceil(tokens * self.chosen * self.capacity_factor / experts)))
+
+    def scored(self, logits: Tensor, router: Dim) -> Tensor:
+        """Equation 1."""
+        return sigmoid(logits) if self.scores == "sigmoid" else super().scored(logits, router)
+
+    def assigned(
+        self, p: Tensor, router: Dim, token: Dim, places: Dim, importance: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Combine, dispatch and the balance loss, from p [others, token, router].
+
+        Args:
+          importance: [others, token]; 0 leaves a token out.
+        """
+        best = Dim("choice", self.chosen)
+        bias = (
+            p.graph.variable("router_bias", [router], ZEROS, trainable=False) if self.balance_rate else None
+        )
+        scores = stop_gradient(p) if bias is None else stop_gradient(p) + bias
+        _, ids = top_k(self._asked(scores, router), router, best)
+        masks = one_hot(ids, router)
+        counted = None if importance is None else (importance > 0.0).cast("float32")
+        if counted is not None:
+            masks = masks * counted
+        taken = reduce_sum(masks, best)
+        if bias is not None:
+            load = reduce_sum(taken, [d for d in taken.shape if d != router])
+            moved = sign(reduce_mean(load, router) - load) * self.balance_rate
+            p.graph.assign(p.graph.lookup("router_bias"), bias + moved)
+        gates = p * taken
+        if self.normalized:
+            gates = gates / (reduce_sum(gates, router) + 1e-9)
+        # Equation 4: earlier tokens of the same choice, and all tokens of the choices before.
+        before = cumsum(reduce_sum(masks, token), best, exclusive=True)
+        place = reduce_sum((cumsum(masks, token, exclusive=True) + before) * masks, best)
+        dispatch = one_hot(place.cast("int32"), places) * taken
+        return dispatch * (gates * self.scale), dispatch, self._loss(p, taken, router, token, counted)
+
+    def _asked(self, scores: Tensor, router: Dim) -> Tensor:
+        """Scores p + b, those of experts in other groups far below."""
+        if self.groups == 1:
+            return scores
+        group, own = Dim("router_group", self.groups), Dim("router_own", router.size // self.groups)
+        apart = reshape(scores, [*scores.shape.without(router.name), group, own])
+        if self.scores == "sigmoid":
+            two, _ = top_k(apart, own, Dim("router_best", 2))
+            of_groups = reduce_sum(two, "router_best")
+        else:
+            of_groups = reduce_max(apart, own)
+        _, ids = top_k(of_groups, group, Dim("router_groups", self.groups_chosen))
+        asked = reduce_sum(one_hot(ids, group), "router_groups")
+        left = apart + (1.0 - asked) * _NEVER
+        return reshape(left, Shape([*left.shape.without(group.name, own.name), router]))
+
+    def _loss(self, p: Tensor, taken: Tensor, router: Dim, token: Dim, counted: Tensor | None) -> Tensor:
+        """Equation 5, over the tokens that are counted."""
+        shares = p / reduce_sum(p, router) if self.scores == "sigmoid" else p
+        if counted is None:
+            even = reduce_mean(taken, token) * reduce_mean(shares, token)
+        else:
+            count = maximum(reduce_sum(counted, token), 1.0)
+            even = reduce_sum(taken, token) / count * (reduce_sum(shares * counted, token) / count)
+        return reduce_mean(even) * (router.size**2 / self.chosen)
