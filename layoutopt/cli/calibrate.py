@@ -20,6 +20,7 @@ from layoutopt.cli.options import (
     TimeoutOption,
     check_out,
     examples,
+    path_option,
     read_mesh,
 )
 from layoutopt.cli.progress import Steps
@@ -63,9 +64,9 @@ def calibrate(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PROFILE.json",
-            help="The profile.",
+        path_option(
+            "PROFILE.json",
+            "The profile.",
             show_default="where cpu-local is looked for, in the cache; of a TPU only what --out says",
         ),
     ] = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.changed import Changed, changed_conditions, proven, with_found
-from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
+from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option
 from layoutopt.cli.plan_tables import rules_text, summary
 from layoutopt.cli.plans import (
     ModelOption,
@@ -66,10 +66,8 @@ def explain(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PLAN.json",
-            help="Write the plan again, with what --sensitivity and --check found, for its report.",
-            show_default=False,
+        path_option(
+            "PLAN.json", "Write the plan again, with what --sensitivity and --check found, for its report."
         ),
     ] = None,
     model: ModelOption = None,

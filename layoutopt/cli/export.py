@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, say_damage
+from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option, say_damage
 from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import bytes_text, some
@@ -43,7 +43,8 @@ def export(
     to: Annotated[Library, typer.Option(help="The library.", show_default=False)],
     model: ModelOption = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write there instead of stdout.", show_default=False)
+        Path | None,
+        path_option("FILE", "Write there instead of stdout."),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

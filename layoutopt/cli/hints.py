@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -43,6 +44,8 @@ FORMS = {
 
 UNPARSED = re.compile(", unable to parse string as an? (integer|number)$")
 """The end of a message of typer's that says nothing new."""
+NEAR = 0.8
+"""How alike a word and an option are at least where one is a slip of the other."""
 
 
 def usage(error: typer.TyperException, words: Sequence[str]) -> str:
@@ -51,6 +54,9 @@ def usage(error: typer.TyperException, words: Sequence[str]) -> str:
     Args:
       words: the command line.
     """
+    asked, alike = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
+    if alike:
+        vars(error)["possibilities"] = get_close_matches(asked, alike, cutoff=NEAR)
     text = error.format_message().replace("Value error, ", "").strip().rstrip(".")
     context = getattr(error, "ctx", None)
     if context is None:
@@ -70,7 +76,7 @@ def _hint(error: Any, context: typer.Context, words: Sequence[str]) -> str:
         value = _value(asked, words)
         if (ours := OPTIONS.get(asked)) in known:
             return f"write {ours}{f' {value}' if value else ''}"
-        if "--set" in known and asked.startswith("--"):
+        if "--set" in known and asked.startswith("--") and not error.possibilities:
             name = asked.removeprefix("--").replace("-", "_")
             return f"a hyperparameter is set with --set {name}={value or 'VALUE'}"
     if getattr(getattr(error, "param", None), "name", None) == "to":

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, examples
+from layoutopt.cli.options import JsonOption, QuietOption, examples, path_argument
 from layoutopt.cli.terminal import Terminal
 
 EXAMPLES = examples("layoutopt init", "layoutopt init my_model.py")
 
 
 def init(
-    path: Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write.")] = Path("model.py"),
+    path: Annotated[Path, path_argument("[FILE]", "The file to write.")] = Path("model.py"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,15 +130,29 @@ StartTimeoutOption = Annotated[
 ]
 
 
-def _directory(text: str) -> Path:
-    if not text:
-        raise typer.BadParameter("it names no directory; write for example --checkpoint build/run")
+def _path(text: str | Path) -> Path:
+    """A name for what is written: an empty one would be that of the current folder, and control characters
+    overwrite what a terminal shows."""
+    if not str(text):
+        raise typer.BadParameter("it names nothing; give a path")
+    if any(unicodedata.category(character) == "Cc" for character in str(text)):
+        raise typer.BadParameter(f"{str(text)!r} has control characters; choose another name")
     return Path(text)
+
+
+def path_option(metavar: str, help: str, *names: str, show_default: bool | str = False) -> Any:
+    """An option that names what is written."""
+    return typer.Option(*names, metavar=metavar, help=help, parser=_path, show_default=show_default)
+
+
+def path_argument(metavar: str, help: str) -> Any:
+    """The same as an argument."""
+    return typer.Argument(metavar=metavar, help=help, parser=_path)
 
 
 def checkpoint_option(help: str) -> Any:
     """`--checkpoint DIR`."""
-    return typer.Option("--checkpoint", metavar="DIR", help=help, parser=_directory, show_default=False)
+    return path_option("DIR", help, "--checkpoint")
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]

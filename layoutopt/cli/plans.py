@@ -88,6 +88,7 @@ def open_plan(path: Path, model: str | None, on_damage: Told | None = None) -> P
 def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
     """The same of a plan that is read already."""
     from layoutopt.cli.options import read_hardware
+    from layoutopt.models.checked import leave, only
     from layoutopt.models.loading import load_model
     from layoutopt.models.recorded import trusted
     from layoutopt.plan.build import check_plan_model
@@ -100,12 +101,16 @@ def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
         )
     if model is None:
         try:
-            model = trusted(said.source, said.source_sha256)
+            texts = trusted(said.source, said.source_sha256)
         except UserError as error:
             raise UserError(
                 f"plan {str(path)!r}: {error}; a plan does not decide what runs: name the model with "
                 "--model MODEL"
             ) from None
+        model = said.source
+        only(model, texts)
+    else:
+        leave()
     try:
         loaded = load_model(model, dict(plan.data.model.hparams))
         check_plan_model(plan, loaded.model)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.details import with_details
-from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples
+from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option
 from layoutopt.cli.plans import ModelOption, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import bytes_text
@@ -30,17 +30,18 @@ def report(
         list[Path],
         typer.Argument(metavar="PLAN...", help="Files made by `search --out`.", show_default=False),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE.html", help="The page.")] = Path("report.html"),
+    out: Annotated[Path, path_option("FILE.html", "The page.", show_default=True)] = Path("report.html"),
     validation: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="What `validate --json` printed.", show_default=False),
     ] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write the figures there too: SVG, PNG, PDF.", show_default=False),
+        path_option("DIR", "Write the figures there too: SVG, PNG, PDF."),
     ] = None,
     tables: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the tables there too: CSV.", show_default=False)
+        Path | None,
+        path_option("DIR", "Write the tables there too: CSV."),
     ] = None,
     model: ModelOption = None,
     as_json: JsonOption = False,

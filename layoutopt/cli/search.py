@@ -24,6 +24,7 @@ from layoutopt.cli.options import (
     TimeLimitOption,
     check_out,
     examples,
+    path_option,
     read_hardware,
     read_memory,
     read_mesh,
@@ -126,10 +127,12 @@ def search(
     ] = False,
     time_limit: TimeLimitOption = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="PLAN.json", help="Write the plan there.", show_default=False)
+        Path | None,
+        path_option("PLAN.json", "Write the plan there."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write a report there.", show_default=False)
+        Path | None,
+        path_option("FILE.html", "Write a report there."),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

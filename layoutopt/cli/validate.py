@@ -20,6 +20,7 @@ from layoutopt.cli.options import (
     SetOption,
     check_out,
     examples,
+    path_option,
     read_hardware,
     read_mesh,
 )
@@ -48,7 +49,7 @@ def validate(
     set_hardware: SetHardwareOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Write the JSON there, for `report`.", show_default=False),
+        path_option("FILE.json", "Write the JSON there, for `report`."),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

@@ -18,6 +18,7 @@ from layoutopt.cli.options import (
     StorageOption,
     check_out,
     examples,
+    path_option,
     read_hardware,
     read_layout,
     say_damage,
@@ -67,7 +68,7 @@ def verify(
     model: ModelOption = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the compiled program (HLO) there.", show_default=False),
+        path_option("FILE", "Write the compiled program (HLO) there."),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

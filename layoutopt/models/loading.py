@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from layoutopt.models.checked import loader_of
 from layoutopt.models.hparams import Default, defaults_of, parse_settings
 from layoutopt.models.labels import Labels, check_labels, labels_of
 from layoutopt.models.recorded import (
@@ -244,7 +245,8 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
         raise UserError(
             f"{source}: {name}() has no default for {missing[0]!r}; give one, or --set {missing[0]}=VALUE"
         )
-    with _told(f"{source}: {name}()", module):
+    asked = ", ".join(f"{n}={value!r}"[:MOST] for n, value in changed.items())
+    with _told(f"{source}: {name}({asked})", module):
         model = function(**hparams)
     if not isinstance(model, Model):
         raise UserError(
@@ -278,6 +280,11 @@ def _import(source: str) -> tuple[ModuleType, str]:
             known = known_names(path.name, found) if found else "give the path of a .py file"
             raise UserError(f"model file {str(path)[:MOST]!r} does not exist; {known}")
         return _import_file(path.resolve(), str(path)), function
+    if source.endswith(".json"):
+        raise UserError(
+            f"model {source[:MOST]!r} is a JSON file, and a model is code; a plan goes to --layout, as in "
+            "layoutopt train MODEL --layout PLAN.json"
+        )
     if match := _MODULE.fullmatch(source):
         _search_path(Path.cwd())
         name = match["module"]
@@ -302,7 +309,7 @@ def _import_file(path: Path, shown: str) -> ModuleType:
     with _told(f"model file {shown}", None, path):
         if not _is_ours(name, path):
             name = f"_model_{sha256(str(path).encode()).hexdigest()[:12]}"
-        spec = importlib.util.spec_from_file_location(name, path)
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader_of(name, path))
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module

@@ -4,8 +4,9 @@ A plan is data, and running a model file runs code. So a plan never decides what
 model is taken only for a .py file below the current folder which, with every local file that it imports,
 still has the SHA-256 that the plan records. All of this is read, and nothing run, before that is known.
 
-Local is what lies below the folders that a model file imports from: its own, and that of its package. Imports
-are found in the text of the files, at any depth; `loaded` adds those that a running model found otherwise.
+Local is what lies below the folders that a model file imports from: its own, that of its package, and the
+current one. Imports are found in the text of the files, at any depth; `loaded` adds those that a running
+model found otherwise. Data that a model file reads, or runs by itself (`exec`), is not looked at.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ast
 import hashlib
 import os
 import re
+import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.files import read_file
 
 Hashes = Mapping[str, str]
 """Path from the folder of the model file, with '/', to SHA-256."""
@@ -53,13 +56,14 @@ def hashes(path: Path, loaded: Iterable[Path] = ()) -> dict[str, str]:
     Args:
       loaded: files of modules that its model has imported.
     """
-    folders = search_folders(path)[1]
-    found = [*closure(path), *(file for file in loaded if _is_local(file, folders))]
+    folders = local_folders(path)
+    also = (file for file in loaded if file.is_file() and is_local(file, folders))
+    found = [*closure(path), *also]
     return {_shown(file, path): _sha256(file) for file in dict.fromkeys(found)}
 
 
-def trusted(source: str, recorded: Hashes) -> str:
-    """The model that a plan names, if that may be run.
+def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
+    """The texts of the model that a plan names, each at its place, if they may be run.
 
     Args:
       source: what the user typed as MODEL when the plan was made.
@@ -83,11 +87,14 @@ def trusted(source: str, recorded: Hashes) -> str:
     for each in closure(path):
         if (name := _shown(each, path)) not in recorded:
             raise UserError(f"it records no SHA-256 of {name!r}, which its model file {file!r} imports")
+    texts: dict[Path, bytes] = {}
     for name, digest in recorded.items():
         each = path.parent / name
-        if not os.path.isfile(each) or _sha256(each) != digest:
+        text = _text(each)
+        if text is None or hashlib.sha256(text).hexdigest() != digest:
             raise UserError(f"{name[:MOST]!r}, of its model, is not what it was: it has another SHA-256")
-    return source
+        texts[place_of(each)] = text
+    return texts
 
 
 def closure(path: Path) -> list[Path]:
@@ -150,9 +157,21 @@ def loaded_files(before: Iterable[str]) -> tuple[Path, ...]:
     return tuple(Path(file) for file in files if isinstance(file, str))
 
 
-def _is_local(file: Path, folders: Sequence[Path]) -> bool:
-    below = any(file.is_relative_to(folder) for folder in folders)
-    return below and file.is_file() and not _is_installed(file)
+def local_folders(path: Path) -> tuple[Path, ...]:
+    """The folders below which files are local to a model file."""
+    return (*search_folders(path)[1], Path.cwd())
+
+
+def is_local(file: Path, folders: Iterable[Path]) -> bool:
+    """Whether a file is below one of these folders, and nothing installed."""
+    places = Path(os.path.abspath(file)), place_of(file)
+    below = any(place.is_relative_to(folder) for place in places for folder in folders)
+    return below and not any(map(_is_installed, places))
+
+
+def place_of(file: Path) -> Path:
+    """Where a file lies, by whatever path it is named; a link is a file of its own."""
+    return Path(os.path.realpath(file.parent), file.name)
 
 
 def _is_installed(file: Path) -> bool:
@@ -165,11 +184,21 @@ def _installed() -> tuple[Path, ...]:
     paths = sysconfig.get_paths()
     ours = Path(__file__).resolve().parents[2]
     packages = [ours / name for name in ("layoutopt", "costmodels", "mesh_tf_core", "reports")]
-    return (*packages, *(Path(paths[kind]) for kind in ("stdlib", "purelib", "platlib")))
+    found = [paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
+    found.append(site.getusersitepackages())
+    return (*packages, *map(Path, found))
 
 
 def _shown(file: Path, model: Path) -> str:
     return Path(os.path.relpath(file, model.parent)).as_posix()
+
+
+def _text(file: Path) -> bytes | None:
+    """All of a file; None if it is no file, or one that cannot be read."""
+    try:
+        return read_file(file) if os.path.isfile(file) else None
+    except OSError:
+        return None
 
 
 def _sha256(file: Path) -> str:

@@ -26,6 +26,8 @@ from mesh_tf_core.ops.shape import Reshape
 from mesh_tf_core.ops.unary import unary
 
 T = TypeVar("T")
+MOST_OPERATIONS = 250_000
+"""Of one graph, built in seconds: nothing that is done with a larger one would end in a day."""
 
 
 class Graph(Builder):
@@ -139,6 +141,11 @@ class Graph(Builder):
         return cast(x, dtype)
 
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
+        if self.count == MOST_OPERATIONS:
+            raise UserError(
+                f"graph {self.name!r} has more than {MOST_OPERATIONS:,} operations; ask for fewer, or write "
+                "equal layers as one scan, which is a single one whatever their number"
+            )
         node = Node(
             self.count,
             op,

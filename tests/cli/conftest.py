@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from layoutopt.cli import app
+from layoutopt.models import checked
 from layoutopt.plan import results
 from layoutopt.plan.fields import Data
 from layoutopt.plan.schema import PlanFile
@@ -30,6 +31,7 @@ def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     monkeypatch.setattr(sys, "path", list(sys.path))
     modules = set(sys.modules)
     yield
+    checked.leave()
     for name in set(sys.modules) - modules:
         if name.startswith("_model_"):
             del sys.modules[name]

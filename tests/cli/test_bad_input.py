@@ -159,3 +159,36 @@ def test_a_full_disk_is_one_line(run: Callable[..., Result]) -> None:
     )
     assert done.stderr.splitlines()[-1] == f"{line} place"
     assert "the answer" in done.stdout
+
+
+@pytest.mark.parametrize("out", ["", "a\tb", "a\x1b[2Jb", "a\nb"])
+def test_names_that_nobody_means(refused: Callable[..., str], out: str) -> None:
+    wanted = (
+        f"{out!r} has control characters; choose another name" if out else "it names nothing; give a path"
+    )
+    for command in (["search", *ON, "--out", out], ["export", "plan.json", "--to", "jax", "--out", out]):
+        assert refused(*command).startswith(f"Invalid value for '--out': {wanted}")
+
+
+def test_a_hyperparameter_is_not_taken_for_an_option_that_sounds_like_it(refused: Callable[..., str]) -> None:
+    for word, said in (("--dtype", "dtype"), ("--batch", "batch"), ("--d-model", "d_model")):
+        wanted = f"No such option: {word}; a hyperparameter is set with --set {said}=64; "
+        assert refused("search", *ON, word, "64").startswith(wanted)
+    assert "No such option: --devics (Possible options: --devices); see" in refused(
+        "search", *ON, "--devics", "8"
+    )
+
+
+def test_a_plan_in_the_place_of_a_model(refused: Callable[..., str]) -> None:
+    for command in ("train", "cost", "search"):
+        line = refused(command, "plan.json", "--mesh", "data:2")
+        assert "a plan goes to --layout, as in layoutopt train MODEL --layout PLAN.json" in line
+
+
+def test_a_graph_that_nobody_can_build(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh_tf_core.tracing.graph.MOST_OPERATIONS", 100)
+    line = refused("search", "examples/mlp.py", "--mesh", "data:2", "--set", "layers=40")
+    assert line.startswith("examples/mlp.py: model(layers=40), line ")
+    assert (
+        "graph 'mlp' has more than 100 operations; ask for fewer, or write equal layers as one scan" in line
+    )

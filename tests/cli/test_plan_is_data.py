@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import py_compile
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     shutil.copytree(made, tmp_path / "work")
+    for name in ("parts", "helper", "late_library"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(tmp_path / "work")
     return Place(tmp_path / "work")
 
@@ -295,3 +300,84 @@ def test_the_examples_are_small() -> None:
     """Neither this project nor what is installed is anybody's model."""
     found = names(ROOT, "examples/transformer_lm.py")
     assert found == {"examples/transformer_lm.py", "examples/text.py", "examples/__init__.py"}
+
+
+# -- what would run instead of a checked file ----------------------------------------------------------------
+
+HOSTILE = """
+with open("ran", "a") as ran:
+    ran.write("hostile ")
+WIDTH = 4
+"""
+
+
+def hostile_pyc(source: Path) -> None:
+    """A .pyc that Python takes for a file without comparing the two."""
+    harmless = source.read_bytes()
+    source.write_text(HOSTILE)
+    py_compile.compile(str(source), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    source.write_bytes(harmless)
+
+
+def test_a_checked_file_runs_from_the_text_that_was_checked(run: Callable[..., Result], place: Place) -> None:
+    for source in (place.parts, place.model):
+        hostile_pyc(source)
+    assert run("explain", "plan.json", "--quiet").exit_code == 0
+    assert "hostile" not in place.ran.read_text()
+
+
+@pytest.mark.parametrize(
+    "stands",
+    [
+        "parts.abi3.so",
+        "parts.so",
+        f"parts{EXTENSION_SUFFIXES[0]}",
+        "parts/__init__.abi3.so",
+        "parts/__init__.pyc",
+    ],
+)
+def test_what_stands_before_a_checked_file_is_refused(
+    refused: Callable[..., str], place: Place, stands: str
+) -> None:
+    (place.folder / stands).parent.mkdir(exist_ok=True)
+    (place.folder / stands).write_bytes(b"no machine code")
+    line = refused("explain", "plan.json")
+    assert "import of 'parts' would run " in line and f"{stands}', which is not a .py file that" in line
+    assert line.endswith("a plan does not decide what runs: name the model with --model MODEL")
+    assert place.times == 0
+
+
+@pytest.mark.parametrize("late", ["helper.py", "helper.pyc", "other/helper.py"])
+def test_a_local_import_by_name_that_is_not_recorded_is_refused(
+    refused: Callable[..., str], run: Callable[..., Result], place: Place, late: str
+) -> None:
+    """Neither of the model's folder nor of the current one."""
+    text = "import importlib, sys\nsys.path.append('other')\nimportlib.import_module('hel' + 'per')\n"
+    place.model.write_text(text + place.model.read_text())
+    place.edit(source_sha256=hashes(place.model))
+    source, file = place.folder / "hostile.py", place.folder / late
+    file.parent.mkdir(exist_ok=True)
+    source.write_text(HOSTILE)
+    if late.endswith(".pyc"):
+        py_compile.compile(str(source), str(file))
+    else:
+        shutil.copy(source, file)
+    line = refused("explain", "plan.json")
+    assert "import of 'helper' would run " in line and place.times == 0
+    assert run("explain", "plan.json", "--model", "model.py", "--quiet").exit_code == 0
+    assert place.times > 1
+
+
+def test_a_library_that_we_import_late_is_not_taken_from_the_models_folder(
+    refused: Callable[..., str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`verify` needs JAX once the model is loaded."""
+    (place.folder / "late_library").mkdir()
+    (place.folder / "late_library" / "__init__.py").write_text(HOSTILE)
+
+    def late(*_: object) -> None:
+        importlib.import_module("late_library")
+
+    monkeypatch.setattr("layoutopt.plan.build.check_plan_model", late)
+    assert "import of 'late_library' would run " in refused("explain", "plan.json")
+    assert place.times == 1

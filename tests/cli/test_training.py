@@ -139,7 +139,7 @@ def test_a_directory_of_another_job_is_refused_before_the_search(
 @pytest.mark.parametrize("words", [("train", MLP), ("generate", MLP, "--prompt", "a")])
 def test_a_checkpoint_needs_a_name(refused: Callable[..., str], words: tuple[str, ...]) -> None:
     line = refused(*words, "--mesh", "data:2", "--checkpoint", "")
-    assert "it names no directory; write for example --checkpoint build/run" in line
+    assert "it names nothing; give a path" in line
 
 
 def test_training_searches_its_layout(

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ from layoutopt.problem.reductions import reduce
 from layoutopt.problem.scaling import scale_costs, scale_row
 from layoutopt.problem.solve import SOLVERS
 from layoutopt.problem.solvers.base import Raw, Request
+from layoutopt.problem.solvers.highs import DUAL_TOLERANCE
+from layoutopt.problem.solvers.highs_task import Line, Task
+from layoutopt.problem.solvers.highs_worker import Worker
 from tests.problem.strategies import problems
 
 MANY = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -312,3 +316,16 @@ def test_cp_sat_answers_where_the_limit_stops_highs(monkeypatch: pytest.MonkeyPa
     assert solve(problem, "highs").status is Status.LIMIT
     answer = solve(problem, time_limit=500)
     assert (answer.status, answer.solver) == (Status.OPTIMAL, "highs+cp-sat")
+
+
+def test_highs_imports_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise SystemExit('of the current folder')\n")
+    monkeypatch.chdir(tmp_path)
+    worker, line = Worker(), Line(np.array([0]), np.array([1.0]), 2.0, 9.0)
+    task = Task(np.array([1.0]), np.array([5.0]), 1, (line,), None, 0, DUAL_TOLERANCE)
+    try:
+        assert worker.ask(task).dual_bound == 2.0
+    finally:
+        worker.end()
