@@ -5,7 +5,7 @@ variables are stored in float32 and used in the dtype of its input.
 """
 
 from mesh_tf_core.layers.adaptive import AdaptiveEmbedding, AdaptiveSoftmax, Cluster
-from mesh_tf_core.layers.attention import Attention, LocalAttention
+from mesh_tf_core.layers.attention import Attention
 from mesh_tf_core.layers.attention_kinds import (
     BilinearAttention,
     BranchedAttention,
@@ -19,8 +19,10 @@ from mesh_tf_core.layers.conv import Conv, DepthwiseConv, GroupNorm, SeparableCo
 from mesh_tf_core.layers.dense import Dense, DenseProduct, FeedForward, unit_einsum
 from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
 from mesh_tf_core.layers.experts_attention import ExpertsAttention
+from mesh_tf_core.layers.latent_attention import LatentAttention
 from mesh_tf_core.layers.light_conv import LightConv
 from mesh_tf_core.layers.local_2d import LocalAttention2D
+from mesh_tf_core.layers.local_attention import ChunkedAttention, LocalAttention
 from mesh_tf_core.layers.loss import CrossEntropy, sigmoid_cross_entropy
 from mesh_tf_core.layers.lsh import LSHAttention
 from mesh_tf_core.layers.masks import causal_mask, padding_mask, segment_mask
@@ -45,6 +47,7 @@ __all__ = [
     "BatchNorm",
     "BilinearAttention",
     "BranchedAttention",
+    "ChunkedAttention",
     "Cluster",
     "CompressedAttention",
     "Conv",
@@ -60,6 +63,7 @@ __all__ = [
     "GroupNorm",
     "Jitter",
     "LSHAttention",
+    "LatentAttention",
     "LayerNorm",
     "LearnedPositions",
     "LightConv",

@@ -17,9 +17,8 @@ from mesh_tf_core.ops.attention import attention as fused_attention
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import logical_and
-from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.random import dropout
-from mesh_tf_core.ops.shape import concat, rename, reshape
+from mesh_tf_core.ops.shape import rename
 from mesh_tf_core.ops.softmax import masked_softmax
 
 Segments = tuple[Tensor, Tensor]
@@ -114,6 +113,11 @@ class Attention:
         if count in (1, self.heads.size):
             return (self.heads,)
         return (*self.kv_dims, Dim("group", self.heads.size // count))
+
+    @property
+    def value_dim(self) -> Dim:
+        """What a value has in place of d_kv."""
+        return self.d_kv
 
     def __call__(
         self,
@@ -234,11 +238,20 @@ class Attention:
             else:
                 q, k, v = self.projections(x, x)
                 if self.rotary is not None:
-                    q, k = (self.rotary(t, self.length, self.d_kv.name, cache.position) for t in (q, k))
+                    place = self.place(cache)
+                    q, k = (self.rotary(t, self.length, self.d_kv.name, place) for t in (q, k))
                 k, v = remembered(x.graph, cache, k, v, self.memory_length)
-                relative = self.relative_at(x, cache)
-                mask = logical_and(self.allowed(relative), relative >= -cache.position)
+                mask = self.seen_at(x, cache)
             return self.joined(self.mix(q, k, v, self.length, self.memory_length, mask, bias), x)
+
+    def place(self, cache: AtPosition) -> Tensor:
+        """The position of a cache, counted from the first key that a query may see."""
+        return cache.position
+
+    def seen_at(self, x: Tensor, cache: AtPosition) -> Tensor:
+        """Bool [memory_length]: which of a cache's keys the query at its position sees."""
+        relative = self.relative_at(x, cache)
+        return logical_and(self.allowed(relative), relative >= -self.place(cache))
 
     def kept(self, cache: Cache) -> int:
         """Positions whose keys and values a cache holds."""
@@ -289,14 +302,15 @@ class Attention:
         mask: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """Values weighted by the softmax of queries times keys: q's dimensions."""
+        """Values weighted by the softmax of queries times keys: q's dimensions, with `value_dim` for d_kv."""
         heads = [d.name for d in self.head_dims]
         others = [d for d in q.shape if d.name not in (*heads, length, self.d_kv.name)]
         positions = [d for d in q.shape if d.name == length]
         dims = Shape([*others, *self.head_dims, *positions, k.dim(memory)])
-        logits = einsum([q * self.d_kv.size**-0.5, k], dims)
+        logits = einsum([q * q.dim(self.d_kv.name).size ** -0.5, k], dims)
         weights = self.weights(logits if bias is None else logits + bias.cast(logits.dtype), mask, memory)
-        return einsum([dropout(weights, self.dropout), v], q.shape)
+        found = [self.value_dim if d.name == self.d_kv.name else d for d in q.shape]
+        return einsum([dropout(weights, self.dropout), v], found)
 
     def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
         """How much of every key's value a query takes: the logits' dimensions."""
@@ -304,98 +318,8 @@ class Attention:
 
     def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
         """The heads' outputs projected to x's dimensions."""
-        return project(mixed, "o", [*self.head_dims, self.d_kv], [x.dim(self.d_model)], self.biases == "all")
-
-
-@dataclass(frozen=True)
-class LocalAttention(Attention):
-    """Attention within `window`, computed block by block: work in proportion to length x window.
-
-    Positions are cut into blocks of `window`; a block sees itself and the one before (not causal: and the one
-    after), which is every key that `Attention` with the same window sees, and the same variables. The
-    dimension `blocks` takes the place of the length: split it as the length, and devices exchange one block
-    with their neighbours (Parmar et al. 2018, "Image Transformer", section 3; Mesh-TensorFlow's
-    local_attention_1d).
-    """
-
-    blocks: str = "blocks"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.window:
-            raise UserError("LocalAttention: needs a window of at least 1 position")
-        if self.rotary is not None:
-            raise UserError(
-                "LocalAttention: rotary positions are not supported; use RelativeBias, or "
-                'Attention(window=..., attention="fused")'
-            )
-
-    @property
-    def _names(self) -> tuple[str, str]:
-        return f"block_{self.length}", f"block_{self.memory_length}"
-
-    def __call__(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cache: Cache | None = None,
-        segments: Segments | None = None,
-    ) -> Tensor:
-        """[others, length, d_model] -> the same.
-
-        Args:
-          memory, mask, segments: not supported.
-          bias: [block_length, block_memory_length, heads], from `RelativeBias` of `relative(x)`.
-          cache: as `Attention`'s; it holds as many positions as the window sees.
-        """
-        if memory is not None or mask is not None or segments is not None:
-            raise UserError("LocalAttention: takes neither a memory nor a mask of its own; use Attention")
-        self.check_cached(cache, memory, mask)
-        if one_of_all(cache):
-            return self.at_position(x, False, None, bias, cache)
-        size, g = x.dim(self.length).size, x.graph
-        if size % self.window:
-            raise UserError(
-                f"LocalAttention: {self.length}={size} must be a multiple of window={self.window}"
-            )
-        block, around = self._names
-        blocks, inside = Dim(self.blocks, size // self.window), Dim(block, self.window)
-        at = x.shape.index(self.length)
-        shape = Shape([*x.shape.dims[:at], blocks, inside, *x.shape.dims[at + 1 :]])
-        with g.scope(self.name):
-            parts = reshape(x, shape)
-            q, k, v = self.projections(parts, rename(parts, **{block: around}))
-            if cache is not None:
-                self.remember(cache, self._in_line(k, around), self._in_line(v, around), False)
-            k, v = (self._with_neighbours(t, around) for t in (k, v))
-            relative = self.relative(x)
-            keys = mtf_range(g, k.dim(around)) + mtf_range(g, blocks) * self.window
-            exists = logical_and(keys >= self.window, keys < self.window + size)
-            seen = both(self.allowed(relative), exists)
-            mixed = self.mix(q, k, v, block, around, seen, bias)
-            return reshape(self.joined(mixed, parts), x.shape)
-
-    def _in_line(self, t: Tensor, around: str) -> Tensor:
-        """Keys or values by position instead of by block."""
-        positions = Dim(self.memory_length, t.dim(self.blocks).size * self.window)
-        at = t.shape.index(self.blocks)
-        assert t.shape.index(around) == at + 1
-        return reshape(t, Shape([*t.shape.dims[:at], positions, *t.shape.dims[at + 2 :]]))
-
-    def _with_neighbours(self, t: Tensor, around: str) -> Tensor:
-        """Keys or values of a block between those of the block before and, if not causal, after."""
-        pieces = [shift(t, 1, self.blocks), t]
-        return concat(pieces if self.causal else [*pieces, shift(t, -1, self.blocks)], around)
-
-    def relative(self, x: Tensor) -> Tensor:
-        """int32 [block_length, block_memory_length]: the key's position minus the query's, alike in every
-        block."""
-        block, around = self._names
-        count = self.window * (2 if self.causal else 3)
-        keys = mtf_range(x.graph, Dim(around, count)) - self.window
-        return -(mtf_range(x.graph, Dim(block, self.window)) - keys)
+        last = [x.dim(self.d_model)]
+        return project(mixed, "o", [*self.head_dims, self.value_dim], last, self.biases == "all")
 
 
 def both(a: Tensor | None, b: Tensor) -> Tensor:

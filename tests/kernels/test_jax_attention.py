@@ -27,10 +27,12 @@ def normal(*sizes: int) -> Any:
     return jnp.asarray(RNG.normal(size=sizes), jnp.float32)
 
 
-def operands(**more: Any) -> Attending:
-    keys = (BATCH, HEADS, KEYS, WIDTH)
+def operands(values: int = WIDTH, **more: Any) -> Attending:
+    keys = (BATCH, HEADS, KEYS)
     given = {"first": 0, "total": QUERIES, "scale": WIDTH**-0.5, **more}
-    return Attending(normal(BATCH, HEADS, GROUP, QUERIES, WIDTH), normal(*keys), normal(*keys), 2, **given)
+    return Attending(
+        normal(BATCH, HEADS, GROUP, QUERIES, WIDTH), normal(*keys, WIDTH), normal(*keys, values), 2, **given
+    )
 
 
 def close(got: Any, want: Any) -> None:
@@ -78,7 +80,12 @@ def segments() -> tuple[Any, Any]:
 CASES: dict[str, dict[str, Any]] = {
     "whole, an extra logit": {"extra_logit": 0.7},
     "second half of the queries, causal": {"causal": True, "total": KEYS, "first": QUERIES},
-    "window to both sides": {"window": 70, "total": KEYS, "first": QUERIES},
+    "window to both sides, narrow values": {
+        "window": 70,
+        "total": KEYS,
+        "first": QUERIES,
+        "values": WIDTH // 2,
+    },
     "masked keys and texts": {
         "segments": segments(),
         "mask": jnp.asarray(RNG.random((BATCH, 1, 1, 1, KEYS)) < 0.7),

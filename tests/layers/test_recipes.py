@@ -261,6 +261,29 @@ def test_recurrent() -> None:
     np.testing.assert_allclose(got.out, X[1] @ w, rtol=1e-4, atol=1e-5)
 
 
+def test_local_and_global() -> None:
+    """As many layers one after the other give."""
+    heads, d_kv = mtf.Dim("heads", 2), mtf.Dim("d_kv", 4)
+    local = layers.Attention(heads, d_kv, causal=True, window=3)
+    whole, groups = layers.Attention(heads, d_kv, causal=True), mtf.Dim("groups", 2)
+
+    def build(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        return RECIPES["local_and_global"](x, groups, local, whole, block)
+
+    made = check_layouts(build, {"x": X}, LAYOUTS).variables
+
+    def unrolled(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        for n in range(groups.size):
+            for name, attend in (("local_0", local), ("local_1", local), ("global", whole)):
+                initial = g.initialized(lambda at, _, n=n: made[at.split("/", 1)[1]][n])
+                with initial, g.scope(str(n)), g.scope(name):
+                    x = block(x + attend(layers.RMSNorm()(x)))
+        return x
+
+    got = run(build, {"x": X})
+    np.testing.assert_allclose(run(unrolled, {"x": X}).out, got.out, rtol=1e-4, atol=1e-5)
+
+
 def test_deepseek_experts() -> None:
     """DeepSeek-V2-Lite's: 64 experts of 3 x 2048 x 1408, a shared block of twice that width, a router."""
     g = mtf.Graph()
