@@ -32,12 +32,14 @@ __all__ = [
 ]
 
 
-def by_name(name: str, learning_rate: float | Schedule, clip_norm: float = 0.0) -> Optimizer:
+def by_name(
+    name: str, learning_rate: float | Schedule, clip_norm: float = 0.0, ema: float = 0.0
+) -> Optimizer:
     """The optimizer called sgd, adam or adafactor; what is not given here has its default."""
     from mesh_tf_core.errors import UserError, known_names
 
     known = {"sgd": SGD, "adam": Adam, "adafactor": Adafactor}
     if name not in known:
         raise UserError(f"optimizer {name!r}: {known_names(name, known)}")
-    found: Optimizer = known[name](learning_rate, clip_norm=clip_norm)
+    found: Optimizer = known[name](learning_rate, clip_norm=clip_norm, ema=ema)
     return found

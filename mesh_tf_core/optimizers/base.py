@@ -20,6 +20,8 @@ from mesh_tf_core.tracing.graph import Graph, graph_of
 
 Rate = float | Tensor
 Updates = Iterable[tuple[Variable, Tensor]]
+EMA = "ema"
+"""Name of a variable's running mean below its own."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,17 @@ class Optimizer:
       clip_norm: gradients are scaled down together until the root of the sum of their squares, over all
         variables, is at most this (Pascanu et al. 2013, algorithm 1); 0 does not clip.
       loss_scale: for activations in float16; None computes gradients of the loss itself.
+      ema: a running mean of every trained variable is kept beside it, of which a step keeps this share, as
+        0.9999 (Polyak & Juditsky 1992; Ho et al. 2020, "DDPM", appendix B); the first step copies. It is
+        state of the optimizer, float32, stored and split as that; `Trainer.evaluate` and `save_weights` take
+        `ema=True`. 0 keeps none.
     """
 
     learning_rate: float | Schedule
     rates: Mapping[str, float | Schedule] = field(default_factory=dict, kw_only=True)
     clip_norm: float = field(default=0.0, kw_only=True)
     loss_scale: LossScale | None = field(default=None, kw_only=True)
+    ema: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -54,6 +61,8 @@ class Optimizer:
                 ) from None
         if not self.clip_norm >= 0:
             raise UserError(f"{name}: clip_norm must be >= 0 (0: no clipping), found {self.clip_norm}")
+        if not 0 <= self.ema < 1:
+            raise UserError(f"{name}: ema must be in [0, 1) (0: no running mean), found {self.ema}")
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
         """Adds the operations that update one variable and gives what to store: (variable or slot, value).
@@ -95,10 +104,12 @@ def apply_updates(graph: Graph, optimizer: Optimizer, pairs: Sequence[tuple[Vari
     graph.deliver((gradient, variable.name) for variable, gradient in pairs)
     rates = _rates(graph, optimizer, [variable.name for variable, _ in pairs])
     pairs, finite = _prepared(graph, optimizer, pairs)
+    share = _share(graph, optimizer.ema) if optimizer.ema else None
     for variable, gradient in pairs:
         with graph.phase("update", variable.name):
             given = gradient.cast(variable.dtype), rates[variable.name]
-            _store(graph, optimizer.update(graph, variable, *given), finite)
+            updates = optimizer.update(graph, variable, *given)
+            _store(graph, updates if share is None else _averaged(graph, variable, updates, share), finite)
     if finite is not None and optimizer.loss_scale is not None:
         with graph.phase("update", "loss_scale"):
             _store(graph, optimizer.loss_scale.updates(graph, finite), None)
@@ -130,6 +141,22 @@ def _rates(graph: Graph, optimizer: Optimizer, names: Sequence[str]) -> dict[str
 
     default, of = rate_of(optimizer.learning_rate), {p: rate_of(r) for p, r in optimizer.rates.items()}
     return {name: of[chosen[name]] if name in chosen else default for name in names}
+
+
+def _share(graph: Graph, ema: float) -> Tensor:
+    """How much of a new value a running mean takes: all in the first step."""
+    with graph.phase("update", EMA):
+        first = graph.step().equal(0)
+        return where(first, 1.0, constant_like(graph.step().cast("float32"), 1.0 - ema))
+
+
+def _averaged(graph: Graph, variable: Variable, updates: Updates, share: Tensor) -> Updates:
+    """Updates, and that of the variable's running mean."""
+    for stored, value in updates:
+        yield stored, value
+        if stored == variable:
+            state, old = slot(graph, variable, EMA, variable.shape)
+            yield state, old + (value.cast("float32") - old) * share
 
 
 def _store(graph: Graph, updates: Updates, finite: Tensor | None) -> None:

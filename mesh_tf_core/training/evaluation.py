@@ -25,16 +25,21 @@ from mesh_tf_core.engines import Engine
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import Op
-from mesh_tf_core.ir.structure import Assign
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
 
+NO_MEANS: Mapping[str, Variable] = {}
 ABOVE, BELOW = "{} (rows)", "{} (weights of rows)"
 """Names of a result's sums in the program: of the sum itself or a quotient's dividend, and of its divisor."""
 
@@ -45,10 +50,18 @@ class Evaluation:
     Args:
       training: the engine whose variables are used.
       layout, options: of the training.
+      means: variable -> its running mean (`Optimizer.ema`), which is read in its place.
     """
 
-    def __init__(self, model: Model, training: Engine, layout: Layout, options: Options) -> None:
-        graph = forward(model.graph)
+    def __init__(
+        self,
+        model: Model,
+        training: Engine,
+        layout: Layout,
+        options: Options,
+        means: Mapping[str, Variable] = NO_MEANS,
+    ) -> None:
+        graph = forward(model.graph, means)
         self.size, self.batched = _batch(model)
         self.wanted = tuple(dict.fromkeys(("loss", *model.metrics)))
         results, self.whole = self._results(model, graph)
@@ -125,10 +138,15 @@ class Evaluation:
             yield {**batch, **padded}
 
 
-def forward(graph: Graph) -> Graph:
-    """A copy of a graph's forward operations that stores nothing and drops nothing out."""
+def forward(graph: Graph, means: Mapping[str, Variable] = NO_MEANS) -> Graph:
+    """A copy of a graph's forward operations that stores nothing and drops nothing out.
+
+    Args:
+      means: variable -> the one to read in its place.
+    """
     found = copy.deepcopy(graph)
-    found.nodes[:] = [n for n in found.nodes if n.phase == "forward" and not isinstance(n.op, Assign)]
+    kept = [n for n in found.nodes if n.phase == "forward" and not isinstance(n.op, Assign)]
+    found.nodes[:] = [new for node in kept for new in _read(found, node, means)]
     for block in found.blocks:
         block.saved.clear()
         for at, node in enumerate(block.nodes):
@@ -139,6 +157,29 @@ def forward(graph: Graph) -> Graph:
                 found.producer.update(dict.fromkeys(node.outputs, block.nodes[at]))
     found.changed()
     return found
+
+
+def running_means(program: Program, steps: int, what: str) -> Mapping[str, Variable]:
+    """Trained variable -> its running mean; UserError, in the name of `what`, if there is none (yet)."""
+    slots = [s.variable for s in program.variables.values()]
+    found = {v.slot_of: v for v in slots if v.slot_of and v.name == f"{v.slot_of}/{EMA}"}
+    if not found:
+        raise UserError(f"{what}: the optimizer keeps no running means; give it ema=0.999, say")
+    if not steps:
+        raise UserError(f"{what}: running means begin with the first step; train first, or leave out ema")
+    return found
+
+
+def _read(graph: Graph, node: Node, means: Mapping[str, Variable]) -> Iterator[Node]:
+    """A node, or if it reads a variable, the reading of the mean in its place, in the variable's dtype."""
+    mean = means.get(node.op.variable.name) if isinstance(node.op, Read) else None
+    if mean is None:
+        yield node
+        return
+    op, found = Read(graph.declare(mean)), graph.new_tensor(mean.type, graph.blocks[0])
+    yield dataclasses.replace(node, index=graph.count, op=op, outputs=(found.id,))
+    graph.count += 1
+    yield dataclasses.replace(node, op=Cast(graph.tensor(node.outputs[0]).dtype), inputs=(found.id,))
 
 
 def _batch(model: Model) -> tuple[int, tuple[str, ...]]:

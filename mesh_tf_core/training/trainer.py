@@ -25,7 +25,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
 from mesh_tf_core.training.auto import Planned, installed
-from mesh_tf_core.training.evaluation import Evaluation
+from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, running_means
 from mesh_tf_core.training.prefetch import Groups, Prefetch
 from mesh_tf_core.training.saving import Saver
 from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_weights
@@ -94,7 +94,7 @@ class Trainer:
         self.torn = False
         self.waited = 0.0
         self._saver = Saver()
-        self._evaluation: tuple[Model, Evaluation] | None = None
+        self._evaluation: tuple[Model, bool, Evaluation] | None = None
         self._skipped = 0
 
     def _searched(self) -> tuple[Layout, Options]:
@@ -247,7 +247,9 @@ class Trainer:
             "step's batch"
         )
 
-    def evaluate(self, batches: Iterable[Mapping[str, Any]], model: Model | None = None) -> dict[str, float]:
+    def evaluate(
+        self, batches: Iterable[Mapping[str, Any]], model: Model | None = None, ema: bool = False
+    ) -> dict[str, float]:
         """Means of the loss and the metrics over all examples of `batches`, on the variables as they are.
 
         Runs under the layout of the training. The last batch may be short: the means are over the examples
@@ -256,11 +258,14 @@ class Trainer:
         Args:
           model: the model in the form in which it is evaluated, with the same variables (built with
             `training=False`, say); by default the trained one, without dropout.
+          ema: on the running means of the variables (`Optimizer.ema`).
         """
-        if self._evaluation is None or self._evaluation[0] is not (model or self.model):
-            evaluated = model or self.model
-            self._evaluation = evaluated, Evaluation(evaluated, self.engine, self.layout, self.options)
-        return self._evaluation[1].run(batches)
+        means = running_means(self.program, self.step_number, "evaluate") if ema else NO_MEANS
+        found, evaluated = self._evaluation, model or self.model
+        if found is None or found[0] is not evaluated or found[1] != ema:
+            made = Evaluation(evaluated, self.engine, self.layout, self.options, means)
+            found = self._evaluation = evaluated, ema, made
+        return found[2].run(batches)
 
     def save(self, directory: str | Path, wait: bool = True) -> None:
         """Writes a checkpoint that any mesh and layout can read.
@@ -342,10 +347,12 @@ class Trainer:
             self.engine.write(name, array)
         return loaded
 
-    def save_weights(self, path: str | Path) -> None:
-        """Writes the model's variables, without the optimizer's, to a .npz or .safetensors file."""
+    def save_weights(self, path: str | Path, ema: bool = False) -> None:
+        """Writes the model's variables, without the optimizer's, to a .npz or .safetensors file; with `ema`,
+        running means (`Optimizer.ema`) under the names of those that are trained."""
+        means = running_means(self.program, self.step_number, "save_weights") if ema else NO_MEANS
         kept = [n for n, s in self.program.variables.items() if s.variable.slot_of is None and n != "step"]
-        arrays = [(name, self.engine.read(name)) for name in kept]
+        arrays = [(name, self.engine.read(means[name].name if name in means else name)) for name in kept]
         if self.engine.is_chief:
             write_weights(path, arrays)
 

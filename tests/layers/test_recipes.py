@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
@@ -282,6 +283,45 @@ def test_local_and_global() -> None:
 
     got = run(build, {"x": X})
     np.testing.assert_allclose(run(unrolled, {"x": X}).out, got.out, rtol=1e-4, atol=1e-5)
+
+
+OUT = mtf.Dim("out", 4)
+
+
+def regression(name: str = "", ema: float = 0.0) -> mtf.Model:
+    """A map with a frozen weight and adapters, or the map alone."""
+    g = mtf.Graph()
+    x, y = (g.input(n, [mtf.Dim("batch", 4), d], "float32") for n, d in (("x", D), ("y", OUT)))
+    if name:
+        with g.frozen():
+            w = g.variable("w", [D, OUT], mtf.ZEROS)
+        made = RECIPES["adapted"](x, w, 2, [OUT], name)
+    else:
+        made = mtf.einsum([x, g.variable("w", [D, OUT], mtf.Normal(0.5))], [*y.shape])
+    return mtf.Model(mtf.reduce_mean(mtf.square(made - y)), mtf.Adam(0.05, ema=ema))
+
+
+ROWS = {"x": X[1][0, :4].astype(np.float32), "y": X[1][1, :4, :4].astype(np.float32)}
+
+
+def test_evaluated() -> None:
+    last, mean = RECIPES["evaluated"](regression(ema=0.9), "x:2", "batch:x", [ROWS] * 20, [ROWS], 20)
+    assert last["loss"] < mean["loss"]  # The mean lags behind.
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """A base model's checkpoint into one with adapters: it begins as the base, and only these are trained."""
+    base = mtf.Trainer(regression(), "x:2", "batch:x")
+    base.fit([ROWS] * 5, 5, tmp_path)
+    tuned, loaded = RECIPES["fine_tuned"](regression("head"), tmp_path, "x:2", "d_model:x")
+    assert set(loaded.new) == {"head/lora_down", "head/lora_up"} and loaded.variables == ("w",)
+    assert tuned.evaluate([ROWS])["loss"] == pytest.approx(base.evaluate([ROWS])["loss"], rel=1e-5)
+    before = tuned.engine.read("w")
+    losses = [tuned.step(ROWS)["loss"] for _ in range(10)]
+    assert losses[-1] < 0.9 * losses[0]
+    np.testing.assert_array_equal(tuned.engine.read("w"), before)
+    with pytest.raises(mtf.UserError, match="no weights for 'adapter/lora_down'"):
+        mtf.Trainer(regression("adapter"), "x:2").load(tmp_path, new="head")
 
 
 def test_deepseek_experts() -> None:
