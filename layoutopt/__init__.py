@@ -10,16 +10,22 @@ if TYPE_CHECKING:
     from typing import Any
 
     from layoutopt.api import search
+    from layoutopt.importers.huggingface import from_huggingface
     from layoutopt.plan.build import Plan, load_plan
 
-__all__ = ["Plan", "load_plan", "search"]
+__all__ = ["Plan", "from_huggingface", "load_plan", "search"]
 
 
 def __getattr__(name: str) -> Any:
     """Loads the search and its plans when they are first used, so that the import stays light."""
     import importlib
 
-    homes = {"search": "layoutopt.api", "Plan": "layoutopt.plan.build", "load_plan": "layoutopt.plan.build"}
+    homes = {
+        "search": "layoutopt.api",
+        "from_huggingface": "layoutopt.importers.huggingface",
+        "Plan": "layoutopt.plan.build",
+        "load_plan": "layoutopt.plan.build",
+    }
     if name not in homes:
         raise AttributeError(f"module 'layoutopt' has no attribute {name!r}")
     found = getattr(importlib.import_module(homes[name]), name)

@@ -34,7 +34,9 @@ def complete_hardware(incomplete: str) -> list[str]:
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION.", show_default=False
+        metavar="MODEL",
+        help="FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a Hugging Face CONFIG.json.",
+        show_default=False,
     ),
 ]
 SetOption = Annotated[

@@ -47,7 +47,8 @@ def verify(
         str,
         typer.Argument(
             metavar="MODEL_OR_PLAN",
-            help="FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a file made by `search --out`.",
+            help="FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, a Hugging Face CONFIG.json, or a file "
+            "made by `search --out`.",
             show_default=False,
         ),
     ],
@@ -111,10 +112,11 @@ def _asked(
 ) -> tuple[Loaded, Given]:
     """The model and what is decided about it: a plan gives everything, a model file nothing."""
     from layoutopt.cli.options import Given
+    from layoutopt.importers.huggingface import is_configuration
     from layoutopt.models.loading import load_model
     from mesh_tf_core import UserError
 
-    if not source.endswith(".json"):
+    if not source.endswith(".json") or is_configuration(source):
         if model is not None:
             raise UserError(
                 f"--model names the model of a plan, but {source!r} is not a PLAN.json; leave it out"

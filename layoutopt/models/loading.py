@@ -3,8 +3,9 @@
     path/to/file.py            the function `model` of a file
     path/to/file.py:function   another one
     package.module:function    of an installed module (or one below the working directory)
+    path/to/config.json        the model of a Hugging Face configuration
 
-The file may import its neighbours. Everything that goes wrong in it is told as one line, with the line's
+A .py file may import its neighbours. Everything that goes wrong in it is told as one line, with the line's
 number.
 """
 
@@ -276,9 +277,14 @@ def _import(source: str) -> tuple[ModuleType, str]:
     if (named := file_and_function(source)) is not None:
         path, function = named
         if not os.path.isfile(path):
-            found = [p.name for p in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
-            known = known_names(path.name, found) if found else "give the path of a .py file"
+            kind = f"*{path.suffix}"
+            found = [p.name for p in path.parent.glob(kind)] if os.path.isdir(path.parent) else []
+            known = known_names(path.name, found) if found else f"give the path of a {path.suffix} file"
             raise UserError(f"model file {str(path)[:MOST]!r} does not exist; {known}")
+        if path.suffix == ".json":
+            from layoutopt.importers.huggingface import module_of
+
+            return module_of(path, str(path)), function
         return _import_file(path.resolve(), str(path)), function
     if source.endswith(".json"):
         raise UserError(
@@ -298,7 +304,9 @@ def _import(source: str) -> tuple[ModuleType, str]:
                         "(path/to/model.py) or an installed module (package.module:function)"
                     ) from None
                 raise
-    raise UserError(f"model {source[:MOST]!r} is not FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+    raise UserError(
+        f"model {source[:MOST]!r} is not FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION or CONFIG.json"
+    )
 
 
 def _import_file(path: Path, shown: str) -> ModuleType:

@@ -1,8 +1,9 @@
 """The files that a model is made of: what a plan records of them, and whether they are the same today.
 
 A plan is data, and running a model file runs code. So a plan never decides what runs: its own word for the
-model is taken only for a .py file below the current folder which, with every local file that it imports,
-still has the SHA-256 that the plan records. All of this is read, and nothing run, before that is known.
+model is taken only for a .py file, or a configuration, below the current folder which, with every local file
+that it imports, still has the SHA-256 that the plan records. All of this is read, and nothing run, before
+that is known.
 
 Local is what lies below the folders that a model file imports from: its own, that of its package, and the
 current one. Imports are found in the text of the files, at any depth; `loaded` adds those that a running
@@ -31,11 +32,12 @@ FUNCTION = "model"
 """What builds a model, where no other function of the file is named."""
 MOST = 200
 """Characters of a name that an error repeats."""
-_FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^:/]*))?")
+_FILE = re.compile(r"(?P<file>.+\.(?:py|json))(?::(?P<function>[^:/]*))?")
 
 
 def file_and_function(source: str) -> tuple[Path, str] | None:
-    """The model file that a MODEL names, and the function in it; None for an installed module."""
+    """The model file or configuration that a MODEL names, and the function in it; None for an installed
+    module."""
     match = _FILE.fullmatch(source)
     if match is None:
         return None
@@ -73,7 +75,7 @@ def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
     """
     named = file_and_function(source)
     if named is None:
-        raise UserError(f"its model {source[:MOST]!r} is not a .py file")
+        raise UserError(f"its model {source[:MOST]!r} is not a .py or .json file")
     file, function = str(named[0])[:MOST], named[1]
     if function != FUNCTION:
         raise UserError(f"its model is another function than {FUNCTION!r} of {file!r}")
@@ -101,7 +103,7 @@ def closure(path: Path) -> list[Path]:
     """A model file and all local files that it imports, directly or not; nothing is run."""
     folders = search_folders(path)[1]
     found: dict[Path, None] = {}
-    waiting = [path, *_packages(path)]
+    waiting = [path, *(_packages(path) if path.suffix == ".py" else ())]
     while waiting:
         file = waiting.pop()
         if file not in found:

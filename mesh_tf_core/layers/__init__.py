@@ -18,6 +18,7 @@ from mesh_tf_core.layers.batch_norm import BatchNorm
 from mesh_tf_core.layers.conv import Conv, DepthwiseConv, GroupNorm, SeparableConv
 from mesh_tf_core.layers.dense import Dense, DenseProduct, FeedForward, unit_einsum
 from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
+from mesh_tf_core.layers.encoder import EncoderLayer, ImageTokens
 from mesh_tf_core.layers.experts_attention import ExpertsAttention
 from mesh_tf_core.layers.latent_attention import LatentAttention
 from mesh_tf_core.layers.light_conv import LightConv
@@ -57,10 +58,12 @@ __all__ = [
     "DepthwiseConv",
     "DoublyNormalizedAttention",
     "Embedding",
+    "EncoderLayer",
     "ExpertChoice",
     "ExpertsAttention",
     "FeedForward",
     "GroupNorm",
+    "ImageTokens",
     "Jitter",
     "LSHAttention",
     "LatentAttention",

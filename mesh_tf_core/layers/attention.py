@@ -70,6 +70,8 @@ class Attention:
     name: str = "attention"
     cached: ClassVar[bool] = True
     """Whether it can decode position by position."""
+    biased: ClassVar[bool] = False
+    """Whether projections of its own have the biases."""
 
     def __post_init__(self) -> None:
         check_rate(self, self.dropout)
@@ -82,7 +84,8 @@ class Attention:
                 f"{type(self).__name__}: biases {self.biases!r}: {known_names(self.biases, BIASES)}"
             )
         steps = ("projections", "queries", "joined")
-        if self.biases != "none" and any(getattr(type(self), s) is not getattr(Attention, s) for s in steps):
+        own = any(getattr(type(self), s) is not getattr(Attention, s) for s in steps)
+        if self.biases != "none" and own and not self.biased:
             raise UserError(f"{type(self).__name__}: its projections have no biases; leave biases='none'")
         if self.kv_heads < 0 or (self.kv_heads and self.heads.size % self.kv_heads):
             raise UserError(

@@ -128,8 +128,12 @@ class Rotary:
         second = place >= half
         pair = (place - second.cast("int32") * half).cast("float32")
         positions = mtf_range(g, x.dim(length)) if position is None else position
-        angle = positions.cast("float32") * exp(pair * (-math.log(self.base) / half))
+        angle = positions.cast("float32") * self.rates(pair, half)
         # Both halves change places: where d_kv is split, neighbours exchange them.
         other = shift(x, half, k, wrap=True)
         sign = second.cast("float32") * 2.0 - 1.0
         return x * cos(angle).cast(x.dtype) + other * (sin(angle) * sign).cast(x.dtype)
+
+    def rates(self, pair: Tensor, half: int) -> Tensor:
+        """By how much the pairs of these numbers, of `half`, turn per position."""
+        return exp(pair * (-math.log(self.base) / half))

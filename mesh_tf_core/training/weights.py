@@ -50,12 +50,13 @@ class Source:
     """Where a variable's weights are.
 
     Attributes:
-      name: of the array; of a stack of layers, with `{}` for the number of the layer.
+      name: of the array; of a stack of layers, with `{}` for the number of the layer, or all their names (a
+        variable [layers, experts, ...] may have one array for each expert of each layer, in this order).
       transpose: order of the array's axes, as of `np.transpose`. Then it may have axes joined that the
         variable has apart, as heads times their width, or the other way round.
     """
 
-    name: str
+    name: str | tuple[str, ...]
     transpose: tuple[int, ...] = ()
 
 
@@ -91,17 +92,17 @@ def read_weights(
     for name in names:
         if name not in wanted:
             raise UserError(f"load: names has {name!r}, which is no variable; {known_names(name, wanted)}")
-    found: dict[str, list[Source]] = {}
+    found: dict[str, _Parts] = {}
     missing: list[str] = []
     wrong: list[str] = []
     for variable in wanted.values():
         given = names.get(variable.name, variable.name)
         source = Source(given) if isinstance(given, str) else given
-        each = list(_sources(variable, source))
-        absent = [s.name for s in each if s.name not in arrays]
+        parts = _parts(variable, source)
+        absent = [name for name in parts.names if name not in arrays]
         if not absent:
-            found[variable.name] = each
-            wrong += _misfits(variable, each, arrays)
+            found[variable.name] = parts
+            wrong += _misfits(variable, parts, arrays)
         elif variable.name in names or not (new and re.search(new, variable.name)):
             missing.append(f"{variable.name!r} (looked for {absent[0]!r})")
     if missing or wrong:
@@ -109,10 +110,10 @@ def read_weights(
         there = ", ".join(list(arrays)[:3])
         hint = f"; there are {there} and others: give names=, or new= for what keeps its initial values"
         raise UserError(f"load: {'; '.join([*said, *wrong])}{hint if missing else ''}")
-    taken = {s.name for each in found.values() for s in each}
+    taken = {name for parts in found.values() for name in parts.names}
     kept, unused = (n for n in wanted if n not in found), (n for n in arrays if n not in taken)
     loaded = Loaded(tuple(found), tuple(kept), tuple(unused))
-    made = ((name, _made(wanted[name], each, arrays)) for name, each in found.items())
+    made = ((name, _made(wanted[name], parts, arrays)) for name, parts in found.items())
     return made, loaded
 
 
@@ -216,45 +217,53 @@ def _safetensors(path: Path) -> dict[str, Any]:
 # -- what a variable takes -----------------------------------------------------------------------------------
 
 
-def _sources(variable: Variable, source: Source) -> Iterator[Source]:
-    """The source of every layer of a stack, row by row; the one of any other variable."""
-    if "{}" not in source.name:
-        yield source
-        return
-    if source.name.count("{}") > variable.stacked:
+@dataclass(frozen=True)
+class _Parts:
+    """The arrays that make up a variable, and the shape of each when it is transposed."""
+
+    names: tuple[str, ...]
+    transpose: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _parts(variable: Variable, source: Source) -> _Parts:
+    """The arrays of every layer of a stack, row by row; the one of any other variable."""
+    sizes = variable.shape.sizes
+    if isinstance(source.name, tuple):
+        count, most = len(source.name), variable.stacked + 1
+        fits = [n for n in range(most + 1) if math.prod(sizes[:n]) == count]
+        if not fits:
+            raise UserError(
+                f"load: {count} arrays are named for {variable.name!r} [{variable.shape}]; give one for each "
+                "layer, or for each element of the first two dimensions"
+            )
+        return _Parts(source.name, source.transpose, sizes[fits[-1] :])
+    counted = source.name.count("{}")
+    if counted > variable.stacked:
         raise UserError(
             f"load: {source.name!r} counts layers; {variable.name!r} [{variable.shape}] has "
             f"{variable.stacked} dimensions that do"
         )
-    for at in np.ndindex(*variable.shape.sizes[: source.name.count("{}")]):
-        yield Source(source.name.format(*at), source.transpose)
+    names = tuple(source.name.format(*at) for at in np.ndindex(*sizes[:counted]))
+    return _Parts(names, source.transpose, sizes[counted:])
 
 
-def _one(variable: Variable, count: int) -> tuple[int, ...]:
-    """The shape of one of `count` arrays that make up a variable."""
-    sizes = variable.shape.sizes
-    n = next(i for i in range(len(sizes) + 1) if math.prod(sizes[:i]) == count or i == len(sizes))
-    return sizes[n:] if count > 1 else sizes
-
-
-def _misfits(variable: Variable, sources: Sequence[Source], arrays: Mapping[str, Any]) -> Iterator[str]:
-    one = _one(variable, len(sources))
-    for source in sources:
-        shape = tuple(np.shape(arrays[source.name]))
-        turned = bool(source.transpose)
-        if turned and sorted(source.transpose) != list(range(len(shape))):
-            yield f"{source.name!r} has shape {list(shape)}, which cannot be transposed {source.transpose}"
-        elif shape != one and not (turned and math.prod(shape) == math.prod(one)):
+def _misfits(variable: Variable, parts: _Parts, arrays: Mapping[str, Any]) -> Iterator[str]:
+    turned = bool(parts.transpose)
+    for name in parts.names:
+        shape = tuple(np.shape(arrays[name]))
+        if turned and sorted(parts.transpose) != list(range(len(shape))):
+            yield f"{name!r} has shape {list(shape)}, which cannot be transposed {parts.transpose}"
+        elif shape != parts.shape and not (turned and math.prod(shape) == math.prod(parts.shape)):
             yield (
-                f"{variable.name!r} [{variable.shape}] needs shape {list(one)}, {source.name!r} has "
+                f"{variable.name!r} [{variable.shape}] needs shape {list(parts.shape)}, {name!r} has "
                 f"{list(shape)}"
             )
 
 
-def _made(variable: Variable, sources: Sequence[Source], arrays: Mapping[str, Any]) -> Any:
-    one = _one(variable, len(sources))
-    parts = [
-        np.reshape(np.transpose(arrays[s.name], s.transpose), one) if s.transpose else arrays[s.name]
-        for s in sources
+def _made(variable: Variable, parts: _Parts, arrays: Mapping[str, Any]) -> Any:
+    given = (arrays[name] for name in parts.names)
+    each = [
+        np.reshape(np.transpose(x, parts.transpose), parts.shape) if parts.transpose else x for x in given
     ]
-    return parts[0] if len(parts) == 1 else np.stack(parts).reshape(variable.shape.sizes)
+    return each[0] if parts.shape == variable.shape.sizes else np.stack(each).reshape(variable.shape.sizes)

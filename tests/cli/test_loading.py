@@ -206,7 +206,7 @@ def test_an_error_keeps_its_exit_code(tmp_path: Path) -> None:
         ),
         ("no_such_module_here", r"there is no module 'no_such_module_here'; give a file"),
         ("examples.nothing:model", r"there is no module 'examples.nothing'"),
-        ("what is this", r"is not FILE.py, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
+        ("what is this", r"is not FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION or CONFIG.json"),
         ("examples/mlp.py:mode", r"has no function 'mode' to build a model; did you mean 'model'\?"),
     ],
 )

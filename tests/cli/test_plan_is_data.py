@@ -109,7 +109,7 @@ def test_a_module_that_a_plan_names_is_not_imported(
 ) -> None:
     place.edit(source=source)
     line = refused(*command)
-    assert f"its model {source!r} is not a .py file" in line
+    assert f"its model {source!r} is not a .py or .json file" in line
     assert line.endswith("a plan does not decide what runs: name the model with --model MODEL")
     assert place.times == 0
 
@@ -130,7 +130,7 @@ def test_a_plan_without_details_is_shown_as_far_as_it_goes(
     place.edit(source="os:system")
     done = run("report", "printed.json")
     assert done.exit_code == 0 and (place.folder / "report.html").is_file()
-    assert "its model 'os:system' is not a .py file" in done.stderr
+    assert "its model 'os:system' is not a .py or .json file" in done.stderr
     assert "--model MODEL, which fills in variables, operations and memory" in done.stderr
     for to in ("mesh-tensorflow", "haliax"):
         assert run("export", "printed.json", "--to", to).exit_code == 0
@@ -180,7 +180,7 @@ def test_a_file_that_is_imported_and_not_recorded_is_not_run(
         ("link.py", "its model file 'link.py' is not below the current folder"),
         ("a\0.py", "its model file 'a\\x00.py' is not there"),
         ("x" * 5000 + ".py", "is not there"),
-        (".py", "its model '.py' is not a .py file"),
+        (".py", "its model '.py' is not a .py or .json file"),
     ],
 )
 def test_other_files_and_functions(refused: Callable[..., str], place: Place, source: str, said: str) -> None:

@@ -70,6 +70,23 @@ def test_names_transposes_and_layers(layout: str) -> None:
     assert np.isfinite(run.step({"x": np.ones((2, 3, 4), np.float32)})["loss"])
 
 
+def test_a_name_for_each_of_a_stack() -> None:
+    """Layer by layer, or over the first two dimensions, as experts have one array each; no other number."""
+    given, split = torch_like(), trainer()
+    names = {
+        n: mtf.Source(tuple(s.name.format(i) for i in range(2)), s.transpose) if "{}" in s.name else s
+        for n, s in NAMES.items()
+    }
+    split.load(given, names)
+    check_loaded(split, given)
+    each = tuple(f"row {i} {j}" for i in range(2) for j in range(4))
+    turned = {n: x.reshape(2, 3) for n, x in zip(each, np.arange(48.0).reshape(8, 6), strict=True)}
+    split.load({**given, **turned}, {**names, "attention/q": mtf.Source(each)})
+    np.testing.assert_array_equal(split.engine.read("attention/q"), np.arange(48.0).reshape(2, 4, 2, 3))
+    with pytest.raises(mtf.UserError, match=r"3 arrays are named for 'attention/q' .* one for each layer"):
+        split.load({**given, **turned}, {**names, "attention/q": mtf.Source(each[:3])})
+
+
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_files(suffix: str, tmp_path: Path) -> None:
     """Saved under one layout, loaded under another, bfloat16 too; without the optimizer's variables."""

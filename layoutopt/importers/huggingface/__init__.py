@@ -1,0 +1,11 @@
+"""Models of Hugging Face configurations (`config.json`), without a line of code.
+
+A configuration names a family (`model_type`) and its sizes. `families` and `encoders` read what it says,
+`decoder` builds language models; a field that nobody reads is an error that names it, so that no number of a
+plan is of another model than the file's.
+"""
+
+from layoutopt.importers.huggingface.configuration import from_huggingface, module_of, names_of
+from layoutopt.importers.huggingface.fields import is_configuration
+
+__all__ = ["from_huggingface", "is_configuration", "module_of", "names_of"]

@@ -1,0 +1,227 @@
+"""Families of language models: from the fields of a configuration to what they say.
+
+Defaults are those of the classes of transformers, for configurations leave out what is as by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from layoutopt.importers.huggingface.decoder import Decoder, Layer, Mixture, Norm
+from layoutopt.importers.huggingface.fields import Fields
+from layoutopt.importers.huggingface.rotary import rotary
+from layoutopt.importers.huggingface.training import Training
+from mesh_tf_core import layers as nn
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+}
+"""Names of activations there -> here."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def llama(fields: Fields, training: Training) -> Decoder:
+    """Llama 1 to 3, and whatever calls itself so."""
+    return _decoder(fields, biases="all" if fields.flag("attention_bias") else "none")
+
+
+def mistral(fields: Fields, training: Training) -> Decoder:
+    """Mistral: Llama with a sliding window."""
+    window = (
+        fields.count("sliding_window", 4096) if "sliding_window" not in fields.values else _window(fields)
+    )
+    return _decoder(fields, windows=window, kv_heads=8)
+
+
+def mixtral(fields: Fields, training: Training) -> Decoder:
+    """Mixtral: Mistral with a mixture of experts in every layer."""
+    fields.only("router_jitter_noise", 0, 0.0)
+    count, chosen = fields.count("num_local_experts", 8), fields.count("num_experts_per_tok", 2)
+    _own_balance(fields)
+    mixture = Mixture(
+        count, fields.count("intermediate_size"), nn.TokenChoice(training.capacity_factor, chosen=chosen)
+    )
+    made = _decoder(fields, windows=_window(fields), kv_heads=8, base=1e6, epsilon=1e-5)
+    layers = tuple(replace(layer, experts=True) for layer in made.layers)
+    return replace(made, layers=layers, mixture=mixture)
+
+
+def qwen2(fields: Fields, training: Training) -> Decoder:
+    """Qwen 2 and 2.5: Llama with biases of queries, keys and values."""
+    return _decoder(fields, biases="qkv", windows=_qwen_windows(fields), kv_heads=32)
+
+
+def qwen3(fields: Fields, training: Training) -> Decoder:
+    """Qwen 3: Llama with normalised queries and keys."""
+    biases = "all" if fields.flag("attention_bias") else "none"
+    windows = _qwen_windows(fields)
+    return _decoder(fields, biases=biases, head_norm=True, windows=windows, d_kv=128, kv_heads=32)
+
+
+def qwen3_moe(fields: Fields, training: Training) -> Decoder:
+    """Qwen 3 with mixtures of experts."""
+    made = qwen3(fields, training)
+    _own_balance(fields)
+    count = fields.count("num_experts", fields.count("num_local_experts", 128))
+    chosen = fields.count("num_experts_per_tok", 8)
+    router = nn.TokenChoice(training.capacity_factor, chosen=chosen)
+    fields.only("norm_topk_prob", True)
+    step, plain = fields.count("decoder_sparse_step", 1), fields.raw("mlp_only_layers", [])
+    layers = tuple(
+        replace(layer, experts=i not in plain and (i + 1) % step == 0) for i, layer in enumerate(made.layers)
+    )
+    return replace(
+        made, layers=layers, mixture=Mixture(count, fields.count("moe_intermediate_size", 768), router)
+    )
+
+
+def gemma(fields: Fields, training: Training) -> Decoder:
+    """Gemma 1."""
+    return _gemma(fields, name="hidden_activation" if fields.has("hidden_activation") else "")
+
+
+def gemma2(fields: Fields, training: Training) -> Decoder:
+    """Gemma 2: every other layer sees a window, blocks are normalised on both sides, logits are bounded."""
+    count = fields.count("num_hidden_layers")
+    kinds = fields.raw("layer_types") or [_FULL if i % 2 else _SLIDING for i in range(count)]
+    made = _gemma(fields, kinds=kinds, window=4096, after=True)
+    cap = 50.0 if "attn_logit_softcapping" not in fields.values else fields.number("attn_logit_softcapping")
+    final = (
+        30.0 if "final_logit_softcapping" not in fields.values else fields.number("final_logit_softcapping")
+    )
+    return replace(made, cap=cap, final_cap=final, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5)
+
+
+def gemma3(fields: Fields, training: Training) -> Decoder:
+    """Gemma 3, its text: five layers with a window and a faster rotation, then one without."""
+    count = fields.count("num_hidden_layers")
+    period = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", 6))
+    kinds = fields.raw("layer_types") or [_SLIDING if (i + 1) % period else _FULL for i in range(count)]
+    local = nn.Rotary(fields.number("rope_local_base_freq", 10000.0))
+    if _SLIDING in (fields.raw("rope_parameters") or {}):
+        local = rotary(fields, 10000.0, _SLIDING)
+    fields.only("use_bidirectional_attention", False)
+    made = _gemma(fields, kinds=kinds, window=4096, after=True, local=local, base=1e6)
+    return replace(
+        made,
+        head_norm=True,
+        cap=fields.number("attn_logit_softcapping"),
+        final_cap=fields.number("final_logit_softcapping"),
+        scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+    )
+
+
+def _decoder(
+    fields: Fields,
+    windows: int | Sequence[int] = 0,
+    base: float = 10000.0,
+    epsilon: float = 1e-6,
+    d_kv: int = 0,
+    kv_heads: int = 0,
+    **more: Any,
+) -> Decoder:
+    """What Llama and its nearest relatives have in common.
+
+    Args:
+      windows: of every layer, or of each.
+      d_kv, kv_heads: where the configuration has none; 0: d_model / heads, and as many as heads.
+    """
+    count, heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
+    d_model = fields.count("hidden_size")
+    if not fields.has("head_dim") and not d_kv and d_model % heads:
+        raise fields.wrong("hidden_size", f"it must be a multiple of num_attention_heads, {heads}")
+    turned = rotary(fields, base, _FULL)
+    each = [windows] * count if isinstance(windows, int) else windows
+    stated = {
+        "activation": ACTIVATIONS[fields.text("hidden_act", "silu", ACTIVATIONS)],
+        "tied": fields.flag("tie_word_embeddings"),
+        "norm": Norm(fields.number("rms_norm_eps", epsilon)),
+        "mlp_bias": fields.flag("mlp_bias"),
+    }
+    return Decoder(
+        layers=tuple(Layer(turned, window) for window in each),
+        vocab=fields.count("vocab_size"),
+        d_model=d_model,
+        d_ff=fields.count("intermediate_size"),
+        heads=heads,
+        kv_heads=fields.count("num_key_value_heads", kv_heads or heads),
+        d_kv=fields.count("head_dim", d_kv or d_model // heads),
+        stddev=fields.number("initializer_range", 0.02),
+        dropout=fields.number("attention_dropout"),
+        **{**stated, **more},
+    )
+
+
+def _gemma(
+    fields: Fields,
+    kinds: Sequence[str] = (),
+    window: int = 0,
+    after: bool = False,
+    local: nn.Rotary | None = None,
+    base: float = 10000.0,
+    name: str = "hidden_activation",
+) -> Decoder:
+    """What Gemmas have in common. Gemma 1 was published with a `hidden_act` that is not what it has."""
+    act = fields.text(name, "gelu_pytorch_tanh", ACTIVATIONS) if name else "gelu_pytorch_tanh"
+    fields.raw("hidden_act")
+    biases = "all" if fields.flag("attention_bias") else "none"
+    made = _decoder(
+        fields,
+        base=base,
+        d_kv=256,
+        tied=fields.flag("tie_word_embeddings", True),
+        norm=Norm(fields.number("rms_norm_eps", 1e-6), around_one=True),
+        activation=ACTIVATIONS[act],
+        biases=biases,
+        after=after,
+        times=fields.count("hidden_size") ** 0.5,
+    )
+    if not kinds:
+        return made
+    seen = fields.count("sliding_window", window)
+    layers = [
+        Layer(local or layer.rotary, seen) if kind == _SLIDING else layer
+        for layer, kind in zip(made.layers, _kinds(fields, kinds), strict=True)
+    ]
+    return replace(made, layers=tuple(layers))
+
+
+def _kinds(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
+    count = fields.count("num_hidden_layers")
+    if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _SLIDING}:
+        raise fields.wrong("layer_types", f"give a list of {_FULL!r} and {_SLIDING!r}")
+    if len(kinds) < count:
+        raise fields.wrong("layer_types", f"it has {len(kinds)} kinds for {count} layers")
+    return kinds[:count]
+
+
+def _window(fields: Fields) -> int:
+    """The window of all layers; null: none."""
+    return fields.count("sliding_window") if fields.has("sliding_window") else 0
+
+
+def _qwen_windows(fields: Fields) -> Sequence[int]:
+    """Windows of layers, from `max_window_layers` on, if they are used at all."""
+    count = fields.count("num_hidden_layers")
+    used, full = fields.flag("use_sliding_window"), fields.count("max_window_layers", 28, least=0)
+    window = fields.count("sliding_window", 4096) if used else 0
+    fields.raw("sliding_window")
+    kinds = fields.raw("layer_types") or [_FULL if i < full else _SLIDING for i in range(count)]
+    return [window if kind == _SLIDING else 0 for kind in _kinds(fields, kinds)]
+
+
+def _own_balance(fields: Fields) -> None:
+    """Hugging Face's load-balance loss is over all layers together, and by default not used; ours is
+    `balance`."""
+    fields.raw("router_aux_loss_coef")
+    fields.only("output_router_logits", False)

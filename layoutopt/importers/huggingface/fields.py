@@ -1,0 +1,142 @@
+"""The fields of a configuration file: read by type, and none passed over in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mesh_tf_core.errors import UserError, known_names
+
+LARGEST_FILE = 4_000_000
+"""Bytes: published configurations have a few thousand."""
+# fmt: off
+WITHOUT_EFFECT = frozenset((
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "auto_map",
+    "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
+    "decoder_start_token_id", "early_stopping", "eoi_token_index", "eos_token_id",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "gradient_checkpointing", "id2label", "label2id", "length_penalty", "max_length",
+    "max_position_embeddings", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
+    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "repetition_penalty", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+    "tokenizer_class", "top_k", "top_p", "transformers_version", "typical_p", "use_cache",
+))
+# fmt: on
+"""Fields of every configuration that change nothing of a training step."""
+
+
+class Fields:
+    """What a configuration says.
+
+    Attributes:
+      source: the file, for errors.
+      asked: names of the fields that were asked for, and what they were found to be.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values, self.source = dict(values), source
+        self.asked: dict[str, Any] = {}
+
+    def wrong(self, name: str, what: str) -> UserError:
+        """The error that says what is asked of a field."""
+        return UserError(f"{self.source}: {name} is {str(self.values.get(name))[:60]!r}; {what}")
+
+    def raw(self, name: str, default: Any = None) -> Any:
+        """The field as it is; null counts as missing."""
+        found = self.values.get(name)
+        found = default if found is None else found
+        self.asked[name] = found
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a field that is not null."""
+        return self.values.get(name) is not None
+
+    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`; without a default it must be there."""
+        if default is None and not self.has(name):
+            near = known_names(name, self.values)
+            raise UserError(f"{self.source}: lacks {name!r}, a whole number; add it ({near})")
+        found = self.raw(name, default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < least:
+            raise self.wrong(name, f"it must be a whole number of at least {least}")
+        return found
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        """A number of at least 0."""
+        found = self.raw(name, default)
+        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < float("inf"):
+            raise self.wrong(name, "it must be a number of at least 0")
+        return float(found)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        found = self.raw(name, default)
+        if not isinstance(found, bool):
+            raise self.wrong(name, "it must be true or false")
+        return found
+
+    def text(self, name: str, default: str, known: Mapping[str, Any] | Sequence[str]) -> str:
+        """One of the texts that are known."""
+        found = self.raw(name, default)
+        if found not in known:
+            raise self.wrong(name, known_names(str(found)[:60], known))
+        return str(found)
+
+    def only(self, name: str, *known: Any) -> None:
+        """UserError unless the field is missing or has a value that the model is built for."""
+        if self.raw(name, known[0]) not in known:
+            said = " or ".join(json.dumps(k) for k in known)
+            raise self.wrong(
+                name, f"only {said} is supported: write the model with mesh_tf_core.layers instead"
+            )
+
+    def part(self, name: str, values: Mapping[str, Any]) -> Fields:
+        """The fields inside a field."""
+        return Fields(values, f"{self.source}: {name}")
+
+    def finish(self, ignored: Sequence[str] = ()) -> None:
+        """UserError for fields that nobody has asked for, unless they are off (null, false, 0 or empty)."""
+        left = [n for n, v in self.values.items() if n not in self.asked and n not in WITHOUT_EFFECT and v]
+        strange = [n for n in left if n not in ignored]
+        if strange:
+            raise UserError(
+                f"{self.source}: {', '.join(strange[:5])}: not known for model_type "
+                f"{self.values.get('model_type')!r}; if the training step is the same without, "
+                f"--set ignore={','.join(strange[:5])}"
+            )
+
+
+def read(path: Path, shown: str) -> dict[str, Any]:
+    """The object in a configuration file.
+
+    Args:
+      shown: the file's name in errors.
+    """
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise UserError(f"{shown}: more than {LARGEST_FILE:,} bytes is no model's configuration")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{shown}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{shown}: is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{shown}: is a JSON {type(found).__name__}, not an object with the model's fields")
+    if str(found.get("format", "")).startswith("layoutopt-"):
+        raise UserError(f"{shown}: is a {found['format']} file, not a model; give the model that it is of")
+    return found
+
+
+def is_configuration(source: str) -> bool:
+    """Whether a file is the configuration of a model, and not a plan or anything else."""
+    path = Path(source).expanduser()
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        return "model_type" in read(path, source)
+    except UserError:
+        return False

@@ -1,0 +1,198 @@
+"""Models of Hugging Face configurations: parameters as published, losses as transformers computes them, every
+field honoured or refused by name."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from layoutopt.importers.huggingface import from_huggingface, is_configuration, names_of
+from layoutopt.importers.huggingface.decoder import Layer, runs
+from layoutopt.models.loading import load_model
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.training.weights import read_weights
+
+DATA = Path(__file__).parents[1] / "data"
+COUNTS = json.loads((DATA / "huggingface_counts.json").read_text())["models"]
+COUNTS = {n: c for n, c in COUNTS.items() if "DeepSeek" not in n}
+LOSSES = json.loads((DATA / "huggingface_losses.json").read_text())["models"]
+TINY = LOSSES["llama"]["config"]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameters_are_those_of_transformers(name: str) -> None:
+    assert from_huggingface(COUNTS[name]["config"]).parameters == COUNTS[name]["parameters"]
+
+
+def test_counts_are_those_of_the_model_cards() -> None:
+    """What their authors and other libraries say, where they say it exactly."""
+    published = {
+        "Llama-3-8B": 8_030_261_248,
+        "Mistral-7B-v0.1": 7_241_732_096,
+        "Mixtral-8x7B": 46_702_792_704,
+        "Gemma-2-2B": 2_614_341_888,
+        "ViT-B/16-224": 86_567_656,
+    }
+    assert {n: COUNTS[n]["parameters"] for n in published} == published
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_those_of_transformers(name: str) -> None:
+    """With the same weights, loaded by the names that checkpoints have."""
+    case = LOSSES[name]
+    rng = np.random.default_rng(0)
+    batch = {
+        n: rng.integers(0, below, shape).astype(np.int32)
+        if below
+        else rng.normal(size=shape).astype(np.float32)
+        for n, (shape, below) in case["inputs"].items()
+    }
+    if name == "bert":
+        batch["targets"][:, ::3] = -100
+    asked = {"batch": 2, "length": 12, "capacity_factor": 4.0}
+    model, names = from_huggingface(case["config"], **asked), names_of(case["config"], **asked)
+    weights = {
+        n: np.random.default_rng(zlib.crc32(n.encode())).normal(scale=0.5, size=shape).astype(np.float32)
+        for n, shape in case["weights"].items()
+    }
+    found, said = read_weights(model.graph.variables.values(), weights, names)
+    assert not said.unused and not said.new
+    engine = LockstepEngine(mtf.lower(model.graph, mtf.Mesh("one:1"), mtf.Layout(""), {"loss": model.loss}))
+    engine.initialize()
+    for variable, array in found:
+        engine.write(variable, array)
+    assert float(engine.step(batch)["loss"]) == pytest.approx(case["loss"], rel=2e-6)
+
+
+def changed(**more: Any) -> dict[str, Any]:
+    return {**TINY, **more}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**TINY, "model_type": "mamba2"}, r"model_type 'mamba2': known: bert, .* vit; another model is"),
+        ({"hidden_size": 4}, r"model_type 'None': known: bert"),
+        (changed(architectures=["LlamaForSequenceClassification"]), r"of 'llama', LlamaForCausalLM is built"),
+        (
+            changed(model_type="gemma3", text_config={}),
+            r"joins several models \(text_config\); give one of them",
+        ),
+        (
+            changed(strange_gate=True, other=3),
+            r"strange_gate, other: not known .* --set ignore=strange_gate,other",
+        ),
+        (changed(hidden_size="4096"), r"hidden_size is '4096'; it must be a whole number of at least 1"),
+        (changed(num_hidden_layers=True), r"num_hidden_layers is 'True'; it must be a whole number"),
+        (changed(rms_norm_eps=float("nan")), r"rms_norm_eps is 'nan'; it must be a number"),
+        (changed(hidden_act="xielu"), r"hidden_act is 'xielu'; did you mean 'silu'|known: gelu"),
+        (
+            changed(rope_scaling={"rope_type": "longrope"}),
+            r"rope_type is 'longrope'; known: default, linear, llama3",
+        ),
+        (
+            changed(rope_scaling={"rope_type": "linear", "factor": 2.0, "fast": 1}),
+            r"rope_scaling: fast: not known",
+        ),
+        (changed(partial_rotary_factor=0.5), r"partial_rotary_factor is '0.5'; only 1 or 1.0 is supported"),
+        (
+            changed(torch_dtype="float8_e4m3fn"),
+            r"torch_dtype 'float8_e4m3fn'; did you mean 'float32'|known: bfloat16",
+        ),
+        (changed(head_dim=None, hidden_size=18), r"hidden_size is '18'; it must be a multiple of"),
+        ({k: v for k, v in TINY.items() if k != "vocab_size"}, r"lacks 'vocab_size', a whole number"),
+        (
+            {**LOSSES["gemma2"]["config"], "layer_types": ["full_attention"]},
+            r"layer_types .* 1 kinds for 4 layers",
+        ),
+        (
+            {**LOSSES["mixtral"]["config"], "output_router_logits": True},
+            r"output_router_logits is 'True'; only false",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(mtf.UserError, match=said):
+        from_huggingface(config)
+
+
+def test_hyperparameters() -> None:
+    model = from_huggingface(TINY, num_hidden_layers=5, batch=4, optimizer="adafactor", clip_norm=1.0)
+    assert model.tokens == 4 * 64 and model.graph.dims()["layers"] == {5}
+    assert model.optimizer == mtf.Adafactor(1e-4, clip_norm=1.0)
+    with pytest.raises(mtf.UserError, match="has no hyperparameter 'depth'; "):
+        from_huggingface(TINY, depth=3)
+    assert from_huggingface(changed(novel=1), ignore="novel").parameters == from_huggingface(TINY).parameters
+    # Fields that are off say nothing, whatever they are.
+    assert (
+        from_huggingface(changed(novel=None, other=False)).fingerprint == from_huggingface(TINY).fingerprint
+    )
+
+
+def test_balance_adds_the_loss_of_the_routers() -> None:
+    config = LOSSES["qwen3_moe"]["config"]
+    model = from_huggingface(config, balance=0.01)
+    assert set(model.metrics) == {"cross_entropy", "unbalance"}
+    assert not from_huggingface(config).metrics
+
+
+def test_layers_are_loops_of_their_shortest_period() -> None:
+    full, near = Layer(None), Layer(None, window=4)
+    assert list(runs((full,) * 5)) == [((full,), 5)]
+    assert list(runs((near, full) * 3)) == [((near, full), 3)]
+    assert list(runs(((near,) * 5 + (full,)) * 4 + (near, near))) == [((*(near,) * 5, full), 4), ((near,), 2)]
+    assert list(runs((full, near, near, near))) == [((full,), 1), ((near,), 3)]
+    assert list(runs((full,))) == [((full,), 1)]
+
+
+def written(folder: Path, config: object) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def test_a_file_is_a_model(tmp_path: Path) -> None:
+    source = written(tmp_path, TINY)
+    loaded = load_model(source, ["batch=2", "length=8", "num_hidden_layers=1", "hidden_act=relu"])
+    assert loaded.hparams["num_hidden_layers"] == 1
+    assert [*loaded.hashes()] == ["config.json"]
+    batch = next(loaded.data())
+    assert {n: x.shape for n, x in batch.items()} == {"tokens": (2, 8), "targets": (2, 8)}
+    assert (batch["tokens"] != next(loaded.data("held-out"))["tokens"]).any()
+    assert is_configuration(source)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "config.json: is not JSON: "),
+        ("[1]", "config.json: is a JSON list, not an object"),
+        ('{"format": "layoutopt-plan/1"}', "is a layoutopt-plan/1 file, not a model"),
+        ("[" * 100_000, "config.json: is not JSON: "),
+        ('{"a": "\\ud800"}', "model_type 'None'"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(mtf.UserError, match=said):
+        load_model(str(path))
+    assert not is_configuration(str(path))
+
+
+def test_other_names_of_files(tmp_path: Path) -> None:
+    source = written(tmp_path, TINY)
+    with pytest.raises(mtf.UserError, match=r"confg.json' does not exist; did you mean 'config.json'"):
+        load_model(str(tmp_path / "confg.json"))
+    with pytest.raises(mtf.UserError, match="has no function 'other' to build a model; "):
+        load_model(f"{source}:other")
+    with pytest.raises(
+        mtf.UserError, match="has no hyperparameter 'num_layers'; did you mean 'num_hidden_layers'"
+    ):
+        load_model(source, ["num_layers=3"])
