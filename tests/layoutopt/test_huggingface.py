@@ -20,7 +20,6 @@ from mesh_tf_core.training.weights import read_weights
 
 DATA = Path(__file__).parents[1] / "data"
 COUNTS = json.loads((DATA / "huggingface_counts.json").read_text())["models"]
-COUNTS = {n: c for n, c in COUNTS.items() if "DeepSeek" not in n}
 LOSSES = json.loads((DATA / "huggingface_losses.json").read_text())["models"]
 TINY = LOSSES["llama"]["config"]
 
@@ -38,8 +37,66 @@ def test_counts_are_those_of_the_model_cards() -> None:
         "Mixtral-8x7B": 46_702_792_704,
         "Gemma-2-2B": 2_614_341_888,
         "ViT-B/16-224": 86_567_656,
+        "DeepSeek-V2-Lite": 15_706_484_224,
     }
     assert {n: COUNTS[n]["parameters"] for n in published} == published
+
+
+def taken_apart(weights: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek's weights under our variables' names. Its rotations turn neighbours, ours elements half of the
+    rotary part apart."""
+    heads, plain, turned = (
+        config[n] for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim")
+    )
+    rank, order = config["kv_lora_rank"], np.r_[np.arange(0, turned, 2), np.arange(1, turned, 2)]
+    dense = config["first_k_dense_replace"]
+
+    def one(n: str) -> Any:
+        return weights[f"{n}.weight"].T
+
+    def queries(w: Any) -> Any:
+        w = w.reshape(len(w), heads, plain + turned)
+        return np.concatenate([w[..., :plain], w[..., plain:][..., order]], -1)
+
+    def layer(i: int) -> dict[str, Any]:
+        at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        down, up = one(f"{at}.kv_a_proj_with_mqa"), one(f"{at}.kv_b_proj").reshape(rank, heads, -1)
+        o = one(f"{at}.o_proj")
+        found = {
+            "attention_norm/scale": one(f"model.layers.{i}.input_layernorm"),
+            "feed_forward_norm/scale": one(f"model.layers.{i}.post_attention_layernorm"),
+            "attention/kv_down": down[:, :rank],
+            "attention/k_rotary": down[:, rank:][:, order],
+            "attention/kv_norm/scale": one(f"{at}.kv_a_layernorm"),
+            "attention/k_up": up[..., :plain],
+            "attention/v_up": up[..., plain:],
+            "attention/o": o.reshape(heads, -1, o.shape[1]),
+        }
+        if config["q_lora_rank"] is None:
+            found["attention/q"] = queries(one(f"{at}.q_proj"))
+        else:
+            found["attention/q_down"] = one(f"{at}.q_a_proj")
+            found["attention/q_norm/scale"] = one(f"{at}.q_a_layernorm")
+            found["attention/q_up"] = queries(one(f"{at}.q_b_proj"))
+        three = (("wi", "gate"), ("wg", "up"), ("wo", "down"))
+        if i < dense:
+            own = {"wi": "in/0/weight", "wg": "in/1/weight", "wo": "out/weight"}
+            return {**found, **{f"feed_forward/{own[a]}": one(f"{mlp}.{b}_proj") for a, b in three}}
+        experts = range(config["n_routed_experts"])
+        for a, b in three:
+            found[f"experts/{a}"] = np.stack([one(f"{mlp}.experts.{e}.{b}_proj") for e in experts])
+            found[f"experts/shared/{a}"] = one(f"{mlp}.shared_experts.{b}_proj")
+        return {**found, "experts/router": one(f"{mlp}.gate")}
+
+    made = {
+        "embedding/tokens": weights["model.embed_tokens.weight"],
+        "final_norm/scale": one("model.norm"),
+        "output/projection": one("lm_head"),
+    }
+    for scope, layers in (("layers", range(dense)), ("layers_1", range(dense, config["num_hidden_layers"]))):
+        each = [layer(i) for i in layers]
+        made |= {f"{scope}/{n}": np.stack([found[n] for found in each]) for n in each[0]}
+    return made
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -56,11 +113,15 @@ def test_losses_are_those_of_transformers(name: str) -> None:
     if name == "bert":
         batch["targets"][:, ::3] = -100
     asked = {"batch": 2, "length": 12, "capacity_factor": 4.0}
-    model, names = from_huggingface(case["config"], **asked), names_of(case["config"], **asked)
+    model = from_huggingface(case["config"], **asked)
     weights = {
         n: np.random.default_rng(zlib.crc32(n.encode())).normal(scale=0.5, size=shape).astype(np.float32)
         for n, shape in case["weights"].items()
     }
+    if name.startswith("deepseek"):
+        weights, names = taken_apart(weights, case["config"]), {}
+    else:
+        names = names_of(case["config"], **asked)
     found, said = read_weights(model.graph.variables.values(), weights, names)
     assert not said.unused and not said.new
     engine = LockstepEngine(mtf.lower(model.graph, mtf.Mesh("one:1"), mtf.Layout(""), {"loss": model.loss}))
@@ -68,6 +129,13 @@ def test_losses_are_those_of_transformers(name: str) -> None:
     for variable, array in found:
         engine.write(variable, array)
     assert float(engine.step(batch)["loss"]) == pytest.approx(case["loss"], rel=2e-6)
+
+
+def test_checkpoints_of_deepseek_are_refused() -> None:
+    with pytest.raises(
+        mtf.UserError, match="checkpoints of 'deepseek_v2' join what our variables have apart"
+    ):
+        names_of(LOSSES["deepseek_v2"]["config"])
 
 
 def changed(**more: Any) -> dict[str, Any]:
@@ -88,6 +156,7 @@ def changed(**more: Any) -> dict[str, Any]:
             changed(strange_gate=True, other=3),
             r"strange_gate, other: not known .* --set ignore=strange_gate,other",
         ),
+        (changed(quantization_config={"quant_method": "fp8"}), r"quantization_config: not known"),
         (changed(hidden_size="4096"), r"hidden_size is '4096'; it must be a whole number of at least 1"),
         (changed(num_hidden_layers=True), r"num_hidden_layers is 'True'; it must be a whole number"),
         (changed(rms_norm_eps=float("nan")), r"rms_norm_eps is 'nan'; it must be a number"),

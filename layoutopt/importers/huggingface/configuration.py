@@ -25,6 +25,8 @@ from mesh_tf_core.training.weights import Source
 Read = Callable[[Fields, Training], Decoder | Model]
 FAMILIES: dict[str, tuple[str, Read]] = {
     "bert": ("BertForMaskedLM", encoders.bert),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", families.deepseek_v2),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", families.deepseek_v3),
     "gemma": ("GemmaForCausalLM", families.gemma),
     "gemma2": ("Gemma2ForCausalLM", families.gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", families.gemma3),
@@ -78,6 +80,11 @@ def names_of(config: str | Path | Mapping[str, Any], **changes: Any) -> dict[str
     fields = Fields({**values, **model.hparams}, source)
     name, reads = _family(fields)
     made = reads(fields, Training(batch=1, length=1))
+    if isinstance(made, Decoder) and made.latent:
+        raise UserError(
+            f"{source}: checkpoints of {name!r} join what our variables have apart; take the arrays apart "
+            "and give them by the variables' names"
+        )
     if not isinstance(made, Decoder):
         return dict(encoder_names(name, variables))
     return dict(decoder_names(made, name, model.hparams["length"], variables))

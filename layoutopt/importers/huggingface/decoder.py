@@ -56,6 +56,21 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Keys and values of low rank (`nn.LatentAttention`).
+
+    Attributes:
+      kv_rank, q_rank: of keys and values, and of queries (0: they have none).
+      d_rotary, d_v: elements of a key that know positions, and of a value.
+    """
+
+    kv_rank: int
+    q_rank: int
+    d_rotary: int
+    d_v: int
+
+
+@dataclass(frozen=True)
 class Norm:
     """Root mean square 1 along a dimension, times a learned scale; Gemma's (`around_one`) stores the scale
     minus 1."""
@@ -97,6 +112,17 @@ class Attention(nn.Attention):
 
 
 @dataclass(frozen=True)
+class LatentAttention(nn.LatentAttention):
+    """Latent attention whose logits are `times` as large."""
+
+    times: float = 1.0
+
+    def queries(self, x: Tensor, position: Tensor | None = None) -> Tensor:
+        q = super().queries(x, position)
+        return q if self.times == 1 else q * self.times
+
+
+@dataclass(frozen=True)
 class Decoder:
     """A language model.
 
@@ -105,6 +131,7 @@ class Decoder:
       after: a block's output is normalised too, before it is added (Gemma 2 and 3).
       head_norm: queries and keys are normalised head by head.
       biases: of attention, as `nn.Attention`'s; mlp_bias: of feed-forward blocks.
+      latent: of attention, whose `scale` then multiplies the usual one; None: it has none.
       scale: of attention's logits; cap, final_cap: bounds of these and of the vocabulary's (0: none).
       times: what embeddings are multiplied by.
       stddev: of initial weights.
@@ -131,6 +158,7 @@ class Decoder:
     times: float = 1.0
     dropout: float = 0.0
     mixture: Mixture | None = None
+    latent: Latent | None = None
 
     def model(self, name: str, training: Training) -> Model:
         """The model, whose batches are `tokens` and `targets` [batch, length]."""
@@ -203,9 +231,25 @@ class Decoder:
         return x + mixed, *(before + loss for before in losses)
 
     def _attention(self, layer: Layer, training: Training) -> nn.Attention:
+        heads, d_kv, latent = Dim("heads", self.heads), Dim("d_kv", self.d_kv), self.latent
+        if latent is not None:
+            assert layer.rotary is not None
+            return LatentAttention(
+                heads,
+                d_kv,
+                causal=True,
+                dropout=self.dropout,
+                attention=training.attention,
+                kv_rank=Dim("kv_rank", latent.kv_rank),
+                q_rank=Dim("q_rank", latent.q_rank) if latent.q_rank else None,
+                d_rotary=latent.d_rotary,
+                d_v=Dim("d_v", latent.d_v),
+                positions=layer.rotary,
+                times=self.scale,
+            )
         return Attention(
-            Dim("heads", self.heads),
-            Dim("d_kv", self.d_kv),
+            heads,
+            d_kv,
             self.kv_heads,
             causal=True,
             window=layer.window,
@@ -231,6 +275,7 @@ class Decoder:
             mixture.router,
             self.activation,
             gated=True,
+            shared=Dim("d_ff", mixture.shared) if mixture.shared else None,
         )
 
 

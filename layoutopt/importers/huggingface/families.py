@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from layoutopt.importers.huggingface.decoder import Decoder, Layer, Mixture, Norm
+from layoutopt.importers.huggingface.decoder import Decoder, Latent, Layer, Mixture, Norm
 from layoutopt.importers.huggingface.fields import Fields
-from layoutopt.importers.huggingface.rotary import rotary
+from layoutopt.importers.huggingface.rotary import magnitude, rotary
 from layoutopt.importers.huggingface.training import Training
 from mesh_tf_core import layers as nn
 
@@ -48,9 +48,8 @@ def mixtral(fields: Fields, training: Training) -> Decoder:
     fields.only("router_jitter_noise", 0, 0.0)
     count, chosen = fields.count("num_local_experts", 8), fields.count("num_experts_per_tok", 2)
     _own_balance(fields)
-    mixture = Mixture(
-        count, fields.count("intermediate_size"), nn.TokenChoice(training.capacity_factor, chosen=chosen)
-    )
+    router = nn.TopExperts(training.capacity_factor, chosen=chosen)
+    mixture = Mixture(count, fields.count("intermediate_size"), router)
     made = _decoder(fields, windows=_window(fields), kv_heads=8, base=1e6, epsilon=1e-5)
     layers = tuple(replace(layer, experts=True) for layer in made.layers)
     return replace(made, layers=layers, mixture=mixture)
@@ -74,8 +73,8 @@ def qwen3_moe(fields: Fields, training: Training) -> Decoder:
     _own_balance(fields)
     count = fields.count("num_experts", fields.count("num_local_experts", 128))
     chosen = fields.count("num_experts_per_tok", 8)
-    router = nn.TokenChoice(training.capacity_factor, chosen=chosen)
-    fields.only("norm_topk_prob", True)
+    normalized = fields.flag("norm_topk_prob")
+    router = nn.TopExperts(training.capacity_factor, chosen=chosen, normalized=normalized)
     step, plain = fields.count("decoder_sparse_step", 1), fields.raw("mlp_only_layers", [])
     layers = tuple(
         replace(layer, experts=i not in plain and (i + 1) % step == 0) for i, layer in enumerate(made.layers)
@@ -119,6 +118,76 @@ def gemma3(fields: Fields, training: Training) -> Decoder:
         final_cap=fields.number("final_logit_softcapping"),
         scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
     )
+
+
+def deepseek_v2(fields: Fields, training: Training) -> Decoder:
+    """DeepSeek-V2 and V2-Lite: latent attention, many small experts beside shared ones."""
+    fields.only("scoring_func", "softmax")
+    fields.only("norm_topk_prob", False)
+    fields.only("topk_method", "greedy", "group_limited_greedy")
+    grouped = fields.raw("topk_method") == "group_limited_greedy"
+    groups, asked = fields.count("n_group", 1), fields.count("topk_group", 1)
+    router = nn.TopExperts(
+        training.capacity_factor,
+        chosen=fields.count("num_experts_per_tok"),
+        normalized=False,
+        scale=fields.number("routed_scaling_factor", 1.0),
+        groups=groups if grouped else 1,
+        groups_chosen=asked if grouped else 1,
+    )
+    return _deepseek(fields, router, first=0)
+
+
+def deepseek_v3(fields: Fields, training: Training) -> Decoder:
+    """DeepSeek-V3 and R1: V2 with sigmoid gates. Its predictions of later tokens are left out, and the bias
+    that balances its experts stays 0, as in transformers."""
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("rope_interleave", True)
+    fields.raw("num_nextn_predict_layers")
+    router = nn.TopExperts(
+        training.capacity_factor,
+        chosen=fields.count("num_experts_per_tok", 8),
+        scores="sigmoid",
+        normalized=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 2.5),
+        groups=fields.count("n_group", 8),
+        groups_chosen=fields.count("topk_group", 4),
+    )
+    return _deepseek(fields, router, first=3)
+
+
+def _deepseek(fields: Fields, router: nn.TopExperts, first: int) -> Decoder:
+    """What DeepSeeks have in common; `first`: layers without experts, where the configuration names none."""
+    fields.only("moe_layer_freq", 1)
+    fields.only("attention_bias", False)
+    for name in ("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "num_key_value_heads"):
+        fields.raw(name)
+    _own_balance(fields)
+    width, plain = fields.count("moe_intermediate_size"), fields.count("qk_nope_head_dim", 128)
+    shared = fields.count("n_shared_experts", 1, least=0) * width
+    mixture = Mixture(fields.count("n_routed_experts"), width, router, shared)
+    latent = Latent(
+        fields.count("kv_lora_rank", 512),
+        fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0,
+        fields.count("qk_rope_head_dim", 64),
+        fields.count("v_head_dim", 128),
+    )
+    fields.raw("q_lora_rank")
+    made = _decoder(fields, latent=latent, mixture=mixture, scale=_sharper(fields))
+    dense = fields.count("first_k_dense_replace", first, least=0)
+    layers = tuple(replace(layer, experts=i >= dense) for i, layer in enumerate(made.layers))
+    return replace(made, layers=layers, d_kv=plain, kv_heads=0)
+
+
+def _sharper(fields: Fields) -> float:
+    """By how much positions that are stretched make attention's logits larger."""
+    said = fields.raw("rope_parameters") or fields.raw("rope_scaling") or {}
+    if not isinstance(said, dict):
+        return 1.0
+    inner = fields.part("rope_scaling", said)
+    all_dims = inner.number("mscale_all_dim")
+    return magnitude(inner.number("factor", 1.0), all_dims) ** 2 if all_dims else 1.0
 
 
 def _decoder(
