@@ -19,8 +19,10 @@ Nothing else in the project sets a handler. How to use this module:
 What was ignored when the process began stays ignored (SIGHUP under nohup, SIGINT of a shell's background).
 SIGTERM and SIGHUP after another signal are the same request, and so is Ctrl-C within `BURST` seconds: a
 closing terminal sends SIGHUP twice, wrappers forward the Ctrl-C that their child has got already. An import
-is not interrupted, since libraries make other errors of that: the signal is heard when it is over. While the
-command line itself is imported, and once a command is done, a signal ends the process at once (`start`).
+is not interrupted, since libraries make other errors of that: the signal is heard when it is over, which may
+take seconds, or ends the process at once where nothing can be lost (`nothing_to_keep`). While the command
+line itself is imported, and once a command is done, a signal ends the process at once (`start`). Before that
+is the interpreter's own start: there Ctrl-C is Python's, which may show where it was.
 
 A main thread that is in a library's code hears nothing. A second thread sees to it that the process ends all
 the same: at the second Ctrl-C, or `PATIENCE` seconds after SIGTERM or SIGHUP unless work within `told` goes
@@ -60,12 +62,16 @@ class _State:
       working: pieces of work within `told`, also those that were told already; `done`: when the last ended.
       waits: a request waits for the end of an import; `again`: it is sent once more by ourselves.
       ends: signals end the process at once between commands.
+      leaves: what is said before a signal in an import ends the process; the outermost, which comes first.
+      undone: what is put right before the process is ended, the first last.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.at = self.done = -math.inf
         self.told: list[Callable[[], None]] = []
+        self.leaves: list[Callable[[], None]] = []
+        self.undone: list[Callable[[], object]] = []
         self.working = 0
         self.waits = self.again = self.ends = False
 
@@ -119,6 +125,27 @@ def told(stop: Callable[[], None], numbers: Sequence[int] = (signal.SIGINT,)) ->
         yield
 
 
+@contextlib.contextmanager
+def nothing_to_keep(say: Callable[[], None]) -> Iterator[None]:
+    """Within it, and not within `told`, a signal during an import ends the process at once, after `say`."""
+    _state.leaves.append(say)
+    try:
+        yield
+    finally:
+        _state.leaves.remove(say)
+
+
+@contextlib.contextmanager
+def put_right(undo: Callable[[], object]) -> Iterator[None]:
+    """Does `undo` at the end, also where a signal ends the process."""
+    _state.undone.append(undo)
+    try:
+        yield
+    finally:
+        _state.undone.remove(undo)
+        undo()
+
+
 def exit_code() -> int:
     """The exit code of a command that was interrupted: 128 + the signal's number."""
     return 128 + (signal.SIGINT if _state.number is None else _state.number)
@@ -155,7 +182,9 @@ def _hear(number: int, frame: FrameType | None) -> None:
     else:
         _state.number, _state.at = number, now
     _state.waits = _importing(frame) and now - _state.at < IMPORT
-    if _state.waits:
+    if _state.waits and _state.leaves and not _state.told:
+        _end(number, _state.leaves[0])
+    elif _state.waits:
         later = threading.Timer(0.05, _send_again, (number,))
         later.daemon = True
         later.start()
@@ -179,8 +208,11 @@ def _send_again(number: int) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
-def _end(number: int) -> NoReturn:
+def _end(number: int, say: Callable[[], None] = lambda: None) -> NoReturn:
     """Ends the process whatever it does; a display may have hidden the cursor."""
+    for undo in _state.undone[::-1]:
+        undo()
+    say()
     if os.isatty(2):
         os.write(2, b"\x1b[?25h")
     _leave(number)

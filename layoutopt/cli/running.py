@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layoutopt import signals
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def start_devices(terminal: Terminal, count: int, cluster: Cluster | None = None
         start_cluster(cluster, count)
         return
     terminal.say(f"starting {count} devices")
-    with hushed():
+    with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
         from mesh_tf_core.engines import prepare
 
         prepare(count)
@@ -83,13 +84,13 @@ def hushed() -> Iterator[None]:
     with tempfile.TemporaryFile() as kept:
         os.dup2(kept.fileno(), 2)
         try:
-            yield
+            with signals.put_right(lambda: os.dup2(saved, 2)):
+                yield
         except ImportError:
             kept.seek(0)
-            os.write(saved, kept.read())
+            os.write(2, kept.read())
             raise
         finally:
-            os.dup2(saved, 2)
             os.close(saved)
 
 

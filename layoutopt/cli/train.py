@@ -100,6 +100,12 @@ def train(
         terminal = Terminal(as_json, quiet or not shown)
         if checkpoint is not None and shown:
             _own(stack, terminal, checkpoint)  # before any work is done for it
+
+        def stopped() -> None:
+            terminal.say(run.stopped() if run is not None else "stopped before the training began")
+
+        if members is None:  # the others of a cluster are told
+            stack.enter_context(signals.nothing_to_keep(stopped))
         try:
             machine = read_hardware(hardware, set_hardware)
             loaded = load_model(model, settings or ())
@@ -114,7 +120,7 @@ def train(
             run.train(open_trainer(terminal, loaded, given, members), every)
             run.evaluate(held_out)
         except KeyboardInterrupt:
-            terminal.say(run.stopped() if run is not None else "stopped before the training began")
+            stopped()
             raise
     if shown:
         terminal.result(run.result())

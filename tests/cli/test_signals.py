@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,3 +192,32 @@ with signals.command():
 def test_work_that_was_told_has_its_time() -> None:
     done = python(WORKING)
     assert (done.returncode, done.stdout, done.stderr) == (0, "told\ndone\n", "")
+
+
+def test_an_import_is_not_waited_for_where_nothing_can_be_lost(tmp_path: Path) -> None:
+    slow = "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "slow.py").write_text(slow)
+    program = """
+from layoutopt import signals
+with signals.command(), signals.nothing_to_keep(lambda: print("said", flush=True)):
+    with signals.nothing_to_keep(lambda: print("the inner one knows less")):
+        with signals.put_right(lambda: print("put right", flush=True)):
+            import slow
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "put right\nsaid\n", "")
+
+
+def test_work_that_is_told_outlives_an_import_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "signalled.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    told: list[str] = []
+    left = signals.nothing_to_keep(lambda: told.append("left"))
+    with signals.command(), left, signals.told(lambda: told.append("stop")):
+        importlib.import_module("signalled")
+        while not told:
+            time.sleep(0.01)
+    assert told == ["stop"]
