@@ -1,13 +1,16 @@
 """How fast the search proves its answer, on real sizes and with everything free.
 
     python benchmarks/search.py [--only "language model"] [--out benchmarks/results/search.json]
+    python benchmarks/search.py --clip [--only MODEL] [--out benchmarks/results/clipping.json]
 
 Every row is a process of its own: seconds are CPU seconds of that process and its children, from reading the
 model to the written plan (loading Python included). Splits, storage, recomputation and microbatches are free
 in all rows, the mesh's shape too where devices are given. The last two rows of a model are about memory, on
 a small mesh: the least peak, and the fastest layout within 3 % more than that.
 Targets: a given mesh of three axes in 10 s; 512 devices over every shape of up to three axes in 60 s; 96
-layers take no longer than 6. Contest instances: see `contest.py`; random problems against enumeration: tests.
+layers take no longer than 6. With `--clip` every search of more models is done twice, without and with
+`clip_norm=1`, the norm over all gradients: 10 s and 25 s, and 1.3 times the search without. Contest
+instances: see `contest.py`; random problems against enumeration: tests.
 """
 
 from __future__ import annotations
@@ -43,7 +46,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "spatial CNN": ("resnet.py", {"batch": 512, "size": 256, "channels": 64, "dtype": "bfloat16"}),
     "3-D U-Net": ("unet3d.py", {"batch": 64, "size": 128, "channels": 32, "dtype": "bfloat16"}),
 }
-LAYERED = ("language model", "encoder-decoder", "mixture of experts")
+CLIPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    **MODELS,
+    "BERT": ("bert.py", {**LARGE, "dtype": "bfloat16"}),
+    "Reformer": ("reformer_lm.py", {**LARGE, "dtype": "bfloat16"}),
+    "perceptron": ("mlp.py", {"batch": 512, "hidden": 4096, "layers": 6, "dtype": "bfloat16"}),
+}
+LAYERED = ("language model", "encoder-decoder", "mixture of experts", "BERT", "Reformer")
 HARDWARE = "tpu-v4"
 MESH = ("--mesh", "data:8;model:8;more:8")
 DEVICES = ("--devices", "512", "--max-axes", "3")
@@ -72,6 +81,7 @@ class Row:
     layouts: str
     asked: str
     peak_bytes: int
+    clip_norm: float = 0.0
 
 
 def rows(only: str | None) -> Iterator[Row]:
@@ -86,10 +96,26 @@ def rows(only: str | None) -> Iterator[Row]:
             yield run(name, layers, SMALL_MESH, ("--memory", str(int(TIGHT * least.peak_bytes))))
 
 
-def run(name: str, layers: int | None, where: tuple[str, ...], asked: tuple[str, ...] = ()) -> Row:
+def clipped_rows(only: str | None) -> Iterator[Row]:
+    for name in CLIPPED:
+        if only is None or only in name:
+            layers = 6 if name in LAYERED else None
+            for where in (MESH, DEVICES):
+                for clip_norm in (0.0, 1.0):
+                    yield run(name, layers, where, clip_norm=clip_norm)
+
+
+def run(
+    name: str,
+    layers: int | None,
+    where: tuple[str, ...],
+    asked: tuple[str, ...] = (),
+    clip_norm: float = 0.0,
+) -> Row:
     """One search by the command line; raises CalledProcessError with its message on stderr."""
-    file, hparams = MODELS[name]
+    file, hparams = CLIPPED[name]
     settings = {**hparams, **({"layers": layers} if layers else {})}
+    settings |= {"clip_norm": clip_norm} if clip_norm else {}
     command = [sys.executable, "-m", "layoutopt", "search", str(ROOT / "examples" / file), *where, *asked]
     command += ["--hardware", HARDWARE, "--json", "--quiet"]
     for key, value in settings.items():
@@ -116,6 +142,7 @@ def run(name: str, layers: int | None, where: tuple[str, ...], asked: tuple[str,
         plan["solver"]["layouts_considered"],
         " ".join(asked),
         plan["predicted"]["peak_memory_bytes"],
+        clip_norm,
     )
 
 
@@ -124,6 +151,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", help="models whose name has this in it")
+    parser.add_argument("--clip", action="store_true", help="without and with clip_norm=1")
     parser.add_argument("--out", type=Path, help="write the rows there as JSON")
     asked = parser.parse_args()
     found = []
@@ -132,9 +160,9 @@ def main() -> None:
         end="",
     )
     print(f"{'step ms':>10}  best baseline")
-    for row in rows(asked.only):
+    for row in (clipped_rows if asked.clip else rows)(asked.only):
         found.append(row)
-        where = f"{row.where} {row.asked}"
+        where = f"{row.where} {row.asked}{'clip_norm=1' if row.clip_norm else ''}"
         print(f"{row.model:20}{row.layers or '':>7}  {where:38}{row.status:>9}{row.gap:>7.1g}", end="")
         ratio = f" ({row.rival_ms / row.step_ms:.2f}x)" if row.rival_ms else ""
         print(f"{row.cpu_seconds:>8.1f}{row.step_ms:>10.4g}  {row.baseline}{ratio}", flush=True)

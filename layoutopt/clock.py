@@ -61,6 +61,10 @@ class Clock:
         """The limit has passed."""
         return self.left == 0.0
 
+    def part(self, share: float) -> Clock:
+        """Counts down a part of what is left."""
+        return Clock(None if self.left is None else share * self.left)
+
     def hurry(self) -> None:
         """Leaves no time from now on."""
         self.limit = self.elapsed

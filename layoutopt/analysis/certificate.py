@@ -8,7 +8,7 @@ A problem, one mesh shape with one number of microbatches, is ruled out in one o
              takes to say so, over the options that may be in something faster (`fixing`)
   listed     all its layouts that are faster were listed, and none of them fits: a memory row is overfull, or
              lowering the whole graph and walking its memory says so
-What takes more than `MOST` layouts to list stays open.
+What takes more than `MOST` layouts to list, or more time than there is, stays open.
 """
 
 from __future__ import annotations
@@ -56,14 +56,19 @@ class Ruled:
 
 @dataclass(frozen=True)
 class Certificate:
-    """All problems of a plan's search."""
+    """The problems of a plan's search.
+
+    Attributes:
+      complete: these are all.
+    """
 
     problems: tuple[Ruled, ...]
+    complete: bool = True
 
     @property
     def verified(self) -> bool:
         """Nothing that was searched is faster than the plan."""
-        return all(p.how in ("pieces", "bound", "listed") for p in self.problems)
+        return self.complete and all(p.how in ("pieces", "bound", "listed") for p in self.problems)
 
     @property
     def faster(self) -> Ruled | None:
@@ -84,8 +89,12 @@ class Certificate:
             layout = self.faster.faster or "nothing split"
             return f"wrong: {layout} on {self.faster.mesh} is faster and fits"
         count = len(self.problems)
+        if not count:
+            return "no problem was checked: there was no time"
         said = f"{count} problem{'s' if count > 1 else ''}, ruled out without a solver: {', '.join(parts)}"
-        return said if self.verified else f"{said}; {counts['open']} not checked: too many layouts to list"
+        if counts["open"]:
+            said += f"; {counts['open']} not checked: too many layouts to list"
+        return said if self.complete else f"{said}; then the time was over, and the others are not checked"
 
 
 def certify(

@@ -14,6 +14,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import Cost
+from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
@@ -106,20 +107,21 @@ class Asked:
         return {**asdict(self), "pins": rules or None}
 
 
-Find = Callable[[str, float | None, str | None], Answer]
-"""find(condition in words, bytes of memory, further pins)"""
+Find = Callable[[str, float | None, str | None, Clock], Answer]
+"""find(condition in words, bytes of memory, further pins, the time for it)"""
+NO_TIME = "there was no time"
 
 
 def finder(model: Model, plan: Plan, hardware: Hardware, asked: Asked, objective: str = "time") -> Find:
     """Searches on the plan's mesh under other conditions, for the same `objective`."""
     from layoutopt import search
 
-    def find(condition: str, memory: float | None, pins: str | None) -> Answer:
-        more = asked.with_pins(pins)
+    def find(condition: str, memory: float | None, pins: str | None, clock: Clock = UNLIMITED) -> Answer:
+        if clock.over:
+            return Answer(condition, None, None, "", False, NO_TIME)
+        more = {**asked.with_pins(pins), "objective": objective, "time_limit": clock.rest}
         try:
-            found = search(
-                model, mesh=plan.mesh, hardware=hardware, memory=memory, objective=objective, **more
-            )
+            found = search(model, mesh=plan.mesh, hardware=hardware, memory=memory, **more)
         except (InfeasibleError, LimitError) as error:
             return Answer(condition, None, None, "", isinstance(error, InfeasibleError), str(error))
         p, proven = found.predicted, found.solver.status == "OPTIMAL"

@@ -8,6 +8,7 @@ prediction rests on are off by what their sources admit.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
 from layoutopt.analysis.explain import Asked
+from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.plan import details
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import Robustness
@@ -26,7 +28,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.model import Model
 
 FACTORS = (0.5, 1.0, 2.0)
-DRAWS = 40
+DRAWS, LEAST = 40, 10
 LONGEST = 1.5
 """Layouts that take longer than so many times the answer are left out."""
 
@@ -62,7 +64,13 @@ Told = Callable[[str], None]
 
 
 def sensitivity(
-    model: Model, plan: Plan, hardware: Hardware, limit: float, asked: Asked, told: Told = lambda _: None
+    model: Model,
+    plan: Plan,
+    hardware: Hardware,
+    limit: float,
+    asked: Asked,
+    told: Told = lambda _: None,
+    clock: Clock = UNLIMITED,
 ) -> list[Curve]:
     """The best under half and twice the bandwidth, memory and devices.
 
@@ -72,10 +80,17 @@ def sensitivity(
     from layoutopt import search
 
     more: Mapping[str, Any] = asked.with_pins(None)
+    devices = plan.mesh.devices
+    reshaped = not asked.pins and not asked.forbid and devices % 2 == 0
+    left = itertools.count(6 if reshaped else 4, -1)
 
     def trial(value: float, words: str, **change: Any) -> Trial:
         told(words)
-        now = {"mesh": plan.mesh, "hardware": hardware, "memory": limit, **more, **change}
+        own = clock.part(1 / next(left))
+        if own.over:
+            return Trial(value, None, False)
+        limits = {"memory": limit, "time_limit": own.rest}
+        now = {"mesh": plan.mesh, "hardware": hardware, **limits, **more, **change}
         try:
             return _trial(value, search(model, **now))
         except (InfeasibleError, LimitError) as error:
@@ -92,8 +107,7 @@ def sensitivity(
         curve("bandwidth", 1.0, lambda times: {"hardware": with_bandwidth(hardware, times)}),
         curve("memory", limit, lambda times: {"memory": limit * times}),
     ]
-    devices = plan.mesh.devices
-    if not asked.pins and not asked.forbid and devices % 2 == 0:
+    if reshaped:
         axes = max(2, len(plan.mesh.axes))
         other = {"mesh": None, "max_axes": axes}
         curves.append(curve("devices", devices, lambda times: {**other, "devices": int(devices * times)}))
@@ -108,8 +122,11 @@ def _trial(value: float, plan: Plan) -> Trial:
     return Trial(value, data.predicted.step_seconds, proven, sizes, str(plan.layout), data.in_short(), answer)
 
 
-def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS) -> Robustness:
-    """Prices the answer and the alternatives that fit on machines drawn within the uncertainties."""
+def robustness(
+    model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS, clock: Clock = UNLIMITED
+) -> Robustness:
+    """Prices the answer and the alternatives that fit on machines drawn within the uncertainties; on
+    `LEAST` at least."""
     known = [n.uncertainty for _, n in hardware.numbers()] + [c.uncertainty for _, c in hardware.curves()]
     uncertain = sum(1 for u in known if u)
     if not uncertain:
@@ -118,6 +135,8 @@ def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS)
     wins: Counter[str] = Counter()
     worst = 0.0
     for seed in range(draws):
+        if seed >= LEAST and clock.over:
+            break
         machine = drawn(hardware, seed)
         seconds = {n: pricer(machine, p).cost(p).step_seconds for n, p in programs.items()}
         best = min(seconds, key=lambda n: (seconds[n], n != ""))
@@ -125,7 +144,7 @@ def robustness(model: Model, plan: Plan, hardware: Hardware, draws: int = DRAWS)
         worst = max(worst, seconds[""] / seconds[best] - 1)
     others = [(count, name) for name, count in wins.items() if name]
     return Robustness(
-        draws=draws,
+        draws=wins.total(),
         wins=wins[""],
         worst=worst,
         runner_up=max(others)[1] if others else "",

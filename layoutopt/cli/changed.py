@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from layoutopt.cli.plans import Planned, asked_of
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.terminal import Terminal, table
+from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
@@ -42,13 +43,14 @@ class Changed:
                 best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.options)))
                 best = best.replace("; ", ";").replace(";", "; ")
                 seconds = t.step_seconds
+                nothing = "nothing fits" if t.proven else "unknown"
                 rows.append(
                     (
                         curve.factor,
                         _value(curve.factor, t.value),
-                        "nothing fits" if seconds is None else seconds_text(seconds),
+                        nothing if seconds is None else seconds_text(seconds),
                         "" if seconds is None else times_text(seconds, self.step),
-                        "the same" if t.answer == now else best,
+                        "the same" if t.answer == now else best if t.answer else "",
                         "yes" if t.proven else "no",
                     )
                 )
@@ -77,7 +79,7 @@ def _value(factor: str, value: float) -> str:
     return f"{value:g}" if factor == "devices" else f"{value:g}×"
 
 
-def changed_conditions(terminal: Terminal, found: Planned) -> Changed:
+def changed_conditions(terminal: Terminal, found: Planned, clock: Clock) -> Changed:
     """Searches under every changed condition, and prices the alternatives on varied hardware."""
     from layoutopt.analysis.sensitivity import robustness, sensitivity
 
@@ -88,9 +90,9 @@ def changed_conditions(terminal: Terminal, found: Planned) -> Changed:
         def told(words: str) -> None:
             bar.update(next(done), words)
 
-        curves = sensitivity(model, plan, found.hardware, found.limit, asked_of(plan), told)
+        curves = sensitivity(model, plan, found.hardware, found.limit, asked_of(plan), told, clock)
         told("uncertain hardware")
-        robust = robustness(model, plan, found.hardware)
+        robust = robustness(model, plan, found.hardware, clock=clock)
     return Changed(plan.predicted.step_seconds, curves, robust)
 
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.changed import Changed, changed_conditions, proven, with_found
-from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option
+from layoutopt.cli.options import (
+    JsonOption,
+    QuietOption,
+    TimeLimitOption,
+    check_out,
+    examples,
+    path_option,
+    time_limited,
+)
 from layoutopt.cli.plan_tables import rules_text, summary
 from layoutopt.cli.plans import (
     ModelOption,
@@ -23,6 +31,7 @@ from layoutopt.cli.plans import (
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text, share_text, some
 
 if TYPE_CHECKING:
@@ -71,6 +80,7 @@ def explain(
         ),
     ] = None,
     model: ModelOption = None,
+    time_limit: TimeLimitOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -79,20 +89,23 @@ def explain(
     from layoutopt.evaluator import evaluate
     from mesh_tf_core.errors import UserError
 
+    clock = time_limited(time_limit)
     terminal = Terminal(as_json, quiet)
     check_out(out)
     found = open_plan(plan, model)
-    own = found.plan
-    evaluation = evaluate(found.loaded.model, own.mesh, own.layout, found.hardware, own.options)
+    its = found.plan
+    evaluation = evaluate(found.loaded.model, its.mesh, its.layout, found.hardware, its.options)
     other = _against(found, against)
-    said = disagreements(own, evaluation)
+    said = disagreements(its, evaluation)
     if said and (numbers := _other_numbers(found)):
         said.insert(0, f"made with other hardware numbers: {some(numbers, LARGEST)}")
     if sensitivity and for_memory(found):
         raise UserError("--sensitivity varies what makes a step fast: it needs a plan of another --objective")
-    proof = checked_proof(terminal, found, evaluation, said) if check else None
-    answers = _searched(terminal, found, list(pin or ()))
-    changed = changed_conditions(terminal, found) if sensitivity else None
+    # What is asked for shares the time.
+    own = clock.part(1 / (1 + check + sensitivity))
+    proof = checked_proof(terminal, found, evaluation, said, own) if check else None
+    answers = _searched(terminal, found, list(pin or ()), clock.part(1 / (1 + sensitivity)))
+    changed = changed_conditions(terminal, found, clock) if sensitivity else None
     with terminal.saved(out, with_found(found.plan, changed, proof).save, "the plan"):
         _tell(terminal, found, said, evaluation, other, answers, changed, proof)
     if proof is not None and proof.faster is not None:
@@ -113,8 +126,10 @@ def for_memory(found: Planned) -> bool:
     return where_of(found.plan).objective == "memory"
 
 
-def checked_proof(terminal: Terminal, found: Planned, evaluation: Evaluation, said: list[str]) -> Certificate:
-    """Rules out every problem of the plan's search once more.
+def checked_proof(
+    terminal: Terminal, found: Planned, evaluation: Evaluation, said: list[str], clock: Clock
+) -> Certificate:
+    """Rules out every problem of the plan's search once more, or as many as there is time for.
 
     Args:
       said: where the plan's prediction is not that of `evaluation`.
@@ -122,7 +137,7 @@ def checked_proof(terminal: Terminal, found: Planned, evaluation: Evaluation, sa
     Raises:
       UserError: a plan that was for memory, claims no proof, or is not what it says.
     """
-    from layoutopt.analysis.certificate import Certificate, certify
+    from layoutopt.analysis.certificate import Certificate, Ruled, certify
     from mesh_tf_core.errors import UserError
 
     plan, asked = found.plan, where_of(found.plan)
@@ -139,8 +154,10 @@ def checked_proof(terminal: Terminal, found: Planned, evaluation: Evaluation, sa
         raise UserError(f"--check: the plan's layout needs {needs} and was searched for {limit}")
     with terminal.waiting("ruling out what was searched"):
         rules, axes = asked_of(plan), asked.max_axes
-        ruled = certify(found.loaded.model, plan, found.hardware, found.limit, rules, asked.devices, axes)
-        return Certificate(tuple(ruled))
+        problems = certify(found.loaded.model, plan, found.hardware, found.limit, rules, asked.devices, axes)
+        ruled: list[Ruled] = []
+        complete = clock.within(0.0, lambda: ruled.extend(problems))
+        return Certificate(tuple(ruled), complete)
 
 
 def _against(found: Planned, layout: str | None) -> Evaluation | None:
@@ -166,7 +183,7 @@ def _alike(found: Planned, other: Evaluation) -> Evaluation | None:
         return None
 
 
-def _searched(terminal: Terminal, found: Planned, pins: list[str]) -> dict[str, list[Answer]]:
+def _searched(terminal: Terminal, found: Planned, pins: list[str], clock: Clock) -> dict[str, list[Answer]]:
     """The searches under other conditions: without the limit, without each split, with each pin."""
     from layoutopt.analysis.explain import finder, split_rules
 
@@ -180,7 +197,8 @@ def _searched(terminal: Terminal, found: Planned, pins: list[str]) -> dict[str, 
     with Steps(terminal, "searching", len(questions)) as bar:
         for n, (kind, condition, memory, rules) in enumerate(questions):
             bar.update(n, condition)
-            answers[kind].append(find(condition, memory, rules))
+            own = clock.part(1 / (len(questions) - n))
+            answers[kind].append(find(condition, memory, rules, own))
     return answers
 
 
@@ -232,6 +250,8 @@ def _binds(found: Planned, evaluation: Evaluation, answers: dict[str, list[Answe
             f"not the limit, of which {bytes_text(room)} are free: the least memory was searched for",
         )
     free = answers["limit"][0]
+    if not free.proven and (free.seconds is None or free.seconds >= step):
+        return "binds", f"unknown: {bytes_text(room)} are free, and there was no time to search with more"
     if free.seconds is None or free.seconds >= step * (1 - 1e-9):
         return "binds", f"not the memory: {bytes_text(room)} are free, and more would not make it faster"
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import unicodedata
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.units import parse_bytes
+from layoutopt.clock import Clock
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -109,6 +111,17 @@ TimeLimitOption = Annotated[
         "--time-limit", metavar="SECONDS", help="Stop there with the best so far.", show_default="none"
     ),
 ]
+
+
+def time_limited(seconds: float | None) -> Clock:
+    """The clock of `--time-limit`, which begins now."""
+    from mesh_tf_core.errors import UserError
+
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UserError(f"--time-limit {seconds!r}: needs a positive number of seconds")
+    return Clock(seconds)
+
+
 ClusterOption = Annotated[
     bool, typer.Option("--cluster", help="Run with the other processes of TF_CONFIG (see docs/clusters.md).")
 ]

@@ -28,6 +28,7 @@ from layoutopt.cli.options import (
     read_hardware,
     read_memory,
     read_mesh,
+    time_limited,
 )
 from layoutopt.cli.plan_tables import show_plan
 from layoutopt.cli.plans import where_of
@@ -138,7 +139,7 @@ def search(
     quiet: QuietOption = False,
 ) -> None:
     """Find the best layout of a model, prove it, and show it with its alternatives."""
-    clock = Clock(time_limit)  # of all that this command does
+    clock = time_limited(time_limit)  # of all that this command does
     from costmodels.hardware import with_settings
     from layoutopt import search as find
     from layoutopt.models.loading import load_model

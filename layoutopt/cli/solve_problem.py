@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples
+from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples, time_limited
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.clock import Clock
@@ -42,7 +42,7 @@ def solve_problem(
     quiet: QuietOption = False,
 ) -> None:
     """Solve a problem in the general form, or in the contest's."""
-    clock = Clock(time_limit)  # of all that this command does
+    clock = time_limited(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
     from layoutopt.problem import load, solve
 

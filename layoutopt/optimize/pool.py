@@ -7,10 +7,10 @@ no plan is slower than what experts would have written.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
@@ -93,17 +93,16 @@ class Pool:
 
     # -- layouts by name -------------------------------------------------------------------------------------
 
-    def price_named(self, seconds: float = math.inf) -> None:
+    def price_named(self, clock: Clock = UNLIMITED) -> None:
         """Prices what experts would write, to have something early: as lean as it can be until something
-        fits, then as it is; for so many seconds."""
-        until = time.monotonic() + seconds
+        fits, then as it is; until the time of `clock` is over."""
         for lean in (True, False):
             # More microbatches need less memory.
             for subproblem in self.subproblems[::-1] if lean else self.subproblems:
                 if lean and self.fitting(self.request.limit):
                     break
                 for mesh, layout, options in self._named(subproblem.mesh, {}):
-                    if time.monotonic() > until:
+                    if clock.over:
                         return
                     parts = subproblem.microbatches
                     wanted = subproblem.decided.leanest if lean else replace(options, microbatches=parts)

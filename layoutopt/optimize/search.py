@@ -139,7 +139,7 @@ class Search:
             self.pool.subproblems.append(subproblem)
         self.listed = True
         if request.clock.left is not None:
-            self.pool.price_named(NAMED_SHARE * request.clock.left)
+            self.pool.price_named(request.clock.part(NAMED_SHARE))
         if request.objective == "memory":
             self._leanest(request.limit)
             best = self.pool.best()

@@ -242,3 +242,35 @@ def test_other_hardware_numbers_are_told(
     said = result("explain", str(path))["disagreements"]
     assert said[0] == f"made with other hardware numbers: {number['path']}"
     assert said[1].startswith("step_seconds is ")
+
+
+def test_what_there_was_no_time_for_is_unknown(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], plan_file: Path
+) -> None:
+    asked = (
+        "explain",
+        str(plan_file),
+        "--time-limit",
+        "0.0001",
+        "--check",
+        "--sensitivity",
+        "--pin",
+        "batch:none",
+    )
+    found = result(*asked)
+    assert found["agrees"] and found["memory"]["step_seconds_without_limit"] is None
+    rules = [*found["splits"], *found["pins"]]
+    assert [(w["step_seconds"], w["proven"], w["reason"]) for w in rules] == [
+        (None, False, "there was no time")
+    ] * len(rules)
+    assert not found["proof"]["verified"]
+    assert found["proof"]["words"] == "no problem was checked: there was no time"
+    points = [p for curve in found["sensitivity"] for p in curve["points"]]
+    assert [p["proven"] for p in points if p["step_seconds"] is None] == [False] * 6
+    text = run(*asked).stdout
+    assert "there was no time to search with more" in text and "nothing fits" not in text
+
+
+def test_a_clock_of_explain_is_checked(refused: Callable[..., str], plan_file: Path) -> None:
+    line = refused("explain", str(plan_file), "--time-limit", "0")
+    assert line == "--time-limit 0.0: needs a positive number of seconds"
