@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
     from layoutopt.api import search
     from layoutopt.importers.huggingface import from_huggingface
+    from layoutopt.importers.jax.model import from_jax
     from layoutopt.plan.build import Plan, load_plan
 
-__all__ = ["Plan", "from_huggingface", "load_plan", "search"]
+__all__ = ["Plan", "from_huggingface", "from_jax", "load_plan", "search"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,7 @@ def __getattr__(name: str) -> Any:
     homes = {
         "search": "layoutopt.api",
         "from_huggingface": "layoutopt.importers.huggingface",
+        "from_jax": "layoutopt.importers.jax.model",
         "Plan": "layoutopt.plan.build",
         "load_plan": "layoutopt.plan.build",
     }

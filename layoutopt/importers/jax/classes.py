@@ -1,0 +1,280 @@
+"""Which factors are one dimension, and so have one name.
+
+Two factors of one array never are: a dimension that would meet itself there (the lengths of queries and keys
+in self-attention, the two sides of a square weight) is kept apart by refusing one of the relations that would
+unite them. Relations go by how certain they are, so that positions, masks and products of two activations
+give way to parameters and the residual stream. A relation that was refused is a change of names when the
+model runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from layoutopt.importers.jax.equations import Block, Equation, Operand, Var
+from layoutopt.importers.jax.factors import Factors
+from layoutopt.importers.jax.relations import Axis, Join, Part, Regroup, Relation, Same
+
+Node = int
+
+_PARAMETER, _FLOAT, _WHOLE = 1, 2, 4
+"""What a value is made of: parameters, the batch's fractions, the batch's whole numbers."""
+
+
+@dataclass
+class Classes:
+    """Dimensions.
+
+    Attributes:
+      nodes: (id of an operand, axis) -> the classes of its factors, once `find` has been asked.
+      size: node -> its size.
+      refused: pairs of nodes that a relation wanted to unite.
+    """
+
+    factors: Factors
+    nodes: dict[tuple[int, int], tuple[Node, ...]] = field(default_factory=dict)
+    size: list[int] = field(default_factory=list)
+    refused: list[tuple[Node, Node]] = field(default_factory=list)
+    _parent: list[int] = field(default_factory=list)
+    _apart: list[set[int]] = field(default_factory=list)
+
+    def find(self, node: Node) -> Node:
+        """The node that stands for the class."""
+        while self._parent[node] != node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def of(self, operand: Operand, axis: int) -> tuple[Node, ...]:
+        """The classes of an axis, one per factor."""
+        return tuple(map(self.find, self.nodes.get((id(operand), axis), ())))
+
+    def all(self, operand: Operand) -> tuple[Node, ...]:
+        """The classes of all axes."""
+        return tuple(c for a in range(len(operand.shape)) for c in self.of(operand, a))
+
+    def apart(self, node: Node) -> frozenset[Node]:
+        """The classes that it meets in an array."""
+        return frozenset(map(self.find, self._apart[self.find(node)]))
+
+    def unite(self, a: Node, b: Node) -> bool:
+        """Makes two classes one, unless they meet in an array."""
+        a, b = self.find(a), self.find(b)
+        if a == b:
+            return True
+        if b in self._apart[a]:
+            self.refused.append((a, b))
+            return False
+        if len(self._apart[a]) < len(self._apart[b]):
+            a, b = b, a
+        self._parent[b] = a
+        for other in self._apart[b]:
+            self._apart[other].discard(b)
+            self._apart[other].add(a)
+        self._apart[a] |= self._apart[b]
+        self._apart[b] = set()
+        return True
+
+    def add(self, operand: Operand) -> None:
+        """An operand, whose factors are apart."""
+        own: list[int] = []
+        for axis in range(len(operand.shape)):
+            found = []
+            for size in self.factors.sizes.get((id(operand), axis), ()):
+                node = len(self._parent)
+                self._parent.append(node)
+                self.size.append(size)
+                self._apart.append(set())
+                found.append(node)
+            self.nodes[id(operand), axis] = tuple(found)
+            own += found
+        for node in own:
+            self._apart[node].update(n for n in own if n != node)
+
+    def members(self) -> dict[Node, list[Node]]:
+        """Class -> its nodes."""
+        found: dict[Node, list[Node]] = defaultdict(list)
+        for node in range(len(self._parent)):
+            found[self.find(node)].append(node)
+        return found
+
+
+def classes(
+    block: Block,
+    factors: Factors,
+    parameters: Sequence[Var],
+    batch: Sequence[Var],
+    hints: Iterable[Sequence[Axis]] = (),
+) -> Classes:
+    """The dimensions of a block.
+
+    Args:
+      parameters, batch: those of its variables that are.
+      hints: axes that are the same because somebody says so.
+    """
+    found = Classes(factors)
+    for operand in factors.operands.values():
+        found.add(operand)
+    for axes in hints:
+        for axis in axes[1:]:
+            _unite_axes(found, axes[0], axis)
+    made_of = _made_of(block, parameters, batch)
+    edges: dict[int, dict[int, list[tuple[Node, Node]]]] = defaultdict(lambda: defaultdict(list))
+    for equation, relation in factors.related:
+        of_equation = edges[_certainty(equation, relation, made_of)][id(equation)]
+        of_equation += _edges(found, factors, equation, relation)
+    for level in sorted(edges):
+        listed = list(edges[level].values())
+        # The product of weights and values knows its queries, which that of queries and keys must follow.
+        for pairs in reversed(listed) if level == _PRODUCTS else listed:
+            for a, b in pairs:
+                found.unite(a, b)
+        if level == _CERTAIN:
+            _templates(found, parameters)
+    _templates(found, parameters)
+    _twins(found)
+    return found
+
+
+_CERTAIN, _PRODUCTS, _FREE = 1, 2, 3
+
+
+def _certainty(equation: Equation, relation: Relation, made_of: Mapping[int, int]) -> int:
+    if isinstance(relation, Same) and relation.kind == "ids":
+        return _CERTAIN
+    ends: list[Operand]
+    match relation:
+        case Same():
+            ends = [relation.a[0], relation.b[0]]
+        case Regroup():
+            ends = [relation.x, relation.y]
+        case Part():
+            ends = [relation.x[0], relation.y[0]]
+        case Join():
+            ends = [relation.y[0], *(x[0] for x in relation.xs)]
+    strong = _PARAMETER | _FLOAT
+    if not all(made_of.get(id(v), 0) & strong and _is_float(v) for v in ends):
+        return _FREE
+    if isinstance(relation, Same) and relation.kind == "product":
+        x, y = (made_of.get(id(v), 0) for v in equation.ins[:2])
+        if x & ~_PARAMETER and y & ~_PARAMETER:
+            return _PRODUCTS
+    return _CERTAIN
+
+
+def _is_float(v: Operand) -> bool:
+    return v.dtype.startswith(("float", "bfloat"))
+
+
+def _made_of(block: Block, parameters: Sequence[Var], batch: Sequence[Var]) -> dict[int, int]:
+    """id of an operand -> what it is made of."""
+    found: dict[int, int] = {id(v): _PARAMETER for v in parameters}
+    found.update({id(v): _FLOAT if _is_float(v) else _WHOLE for v in batch})
+
+    def run(inner: Block) -> None:
+        for e in inner.equations:
+            for sub, given in ((e.body, e.ins), (e.backward, [*e.ins, *e.outs])):
+                if sub is None:
+                    continue
+                for x, v in zip(given, sub.ins, strict=False):
+                    found[id(v)] = found.get(id(v), 0) | found.get(id(x), 0)
+                run(sub)
+                if e.prim == "scan":
+                    n, c = e.params["consts"], e.params["carry"]
+                    for v, y in zip(sub.ins[n : n + c], sub.outs[:c], strict=True):
+                        found[id(v)] = found.get(id(v), 0) | found.get(id(y), 0)
+                    run(sub)
+            if e.body is not None:
+                for y, inner_y in zip(e.outs, e.body.outs, strict=True):
+                    found[id(y)] = found.get(id(inner_y), 0)
+                continue
+            made = 0
+            for x in e.ins:
+                made |= found.get(id(x), 0)
+            for y in e.outs:
+                found[id(y)] = made
+
+    run(block)
+    return found
+
+
+def _edges(
+    found: Classes, factors: Factors, equation: Equation, relation: Relation
+) -> Iterator[tuple[Node, Node]]:
+    def nodes(axis: Axis) -> tuple[Node, ...]:
+        return found.nodes.get((id(axis[0]), axis[1]), ())
+
+    def all_nodes(v: Operand) -> list[Node]:
+        return [n for a in range(len(v.shape)) for n in nodes((v, a))]
+
+    match relation:
+        case Same():
+            a, b = nodes(relation.a), nodes(relation.b)
+            sized = relation.kind == "sized" and len(a) == len(b) == 1
+            if sized or _sizes(found, a) == _sizes(found, b):
+                yield from zip(a, b, strict=True)
+        case Regroup():
+            if id(equation) not in factors.whole:
+                yield from zip(all_nodes(relation.x), all_nodes(relation.y), strict=True)
+        case Part():
+            x, y = nodes(relation.x), nodes(relation.y)
+            if y and _sizes(found, x[-len(y) :]) == _sizes(found, y):
+                yield from zip(x[-len(y) :], y, strict=True)
+        case Join():
+            if id(equation) in factors.joined:
+                y = nodes(relation.y)
+                for axis in relation.xs:
+                    x = nodes(axis)
+                    if x and _sizes(found, y[-len(x) :]) == _sizes(found, x):
+                        yield from zip(y[-len(x) :], x, strict=True)
+
+
+def _sizes(found: Classes, nodes: Sequence[Node]) -> list[int]:
+    return [found.size[n] for n in nodes]
+
+
+def _unite_axes(found: Classes, a: Axis, b: Axis) -> None:
+    for x, y in zip(found.of(*a), found.of(*b), strict=False):
+        found.unite(x, y)
+
+
+def template(path: str) -> str:
+    """A path without its numbers: that of the same parameter in every layer."""
+    return re.sub(r"\d+", "#", path)
+
+
+def _templates(found: Classes, parameters: Sequence[Var]) -> None:
+    """Parameters whose paths differ by a number only have the same dimensions, where that is possible."""
+    first: dict[tuple[object, ...], Var] = {}
+    for v in parameters:
+        sizes = tuple(found.factors.sizes[id(v), a] for a in range(len(v.shape)))
+        one = first.setdefault((template(v.path), sizes), v)
+        for a in range(len(v.shape)):
+            if one is not v:
+                before = len(found.refused)
+                _unite_axes(found, (one, a), (v, a))
+                del found.refused[before:]
+
+
+def _twins(found: Classes) -> None:
+    """Dimensions that are refused by the same one are the other side of it, all of one name; so are those
+    that meet the same dimensions."""
+    sides: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+    for a, b in list(found.refused):
+        for x, y in ((a, b), (b, a)):
+            sides[found.find(x), found.size[x]].append(y)
+    before = len(found.refused)
+    for others in sides.values():
+        for other in others[1:]:
+            found.unite(others[0], other)
+    for _ in range(3):
+        alike: dict[tuple[int, frozenset[int]], list[Node]] = defaultdict(list)
+        for root in found.members():
+            alike[found.size[root], found.apart(root)].append(root)
+        for group in alike.values():
+            for other in group[1:]:
+                found.unite(group[0], other)
+    del found.refused[before:]

@@ -1,0 +1,407 @@
+"""Primitives that work element by element, and reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import mesh_tf_core as mtf
+from layoutopt.importers.jax.equations import Equation, refuse
+from layoutopt.importers.jax.writer import Handler, Kept, Keys, Number, Uniform, Value, Writer, our_dtype
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.tensor import Tensor
+
+# -- of numbers ----------------------------------------------------------------------------------------------
+
+
+def _divided(x: Any, y: Any) -> Any:
+    return np.divide(x, y) if np.result_type(x, y).kind == "f" else np.trunc(np.divide(x, y)).astype(x.dtype)
+
+
+_NUMBERS: dict[str, Callable[..., Any]] = {
+    "neg": np.negative,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "log": np.log,
+    "log1p": np.log1p,
+    "expm1": np.expm1,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "tanh": np.tanh,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "square": np.square,
+    "abs": np.abs,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round": np.round,
+    "not": np.logical_not,
+    "is_finite": np.isfinite,
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": _divided,
+    "max": np.maximum,
+    "min": np.minimum,
+    "pow": np.power,
+    "rem": np.fmod,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+"""What primitives make of numbers that are known when the model is built."""
+
+# -- of tensors ----------------------------------------------------------------------------------------------
+
+
+def _int_div(x: Any, y: Any) -> Tensor:
+    """Rounded towards zero, as XLA does."""
+    quotient = mtf.floordiv(x, y)
+    short = mtf.logical_and(quotient < 0, mtf.not_equal(quotient * y, x))
+    return quotient + short.cast(quotient.dtype)
+
+
+def _rem(x: Any, y: Any) -> Tensor:
+    """With the sign of x, as XLA's."""
+    if isinstance(x, Tensor):
+        size = mtf.abs(y) if isinstance(y, Tensor) else abs(y)
+        return mtf.mod(mtf.abs(x), size) * mtf.sign(x)
+    return mtf.mod(abs(x), mtf.abs(y)) * (1 if x >= 0 else -1)
+
+
+def _power(x: Tensor, n: int) -> Tensor:
+    if n == 0:
+        return mtf.ones_like(x)
+    if n < 0:
+        return mtf.reciprocal(_power(x, -n))
+    half = mtf.square(_power(x, n // 2)) if n > 1 else None
+    return x if half is None else half * x if n % 2 else half
+
+
+_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "neg": lambda x: -x,
+    "exp": mtf.exp,
+    "exp2": lambda x: mtf.exp(x * math.log(2)),
+    "log": mtf.log,
+    "log1p": mtf.log1p,
+    "expm1": mtf.expm1,
+    "sin": mtf.sin,
+    "cos": mtf.cos,
+    "tan": lambda x: mtf.sin(x) / mtf.cos(x),
+    "tanh": mtf.tanh,
+    "sinh": lambda x: (mtf.exp(x) - mtf.exp(-x)) * 0.5,
+    "cosh": lambda x: (mtf.exp(x) + mtf.exp(-x)) * 0.5,
+    "logistic": mtf.sigmoid,
+    "sqrt": mtf.sqrt,
+    "rsqrt": mtf.rsqrt,
+    "cbrt": lambda x: mtf.sign(x) * mtf.pow(mtf.abs(x), 1 / 3),
+    "square": mtf.square,
+    "abs": mtf.abs,
+    "sign": mtf.sign,
+    "floor": mtf.floor,
+    "ceil": lambda x: -mtf.floor(-x),
+    "erf": mtf.erf,
+    "erfc": lambda x: 1.0 - mtf.erf(x),
+    "not": lambda x: mtf.logical_not(x) if x.dtype == "bool" else -1 - x,
+    "is_finite": mtf.is_finite,
+    "stop_gradient": mtf.stop_gradient,
+}
+
+
+def _bitwise(name: str) -> Callable[[Any, Any], Tensor]:
+    def both(x: Any, y: Any) -> Tensor:
+        tensor: Tensor = x if isinstance(x, Tensor) else y
+        if tensor.dtype == "bool":
+            of = {"and": mtf.logical_and, "or": mtf.logical_or, "xor": mtf.logical_xor}[name]
+            return of(_tensor(x, tensor), _tensor(y, tensor))
+        if name == "or":
+            raise mtf.UserError("bits of whole numbers cannot be joined")
+        return tensor.graph.binary("bit_" + name, x, y)
+
+    return both
+
+
+def _tensor(x: Any, like: Tensor) -> Tensor:
+    return x if isinstance(x, Tensor) else mtf.constant(like.graph, x, (), like.dtype)
+
+
+def _max(x: Any, y: Any) -> Tensor:
+    if isinstance(y, int | float) and y == 0 and isinstance(x, Tensor):
+        return mtf.relu(x)
+    if isinstance(x, int | float) and x == 0 and isinstance(y, Tensor):
+        return mtf.relu(y)
+    return mtf.maximum(x, y)
+
+
+_BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
+    "add": mtf.add,
+    "add_any": mtf.add,
+    "sub": mtf.subtract,
+    "mul": mtf.multiply,
+    "div": mtf.divide,
+    "max": _max,
+    "min": mtf.minimum,
+    "pow": mtf.pow,
+    "rem": _rem,
+    "eq": mtf.equal,
+    "ne": mtf.not_equal,
+    "lt": mtf.less,
+    "le": mtf.less_equal,
+    "gt": mtf.greater,
+    "ge": mtf.greater_equal,
+    "and": _bitwise("and"),
+    "or": _bitwise("or"),
+    "xor": _bitwise("xor"),
+}
+
+
+def _folded(e: Equation, values: list[Value]) -> Number | None:
+    """The result where all operands are known numbers."""
+    if e.prim not in _NUMBERS or not all(isinstance(v, Number) for v in values):
+        return None
+    plain = {"bfloat16": "float32", "float16": "float32"}
+    given = [np.asarray(v.value, plain.get(v.dtype, v.dtype)) for v in values if isinstance(v, Number)]
+    with np.errstate(all="ignore"):
+        found = _NUMBERS[e.prim](*given)
+    return Number(np.asarray(found).item(), e.out.dtype)
+
+
+def _unary(w: Writer, e: Equation) -> None:
+    values = [w.elementwise(e.ins[0], e.out)]
+    folded = _folded(e, values)
+    w.put(e.out, folded or _UNARY[e.prim](w.drawn(values[0], e.ins[0])))
+
+
+def _binary(w: Writer, e: Equation) -> None:
+    values = [w.elementwise(x, e.out) for x in e.ins]
+    folded = _folded(e, values)
+    if folded is not None:
+        w.put(e.out, folded)
+        return
+    x, y = values
+    if e.prim == "lt" and isinstance(x, Uniform) and isinstance(y, Number) and (x.low, x.high) == (0.0, 1.0):
+        w.put(e.out, Kept(x, float(y.value)))
+        return
+    given = [
+        v.value if isinstance(v, Number) else w.drawn(v, op) for v, op in zip(values, e.ins, strict=True)
+    ]
+    fn = _int_div if e.prim == "div" and not is_float(our_dtype(e.ins[0].dtype)) else _BINARY[e.prim]
+    w.put(e.out, fn(*given))
+
+
+def _integer_pow(w: Writer, e: Equation) -> None:
+    x, n = w.elementwise(e.ins[0], e.out), int(e.params["y"])
+    if isinstance(x, Number):
+        w.put(e.out, Number(x.value**n, e.out.dtype))
+    else:
+        w.put(e.out, _power(w.drawn(x, e.ins[0]), n))
+
+
+def _round(w: Writer, e: Equation) -> None:
+    x = w.drawn(w.elementwise(e.ins[0], e.out), e.ins[0])
+    w.put(e.out, mtf.floor(x + 0.5))
+
+
+def _convert(w: Writer, e: Equation) -> None:
+    x, dtype = w.elementwise(e.ins[0], e.out), e.out.dtype
+    if isinstance(x, Number):
+        kind = np.dtype(our_dtype(dtype)) if our_dtype(dtype) != "bfloat16" else np.dtype("float32")
+        w.put(e.out, Number(np.asarray(x.value).astype(kind).item(), dtype))
+    elif isinstance(x, Uniform):
+        w.put(e.out, Uniform(x.low, x.high, x.dims, dtype))
+    else:
+        w.put(e.out, w.drawn(x, e.ins[0]).cast(our_dtype(dtype)))
+
+
+def _same(w: Writer, e: Equation) -> None:
+    for x, y in zip(e.ins, e.outs, strict=True):
+        w.put(y, w.elementwise(x, y))
+
+
+def _constrained(w: Writer, e: Equation) -> None:
+    note = f"{e.where}: its sharding constraint is left out, the search decides"
+    if note not in w.notes:
+        w.notes.append(note)
+    _same(w, e)
+
+
+def _select(w: Writer, e: Equation) -> None:
+    which, *cases = (w.elementwise(x, e.out) for x in e.ins)
+    if isinstance(which, Number):
+        w.put(e.out, cases[int(which.value)])
+        return
+    if len(cases) == 1:
+        w.put(e.out, cases[0])
+        return
+    if len(cases) > 2 or e.ins[0].dtype != "bool":
+        refuse(e, "it chooses between more than two arrays", "write it with jnp.where")
+    no, yes = cases
+    if isinstance(which, Kept) and isinstance(no, Number) and no.value == 0 and isinstance(yes, Tensor):
+        dropped = _dropout(w, which, yes)
+        if dropped is not None:
+            w.put(e.out, dropped)
+            return
+    if isinstance(no, Number) and isinstance(yes, Number):
+        if no == yes:
+            w.put(e.out, no)
+            return
+        yes = w.drawn(yes, e.ins[2])
+    elif not isinstance(no, Number) and not isinstance(yes, Number):
+        no, yes = w.drawn(no, e.ins[1]), w.drawn(yes, e.ins[2])
+    given = [
+        v.value if isinstance(v, Number) else w.drawn(v, x) for v, x in ((yes, e.ins[2]), (no, e.ins[1]))
+    ]
+    w.put(e.out, mtf.where(w.drawn(which, e.ins[0]), *given))
+
+
+def _dropout(w: Writer, kept: Kept, x: Tensor) -> Tensor | None:
+    """Dropout as one operation, where what is kept of x is 1 / probability of what it was."""
+    from mesh_tf_core.ops.basic import Scale
+
+    maker = w.graph.producer.get(x.id)
+    if maker is None or not isinstance(maker.op, Scale) or not 0 < kept.probability <= 1:
+        return None
+    if not math.isclose(maker.op.factor, 1 / kept.probability, rel_tol=1e-4):
+        return None
+    source = w.graph.tensor(maker.inputs[0])
+    if kept.probability == 1:
+        return source
+    noise = [d for d in kept.of.dims if d in source.shape.dims]
+    if len(noise) < len(kept.of.dims):
+        source = mtf.broadcast(source, [*(d for d in kept.of.dims if d not in noise), *source.shape])
+        noise = list(kept.of.dims)
+    whole = len(noise) == len(source.shape)
+    return mtf.dropout(source, 1 - kept.probability, noise_shape=None if whole else noise)
+
+
+def _clamp(w: Writer, e: Equation) -> None:
+    low, x, high = (w.elementwise(v, e.out) for v in e.ins)
+    found: Any = x.value if isinstance(x, Number) else w.drawn(x, e.ins[1])
+    ends = [
+        v.value if isinstance(v, Number) else w.drawn(v, op) for v, op in ((low, e.ins[0]), (high, e.ins[2]))
+    ]
+    if isinstance(found, Tensor) or any(isinstance(v, Tensor) for v in ends):
+        w.put(e.out, mtf.minimum(mtf.maximum(found, ends[0]), ends[1]))
+    else:
+        w.put(e.out, Number(min(max(found, ends[0]), ends[1]), e.out.dtype))
+
+
+# -- reductions ----------------------------------------------------------------------------------------------
+
+_REDUCE = {
+    "reduce_sum": mtf.reduce_sum,
+    "reduce_max": mtf.reduce_max,
+    "reduce_min": mtf.reduce_min,
+    "reduce_prod": mtf.reduce_prod,
+    "reduce_and": mtf.reduce_all,
+    "reduce_or": mtf.reduce_any,
+}
+
+
+def _reduce(w: Writer, e: Equation) -> None:
+    x, axes = e.ins[0], tuple(e.params["axes"])
+    kept = [a for a in range(len(x.shape)) if a not in axes]
+    gone = [d for a in axes for d in w.dims(x, a)]
+    value = w.value(x)
+    if isinstance(value, Number):
+        count = math.prod(d.size for d in gone)
+        found: Callable[[Any], Any]
+        found = {"reduce_sum": lambda v: v * count, "reduce_prod": lambda v: v**count}.get(
+            e.prim, lambda v: v
+        )
+        w.put(e.out, Number(found(value.value), e.out.dtype))
+        return
+    t = w.drawn(value, x)
+    # What is the same all along a dimension is summed by counting.
+    lacking = math.prod(d.size for d in gone if d.name not in t.shape.names)
+    here = [d.name for d in gone if d.name in t.shape.names]
+    done = _REDUCE[e.prim](t, here) if here else t
+    if lacking > 1 and e.prim == "reduce_sum":
+        done = done * lacking
+    elif lacking > 1 and e.prim == "reduce_prod":
+        done = mtf.pow(done, float(lacking))
+    w.put(e.out, w.renamed(done, w.between(x, e.out, [(a, i) for i, a in enumerate(kept)])))
+
+
+def _extreme(w: Writer, e: Equation) -> None:
+    x, (axis,) = e.ins[0], e.params["axes"]
+    t, dim = w.merged(x, axis)
+    found = (mtf.argmax if e.prim == "argmax" else mtf.argmin)(t, dim)
+    kept = [a for a in range(len(x.shape)) if a != axis]
+    named = w.renamed(found, w.between(x, e.out, [(a, i) for i, a in enumerate(kept)]))
+    w.put(e.out, named.cast(our_dtype(e.out.dtype)))
+
+
+# -- random numbers ------------------------------------------------------------------------------------------
+
+
+def _uniform(w: Writer, e: Equation) -> None:
+    ends = [w.number(x) for x in e.ins[1:3]]
+    low, high = (0.0, 1.0) if len(ends) < 2 else ends
+    if low is None or high is None:
+        refuse(e, "its ends are not numbers that are known", "scale numbers between 0 and 1")
+    w.put(e.out, Uniform(float(low), float(high), w.shape(e.out), e.out.dtype))
+
+
+def _normal(w: Writer, e: Equation) -> None:
+    found = mtf.random_normal(w.graph.random_key(), w.shape(e.out), dtype=our_dtype(e.out.dtype))
+    w.put(e.out, found)
+
+
+def _keys(w: Writer, e: Equation) -> None:
+    for y in e.outs:
+        w.put(y, Keys())
+
+
+def _bits(w: Writer, e: Equation) -> None:
+    refuse(e, "it draws bits", "draw with jax.random.uniform, bernoulli or normal")
+
+
+TABLE: Mapping[str, Handler] = {
+    **dict.fromkeys(_UNARY, _unary),
+    **dict.fromkeys(_BINARY, _binary),
+    **dict.fromkeys(_REDUCE, _reduce),
+    "argmax": _extreme,
+    "argmin": _extreme,
+    "integer_pow": _integer_pow,
+    "round": _round,
+    "convert_element_type": _convert,
+    "reduce_precision": _convert,
+    **dict.fromkeys(
+        (
+            "copy",
+            "copy_p",
+            "name",
+            "optimization_barrier",
+            "device_put",
+            "pvary",
+            "real",
+            "with_xla_metadata",
+        ),
+        _same,
+    ),
+    **dict.fromkeys(("sharding_constraint", "layout_constraint", "mesh_cast", "reshard"), _constrained),
+    "select_n": _select,
+    "clamp": _clamp,
+    "random_uniform": _uniform,
+    "random_normal": _normal,
+    "random_bits": _bits,
+    **dict.fromkeys(
+        ("random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split", "random_clone"),
+        _keys,
+    ),
+    "threefry2x32": _keys,
+}

@@ -1,0 +1,99 @@
+"""A traced function as plain data: equations over variables, calls inlined, loops with their bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mesh_tf_core.errors import UserError
+
+KEY = "key"
+"""Dtype of random keys."""
+
+
+@dataclass(eq=False, slots=True)
+class Var:
+    """A value of the traced function.
+
+    Attributes:
+      dtype: one of ours, "key", or the name that NumPy gives it.
+      path: where it stands in the arguments, for those.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    path: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Constant:
+    """An array that the function has of itself."""
+
+    value: Any
+    shape: tuple[int, ...]
+    dtype: str
+
+
+Operand = Var | Constant
+
+
+@dataclass(eq=False, slots=True)
+class Equation:
+    """One operation.
+
+    Attributes:
+      prim: JAX's name of it.
+      where: file and line of the user's code.
+      scope: names that the model's library gave, from the outermost to the innermost.
+      body: of a loop (scan), or of a function with a derivative of its own (custom).
+      backward: of the latter: operands, results, their gradients -> gradients of the operands.
+    """
+
+    prim: str
+    ins: list[Operand]
+    outs: list[Var]
+    params: dict[str, Any]
+    where: str = ""
+    scope: str = ""
+    body: Block | None = None
+    backward: Block | None = None
+
+    @property
+    def out(self) -> Var:
+        return self.outs[0]
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Equations from some variables to some results."""
+
+    ins: list[Var]
+    equations: list[Equation] = field(default_factory=list)
+    outs: list[Operand] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Equation]:
+        """Every equation, those of bodies after the one that they belong to."""
+        for equation in self.equations:
+            yield equation
+            for inner in (equation.body, equation.backward):
+                if inner is not None:
+                    yield from inner.walk()
+
+
+def constant(value: Any, dtype: str) -> Constant:
+    """An array as an operand."""
+    array = np.asarray(value)
+    return Constant(array, tuple(array.shape), dtype)
+
+
+def refuse(equation: Equation, why: str, instead: str) -> NoReturn:
+    """UserError that names a primitive, the user's line and what to do."""
+    shapes = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in equation.ins)
+    place = f" in {equation.scope}" if equation.scope else ""
+    raise UserError(
+        f"from_jax: {equation.where or 'unknown line'}{place}: cannot import {equation.prim} of {shapes}: "
+        f"{why}; {instead}"
+    )

@@ -1,0 +1,256 @@
+"""Primitives that read or write elements at places that other values say, and those that put in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mesh_tf_core as mtf
+from layoutopt.importers.jax.equations import Equation, Operand, Var, refuse
+from layoutopt.importers.jax.indexing import indexing
+from layoutopt.importers.jax.shapes import sliced
+from layoutopt.importers.jax.writer import Handler, Keys, Number, Writer
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.tensor import Tensor
+
+
+def _index(w: Writer, ids: Operand, number: int) -> Tensor | int:
+    """One of the numbers of an index, for all indices; int32."""
+    value = w.value(ids)
+    if isinstance(value, Number):
+        return int(value.value)
+    t, last = w.tensor(ids), len(ids.shape) - 1
+    if ids.shape[last] > 1:
+        t, one = w.one(t, ids, last)
+        t = mtf.squeeze(mtf.slice_dim(t, one, number, 1), one.name)
+    return t if t.dtype == "int64" else t.cast("int32")
+
+
+def _clipped(e: Equation, found: Tensor | int, most: int) -> Tensor | int:
+    """An index inside of 0 .. most, where the mode of the operation says so."""
+    if "clip" not in str(e.params.get("mode")).lower():
+        return found
+    if isinstance(found, int):
+        return min(max(found, 0), most)
+    return mtf.minimum(mtf.maximum(found, 0), most)
+
+
+def _places(
+    w: Writer, e: Equation, x: Operand, ids: Operand, rows: Operand
+) -> tuple[list[tuple[int, Tensor | int]], dict[str, str]]:
+    """(axis of x, places along it), in the dimensions of the rows, and what the rest of x is called there."""
+    found = indexing(e)
+    of_ids = w.between(ids, rows, [*((i, o) for _, i, o in found.common), *found.others])
+    of_x = w.between(x, rows, [*found.kept, *((a, o) for a, _, o in found.common)])
+    places: list[tuple[int, Tensor | int]] = []
+    for a, number in found.looked_up:
+        place = _clipped(e, _index(w, ids, number), x.shape[a] - 1)
+        places.append((a, w.renamed(place, of_ids) if isinstance(place, Tensor) else place))
+    for a, o, number in found.windows:
+        begin = 0 if number < 0 else _clipped(e, _index(w, ids, number), x.shape[a] - rows.shape[o])
+        begin = w.renamed(begin, of_ids) if isinstance(begin, Tensor) else begin
+        places.append((a, w.count(rows, o, "int32") + begin))
+    return places, of_x
+
+
+def _one_place(
+    w: Writer, t: Tensor, x: Operand, places: Sequence[tuple[int, Tensor | int]], used: set[str]
+) -> tuple[Tensor, Dim, Tensor | int]:
+    """t with the axes that are looked up as one dimension, and the places along it."""
+    own = [d for a, _ in places for d in w.dims(x, a)]
+    missing = [d for d in own if d.name not in t.shape.names]
+    t = mtf.broadcast(t, [*missing, *t.shape]) if missing else t
+    if len(own) == 1 and own[0].name not in used:
+        one = own[0]
+    else:
+        t, one = w.as_one(t, own)
+    place: Any = 0
+    for a, at in places:
+        place = place * x.shape[a] + at if not isinstance(place, int) or place else at
+    return t, one, place
+
+
+def _gather(w: Writer, e: Equation) -> None:
+    x, ids = e.ins[:2]
+    value = w.value(x)
+    if isinstance(value, Number | Keys):
+        w.put(e.out, value)
+        return
+    places, names = _places(w, e, x, ids, e.out)
+    t = w.tensor(x)
+    places = [(a, p) for a, p in places if any(d.name in t.shape.names for d in w.dims(x, a))]
+    if not places:
+        w.put(e.out, w.renamed(t, names))
+        return
+    of_rows = {d.name for d in w.shape(e.out)}
+    t, one, place = _one_place(w, t, x, places, of_rows)
+    t = w.renamed(t, names)
+    w.put(e.out, looked_up(t, place, one))
+
+
+def looked_up(t: Tensor, place: Tensor | int, one: Dim) -> Tensor:
+    """t at places along one dimension."""
+    if isinstance(place, int):
+        # Under a name that no layout splits: a piece of one element cannot be.
+        alone = f"_anonymous_{one.name}"
+        return mtf.squeeze(mtf.slice_dim(mtf.rename(t, **{one.name: alone}), alone, place, 1), alone)
+    others = t.shape.without(one.name)
+    if not len(place.shape):
+        return mtf.dynamic_slice(t, place, one)
+    if not any(d in others for d in place.shape):
+        return mtf.gather(t, place, one)
+    if set(others.dims) == set(place.shape.dims):
+        return mtf.pick(t, place, one)
+    return mtf.take_along(t, place, one)
+
+
+def _scatter(w: Writer, e: Equation) -> None:
+    x, ids, rows = e.ins[:3]
+    places, of_x = _places(w, e, x, ids, rows)
+    found = indexing(e)
+    if not places:
+        refuse(e, "it writes all of an array", "write the array itself")
+    by_rows = {new: old for old, new in of_x.items()}
+    back = w.between(x, e.out, [(a, a) for a in range(len(x.shape))])
+    own = [d for a, _ in places for d in w.dims(x, a)]
+    place: Any = 0
+    for a, at in places:
+        place = place * x.shape[a] + at if not isinstance(place, int) or place else at
+    given = w.full(rows)
+    if isinstance(place, int):
+        place = mtf.constant(w.graph, place, (), "int32")
+    # The dimensions that places are in are summed out, but those that they have in common with the array.
+    common = [d.name for _, _, o in found.common for d in w.dims(rows, o)]
+    if not len(place.shape):
+        single = Dim(f"_anonymous_{w.fresh('row')}", 1)
+        given, place = mtf.reshape(given, [single, *given.shape]), mtf.reshape(place, [single])
+    else:
+        lead = [d for _, o in found.others for d in w.dims(rows, o)]
+        lead += [d for _, o, _ in found.windows for d in w.dims(rows, o)]
+        place = mtf.broadcast(place, [*(d for d in lead if d not in place.shape.dims), *place.shape])
+    flat = Dim(f"_anonymous_{w.fresh('places')}", math.prod(d.size for d in own))
+    target = flat if len(own) != 1 or own[0].name in given.shape.names else own[0]
+    made = mtf.put_along(given, place, target, common)
+    names = dict[str, str]()
+    made = w.onto(made, target, own, names)
+    made = w.renamed(w.renamed(made, {**by_rows, **names}), back)
+    if e.prim != "scatter":
+        base = w.number(x)
+        w.put(e.out, made if base == 0 else made + w.drawn(w.elementwise(x, e.out), x))
+        return
+    hits = mtf.put_along(mtf.broadcast(mtf.constant(w.graph, 1.0), place.shape), place, target, common)
+    names = {}
+    hits = w.onto(hits, target, own, names)
+    hits = w.renamed(w.renamed(hits, {**by_rows, **names}), back)
+    old = w.elementwise(x, e.out)
+    w.put(e.out, mtf.where(hits > 0.5, made, old.value if isinstance(old, Number) else w.drawn(old, x)))
+
+
+def _dynamic_slice(w: Writer, e: Equation) -> None:
+    x, y, starts = e.ins[0], e.out, e.ins[1:]
+    value = w.value(x)
+    if isinstance(value, Number | Keys):
+        w.put(y, value)
+        return
+    cut = [a for a in range(len(x.shape)) if x.shape[a] != y.shape[a]]
+    known = [w.number(starts[a]) for a in cut]
+    if all(n is not None for n in known):
+        begins = [min(max(int(n or 0), 0), x.shape[a] - y.shape[a]) for a, n in zip(cut, known, strict=True)]
+        w.put(y, sliced(w, x, y, [(a, b, 1) for a, b in zip(cut, begins, strict=True)]))
+        return
+    t = w.renamed(w.tensor(x), w.between(x, y, [(a, a) for a in range(len(x.shape)) if a not in cut]))
+    for a in cut:
+        if not any(d.name in t.shape.names for d in w.dims(x, a)):
+            continue
+        t, one = w.one(t, x, a)
+        begin = w.tensor(starts[a]).cast("int32")
+        place = mtf.minimum(mtf.maximum(begin, 0), x.shape[a] - y.shape[a])
+        if y.shape[a] > 1:
+            place = place + w.count(y, a, "int32")
+        t = looked_up(t, place, one)
+    w.put(y, t)
+
+
+def _dynamic_update(w: Writer, e: Equation) -> None:
+    x, piece, y, starts = e.ins[0], e.ins[1], e.out, e.ins[2:]
+    cut = [a for a in range(len(x.shape)) if x.shape[a] != piece.shape[a]]
+    base = w.drawn(w.elementwise(x, y), x)
+    if not cut:
+        w.put(y, w.elementwise(piece, y))
+        return
+    if len(cut) > 1 or piece.shape[cut[0]] != 1 or len(w.dims(y, cut[0])) != 1:
+        refuse(e, "it writes more than one place of one axis", "write with jnp.where, or one place at a time")
+    (dim,) = w.dims(y, cut[0])
+    base = mtf.broadcast(base, w.shape(y))
+    given = mtf.broadcast(w.drawn(w.elementwise(piece, y), piece), base.shape.without(dim.name))
+    begin = mtf.minimum(mtf.maximum(w.tensor(starts[cut[0]]).cast("int32"), 0), dim.size - 1)
+    w.put(y, mtf.dynamic_update(base, given, begin, dim))
+
+
+# -- order ---------------------------------------------------------------------------------------------------
+
+
+def _named_axis(w: Writer, x: Operand, axis: int) -> tuple[Tensor, Dim]:
+    """x with an axis as one dimension, under its own name where it has one."""
+    own = w.dims(x, axis)
+    t = w.tensor(x)
+    if len(own) != 1:
+        return w.one(t, x, axis)
+    return (t if own[0].name in t.shape.names else mtf.broadcast(t, [own[0], *t.shape])), own[0]
+
+
+def _restored(w: Writer, t: Tensor, one: Dim, x: Operand, y: Var, axis: int) -> Tensor:
+    names = w.between(x, y, [(a, a) for a in range(len(x.shape)) if a != axis])
+    return w.renamed(w.onto(t, one, w.dims(y, axis), names), names)
+
+
+def _cumsum(w: Writer, e: Equation) -> None:
+    x, axis = e.ins[0], e.params["axis"]
+    t, one = _named_axis(w, x, axis)
+    if t.dtype == "bool":
+        t = t.cast("int32")
+    made = mtf.cumsum(t, one, reverse=bool(e.params["reverse"]))
+    w.put(e.out, _restored(w, made, one, x, e.out, axis))
+
+
+def _sort(w: Writer, e: Equation) -> None:
+    axis = e.params["dimension"]
+    if e.params["num_keys"] != 1:
+        refuse(e, "it sorts by several keys", "sort by one")
+    key, one = w.merged(e.ins[0], axis)
+    order: Tensor | None = None
+    for i, (x, y) in enumerate(zip(e.ins, e.outs, strict=True)):
+        if i == 0:
+            made = mtf.sort(key, one)
+        else:
+            order = order if order is not None else mtf.argsort(key, one)
+            t, mine = w.merged(x, axis)
+            t = w.renamed(t, w.between(x, e.ins[0], [(a, a) for a in range(len(x.shape)) if a != axis]))
+            moved = f"_anonymous_{w.fresh('sorted')}"
+            found = looked_up(t, mtf.rename(order, **{one.name: moved}), mine)
+            made = mtf.rename(found, **{moved: one.name})
+        w.put(y, _restored(w, made, one, e.ins[0], y, axis))
+
+
+def _top_k(w: Writer, e: Equation) -> None:
+    x, axis = e.ins[0], len(e.ins[0].shape) - 1
+    if e.params.get("axis", axis) != axis:
+        refuse(e, "it is not along the last axis", "move the axis to the end")
+    t, one = _named_axis(w, x, axis)
+    best = Dim(f"_anonymous_{w.fresh('best')}", int(e.params["k"]))
+    for found, y in zip(mtf.top_k(t, one, best), e.outs, strict=True):
+        w.put(y, _restored(w, found, best, x, y, axis))
+
+
+TABLE: Mapping[str, Handler] = {
+    "gather": _gather,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "scatter_add": _scatter,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update,
+    "cumsum": _cumsum,
+    "sort": _sort,
+    "top_k": _top_k,
+}

@@ -1,0 +1,378 @@
+"""What the importer asks of JAX itself; nothing else here imports it.
+
+Between versions `scan`, `jit` and the homes of jaxprs differ, which ends here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.jax.equations import (
+    KEY,
+    Block,
+    Constant,
+    Equation,
+    Operand,
+    Var,
+    constant,
+)
+from mesh_tf_core.errors import UserError
+
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "call",
+    "remat2",
+    "checkpoint",
+    "remat",
+    "core_closed_call",
+)
+_RANDOM = {"_uniform": "random_uniform", "_normal_real": "random_normal", "_normal": "random_normal"}
+"""Functions of jax.random that are taken as a whole."""
+_HERE = str(Path(__file__).resolve().parent)
+
+
+def jax_module() -> Any:
+    """JAX, or a UserError that says how to get it."""
+    try:
+        import jax
+    except ImportError as error:
+        raise UserError("from_jax: JAX is not installed; pip install 'layoutopt[tpu]', or any jax") from error
+    return jax
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a pytree.
+
+    Attributes:
+      value: the array itself, None if only its type was given.
+      logical: names of its axes that its library has noted.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    value: Any = None
+    logical: tuple[str | None, ...] | None = None
+
+
+def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
+    """The arrays of a pytree with their paths, and the tree of their types for tracing."""
+    jax = jax_module()
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    boxes = _boxes(jax, tree)
+    leaves, types = [], []
+    for path, leaf in flat:
+        name = _path(path)
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            try:
+                leaf = np.asarray(leaf)
+                if leaf.dtype.kind in "OSU":
+                    raise TypeError
+            except (TypeError, ValueError):
+                raise UserError(
+                    f"from_jax: {name or 'an argument'} is a {type(leaf).__name__}, not an array; give "
+                    "arrays or jax.ShapeDtypeStruct, and bind what is no array with functools.partial"
+                ) from None
+            if leaf.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+                leaf = leaf.astype(
+                    {"f": np.float32, "i": np.int32, "u": np.uint32}.get(leaf.dtype.kind, leaf.dtype)
+                )
+        types.append(jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype))
+        abstract = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer)
+        dtype = _dtype(jax, leaf.dtype)
+        value = None if abstract or dtype == KEY else leaf
+        leaves.append(Leaf(name, tuple(map(int, leaf.shape)), dtype, value, boxes.get(name)))
+    return leaves, jax.tree_util.tree_unflatten(treedef, types)
+
+
+def _boxes(jax: Any, tree: Any) -> dict[str, tuple[str | None, ...]]:
+    """Names of axes that boxes around arrays hold (Flax's `Partitioned`, NNX's variables), by path."""
+    found: dict[str, tuple[str | None, ...]] = {}
+
+    def is_box(x: Any) -> bool:
+        return hasattr(x, "names") and hasattr(x, "unbox")
+
+    for path, box in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]:
+        if is_box(box):
+            inner = jax.tree_util.tree_flatten_with_path(box)[0]
+            names = tuple(n if isinstance(n, str) else None for n in box.names)
+            for rest, _ in inner:
+                found[_path((*path, *rest))] = names
+    return found
+
+
+def _path(keys: Sequence[Any]) -> str:
+    parts = []
+    for key in keys:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            parts.append(str(key))
+    # Boxes around arrays (Flax's `value`) are no part of a name.
+    if len(parts) > 1 and parts[-1] in ("value", "raw_value"):
+        parts.pop()
+    return "/".join(re.sub(r"[^\w.\-/]+", "_", p).strip("_") or "_" for p in parts)
+
+
+def _dtype(jax: Any, dtype: Any) -> str:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return KEY
+    return np.dtype(dtype).name
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function of arrays as a block.
+
+    Attributes:
+      results: pytree of the results, with numbers of the block's results as leaves.
+    """
+
+    block: Block
+    results: Any
+
+
+def traced(fn: Callable[..., Any], args: Sequence[Any]) -> Traced:
+    """The block of fn(*args), for pytrees of types; its variables come in the order of the leaves."""
+    jax = jax_module()
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    reader = _Reader(jax)
+    ins = [reader.var(v) for v in closed.jaxpr.invars]
+    flat, tree = jax.tree_util.tree_flatten(shapes)
+    return Traced(reader.block(closed, ins), jax.tree_util.tree_unflatten(tree, range(len(flat))))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a pytree."""
+    found: list[Any] = jax_module().tree_util.tree_leaves(tree)
+    return found
+
+
+def structure(tree: Any) -> Any:
+    """How a pytree is built, to be compared."""
+    return jax_module().tree_util.tree_structure(tree)
+
+
+class _Reader:
+    """Turns jaxprs into blocks."""
+
+    def __init__(self, jax: Any) -> None:
+        self.jax = jax
+        import jax.extend.core as core
+
+        self.core = core
+
+    def var(self, v: Any) -> Var:
+        aval = v.aval
+        return Var(tuple(map(int, getattr(aval, "shape", ()))), self.dtype(aval))
+
+    def dtype(self, aval: Any) -> str:
+        return _dtype(self.jax, aval.dtype) if hasattr(aval, "dtype") else "token"
+
+    def block(self, closed: Any, ins: list[Var], prefix: str = "", where: str = "") -> Block:
+        """The block of a closed jaxpr, whose variables are `ins`."""
+        closed = _without_dead(closed)
+        block = Block(ins)
+        block.outs = self.inline(block.equations, closed, list(ins), prefix, where)
+        return block
+
+    def inline(
+        self, out: list[Equation], closed: Any, ins: Sequence[Operand], prefix: str, where: str
+    ) -> list[Operand]:
+        """Appends the equations of a jaxpr for these operands; its results."""
+        jaxpr = closed.jaxpr
+        known: dict[Any, Operand] = {}
+        for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
+            known[v] = self.constant(value, v.aval)
+        known.update(zip(jaxpr.invars, ins, strict=True))
+
+        def read(x: Any) -> Operand:
+            return self.constant(x.val, x.aval) if isinstance(x, self.core.Literal) else known[x]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(x) for x in eqn.invars]
+            scope = "/".join(filter(None, (prefix, _scope(eqn))))
+            place = _place(eqn) or where
+            for v, found in zip(eqn.outvars, self.equation(out, eqn, operands, scope, place), strict=True):
+                known[v] = found
+        return [read(x) for x in jaxpr.outvars]
+
+    def constant(self, value: Any, aval: Any) -> Constant:
+        dtype = self.dtype(aval)
+        if dtype == KEY:
+            return Constant(None, tuple(aval.shape), KEY)
+        return constant(np.asarray(value), dtype)
+
+    def equation(
+        self, out: list[Equation], eqn: Any, ins: list[Operand], scope: str, where: str
+    ) -> Sequence[Operand]:
+        name, params = str(eqn.primitive.name), dict(eqn.params)
+        outs = [self.var(v) for v in eqn.outvars]
+        if name in _CALLS:
+            function = str(params.get("name", ""))
+            inner = self.called(params)
+            if function in _RANDOM and ins and ins[0].dtype in (KEY, "uint32"):
+                out.append(Equation(_RANDOM[function], ins, outs, {}, where, scope))
+                return outs
+            return self.inline(out, inner, ins, scope, where)
+        if name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"):
+            inner = self.called(params)
+            if name == "custom_jvp_call" and _is_jax_own(inner):
+                return self.inline(out, inner, ins, scope, where)
+            made = Equation("custom", ins, outs, {}, where, scope)
+            self.custom(made, eqn, inner)
+            out.append(made)
+            return outs
+        made = Equation(name, ins, outs, params, where, scope)
+        if name == "scan":
+            made.params = self.scan(params, len(ins), len(outs))
+            inner = params["jaxpr"]
+            made.body = self.block(inner, [self.var(v) for v in inner.jaxpr.invars], scope, where)
+        out.append(made)
+        return outs
+
+    def called(self, params: dict[str, Any]) -> Any:
+        """The closed jaxpr of a call."""
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if key in params:
+                found = params[key]
+                return found if hasattr(found, "consts") else self.core.ClosedJaxpr(found, ())
+        raise UserError(f"from_jax: this version of JAX ({self.jax.__version__}) has calls of unknown form")
+
+    def scan(self, params: dict[str, Any], ins: int, outs: int) -> dict[str, Any]:
+        """The parameters of a scan in one form."""
+        found = {"length": int(params["length"]), "reverse": bool(params["reverse"])}
+        if "num_consts" in params:
+            return {**found, "consts": int(params["num_consts"]), "carry": int(params["num_carry"])}
+        consts, carry = (len(self.jax.tree_util.tree_leaves(t)) for t in params["ft_in"].unpack()[:2])
+        return {**found, "consts": consts, "carry": carry}
+
+    def custom(self, made: Equation, eqn: Any, inner: Any) -> None:
+        """The body of a function with a derivative of its own, and this derivative, for the operands with
+        fractions."""
+        jax = self.jax
+        from jax.extend.core import jaxpr_as_fun
+
+        closed = self.core.ClosedJaxpr(self._alone(eqn, inner), ())
+        function = jaxpr_as_fun(closed)
+        types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+        real = [i for i, t in enumerate(types) if jax.dtypes.issubdtype(t.dtype, np.floating)]
+
+        def backward(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            def of_real(*some: Any) -> Any:
+                given = list(xs)
+                for i, x in zip(real, some, strict=True):
+                    given[i] = x
+                return function(*given)
+
+            ys, pull = jax.vjp(of_real, *(xs[i] for i in real))
+            given = iter(cotangents)
+            return pull(
+                [
+                    next(given)
+                    if jax.dtypes.issubdtype(y.dtype, np.floating)
+                    else np.zeros(y.shape, jax.dtypes.float0)
+                    for y in ys
+                ]
+            )
+
+        results = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        floats = [t for t in results if jax.dtypes.issubdtype(t.dtype, np.floating)]
+        back = jax.make_jaxpr(backward)(types, floats)
+        made.params = {"real": tuple(real)}
+        ins = [self.var(v) for v in closed.jaxpr.invars]
+        # Literals of the call are no variables of the body.
+        named = {id(v): n for n, v in enumerate(closed.jaxpr.invars)}
+        made.ins = [made.ins[i] for i in self._order(eqn, named)]
+        made.body = self.block(self._primal(eqn, inner, closed), ins, made.scope, made.where)
+        made.backward = self.block(back, [self.var(v) for v in back.jaxpr.invars], made.scope, made.where)
+
+    def _alone(self, eqn: Any, inner: Any) -> Any:
+        """A jaxpr of one call alone."""
+        seen = dict.fromkeys(v for v in eqn.invars if not isinstance(v, self.core.Literal))
+        return inner.jaxpr.replace(
+            constvars=[], invars=list(seen), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
+        )
+
+    def _order(self, eqn: Any, named: dict[int, int]) -> list[int]:
+        """Which operand of the equation each variable of its one-equation jaxpr is."""
+        found: dict[int, int] = {}
+        for i, v in enumerate(eqn.invars):
+            if id(v) in named:
+                found.setdefault(named[id(v)], i)
+        return [found[n] for n in range(len(named))]
+
+    def _primal(self, eqn: Any, inner: Any, closed: Any) -> Any:
+        """The call's own body as a function of the variables of `closed`."""
+        from jax.extend.core import jaxpr_as_fun
+
+        body = jaxpr_as_fun(inner)
+
+        def call(*xs: Any) -> Any:
+            given = dict(zip(map(id, closed.jaxpr.invars), xs, strict=True))
+            literal = self.core.Literal
+            return body(*(v.val if isinstance(v, literal) else given[id(v)] for v in eqn.invars))
+
+        return self.jax.make_jaxpr(call)(
+            *(self.jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
+        )
+
+
+def _without_dead(closed: Any) -> Any:
+    """Without equations that no result needs."""
+    from jax.interpreters import partial_eval
+
+    jaxpr = closed.jaxpr
+    found, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return type(closed)(found, closed.consts)
+
+
+def _is_jax_own(inner: Any) -> bool:
+    """Whether a function with a derivative of its own is one of JAX, whose derivative is that of its
+    operations but for rounding."""
+    info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
+    source = str(getattr(info, "func_src_info", "") or "")
+    return "/jax/_src/" in source.replace("\\", "/") or "/jax/nn" in source
+
+
+@lru_cache(maxsize=1 << 16)
+def _frame(traceback: Any) -> str:
+    """file:line of the user's innermost frame; of the innermost frame at all if only libraries are there."""
+    from jax._src import source_info_util
+
+    first = ""
+    for frame in source_info_util.user_frames(traceback):
+        place = f"{frame.file_name}:{frame.start_line}"
+        if "-packages" not in frame.file_name and not frame.file_name.startswith(_HERE):
+            return place
+        if not first and not frame.file_name.startswith(_HERE):
+            first = place
+    return first
+
+
+def _place(eqn: Any) -> str:
+    traceback = getattr(eqn.source_info, "traceback", None)
+    return _frame(traceback) if traceback is not None else ""
+
+
+def _scope(eqn: Any) -> str:
+    """The names that the model's library gave: without those of transformations."""
+    text = str(getattr(eqn.source_info, "name_stack", ""))
+    text = re.sub(
+        r"\b(?:vmap|jvp|transpose|checkpoint|rematted_computation|while|body|closed_call)\b", "", text
+    )
+    named = (p for p in text.split("/") if "->" not in p)  # an einsum's own formula says nothing of the model
+    return "/".join(p for p in (re.sub(r"[^\w.\-]+", "", p) for p in named) if p)

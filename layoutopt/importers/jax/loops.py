@@ -1,0 +1,176 @@
+"""Loops, and functions with derivatives of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import mesh_tf_core as mtf
+from layoutopt.importers.jax.equations import Equation, Operand, Var
+from layoutopt.importers.jax.products import is_weight
+from layoutopt.importers.jax.writer import Handler, Keys, Writer
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.tensor import Tensor
+
+
+def _whole(w: Writer, x: Operand, like: Operand) -> Tensor:
+    """x with all dimensions of another operand of its shape, under its names."""
+    return mtf.broadcast(w.drawn(w.elementwise(x, like), x), w.shape(like))
+
+
+def _scan(w: Writer, e: Equation) -> None:
+    body, graph = e.body, w.graph
+    assert body is not None
+    consts, carry, length = (e.params[k] for k in ("consts", "carry", "length"))
+    for x, inner in zip(e.ins[:consts], body.ins, strict=False):
+        w.values[id(inner)] = w.elementwise(x, inner)
+    states, parts = body.ins[consts : consts + carry], body.ins[consts + carry :]
+    init, stacks = e.ins[consts : consts + carry], e.ins[consts + carry :]
+    if length == 1:
+        _once(w, e, states, init, parts, stacks)
+        return
+    dim = _dim(w, e, length)
+    carried = [i for i, x in enumerate(init) if not isinstance(w.value(x), Keys)]
+    begin = [_whole(w, init[i], states[i]) for i in carried]
+    cut: list[tuple[Var, Tensor, bool]] = []
+    for x, inner in zip(stacks, parts, strict=True):
+        if isinstance(w.value(x), Keys):
+            w.values[id(inner)] = Keys()
+            continue
+        t = w.tensor(x)
+        lead = w.dims(x, 0)
+        names = {a.name: b.name for a, b in zip(w.shape(x)[len(lead) :], w.shape(inner), strict=True)}
+        if not any(d.name in t.shape.names for d in lead):
+            w.values[id(inner)] = w.renamed(t, names)
+            continue
+        if len(lead) == 1:
+            t = w.renamed(t, {**names, lead[0].name: dim.name})
+        else:
+            t, one = w.one(t, x, 0)
+            t = w.renamed(t, {**names, one.name: dim.name})
+        cut.append((inner, mtf.transpose(t, [dim, *t.shape.without(dim.name)]), is_weight(w, x)))
+    for i in set(range(len(init))) - set(carried):
+        w.values[id(states[i])] = Keys()
+    with graph.loop(dim, e.params["reverse"]) as block:
+        now = [graph.body_input(block, x) for x in begin]
+        for i, t in zip(carried, now, strict=True):
+            w.values[id(states[i])] = t
+        for inner, outer, weight in cut:
+            part = graph.slice_into(block, outer)
+            w.values[id(inner)] = part
+            if weight:
+                w.weights.add(part.id)
+        w.block(body)
+        after = [_whole(w, body.outs[i], states[i]) for i in carried]
+        block.carry_in = tuple(t.id for t in now)
+        block.carry_out = tuple(graph.visible(t).id for t in after)
+        stacked: list[tuple[Var, Tensor | None]] = []
+        for y, inner_y in zip(e.outs[carry:], body.outs[carry:], strict=True):
+            if isinstance(w.value(inner_y), Keys):
+                stacked.append((y, None))
+                continue
+            t = w.tensor(inner_y)
+            names = {
+                a.name: b.name for a, b in zip(w.shape(inner_y), w.shape(y)[len(w.dims(y, 0)) :], strict=True)
+            }
+            stacked.append((y, graph.stack_output(block, graph.visible(w.renamed(t, names)))))
+    finals = graph.close_loop(block, begin)
+    done = dict(zip(carried, finals, strict=True))
+    for i, y in enumerate(e.outs[:carry]):
+        if i in done:
+            names = w.between(states[i], y, [(a, a) for a in range(len(y.shape))])
+            w.put(y, w.renamed(done[i], names))
+        else:
+            w.put(y, Keys())
+    for y, stack in stacked:
+        w.put(y, Keys() if stack is None else _stacked(w, stack, dim, y))
+
+
+def _stacked(w: Writer, t: Tensor, dim: Dim, y: Var) -> Tensor:
+    own = w.dims(y, 0)
+    if len(own) == 1:
+        return w.renamed(t, {dim.name: own[0].name})
+    names = dict[str, str]()
+    return w.renamed(w.onto(t, dim, own, names), names)
+
+
+def _dim(w: Writer, e: Equation, length: int) -> Dim:
+    """The dimension that counts the iterations: that of parameters, if there are any."""
+    consts, carry = e.params["consts"], e.params["carry"]
+    stacks = [x for x in (*e.ins[consts + carry :], *e.outs[carry:]) if x.shape and x.dtype != "key"]
+    first = [
+        x for x in e.ins[consts + carry :] if x.shape and not isinstance(w.value(x), Keys) and is_weight(w, x)
+    ]
+    inner = {d.name for x in (*e.body.ins, *e.body.outs) for d in w.shape(x)} if e.body else set()
+    for x in (*first, *stacks):
+        found = w.dims(x, 0)
+        if len(found) == 1 and found[0].name not in inner:
+            return found[0]
+    return Dim(w.fresh("step"), length)
+
+
+def _once(
+    w: Writer,
+    e: Equation,
+    states: Sequence[Var],
+    init: Sequence[Operand],
+    parts: Sequence[Var],
+    stacks: Sequence[Operand],
+) -> None:
+    """A loop of one iteration is no loop: axes of one element are no dimensions."""
+    assert e.body is not None
+    for x, inner in zip((*init, *stacks), (*states, *parts), strict=True):
+        shift = len(x.shape) - len(inner.shape)
+        w.values[id(inner)] = w.fitted(x, inner, [(a + shift, a) for a in range(len(inner.shape))])
+    w.block(e.body)
+    for y, inner_y in zip(e.outs, e.body.outs, strict=True):
+        shift = len(y.shape) - len(inner_y.shape)
+        w.put(y, w.fitted(inner_y, y, [(a, a + shift) for a in range(len(inner_y.shape))]))
+
+
+def _custom(w: Writer, e: Equation) -> None:
+    """A function whose derivative its author wrote: both are taken as they are."""
+    body, backward = e.body, e.backward
+    assert body is not None and backward is not None
+    real = e.params["real"]
+    for x, inner in zip(e.ins, body.ins, strict=True):
+        w.values[id(inner)] = w.elementwise(x, inner)
+    floats = [i for i, y in enumerate(e.outs) if y.dtype.startswith(("float", "bfloat"))]
+
+    def forward(*given: Tensor) -> tuple[Tensor, ...]:
+        for i, t in zip(real, given, strict=True):
+            w.values[id(body.ins[i])] = t
+        w.block(body)
+        return tuple(_whole(w, x, y) for x, y in zip(body.outs, e.outs, strict=True))
+
+    def derivative(dys: list[Tensor | None], xs: list[Tensor], ys: list[Tensor]) -> list[Tensor | None]:
+        given = dict(zip(real, xs, strict=True))
+        for i, (x, inner) in enumerate(zip(e.ins, backward.ins, strict=False)):
+            if i in given:
+                names = w.between(body.ins[i], inner, [(a, a) for a in range(len(inner.shape))])
+                w.values[id(inner)] = w.renamed(given[i], names)
+            else:
+                w.values[id(inner)] = w.elementwise(x, inner)
+        for i, inner in zip(floats, backward.ins[len(e.ins) :], strict=True):
+            y, dy = e.outs[i], dys[i]
+            if dy is None:
+                dy = mtf.zeros_like(ys[i])
+            w.values[id(inner)] = w.renamed(dy, w.between(y, inner, [(a, a) for a in range(len(y.shape))]))
+        w.block(backward)
+        out: list[Tensor | None] = []
+        for i, dx in zip(real, backward.outs, strict=True):
+            t = _whole(w, dx, body.ins[i])
+            out.append(mtf.transpose(t, xs[real.index(i)].shape))
+        return out
+
+    inputs = [mtf.broadcast(w.drawn(w.value(body.ins[i]), body.ins[i]), w.shape(body.ins[i])) for i in real]
+    if not inputs:
+        w.block(body)
+        found: Sequence[Tensor] = [_whole(w, x, y) for x, y in zip(body.outs, e.outs, strict=True)]
+    else:
+        made = mtf.custom_gradient(forward, derivative, inputs)
+        found = made if isinstance(made, tuple) else (made,)
+    for y, t in zip(e.outs, found, strict=True):
+        w.put(y, t)
+
+
+TABLE: Mapping[str, Handler] = {"scan": _scan, "custom": _custom}

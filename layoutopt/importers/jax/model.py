@@ -1,0 +1,322 @@
+"""`from_jax`: a JAX loss as a model."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import mesh_tf_core as mtf
+from layoutopt.importers.jax import elementwise, indexed, loops, products, shapes
+from layoutopt.importers.jax.classes import classes
+from layoutopt.importers.jax.equations import KEY, Block, Operand, Var
+from layoutopt.importers.jax.factors import Factors, factors
+from layoutopt.importers.jax.internals import Leaf, leaves, leaves_of, structure, traced
+from layoutopt.importers.jax.naming import Arrays, named
+from layoutopt.importers.jax.origin import ArrayAxes, JaxModel, Origin
+from layoutopt.importers.jax.relations import Axis
+from layoutopt.importers.jax.writer import Array, Handler, Keys, Writer, our_dtype
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import DTYPES, is_float
+from mesh_tf_core.ir.initializers import ONES, ZEROS, Initializer, Normal, Variable
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.optimizers import Adam, Optimizer, by_name
+from mesh_tf_core.tracing.graph import Graph
+
+TABLE: Mapping[str, Handler] = {
+    **elementwise.TABLE,
+    **shapes.TABLE,
+    **products.TABLE,
+    **indexed.TABLE,
+    **loops.TABLE,
+}
+"""Primitive -> what writes it as operations of ours."""
+_STDDEV = 0.02
+
+
+def from_jax(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    optimizer: str | Optimizer = "adamw",
+    rng: Any = None,
+    names: Mapping[str, Any] | None = None,
+    state: Any = None,
+    name: str = "",
+) -> JaxModel:
+    """A model of a JAX function, which is traced once and not changed.
+
+    Args:
+      loss: loss(params, batch), or loss(params, state, batch, rng) without those that are not given; it
+        returns a scalar, or (scalar, auxiliary). What is scalar in a mapping of the auxiliary is reported
+        beside the loss; a pytree in it that is built like `state` is its new value.
+      params: pytree of arrays, or of their types (jax.ShapeDtypeStruct), which are trained. Arrays are the
+        initial values; of types, matrices begin with small random numbers.
+      batch: pytree of arrays or types; the model's inputs have its paths as names.
+      optimizer: adamw, adam, sgd, adafactor (with optax's defaults), or one of ours.
+      rng: a random key, or its type. Draws are the same under every layout, but not those that JAX makes.
+      names: {"path/of/a/parameter": ("d_model", "d_ff")} names dimensions, {"d_ff_2": "bottleneck"} renames
+        them.
+      state: pytree of arrays or types that are stored and not trained, as batch statistics.
+
+    Raises:
+      UserError: a primitive that has no rule, with the user's line; arguments that do not fit.
+    """
+    if not callable(loss):
+        raise UserError(f"from_jax: {loss!r} is no function; give loss(params, batch)")
+    given = [("params", params), ("state", state), ("batch", batch), ("rng", rng)]
+    given = [(role, tree) for role, tree in given if role in ("params", "batch") or tree is not None]
+    found: dict[str, list[Leaf]] = {}
+    types = []
+    for role, tree in given:
+        found[role], tree_types = leaves_of(tree)
+        types.append(tree_types)
+    if not found["params"]:
+        raise UserError("from_jax: params has no arrays; give the pytree that is trained")
+    trace = traced(loss, types)
+    block = trace.block
+    variables = iter(block.ins)
+    pairs = {role: [(next(variables), leaf) for leaf in listed] for role, listed in found.items()}
+    for listed in pairs.values():
+        for v, leaf in listed:
+            v.path = leaf.path
+    arrays = Arrays(pairs["params"], pairs.get("state", []), pairs["batch"])
+    cut = factors(block)
+    parameters, inputs = [v for v, _ in arrays.parameters], [v for v, _ in arrays.batch]
+    dims = classes(block, cut, parameters, inputs, _hints(names or {}, arrays, cut))
+    called = named(block, dims, arrays, names)
+    title = name or str(getattr(loss, "__name__", "")).strip("<>") or "model"
+    writer = Writer(Graph(title), dims, called, TABLE)
+    _arguments(writer, block, arrays, pairs.get("rng", []))
+    writer.block(block)
+    result = _Results(trace.results, state, block, writer)
+    for (v, leaf), value in zip(arrays.state, result.new_state(), strict=False):
+        _store(writer, v, leaf, value)
+    tokens = _tokens(writer, arrays)
+    origin = Origin(
+        loss,
+        tuple(types),
+        tuple(found),
+        {leaf.path: _axes(writer, v, leaf) for v, leaf in arrays.parameters},
+        {leaf.path: _axes(writer, v, leaf) for v, leaf in arrays.state},
+        {leaf.path: _axes(writer, v, leaf) for v, leaf in arrays.batch},
+        writer.sources,
+        tuple(writer.notes),
+        block,
+        dims,
+        called,
+    )
+    return JaxModel(
+        result.loss(), _optimizer(optimizer), result.metrics(), title, token_dims=tokens, origin=origin
+    )
+
+
+def _optimizer(optimizer: str | Optimizer) -> Optimizer:
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if optimizer == "adamw":
+        return Adam(1e-3, weight_decay=1e-4)
+    if not isinstance(optimizer, str):
+        raise UserError(
+            f"from_jax: optimizer {optimizer!r}: give adamw, adam, sgd, adafactor or one of mtf's"
+        )
+    return by_name(optimizer, 1e-3)
+
+
+def _hints(names: Mapping[str, Any], arrays: Arrays, cut: Factors) -> Iterable[list[Axis]]:
+    """Axes to which the user gives one name."""
+    same: dict[tuple[str, int], list[Axis]] = defaultdict(list)
+    for v, leaf in arrays.all():
+        said = names.get(leaf.path)
+        if not isinstance(said, tuple | list) or len(said) != len(v.shape):
+            continue
+        for a, text in enumerate(said):
+            if isinstance(text, str) and len(cut.of(v, a)) == 1:
+                same[text, v.shape[a]].append((v, a))
+    return same.values()
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+def _arguments(w: Writer, block: Block, arrays: Arrays, keys: Sequence[tuple[Var, Leaf]]) -> None:
+    """Gives the function's variables values: ours, inputs, keys."""
+    used = _used(block)
+    trained = _trained(block)
+    stacked = _stacked(block)
+    for v, leaf in arrays.parameters:
+        learns = is_float(our_dtype(v.dtype)) and id(v) in trained
+        if is_float(our_dtype(v.dtype)) and not learns:
+            w.notes.append(f"{leaf.path}: the loss does not depend on it, so it is stored and not trained")
+        w.values[id(v)] = _variable(w, v, leaf.path or "params", leaf, learns, id(v) in stacked)
+    for v, leaf in arrays.state:
+        if v.dtype == KEY:
+            w.values[id(v)] = Keys()
+        elif id(v) in used:
+            w.values[id(v)] = _variable(w, v, f"state/{leaf.path}", leaf, False, id(v) in stacked)
+    for v, leaf in arrays.batch:
+        if v.dtype == KEY:
+            w.values[id(v)] = Keys()
+        elif id(v) in used:
+            w.values[id(v)] = _input(w, v, leaf)
+    for v, _ in keys:
+        w.values[id(v)] = Keys()
+
+
+def _checked(dtype: str, path: str) -> str:
+    if our_dtype(dtype) not in DTYPES:
+        raise UserError(f"from_jax: {path} has element type {dtype}; give one of {', '.join(DTYPES)}")
+    return our_dtype(dtype)
+
+
+def _variable(w: Writer, v: Var, name: str, leaf: Leaf, trained: bool, stacked: bool) -> Tensor:
+    dims = w.shape(v)
+    lead = int(stacked and len(v.shape) > 0 and len(w.dims(v, 0)) == 1)
+    variable = Variable(name, Shape(dims), _checked(v.dtype, leaf.path), _initial(leaf), trained, lead)
+    if name in w.graph.variables:
+        raise UserError(f"from_jax: two parameters have the path {name!r}; give them different names")
+    return w.graph.read(w.graph.declare(variable))
+
+
+def _initial(leaf: Leaf) -> Initializer:
+    if leaf.value is not None:
+        return Array(leaf.value)
+    if len(leaf.shape) > 1:
+        return Normal(_STDDEV)
+    return ONES if re.search(r"scale|gamma|weight|norm", leaf.path.rsplit("/", 2)[-1]) else ZEROS
+
+
+def _input(w: Writer, v: Var, leaf: Leaf) -> Tensor:
+    """An input of the shape that the user's arrays have, as its dimensions."""
+    axes = []
+    for a, n in enumerate(v.shape):
+        own = w.dims(v, a)
+        axes.append(own[0] if len(own) == 1 else Dim(w.fresh("axis"), n))
+    t = w.graph.input(leaf.path or "batch", axes, _checked(v.dtype, leaf.path))
+    return mtf.reshape(t, w.shape(v))
+
+
+def _used(block: Block) -> set[int]:
+    """ids of the variables that anything reads."""
+    return {id(x) for e in block.walk() for x in e.ins} | {id(x) for x in block.outs}
+
+
+def _stacked(block: Block) -> set[int]:
+    """ids of parameters that loops take apart, layer by layer."""
+    found: set[int] = set()
+    source: dict[int, Operand] = {}
+    for e in block.equations:
+        if e.prim == "convert_element_type":
+            source[id(e.out)] = e.ins[0]
+        if e.prim == "scan":
+            for x in e.ins[e.params["consts"] + e.params["carry"] :]:
+                found.add(id(source.get(id(x), x)))
+    return found
+
+
+def _trained(block: Block) -> set[int]:
+    """ids of the variables that the function's first result depends on through fractions."""
+    needed = {id(block.outs[0])}
+
+    def run(inner: Block) -> None:
+        for e in reversed(inner.equations):
+            if e.prim == "stop_gradient":
+                continue
+            if e.body is not None:
+                needed.update(id(x) for x, y in zip(e.body.outs, e.outs, strict=True) if id(y) in needed)
+                # Of a loop, whatever one result needs, all may.
+                if e.prim == "scan" and any(id(y) in needed for y in e.outs):
+                    needed.update(id(x) for x in e.body.outs)
+                run(e.body)
+                needed.update(id(x) for x, v in zip(e.ins, e.body.ins, strict=True) if id(v) in needed)
+            elif any(id(y) in needed and _is_float(y) for y in e.outs):
+                needed.update(id(x) for x in e.ins if _is_float(x))
+
+    run(block)
+    return needed
+
+
+def _is_float(v: Operand) -> bool:
+    return v.dtype.startswith(("float", "bfloat"))
+
+
+# -- results -------------------------------------------------------------------------------------------------
+
+
+class _Results:
+    """The function's results: the loss, metrics, new state."""
+
+    def __init__(self, tree: Any, state: Any, block: Block, writer: Writer) -> None:
+        self.block, self.writer = block, writer
+        self.aux: Any = None
+        first = tree
+        if isinstance(tree, tuple | list):
+            if not tree or len(tree) > 2:
+                raise UserError(
+                    f"from_jax: the loss returns {len(tree)} values; return a scalar, or (scalar, auxiliary)"
+                )
+            first, self.aux = tree[0], tree[1] if len(tree) == 2 else None
+        if not isinstance(first, int):
+            raise UserError("from_jax: the loss must return a scalar, or (scalar, auxiliary)")
+        self.first = block.outs[first]
+        if self.first.shape != () or not _is_float(self.first):
+            raise UserError(
+                f"from_jax: the loss must return a scalar with fractions, found {self.first.dtype}"
+                f"{list(self.first.shape)}; take jnp.mean of it"
+            )
+        self.state = state
+
+    def loss(self) -> Tensor:
+        return self.writer.tensor(self.first)
+
+    def new_state(self) -> list[Operand]:
+        """The new values of the state, in its order; none if the function returns none."""
+        if self.state is None or self.aux is None:
+            return []
+        wanted = structure(self.state)
+        parts = [self.aux, *(self.aux if isinstance(self.aux, tuple | list) else ())]
+        parts += list(self.aux.values()) if isinstance(self.aux, Mapping) else []
+        for part in parts:
+            if structure(part) == wanted:
+                return [self.block.outs[i] for i in leaves(part)]
+        return []
+
+    def metrics(self) -> dict[str, Tensor]:
+        out: dict[str, Tensor] = {}
+        for part in (self.aux, *(self.aux if isinstance(self.aux, tuple | list) else ())):
+            if isinstance(part, Mapping):
+                for name, i in part.items():
+                    if (
+                        isinstance(i, int)
+                        and self.block.outs[i].shape == ()
+                        and _is_float(self.block.outs[i])
+                    ):
+                        out[str(name)] = self.writer.tensor(self.block.outs[i])
+        return out
+
+
+def _store(w: Writer, v: Var, leaf: Leaf, value: Operand) -> None:
+    variable = w.graph.variables.get(f"state/{leaf.path}")
+    if variable is None or value is v or isinstance(w.value(value), Keys):
+        return
+    if value.shape != v.shape:
+        raise UserError(f"from_jax: the new state of {leaf.path} has shape {value.shape}, not {v.shape}")
+    t = mtf.broadcast(w.drawn(w.elementwise(value, v), value), w.shape(v)).cast(variable.dtype)
+    w.graph.assign(variable, mtf.stop_gradient(t))
+
+
+def _tokens(w: Writer, arrays: Arrays) -> tuple[str, ...]:
+    for v, _ in arrays.batch:
+        names = [d.name for d in w.shape(v)]
+        if v.dtype.startswith("int") and names[:2] == ["batch", "length"] and id(v) in w.values:
+            return ("batch", "length")
+    return ()
+
+
+def _axes(w: Writer, v: Var, leaf: Leaf) -> ArrayAxes:
+    dims = [w.dims(v, a) if v.dtype != KEY else () for a in range(len(v.shape))]
+    names = tuple(tuple(d.name for d in axis) for axis in dims)
+    return ArrayAxes(leaf.path, v.shape, v.dtype, names, tuple(tuple(d.size for d in axis) for axis in dims))

@@ -1,0 +1,388 @@
+"""Names for dimensions: what the user says, what the model's library noted, what the dimension does, the
+path of a parameter, else its size.
+
+What a dimension does is read off the operations: what token numbers look up is `vocab`, what a product of two
+activations sums out and parameters have is `d_kv`, and so on. Every dimension has one name, and every name
+one dimension (which may have several sizes, as along an image).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from layoutopt.importers.jax.classes import Classes, Node, template
+from layoutopt.importers.jax.equations import Block, Equation, Operand, Var
+from layoutopt.importers.jax.indexing import indexing
+from layoutopt.importers.jax.internals import Leaf
+from layoutopt.importers.jax.relations import Part
+from mesh_tf_core.errors import UserError, known_names
+
+Given = Mapping[str, object]
+"""Path of an array -> names of its axes (None: as inferred; a tuple where an axis has several factors); or
+the inferred name of a dimension -> another one."""
+
+_KINDS = ("kernel", "weight", "w", "bias", "b", "scale", "embedding", "embeddings", "gamma", "beta", "value")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The arguments: variables of the block with the arrays that they stand for."""
+
+    parameters: Sequence[tuple[Var, Leaf]]
+    state: Sequence[tuple[Var, Leaf]]
+    batch: Sequence[tuple[Var, Leaf]]
+
+    def all(self) -> Iterator[tuple[Var, Leaf]]:
+        yield from self.parameters
+        yield from self.state
+        yield from self.batch
+
+
+def named(block: Block, classes: Classes, arrays: Arrays, given: Given | None) -> dict[Node, str]:
+    """Class -> its name.
+
+    Raises:
+      UserError: names that do not fit the arrays, or that would give a dimension two names.
+    """
+    return _Naming(block, classes, arrays, given or {}).names()
+
+
+class _Naming:
+    def __init__(self, block: Block, classes: Classes, arrays: Arrays, given: Given) -> None:
+        self.block, self.classes, self.arrays, self.given = block, classes, arrays, given
+        self.found: dict[Node, str] = {}
+        self.taken: set[str] = set()
+        self.fixed: dict[Node, tuple[str, str]] = {}
+        self.in_parameters: Counter[Node] = Counter()
+        for v, _ in arrays.parameters:
+            self.in_parameters.update(classes.all(v))
+        self.counts: set[Node] = set()
+        for _, relation in classes.factors.related:
+            if isinstance(relation, Part):
+                own, inner = classes.of(*relation.x), classes.of(*relation.y)
+                self.counts.update(own[: len(own) - len(inner)])
+
+    def names(self) -> dict[Node, str]:
+        self._given()
+        self._logical()
+        self._batch()
+        self._roles()
+        self._pieces()
+        self._paths()
+        self._parts()
+        for root in self.classes.members():
+            self.give(root, f"dim_{self.classes.size[root]}")
+        return self._renamed()
+
+    def give(self, node: Node, name: str) -> None:
+        """A name for a class that has none; numbered if another has it."""
+        root = self.classes.find(node)
+        if root in self.found:
+            return
+        self.found[root] = self.free(name)
+        self.taken.add(self.found[root])
+
+    def free(self, name: str) -> str:
+        name = re.sub(r"[^\w.\-]+", "_", name).strip("_") or "dim"
+        number, full = 2, name
+        while full in self.taken:
+            full, number = f"{name}_{number}", number + 1
+        return full
+
+    # -- what is said --------------------------------------------------------------------------------------
+
+    def _given(self) -> None:
+        leaves = {leaf.path: v for v, leaf in self.arrays.all()}
+        for path, said in self.given.items():
+            if isinstance(said, str):
+                continue
+            if path not in leaves:
+                raise UserError(
+                    f"from_jax: names has {path!r}, which is no array; {known_names(path, leaves)}"
+                )
+            v = leaves[path]
+            axes = list(said) if isinstance(said, tuple | list) else [said]
+            if len(axes) != len(v.shape):
+                raise UserError(
+                    f"from_jax: names[{path!r}] has {len(axes)} entries, the array {len(v.shape)} axes "
+                    f"{v.shape}; give one name per axis, None to leave one as it is"
+                )
+            for a, name in enumerate(axes):
+                self._said(path, a, self.classes.of(v, a), name)
+
+    def _said(self, path: str, axis: int, nodes: Sequence[Node], name: object) -> None:
+        if name is None:
+            return
+        parts = list(name) if isinstance(name, tuple | list) else [name]
+        if len(parts) != len(nodes):
+            sizes = " x ".join(str(self.classes.size[n]) for n in nodes) or "1 (no dimension)"
+            raise UserError(
+                f"from_jax: names[{path!r}] calls axis {axis} {name!r}; it has {len(nodes)} factors, "
+                f"{sizes}: give a tuple of as many names, or None"
+            )
+        for node, part in zip(nodes, parts, strict=True):
+            if part is None:
+                continue
+            place = f"axis {axis} of {path!r}"
+            if node in self.fixed and self.fixed[node][0] != part:
+                raise UserError(
+                    f"from_jax: names calls {place} {part!r} and {self.fixed[node][1]} "
+                    f"{self.fixed[node][0]!r}, but they are one dimension; give them one name"
+                )
+            other = next((n for n, (m, _) in self.fixed.items() if m == part and n != node), None)
+            if other is not None:
+                raise UserError(
+                    f"from_jax: names calls both {place} and {self.fixed[other][1]} {part!r}, but they "
+                    "meet in one array, or differ in size; give them different names"
+                )
+            self.fixed[node] = str(part), place
+            self.give(node, str(part))
+
+    def _renamed(self) -> dict[Node, str]:
+        """With dimensions renamed as the user says."""
+        known = {name: root for root, name in self.found.items()}
+        for old, new in self.given.items():
+            if not isinstance(new, str):
+                continue
+            if old not in known:
+                raise UserError(
+                    f"from_jax: names renames {old!r}, which is no dimension; {known_names(old, known)}"
+                )
+            if new in known and new != old:
+                raise UserError(
+                    f"from_jax: names renames {old!r} to {new!r}, which is another dimension's name"
+                )
+            self.found[known[old]] = new
+        return self.found
+
+    def _logical(self) -> None:
+        votes: dict[Node, Counter[str]] = defaultdict(Counter)
+        for v, leaf in self.arrays.parameters:
+            for a, name in enumerate(leaf.logical or ()):
+                nodes = self.classes.of(v, a) if a < len(v.shape) else ()
+                if name and len(nodes) == 1:
+                    votes[nodes[0]][name] += 1
+        for node, names in votes.items():
+            self.give(node, names.most_common(1)[0][0])
+
+    # -- what it does --------------------------------------------------------------------------------------
+
+    def _batch(self) -> None:
+        leaves = [(v, leaf) for v, leaf in self.arrays.batch if v.shape]
+        for v, _ in sorted(leaves, key=lambda x: -len(x[0].shape)):
+            for node in self.classes.of(v, 0)[:1]:
+                if "batch" not in self.taken:
+                    self.give(node, "batch")
+        for v, leaf in leaves:
+            for node in self.classes.of(v, 0)[:1]:
+                self.give(node, f"{_last(leaf.path)}_batch")
+            if v.dtype.startswith("int") and len(v.shape) >= 2:
+                for node in self.classes.of(v, 1)[:1]:
+                    self.give(node, "length" if "length" not in self.taken else f"{_last(leaf.path)}_length")
+
+    def _roles(self) -> None:
+        equations = list(self.block.walk())
+        whole = {id(v) for v, leaf in self.arrays.batch if v.dtype.startswith("int")}
+        from_batch = _reached(equations, whole)
+        for e in equations:
+            if e.prim == "scan":
+                stacks = [*e.ins[e.params["consts"] + e.params["carry"] :], *e.outs[e.params["carry"] :]]
+                in_params = [n for x in stacks if x.shape for n in self.classes.of(x, 0)[:1]]
+                for node in in_params[:1]:
+                    self.give(node, "layers" if self.in_parameters[node] else "time")
+        for e in equations:
+            if e.prim == "gather":
+                self._lookup(e, from_batch)
+        for e in equations:
+            if e.prim == "dot_general":
+                self._attention(e)
+            elif e.prim == "conv_general_dilated":
+                self._convolution(e)
+            elif e.prim == "top_k":
+                for node in self.classes.of(e.ins[0], len(e.ins[0].shape) - 1):
+                    if self.in_parameters[node]:
+                        self.give(node, "experts")
+                for node in self.classes.of(e.out, len(e.out.shape) - 1):
+                    self.give(node, "top_k")
+        self._feed_forward()
+        for a, b in self.classes.refused:
+            for x, y in ((a, b), (b, a)):
+                if (
+                    self.found.get(self.classes.find(x)) == "length"
+                    and not self.in_parameters[self.classes.find(y)]
+                ):
+                    self.give(y, "memory_length")
+
+    def _pieces(self) -> None:
+        """What counts the pieces that a parameter is cut into, as queries, keys and values of one matrix."""
+        for v, leaf in self.arrays.parameters:
+            for node in self.classes.all(v):
+                if node in self.counts:
+                    self.give(node, f"{_last(leaf.path)}_parts")
+
+    def _parts(self) -> None:
+        """What is a part of a dimension that has a name."""
+        for e in self.block.walk():
+            if e.prim not in ("slice", "dynamic_slice", "pad"):
+                continue
+            for a in range(len(e.out.shape)):
+                own, part = self.classes.of(e.ins[0], a), self.classes.of(e.out, a)
+                if len(own) == len(part) == 1 and own[0] != part[0] and own[0] in self.found:
+                    self.give(part[0], f"{self.found[own[0]]}_{'padded' if e.prim == 'pad' else 'part'}")
+
+    def _lookup(self, e: Equation, from_batch: set[int]) -> None:
+        """A table of parameters that numbers of the batch look up."""
+        found, table = indexing(e), e.ins[0]
+        if len(found.looked_up) != 1:
+            return
+        nodes = self.classes.of(table, found.looked_up[0][0])
+        if len(nodes) != 1:
+            return
+        if found.common:
+            if not self.in_parameters[nodes[0]]:
+                return
+            self.give(nodes[0], "vocab" if "length" in self.taken else "classes")
+        elif self.in_parameters[nodes[0]] and len(table.shape) == 2:
+            self.give(nodes[0], "vocab" if id(e.ins[1]) in from_batch else "positions")
+            for a, _ in found.kept:
+                for node in self.classes.of(table, a)[:1]:
+                    self.give(node, "d_model")
+
+    def _attention(self, e: Equation) -> None:
+        """A product of two activations over a dimension that parameters have too."""
+        (lc, _), (lb, _) = e.params["dimension_numbers"]
+        x, y = e.ins[:2]
+        if not lb or len(lc) != 1:
+            return
+        summed = self.classes.of(x, lc[0])
+        if not summed or not self.in_parameters[summed[-1]]:
+            return
+        parameters = {id(v) for v, _ in self.arrays.parameters}
+        if id(x) in parameters or id(y) in parameters:
+            return
+        heads = [n for a in lb for n in self.classes.of(x, a) if self.in_parameters[n]]
+        shared = {n for a in lb for n in self.classes.of(x, a)}
+        groups = [
+            n
+            for operand in (x, y)
+            for n in self.classes.all(operand)
+            if n not in shared and n not in summed and self.in_parameters[n]
+        ]
+        if not heads:
+            return
+        for node in summed[-1:]:
+            self.give(node, "d_kv")
+        for node in summed[:-1]:
+            self.give(node, "d_kv_parts")
+        for node in heads:
+            self.give(node, "kv_heads" if groups else "heads")
+        for node in groups:
+            self.give(node, "query_group")
+
+    def _convolution(self, e: Equation) -> None:
+        d = e.params["dimension_numbers"]
+        (x, w), spatial = e.ins[:2], len(d.lhs_spec) - 2
+        names = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}.get(spatial, ())
+        for name, a, t in zip(names, d.lhs_spec[2:], d.rhs_spec[2:], strict=False):
+            for node in self.classes.of(x, a)[:1]:
+                self.give(node, name)
+            for node in self.classes.of(w, t)[:1]:
+                self.give(node, f"{name}_taps")
+        if any(x is v for v, _ in self.arrays.batch):
+            for node in self.classes.of(x, d.lhs_spec[1])[:1]:
+                self.give(node, "channels")
+
+    def _feed_forward(self) -> None:
+        """What lies between two projections from and to d_model."""
+        model = next((n for n, name in self.found.items() if name in ("d_model", "embed")), None)
+        if model is None:
+            return
+        beside: Counter[Node] = Counter()
+        for v, _ in self.arrays.parameters:
+            nodes = self.classes.all(v)
+            if model in nodes:
+                beside.update(n for n in nodes if n != model and n not in self.found and n not in self.counts)
+        for node, count in beside.most_common():
+            if count >= 2:
+                self.give(node, "d_ff")
+
+    # -- where it is ---------------------------------------------------------------------------------------
+
+    def _paths(self) -> None:
+        alike: Counter[str] = Counter(template(leaf.path) for _, leaf in self.arrays.parameters)
+        for v, leaf in self.arrays.batch:
+            self._by_path(v, _last(leaf.path))
+        made = list(self._made())
+        makers = Counter((node, template(leaf.path)) for leaf, nodes in made for node in set(nodes))
+        for leaf, nodes in made:
+            for node in reversed(nodes):
+                # What one layer alone makes is called by its number.
+                one = makers[node, template(leaf.path)] == 1 and alike[template(leaf.path)] > 1
+                self.give(node, _last(leaf.path, one))
+        for v, leaf in (*self.arrays.parameters, *self.arrays.state):
+            self._by_path(v, _last(leaf.path))
+
+    def _made(self) -> Iterator[tuple[Leaf, Sequence[Node]]]:
+        """What parameters make: the axes that a product with them has and its other factor has not."""
+        weights = {id(v): (leaf, tuple(range(len(v.shape)))) for v, leaf in self.arrays.parameters}
+        for e in self.block.walk():
+            x = e.ins[0] if e.ins else None
+            if e.prim in ("transpose", "convert_element_type") and id(x) in weights:
+                leaf, axes = weights[id(x)]
+                order = e.params.get("permutation", range(len(axes)))
+                weights[id(e.out)] = leaf, tuple(axes[a] for a in order)
+            elif e.prim == "scan" and e.body is not None:
+                for outer, inner in zip(e.ins, e.body.ins, strict=True):
+                    if id(outer) in weights:
+                        weights[id(inner)] = weights[id(outer)][0], tuple(range(len(inner.shape)))
+            elif e.prim == "dot_general":
+                (lc, rc), (lb, rb) = e.params["dimension_numbers"]
+                for operand, used in ((e.ins[1], (*rc, *rb)), (e.ins[0], (*lc, *lb))):
+                    if id(operand) in weights:
+                        free = [a for a in range(len(operand.shape)) if a not in used]
+                        yield weights[id(operand)][0], [n for a in free for n in self.classes.of(operand, a)]
+
+    def _by_path(self, v: Var, name: str) -> None:
+        """Names what an array has: its last axis is what it makes, the one before what it takes."""
+        for a in reversed(range(len(v.shape))):
+            nodes = self.classes.of(v, a)
+            for i, node in enumerate(nodes):
+                self.give(node, name if len(nodes) == 1 else f"{name}_{'abcdefgh'[i % 8]}")
+
+
+def _reached(equations: Sequence[Equation], sources: set[int]) -> set[int]:
+    """ids of what follows from some variables."""
+    found = set(sources)
+    for e in equations:
+        if any(id(x) in found for x in e.ins):
+            found.update(map(id, e.outs))
+            for inner in (e.body, e.backward):
+                if inner is not None:
+                    found.update(id(v) for x, v in zip(e.ins, inner.ins, strict=False) if id(x) in found)
+    return found
+
+
+def _last(path: str, numbered: bool = False) -> str:
+    """The part of a path that says most about an array, with the number of its layer."""
+    parts = [p for p in path.split("/") if p]
+    names = [i for i, p in enumerate(parts) if not p.isdigit()]
+    kept = [i for i in names if parts[i].lower() not in _KINDS] or names
+    if not kept:
+        return "dim"
+    at = kept[-1]
+    found = parts[at]
+    if not numbered:
+        return re.sub(r"_?\d+$", "", found) or found
+    return f"{found}_{parts[at + 1]}" if at + 1 < len(parts) and parts[at + 1].isdigit() else found
+
+
+def axes_text(names: Mapping[Node, str], classes: Classes, v: Operand) -> str:
+    """The dimensions of an array, axis by axis, as users read them."""
+    axes = []
+    for a in range(len(v.shape)):
+        parts = [names[n] for n in classes.of(v, a)]
+        axes.append(parts[0] if len(parts) == 1 else f"({' '.join(parts)})" if parts else "1")
+    return " ".join(axes)

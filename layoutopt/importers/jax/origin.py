@@ -1,0 +1,65 @@
+"""What an imported model remembers of the JAX function that it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from layoutopt.importers.jax.classes import Classes, Node
+from layoutopt.importers.jax.equations import Block
+from mesh_tf_core.model import Model
+
+
+@dataclass(frozen=True)
+class ArrayAxes:
+    """The axes of one of the function's arrays as dimensions.
+
+    Attributes:
+      path: of the array in its pytree.
+      axes: per axis the names of its factors, from the outermost; none for an axis of one element.
+      sizes: of these factors.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[tuple[str, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        parts = (a[0] if len(a) == 1 else f"({' '.join(a)})" if a else "1" for a in self.axes)
+        return f"{self.path} [{' '.join(parts)}]"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The function, its arrays, and what was inferred of it.
+
+    Attributes:
+      loss: the user's function; `arguments`: its pytrees of types, in its order, and `roles` what each of
+        them is: params, state, batch or rng.
+      parameters, state, batch: path -> its dimensions.
+      sources: number of a node of the graph -> file and line of the user's code.
+      notes: what was left out.
+      block, classes, names: the traced function, and the class and name of every factor of every axis.
+    """
+
+    loss: Callable[..., Any] = field(repr=False)
+    arguments: tuple[Any, ...] = field(repr=False)
+    roles: tuple[str, ...]
+    parameters: Mapping[str, ArrayAxes]
+    state: Mapping[str, ArrayAxes]
+    batch: Mapping[str, ArrayAxes]
+    sources: Mapping[int, str] = field(repr=False)
+    notes: tuple[str, ...]
+    block: Block = field(repr=False)
+    classes: Classes = field(repr=False)
+    names: Mapping[Node, str] = field(repr=False)
+
+
+@dataclass
+class JaxModel(Model):
+    """A model that a JAX function is."""
+
+    origin: Origin | None = field(default=None, repr=False, compare=False)

@@ -1,0 +1,332 @@
+"""What every primitive needs to be written as our operations: values by variable, dimensions by axis.
+
+An array need not have all dimensions of its axes: what it lacks is the same all along (a broadcast that
+nobody carried out), since our operations broadcast by name. A number stands for an array of that number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import mesh_tf_core as mtf
+from layoutopt.importers.jax.classes import Classes, Node
+from layoutopt.importers.jax.equations import Block, Constant, Equation, Operand, Var, refuse
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import DTYPES
+from mesh_tf_core.ir.initializers import Initializer, Variable
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.tracing.graph import Graph
+
+_NARROW = {"uint8": "int32", "int16": "int32", "uint16": "int32", "uint64": "int64", "int4": "int8"}
+
+
+@dataclass(frozen=True)
+class Number:
+    """An array of one number."""
+
+    value: Any
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Random keys, however many: every draw is given one of the graph."""
+
+
+@dataclass(frozen=True, eq=False)
+class Uniform:
+    """Uniform numbers that nobody has drawn yet."""
+
+    low: float
+    high: float
+    dims: tuple[Dim, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where uniform numbers are below a probability: what dropout keeps."""
+
+    of: Uniform
+    probability: float
+
+
+Value = Tensor | Number | Keys | Uniform | Kept
+Handler = Callable[["Writer", Equation], None]
+
+
+@dataclass(frozen=True)
+class Array(Initializer):
+    """The initial values of a variable, as its library has them."""
+
+    value: Any
+
+    def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
+        whole = np.asarray(self.value).reshape(tuple(sizes))
+        found = whole[tuple(slice(b, b + n) for b, n in zip(begin, extent, strict=True))]
+        return found.astype(np.float64)
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def our_dtype(dtype: str) -> str:
+    """The element type that stands for one of JAX."""
+    return dtype if dtype in DTYPES else _NARROW.get(dtype, dtype)
+
+
+class Writer:
+    """Writes blocks into a graph.
+
+    Args:
+      names: class -> its name.
+      table: primitive -> what writes it.
+
+    Attributes:
+      values: id of an operand -> its value.
+      weights: ids of tensors that are a layer's part of a stack of parameters.
+      sources: number of a node -> file and line of the user's code.
+      notes: what the user should know of what was left out.
+    """
+
+    def __init__(
+        self, graph: Graph, classes: Classes, names: Mapping[Node, str], table: Mapping[str, Handler]
+    ) -> None:
+        self.graph, self.classes, self.names, self.table = graph, classes, names, table
+        self.values: dict[int, Value] = {}
+        self.sources: dict[int, str] = {}
+        self.notes: list[str] = []
+        self.weights: set[int] = set()
+        self._constants = 0
+        self._draws: dict[Uniform, Tensor] = {}
+        self._used = 0
+        self._taken = set(names.values())
+
+    # -- dimensions ----------------------------------------------------------------------------------------
+
+    def dims(self, v: Operand, axis: int) -> tuple[Dim, ...]:
+        """The dimensions of an axis."""
+        sizes = self.classes.factors.of(v, axis)
+        return tuple(Dim(self.names[c], n) for c, n in zip(self.classes.of(v, axis), sizes, strict=True))
+
+    def shape(self, v: Operand) -> tuple[Dim, ...]:
+        """The dimensions of all axes."""
+        return tuple(d for a in range(len(v.shape)) for d in self.dims(v, a))
+
+    def fresh(self, like: str = "dim") -> str:
+        """A name that no dimension has."""
+        self._used += 1
+        while f"{like}_{self._used}" in self._taken:
+            self._used += 1
+        self._taken.add(f"{like}_{self._used}")
+        return f"{like}_{self._used}"
+
+    # -- values --------------------------------------------------------------------------------------------
+
+    def value(self, v: Operand) -> Value:
+        """The value of an operand; an array with dimensions of its axes, or what stands for one."""
+        if id(v) not in self.values:
+            assert isinstance(v, Constant), v
+            self.values[id(v)] = self._constant(v)
+        return self.values[id(v)]
+
+    def number(self, v: Operand) -> Any | None:
+        """The number that an operand is everywhere, None if it is no number."""
+        found = self.value(v)
+        return found.value if isinstance(found, Number) else None
+
+    def tensor(self, v: Operand) -> Tensor:
+        """The value as a tensor; of a number, a scalar."""
+        return self.drawn(self.value(v), v)
+
+    def drawn(self, found: Value, v: Operand) -> Tensor:
+        """A value as a tensor."""
+        match found:
+            case Tensor():
+                return found
+            case Number():
+                return mtf.constant(self.graph, found.value, (), our_dtype(found.dtype))
+            case Uniform():
+                if found not in self._draws:
+                    key = self.graph.random_key()
+                    ends = found.low, found.high
+                    self._draws[found] = mtf.random_uniform(key, found.dims, *ends, our_dtype(found.dtype))
+                return self._draws[found]
+            case Kept():
+                return self.drawn(found.of, v) < found.probability
+            case Keys():
+                return mtf.constant(self.graph, 0, (), our_dtype(v.dtype) if v.dtype != "key" else "uint32")
+
+    def full(self, v: Operand) -> Tensor:
+        """The value with all its dimensions, in order."""
+        return mtf.broadcast(self.tensor(v), self.shape(v))
+
+    def put(self, v: Var, value: Value) -> None:
+        """The value of a result."""
+        if isinstance(value, Tensor):
+            known = {d.name: d.size for d in self.shape(v)}
+            for d in value.shape:
+                assert known.get(d.name) == d.size, (v, value, known)
+        self.values[id(v)] = value
+
+    def fitted(self, x: Operand, y: Operand, axes: Iterable[tuple[int, int]]) -> Value:
+        """x under the names that axes of y have: pairs (axis of x, axis of y)."""
+        found = self.value(x)
+        if isinstance(found, Number | Keys):
+            return found
+        names = self.between(x, y, axes)
+        if not isinstance(found, Tensor):
+            if all(old == new for old, new in names.items()):
+                return found
+            found = self.tensor(x)
+        return self.renamed(found, names)
+
+    def between(self, x: Operand, y: Operand, axes: Iterable[tuple[int, int]]) -> dict[str, str]:
+        """What the dimensions of axes of x are called in y."""
+        out: dict[str, str] = {}
+        for a, b in axes:
+            old, new = self.dims(x, a), self.dims(y, b)
+            if [d.size for d in old] == [d.size for d in new]:
+                out.update((m.name, n.name) for m, n in zip(old, new, strict=True))
+            elif old:
+                out.update((d.name, "") for d in old)
+        return out
+
+    def renamed(self, t: Tensor, names: Mapping[str, str]) -> Tensor:
+        """t with some dimensions under other names."""
+        changed = {old: new for old, new in names.items() if old != new and old in t.shape.names}
+        if "" in changed.values():
+            raise mtf.UserError(f"axes of [{t.shape}] are regrouped inside an operation that keeps them")
+        return mtf.rename(t, **changed)
+
+    def elementwise(self, x: Operand, y: Operand) -> Value:
+        """x as an operand of an element-wise operation with result y."""
+        if len(x.shape) != len(y.shape):
+            return self.value(x)
+        return self.fitted(
+            x, y, [(a, a) for a, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m == n]
+        )
+
+    def merged(self, x: Operand, axis: int) -> tuple[Tensor, Dim]:
+        """x, with all of an axis as one dimension of a name of its own, which no layout splits."""
+        return self.one(self.tensor(x), x, axis)
+
+    def one(self, t: Tensor, x: Operand, axis: int) -> tuple[Tensor, Dim]:
+        """The same of t, which has the dimensions of x along this axis."""
+        own = self.dims(x, axis)
+        missing = [d for d in own if d.name not in t.shape.names]
+        if missing:
+            t = mtf.broadcast(t, [*missing, *t.shape])
+        return self.as_one(t, own)
+
+    def as_one(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
+        """t with some of its dimensions, in this order, as one that no layout splits."""
+        rest = [d for d in t.shape if d not in own]
+        name = f"_anonymous_{self.fresh('axis')}"
+        one = Dim(name, math.prod(d.size for d in own))
+        if len(own) == 1:
+            return mtf.rename(t, **{own[0].name: name}), one
+        at = min((t.shape.index(d.name) for d in own), default=len(rest))
+        order = [*rest[:at], *own, *rest[at:]]
+        return mtf.reshape(mtf.transpose(t, order), [*rest[:at], one, *rest[at:]]), one
+
+    def apart(self, t: Tensor, one: Dim, own: Sequence[Dim]) -> Tensor:
+        """t with one dimension as several, or as none."""
+        if len(own) == 1 and own[0].size == one.size:
+            return mtf.rename(t, **{one.name: own[0].name})
+        at = t.shape.index(one.name)
+        return mtf.reshape(t, [*t.shape.dims[:at], *own, *t.shape.dims[at + 1 :]])
+
+    def onto(self, t: Tensor, one: Dim, own: Sequence[Dim], names: dict[str, str]) -> Tensor:
+        """The same under names of their own, with `names` told what they will be called: other dimensions of
+        t may have those names still."""
+        parts = [Dim(self.fresh("_part"), d.size) for d in own]
+        names.update((p.name, d.name) for p, d in zip(parts, own, strict=True))
+        return self.apart(t, one, parts)
+
+    # -- constants -----------------------------------------------------------------------------------------
+
+    def _constant(self, v: Constant) -> Value:
+        if v.dtype == "key":
+            return Keys()
+        array = np.asarray(v.value)
+        if array.size == 0:
+            raise mtf.UserError("from_jax: the function has an array without elements; leave it out")
+        first = array.reshape(-1)[0]
+        if array.size == 1 or (array == first).all():
+            return Number(first.item() if array.dtype.kind in "biufc" else float(first), v.dtype)
+        return self._counted(array, v) or self._stored(array, v, self.shape(v))
+
+    def _counted(self, array: Any, v: Constant) -> Tensor | None:
+        """0, 1, ... along one axis, which needs no storage."""
+        if array.dtype.kind != "i":
+            return None
+        for axis, n in enumerate(array.shape):
+            line = np.arange(n, dtype=array.dtype).reshape([n if i == axis else 1 for i in range(array.ndim)])
+            if n > 1 and (array == line).all():
+                return self.count(v, axis, our_dtype(v.dtype))
+        return None
+
+    def count(self, v: Operand, axis: int, dtype: str) -> Tensor:
+        """0, 1, ... along an axis, whatever its factors."""
+        total: Tensor | None = None
+        stride = v.shape[axis]
+        for d in self.dims(v, axis):
+            stride //= d.size
+            part = mtf.mtf_range(self.graph, d, dtype) * stride
+            total = part if total is None else total + part
+        return total if total is not None else mtf.constant(self.graph, 0, (), dtype)
+
+    def _stored(self, array: Any, v: Constant, dims: Sequence[Dim]) -> Tensor:
+        dtype = our_dtype(v.dtype)
+        self._constants += 1
+        variable = Variable(f"constants/{self._constants}", Shape(dims), dtype, Array(array), False)
+        return self.graph.read(self.graph.declare(variable))
+
+    # -- blocks --------------------------------------------------------------------------------------------
+
+    def block(self, block: Block) -> None:
+        """Writes the equations of a block, whose variables have values."""
+        for equation in block.equations:
+            self.equation(equation)
+
+    def equation(self, e: Equation) -> None:
+        """Writes one equation."""
+        handler = self.table.get(e.prim)
+        if handler is None:
+            refuse(e, "the importer has no rule for it", "write it with other operations, or report it")
+        before = self.graph.count
+        with nullcontext() if e.body is not None else self.graph.scope(scope_of(e)):
+            if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and _gives_keys(e):
+                for y in e.outs:
+                    self.put(y, Keys())
+            else:
+                try:
+                    handler(self, e)
+                except (mtf.UserError, AssertionError) as error:
+                    if str(error).startswith("from_jax:"):
+                        raise
+                    refuse(
+                        e, str(error) or "its axes do not fit", "write it with other operations, or report it"
+                    )
+        for number in range(before, self.graph.count):
+            self.sources.setdefault(number, e.where)
+
+
+def _gives_keys(e: Equation) -> bool:
+    return e.prim not in ("random_bits", "random_uniform", "random_normal") and not any(
+        y.dtype.startswith(("float", "bfloat")) for y in e.outs
+    )
+
+
+def scope_of(e: Equation) -> str:
+    """The scope of an equation's operations: the names of its library and the user's line."""
+    file, _, line = e.where.rpartition(":")
+    place = f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}({line})" if file else ""
+    return "/".join(filter(None, (e.scope, place))) or "model"

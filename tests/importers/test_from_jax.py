@@ -1,0 +1,151 @@
+"""What is imported from JAX computes what JAX computes, under layouts too; its dimensions have the names
+that a user would give them; what cannot be imported is refused by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import layoutopt
+import mesh_tf_core as mtf
+from tests.importers.jax_models import (
+    MODELS,
+    compared,
+    imported,
+    numbers,
+    perceptron,
+    perceptron_arguments,
+    transformer,
+    transformer_arguments,
+)
+
+EXPECTED = {
+    "transformer": {
+        "embedding": "[vocab d_model]",
+        "blocks/1/qkv": "[d_model (qkv_parts heads d_kv_parts d_kv)]",
+        "blocks/2/out": "[(heads d_kv_parts d_kv) d_model]",
+        "blocks/0/gate_up": "[d_model (gate_up_parts d_ff)]",
+        "blocks/0/down": "[d_ff d_model]",
+        "tokens": "[batch length]",
+    },
+    "scanned transformer": {
+        "blocks/qkv": "[layers d_model (qkv_parts heads d_kv_parts d_kv)]",
+        "blocks/down": "[layers d_ff d_model]",
+        "blocks/first_norm": "[layers d_model]",
+    },
+    "convolutions": {
+        "stem": "[height_taps width_taps channels depthwise]",
+        "head": "[(height width depthwise) head]",
+        "image": "[batch height width channels]",
+    },
+    "perceptron": {
+        "layers/0/w": "[x layers_0]",
+        "layers/1/w": "[layers_0 layers_1]",
+        "layers/2/w": "[layers_1 classes]",
+    },
+    "recurrence": {"x": "[batch time x]", "w": "[x w]", "u": "[u w]"},
+    "experts": {"router": "[x experts]", "up": "[experts x up]", "down": "[experts up x]"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_jax(name: str) -> None:
+    loss, _, layouts = MODELS[name]
+    model, given = imported(name)
+    off = compared(model, loss, given, layouts)
+    assert {path: by for path, by in off.items() if not by <= 1e-5} == {}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_dimensions_have_the_names_of_what_they_do(name: str) -> None:
+    model, _ = imported(name)
+    arrays = {**model.origin.parameters, **model.origin.batch}
+    found = {path: str(arrays[path]).partition(" ")[2] for path in EXPECTED[name]}
+    assert found == EXPECTED[name]
+
+
+def test_state_is_stored_and_metrics_are_reported() -> None:
+    model, _ = imported("convolutions")
+    assert list(model.metrics) == ["norm"]
+    assigned = [n.op.variable.name for n in model.graph.nodes if n.op.name == "assign"]
+    assert assigned == ["state/mean", "state/var"]
+    assert not model.graph.variables["state/mean"].trainable
+
+
+def test_layers_of_a_scan_are_one_block_of_stacked_parameters() -> None:
+    model, _ = imported("scanned transformer")
+    assert model.graph.variables["blocks/down"].stacked == 1
+    assert [n.op.dim for n in model.graph.nodes if n.body is not None] == [mtf.Dim("layers", 3)]
+
+
+def test_dropout_is_one_operation() -> None:
+    def loss(params, batch, key):
+        h = batch["x"] @ params["w"]
+        return (jnp.where(jax.random.bernoulli(key, 0.75, h.shape), h / 0.75, 0.0) ** 2).mean()
+
+    f = numbers()
+    model = layoutopt.from_jax(loss, {"w": f(4, 6)}, {"x": f(8, 4)}, rng=jax.random.PRNGKey(0))
+    kinds = [n.op.name for n in model.graph.nodes]
+    assert "dropout" in kinds and "where" not in kinds and "randomuniform" not in kinds
+
+
+def test_names_are_those_that_the_user_gives() -> None:
+    params, batch = perceptron_arguments()
+    names = {"layers/0/w": ("inputs", "hidden"), "classes": "labels"}
+    model = layoutopt.from_jax(perceptron, params, batch, names=names)
+    found = [str(a) for a in model.origin.parameters.values()]
+    assert "layers/0/w [inputs hidden]" in found and "layers/2/b [labels]" in found
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"layers/0/q": ("a", "b")}, "names has 'layers/0/q', which is no array; did you mean"),
+        ({"layers/0/w": ("a",)}, r"names\['layers/0/w'\] has 1 entries, the array 2 axes \(12, 16\)"),
+        (
+            {"layers/0/w": ("a", "b"), "layers/0/b": ("c",)},
+            "'b' and.*they are one dimension|'c' and.*one dimension",
+        ),
+        ({"layers/1/w": ("a", "a")}, "they meet in one array, or differ in size"),
+        ({"vocabulary": "labels"}, "names renames 'vocabulary', which is no dimension"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(names: dict[str, object], said: str) -> None:
+    params, batch = perceptron_arguments()
+    with pytest.raises(mtf.UserError, match=said):
+        layoutopt.from_jax(perceptron, params, batch, names=names)
+
+
+def test_what_has_no_rule_is_refused_with_the_users_line() -> None:
+    def loss(params, batch):
+        return jnp.linalg.det(params["w"]) + batch["x"].sum()
+
+    f = numbers()
+    line = loss.__code__.co_firstlineno + 1
+    with pytest.raises(mtf.UserError, match=rf"test_from_jax.py:{line}.*cannot import lu of float32\[4,4\]"):
+        layoutopt.from_jax(loss, {"w": f(4, 4)}, {"x": f(3)})
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    f = numbers()
+    with pytest.raises(mtf.UserError, match=r"must return a scalar with fractions, found float32\[3\]"):
+        layoutopt.from_jax(lambda p, b: p["w"] + b["x"], {"w": f(3)}, {"x": f(3)})
+
+
+def test_types_are_enough_and_a_search_proves_its_answer() -> None:
+    params, batch = transformer_arguments()
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
+    model = layoutopt.from_jax(transformer, *types)
+    plan = layoutopt.search(model, mesh="data:2", hardware="tpu-v5e", microbatches=[1], recompute=[False])
+    assert plan.to_json()["solver"]["status"] == "OPTIMAL"
+
+
+def test_layoutopt_does_not_load_jax(tmp_path: Path) -> None:
+    code = "import sys, layoutopt, layoutopt.importers.jax.model; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
