@@ -3,6 +3,8 @@ that a user would give them; what cannot be imported is refused by name."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 import layoutopt
 import mesh_tf_core as mtf
+from tests.docs.console import steps
 from tests.importers.jax_models import (
     MODELS,
     compared,
@@ -23,6 +26,8 @@ from tests.importers.jax_models import (
     transformer,
     transformer_arguments,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 EXPECTED = {
     "transformer": {
@@ -143,6 +148,16 @@ def test_types_are_enough_and_a_search_proves_its_answer() -> None:
     model = layoutopt.from_jax(transformer, *types)
     plan = layoutopt.search(model, mesh="data:2", hardware="tpu-v5e", microbatches=[1], recompute=[False])
     assert plan.to_json()["solver"]["status"] == "OPTIMAL"
+
+
+def test_the_page_is_true() -> None:
+    names: dict[str, object] = {"__name__": __name__}
+    found = steps((ROOT / "docs" / "jax.md").read_text(encoding="utf-8"))
+    for step in found:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(compile(step.source, "docs/jax.md", "exec"), names)
+        assert output.getvalue().splitlines() == list(step.shown), step.source
 
 
 def test_layoutopt_does_not_load_jax(tmp_path: Path) -> None:
