@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from layoutopt.problem import (
@@ -27,7 +27,7 @@ from layoutopt.problem import (
 from layoutopt.problem.anytime import blend
 from layoutopt.problem.anytime.messages import Messages
 from layoutopt.problem.anytime.network import Network, network
-from layoutopt.problem.anytime.search import LocalSearch
+from layoutopt.problem.anytime.search import ASCENT, LocalSearch
 from layoutopt.problem.anytime.sweep import Sweep
 from layoutopt.problem.contest import problem_from
 from tests.problem.strategies import contest_instance, table
@@ -83,6 +83,7 @@ def least(problem: Problem) -> float:
 
 @MANY
 @given(problem=problems)
+@example(problem=pairs(20000000, False))
 def test_a_network_says_what_the_problem_says(problem: Problem) -> None:
     found = known(problem)
     for x in every(problem):
@@ -128,7 +129,7 @@ def test_a_sweep_is_the_best_with_what_it_holds(problem: Problem, seed: int) -> 
 @given(problem=problems, seed=st.integers(0, 99))
 def test_local_search_never_beats_the_optimum(problem: Problem, seed: int) -> None:
     search, truth = LocalSearch(known(problem), seed), least(problem)
-    for _ in range(25):
+    for _ in range(ASCENT + 15):
         search.step()
     assert search.bound <= truth + 1e-9
     if search.best is not None:
@@ -143,7 +144,7 @@ def test_local_search_finds_most_optima() -> None:
     for seed in range(60):
         problem = pairs(seed, True)
         search = LocalSearch(known(problem), 0)
-        for _ in range(40):
+        for _ in range(ASCENT + 20):
             search.step()
         answers += math.isfinite(least(problem))
         found += search.cost == least(problem) < math.inf

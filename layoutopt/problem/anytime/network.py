@@ -113,7 +113,10 @@ def network(problem: Problem) -> Network | None:
     if any(len(entry.scope) > 1 for row in problem.rows for entry in row.entries):
         return None
     cells = np.concatenate([np.zeros(0), *(table.ravel() for table in found.values())])
-    finite = sum(float(np.abs(t[np.isfinite(t)]).max(initial=0.0)) for t in (unary, *found.values()))
+    finite = sum(
+        float(np.abs(t[np.isfinite(t)]).max(initial=0.0))
+        for t in (*np.split(unary, offsets[1:-1]), *found.values())
+    )
     forbidden = 2.0 * finite + 1.0
     unary[np.isinf(unary)] = forbidden
     cells[np.isinf(cells)] = forbidden

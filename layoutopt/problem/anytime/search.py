@@ -1,29 +1,46 @@
-"""Local search at any time: prices on overfull points, sweeps under them, and what of a sweep keeps the rows.
+r"""Local search at any time: prices on overfull points, sweeps under them, what of a sweep keeps the rows.
 
 1. The start takes everybody's least use (`least_use`).
-2. A `Sweep` finds the best choices of most variables at once under the points' prices. Between sweeps the
-   prices of overfull points rise and those of others fall (subgradient: Held, Wolfe and Crowder 1974).
-3. What differs between the best answer and the sweep's is taken as far as the rows allow (`blended`).
+2. Prices rise where the points are overfull and fall elsewhere, each by a factor
+
+       p_t <- p_t exp(rate (use_t - room_t) / room_t)
+
+   (multiplicative weights: Plotkin, Shmoys and Tardos 1995), where use_t is averaged over the last choices.
+   At first these are what the messages call likely, which costs little (`ASCENT`).
+3. Then a `Sweep` finds the best choices of most variables at once under the prices, which go on changing.
+4. What differs between the best answer and the sweep's is taken as far as the rows allow (`blended`).
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import numpy as np
 
 from layoutopt.problem.anytime.blend import blended
 from layoutopt.problem.anytime.messages import Messages
 from layoutopt.problem.anytime.network import Network
-from layoutopt.problem.anytime.sweep import MOST, Sweep, firsts
+from layoutopt.problem.anytime.sweep import Sweep, firsts
 from layoutopt.problem.form import Floats, Ints
 
-CYCLE = 200
-"""Steps in which the prices' changes become small, before they are large again."""
-CHANGE, LEAST_GAP, MEMORY = 0.3, 0.01, 0.7
-"""Of the prices: the largest change, the gap that is at least assumed, what is kept of the last direction."""
-REUSED, RESTED = 3, 0.2
-"""Sweeps with one order, and how much less likely a variable is to be held that just was."""
+ASCENT = 80
+"""Steps in which only messages and prices change."""
+RATES, AT_MOST = (0.3, 0.1), 0.7
+"""How fast prices change at first and in the end, and the logarithm of the most that one does in a step."""
+MEMORY = 0.8, 0.5
+"""What is kept of the uses of earlier choices: of those that are likely, of those of sweeps."""
+SMALL = 1e-3
+"""The first prices, times all room, in parts of what the average choices cost."""
+FORGOTTEN = 1e-12
+"""Part of the highest price, in parts of the room, that every price keeps, so that it can rise again."""
+KEPT, RENEWED, RESTED = 6, 4, 0.2
+"""Orders that take turns, steps until one is replaced, and how much less likely a variable is to be held that
+just was."""
+LIKELY = 5
+"""Every so many steps a sweep begins at the likely choices as well."""
+WORK = 1 << 27, 1 << 16, 1 << 18
+"""Cells of one sweep's joins, as a guess; the fewest and the most of one join."""
 
 
 class LocalSearch:
@@ -38,14 +55,27 @@ class LocalSearch:
         self.rng = np.random.default_rng(seed)
         self.best: Ints | None = None
         self.cost = math.inf
-        self.prices = np.zeros(len(network.room))
-        self.direction = np.zeros(len(network.room))
+        self.scale = np.where(network.room > 0, network.room, 1.0)
+        self.prices = SMALL * self._average() / max(len(network.room), 1) / self.scale
+        self.used: Floats | None = None
         self.weights = np.ones(len(network.sizes))
+        self.sweeps: deque[Sweep] = deque(maxlen=KEPT)
+        work, least, most = WORK
+        self.most = min(max(work // max(len(network.ends), 1), least), most)
         self.steps = 0
         self.messages = Messages(network)
         self.bound = -math.inf
         self.current = self._least()
-        self._offer(self.current)
+        self.offer(self.current)
+
+    def _average(self) -> float:
+        """What all choices cost on average, those that are allowed."""
+        network = self.network
+        unary = np.where(network.unary < network.forbidden, np.abs(network.unary), 0.0)
+        cells = np.where(network.cells < network.forbidden, np.abs(network.cells), 0.0)
+        lengths = np.diff(np.append(network.starts, len(cells)))
+        own = unary / np.repeat(network.sizes, network.sizes)
+        return float(own.sum() + (cells / np.repeat(lengths, lengths)).sum())
 
     def _least(self) -> Ints:
         """Of every variable the choice that uses least over all points; of equals the cheapest."""
@@ -55,44 +85,53 @@ class LocalSearch:
         order[np.lexsort((unary, np.round(uses, 6)))] = np.arange(len(unary))
         return firsts(order, self.network)
 
-    def _offer(self, choices: Ints) -> None:
+    def offer(self, choices: Ints) -> bool:
+        """Keeps `choices` if they are feasible and better; whether they are."""
         cost = self.network.cost(choices)
         better = cost < self.cost and cost - self.network.constant < self.network.forbidden
         if better and (self.network.profile(choices) <= self.network.room).all():
             self.best, self.cost = choices, cost
+            return True
+        return False
 
     def step(self) -> None:
-        """One sweep, what it gives, and new prices."""
+        """New messages, mostly a sweep and what it gives, and new prices."""
         network = self.network
-        if self.steps % REUSED == 0:
-            self.sweep = Sweep(network, self.rng, self.weights, MOST)
-            self.weights = np.sqrt(self.weights)
-            self.weights[self.sweep.held] *= RESTED
         unary = network.priced(self.prices)
         self.messages.turn(unary)
         self.bound = max(self.bound, self.messages.bound - float(self.prices @ network.room))
-        likely = firsts(self.messages.total, network)
-        options = [self.sweep.best(unary, likely), self.sweep.best(unary, self.current)]
-        self.current = min(options, key=lambda x: self._priced(x))
-        over = network.profile(self.current) - network.room
-        if self.best is None:
-            self._offer(self.current)
+        if self.steps < ASCENT:
+            likely = firsts(self.messages.total, network)
+            self.offer(likely)
+            self._reprice(likely, RATES[0] + (RATES[1] - RATES[0]) * self.steps / ASCENT, MEMORY[0])
         else:
-            self._offer(blended(network, self.best, self.current, self.prices))
-        self._reprice(over)
+            self._sweep(unary)
+            self._reprice(self.current, RATES[1], MEMORY[1])
         self.steps += 1
+
+    def _sweep(self, unary: Floats) -> None:
+        """The best choices that a sweep finds, and what of them can be had."""
+        network, now = self.network, self.steps - ASCENT
+        if now % RENEWED == 0 or len(self.sweeps) < 2:
+            sweep = Sweep(network, self.rng, self.weights, self.most)
+            self.weights = np.sqrt(self.weights)
+            self.weights[sweep.held] *= RESTED
+            self.sweeps.append(sweep)
+        sweep = self.sweeps[int(self.rng.integers(len(self.sweeps)))]
+        starts = [self.current]
+        if now % LIKELY == 0:
+            starts.append(firsts(self.messages.total, network))
+        self.current = min((sweep.best(unary, start) for start in starts), key=self._priced)
+        if not self.offer(self.current) and self.best is not None:
+            self.offer(blended(network, self.best, self.current, self.prices))
 
     def _priced(self, choices: Ints) -> float:
         return self.network.cost(choices) + float(self.prices @ self.network.profile(choices))
 
-    def _reprice(self, over: Floats) -> None:
-        cost = self.network.cost(self.current)
-        best = self.cost if math.isfinite(self.cost) else cost
-        gap = max(best - self.messages.bound + float(self.prices @ self.network.room), LEAST_GAP * abs(best))
-        wanted = np.where((self.prices <= 0) & (over < 0), 0.0, over)
-        self.direction = MEMORY * self.direction + (1 - MEMORY) * wanted
-        length = float(wanted @ wanted)
-        if length > 0:
-            left = 1 - (self.steps % CYCLE) / CYCLE
-            change = CHANGE * left**2 * gap / length
-            self.prices = np.maximum(0.0, self.prices + change * self.direction)
+    def _reprice(self, choices: Ints, rate: float, memory: float) -> None:
+        used = self.network.profile(choices)
+        self.used = used if self.used is None else memory * self.used + (1 - memory) * used
+        over = rate * (self.used - self.network.room) / self.scale
+        self.prices = self.prices * np.exp(np.clip(over, -AT_MOST, AT_MOST))
+        paid = self.prices * self.scale
+        self.prices = np.maximum(self.prices, FORGOTTEN * paid.max(initial=0.0) / self.scale)

@@ -1,7 +1,7 @@
 r"""The best choices of most variables at once, the others as they are: elimination with a cutset.
 
 Variables are eliminated in an order of small joins (`layoutopt.problem.elimination` has the mathematics);
-where every join would have more than `MOST` cells, one of the variables in it is held (cutset conditioning:
+where every join would have more than `most` cells, one of the variables in it is held (cutset conditioning:
 Pearl 1986). What is held is drawn by chance, less likely what was held before, so that sweeps differ.
 """
 
@@ -16,20 +16,57 @@ import numpy as np
 from layoutopt.problem.anytime.network import Network
 from layoutopt.problem.form import Floats, Ints
 
-MOST = 1 << 13
-"""Cells of one join."""
-
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One variable's elimination; the axes of its join are `others` and itself."""
+    """One variable's elimination; the axes of its join are `others` and itself.
 
+    Attributes:
+      tables: per pair, (axis, pair, whether the variable is its second).
+      children: per message, the shape that it takes in the join, and the step that it comes from.
+    """
+
+    number: int
     variable: int
     others: tuple[int, ...]
-    first: int
-    last: int
+    shape: tuple[int, ...]
+    tables: list[tuple[int, int, bool]]
+    children: list[tuple[tuple[int, ...], int]]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for steps that can be done as one, once their children are done."""
+        return self.shape, tuple(axis for axis, _, _ in self.tables), tuple(wide for wide, _ in self.children)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Steps of one kind, done as one: every array has the steps first.
+
+    Attributes:
+      theta: (steps, choices) the variables' choices, counted through.
+      tables: per pair of a join, (steps, 1 or the other's size for each other, choices).
+      messages: per message of a join, where its numbers are, and the shape that they take.
+      begin, end: where these steps' own messages are.
+    """
+
+    variables: Ints
+    others: Ints
+    shape: tuple[int, ...]
+    theta: Ints
     tables: tuple[Floats, ...]
-    children: tuple[tuple[int, tuple[int, ...]], ...]
+    messages: tuple[tuple[Ints, tuple[int, ...]], ...]
+    begin: int
+    end: int
+
+    def join(self, theta: Floats, messages: Floats) -> Floats:
+        """(steps, *shape) what all assignments cost."""
+        total = theta[self.theta].reshape(-1, *(1 for _ in self.shape[:-1]), self.shape[-1])
+        for table in self.tables:
+            total = total + table
+        for numbers, shape in self.messages:
+            total = total + messages[numbers].reshape(-1, *shape)
+        return total
 
 
 class Sweep:
@@ -39,7 +76,7 @@ class Sweep:
       held: the variables that keep their choices.
     """
 
-    def __init__(self, network: Network, rng: np.random.Generator, weight: Floats, most: int = MOST) -> None:
+    def __init__(self, network: Network, rng: np.random.Generator, weight: Floats, most: int) -> None:
         self.network = network
         order, self.held = _order(network, rng, weight, math.log(most))
         self._compile(order)
@@ -47,47 +84,82 @@ class Sweep:
         self.alone[network.ends.ravel()] = False
 
     def _compile(self, order: list[int]) -> None:
-        network = self.network
         position = {v: k for k, v in enumerate(order)}
-        sizes, offsets = network.sizes.tolist(), network.offsets.tolist()
+        sizes = self.network.sizes.tolist()
         scopes: list[set[int]] = [set() for _ in order]
-        tables: list[list[tuple[int, Floats]]] = [[] for _ in order]
+        pairs: list[list[tuple[int, int, bool]]] = [[] for _ in order]
         border: list[tuple[int, int, bool]] = []
-        for number, (a, b) in enumerate(network.ends.tolist()):
+        for number, (a, b) in enumerate(self.network.ends.tolist()):
             pa, pb = position.get(a), position.get(b)
             if pa is not None and pb is not None:
                 k, other = min(pa, pb), b if pa < pb else a
                 scopes[k].add(other)
-                table = network.tables[number]
-                tables[k].append((other, table.T if pa < pb else table))
+                pairs[k].append((other, number, pb < pa))
             elif pa is not None:
                 border.append((number, a, True))
             elif pb is not None:
                 border.append((number, b, False))
         children: list[list[int]] = [[] for _ in order]
+        level = [0] * len(order)
         steps: list[Step] = []
+        alike: dict[tuple[int, tuple[object, ...]], list[Step]] = {}
         for k, v in enumerate(order):
             others = tuple(sorted(scopes[k], key=position.__getitem__, reverse=True))
-            shape = [sizes[u] for u in others]
-            parts = []
-            for other, table in tables[k]:
-                parts.append(
-                    table.reshape(
-                        [*(n if u == other else 1 for u, n in zip(others, shape, strict=True)), sizes[v]]
-                    )
-                )
+            tables = sorted((others.index(u), number, second) for u, number, second in pairs[k])
             below = []
             for child in children[k]:
                 mine = set(steps[child].others)
-                wide = tuple(n if u in mine else 1 for u, n in zip(others, shape, strict=True))
-                below.append((child, (*wide, sizes[v])))
+                below.append((tuple(sizes[u] if u in mine else 1 for u in (*others, v)), child))
+            shape = (*(sizes[u] for u in others), sizes[v])
+            steps.append(Step(k, v, others, shape, tables, sorted(below)))
+            alike.setdefault((level[k], steps[k].kind), []).append(steps[k])
             if others:
                 parent = position[others[-1]]
                 children[parent].append(k)
                 scopes[parent].update(others[:-1])
-            steps.append(Step(v, others, offsets[v], offsets[v + 1], tuple(parts), tuple(below)))
-        self.steps = steps
+                level[parent] = max(level[parent], level[k] + 1)
+        self._batch(alike)
         self._border(border)
+
+    def _batch(self, alike: dict[tuple[int, tuple[object, ...]], list[Step]]) -> None:
+        begins: dict[int, int] = {}
+        self.batches: list[Batch] = []
+        self.numbers = 0
+        for level_and_kind in sorted(alike, key=lambda found: found[0]):
+            steps = alike[level_and_kind]
+            self.batches.append(self._one(steps, begins))
+            length = math.prod(steps[0].shape[:-1])
+            for step in steps:
+                begins[step.number] = self.numbers
+                self.numbers += length
+
+    def _one(self, steps: list[Step], begins: dict[int, int]) -> Batch:
+        network, first = self.network, steps[0]
+        size = first.shape[-1]
+        variables = np.array([step.variable for step in steps], np.int64)
+        tables = []
+        for place, (axis, _, _) in enumerate(first.tables):
+            each = [step.tables[place] for step in steps]
+            stacked = np.stack(
+                [network.tables[n] if second else network.tables[n].T for _, n, second in each]
+            )
+            wide = [1] * len(first.others)
+            wide[axis] = first.shape[axis]
+            tables.append(stacked.reshape(-1, *wide, size))
+        messages = []
+        for place, (wide_shape, _) in enumerate(first.children):
+            starts = np.array([begins[step.children[place][1]] for step in steps], np.int64)
+            messages.append((starts[:, None] + np.arange(math.prod(wide_shape)), wide_shape))
+        return Batch(
+            variables,
+            np.array([step.others for step in steps], np.int64).reshape(len(steps), -1),
+            first.shape,
+            network.offsets[variables][:, None] + np.arange(size),
+            tuple(tables),
+            tuple(messages),
+            self.numbers,
+            self.numbers + len(steps) * math.prod(first.shape[:-1]),
+        )
 
     def _border(self, border: list[tuple[int, int, bool]]) -> None:
         """Where the cells are that a held variable adds to a free one's choices."""
@@ -110,26 +182,18 @@ class Sweep:
         network = self.network
         cells = self.base + (self.jump * choices[self.outside])[self.edge]
         theta = unary + np.bincount(self.target, network.cells[cells], len(unary))
+        messages = np.empty(self.numbers)
         joins: list[Floats] = []
-        messages: list[Floats] = []
-        for step in self.steps:
-            total = theta[step.first : step.last]
-            for table in step.tables:
-                total = total + table
-            for child, shape in step.children:
-                total = total + messages[child].reshape(shape)
-            joins.append(total)
-            messages.append(total.min(axis=-1))
-        self.least = float(
-            sum(float(m) for step, m in zip(self.steps, messages, strict=True) if not step.others)
-        )
-        least = np.minimum.reduceat(theta, network.offsets[:-1])
-        self.least += float(least[self.alone].sum())
-        found = np.where(self.alone, firsts(theta, network), choices).tolist()
-        for step, total in zip(reversed(self.steps), reversed(joins), strict=True):
-            at = tuple([found[u] for u in step.others])
-            found[step.variable] = int(total[at].argmin())
-        return np.array(found, np.int64)
+        for batch in self.batches:
+            joins.append(batch.join(theta, messages))
+            messages[batch.begin : batch.end] = joins[-1].min(axis=-1).ravel()
+        found = np.where(self.alone, firsts(theta, network), choices)
+        for batch, total in zip(reversed(self.batches), reversed(joins), strict=True):
+            rows = np.arange(len(batch.variables))
+            for axis, size in enumerate(batch.shape[:-1]):
+                rows = rows * size + found[batch.others[:, axis]]
+            found[batch.variables] = total.reshape(-1, batch.shape[-1])[rows].argmin(axis=-1)
+        return found
 
 
 def firsts(costs: Floats, network: Network) -> Ints:
