@@ -321,9 +321,12 @@ class Hardware:
         """The dtype whose peak rate products of `dtype` run at: itself, or the nearest one listed.
 
         A dtype without its own peak runs at the rate of the next narrower float (TPUs multiply float32 in
-        bfloat16 passes at default precision) or else of the next wider one.
+        bfloat16 passes at default precision) or else of the next wider one. The formats of float8 have one
+        peak, and where a chip has none they are multiplied in bfloat16.
         """
         order = ("float64", "float32", "bfloat16", "float16", "int8")
+        if dtype.startswith("float8"):
+            dtype = "float8" if "float8" in self._peaks else "bfloat16"
         if dtype in self._peaks:
             return dtype
         start = order.index(dtype) if dtype in order else order.index("float32")

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.dtypes import FLOAT8, itemsize
 from mesh_tf_core.ir.kernel import At, Attending, Step
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.kernels.contraction import cheapest_pair, matmul, parse, same_order
@@ -305,6 +305,8 @@ class Tally:
     # -- contractions ----------------------------------------------------------------------------------------
 
     def einsum(self, spec: str, *xs: Piece) -> Piece:
+        if xs[0].dtype in FLOAT8:
+            xs = tuple(self.cast(x, "float32") for x in xs)
         terms, out = parse(spec)
         sizes = {c: n for term, x in zip(terms, xs, strict=True) for c, n in zip(term, x.shape, strict=True)}
         rest = list(xs)

@@ -20,6 +20,8 @@ _SIZES = {
     "bool": 1,
 }
 DTYPES = tuple(_SIZES)
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+"""Of the factors of products alone (`mtf.float8_einsum`): nothing else is computed or stored in them."""
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 _EIGHT_BITS = re.compile("float8|fp8|f8|e4m3|e5m2")
 _MEANT = {
@@ -43,7 +45,7 @@ _MEANT = {
 
 def itemsize(dtype: str) -> int:
     """Bytes of one element."""
-    return _SIZES[check_dtype(dtype)]
+    return 1 if dtype in FLOAT8 else _SIZES[check_dtype(dtype)]
 
 
 def check_dtype(dtype: str) -> str:

@@ -45,7 +45,7 @@ class Kernel(Protocol):
 
     def einsum(self, spec: str, *xs: T) -> T:
         """NumPy's einsum with an explicit output; bfloat16 and float16 accumulate in float32 where
-        possible."""
+        possible; two of float8 give float32."""
         ...
 
     def conv(self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int]) -> T:

@@ -3,8 +3,9 @@
   required facets  roles, infer, kernel, flops, gradient
   optional facets  lower, operands, expand, moved, contraction, overhead, unreduced, summand, distributes,
                    untrained, labels, describe; each says what holds without it
-  facts            kind, free, linear, converts, divides, regroups, renames, still, derives_key:
-                   attributes of the class, or properties where they depend on its fields
+  facts            kind, free, linear, converts, divides, regroups, renames, still, scales,
+                   derives_key: attributes of the class, or properties where they depend
+                   on its fields
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
 off it. No reader knows any single operation: what it must know, the contract says.
@@ -142,7 +143,7 @@ class Op:
     FACTS: ClassVar = {
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
         **dict.fromkeys(("free", "linear", "converts", "divides"), (False, True)),
-        **dict.fromkeys(("regroups", "derives_key"), (False, True)),
+        **dict.fromkeys(("regroups", "derives_key", "scales"), (False, True)),
         **dict.fromkeys(("renames", "still"), ((),)),
     }
     """Fact -> the values that it may have."""
@@ -165,6 +166,9 @@ class Op:
     """Dimensions that its output has under another name: (old, new)."""
     still: ClassVar[tuple[str, ...]] = ()
     """Dimensions that its parameters name although it moves nothing along them."""
+    scales: ClassVar[bool] = False
+    """True if what it makes only scales tensors for a product, and is divided by again: of a step in parts,
+    each part takes its own, and the results differ by rounding."""
     derives_key: ClassVar[bool] = False
     """True if it makes a random key; more int32 scalars behind its operands make another one."""
 

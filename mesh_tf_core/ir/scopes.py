@@ -24,6 +24,7 @@ class Scopes:
         self._shared: int | None = None
         self._around: int | None = None
         self._frozen = False
+        self._float8 = False
         self._initial: tuple[Change, ...] = ()
 
     @property
@@ -92,6 +93,21 @@ class Scopes:
             yield
         finally:
             self._frozen = saved
+
+    @contextmanager
+    def float8(self) -> Iterator[None]:
+        """Layers built inside multiply by their weights in float8 (see `mtf.float8_einsum`); norms, softmax,
+        routers and attention itself stay as they are."""
+        saved, self._float8 = self._float8, True
+        try:
+            yield
+        finally:
+            self._float8 = saved
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether layers multiply by their weights in float8."""
+        return self._float8
 
     @contextmanager
     def initialized(self, change: Change) -> Iterator[None]:

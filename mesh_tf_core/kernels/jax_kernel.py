@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mesh_tf_core.ir.dtypes import FLOAT8
 from mesh_tf_core.ir.kernel import Attending, Step
 from mesh_tf_core.kernels.contraction import parse
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
@@ -143,6 +144,8 @@ class JaxKernel:
             return jnp.einsum(spec, *(x.astype(jnp.int32) for x in xs)) > 0
         if xs[0].dtype.itemsize == 2 and _sums_alone(spec):
             return jnp.einsum(spec, *(x.astype(jnp.float32) for x in xs)).astype(xs[0].dtype)
+        if xs[0].dtype.name in FLOAT8:
+            return jnp.einsum(spec, *xs, preferred_element_type=jnp.float32)
         return jnp.einsum(spec, *xs)
 
     def conv(self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int]) -> T:

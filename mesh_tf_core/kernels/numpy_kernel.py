@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from mesh_tf_core.ir.dtypes import FLOAT8
 from mesh_tf_core.ir.kernel import Attending, Step
 
 A = Any
 
 
 def np_dtype(dtype: str) -> Any:
-    """NumPy's dtype for a dtype name (bfloat16 from ml_dtypes)."""
-    if dtype == "bfloat16":
+    """NumPy's dtype for a dtype name (bfloat16 and float8 from ml_dtypes)."""
+    if dtype == "bfloat16" or dtype in FLOAT8:
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, dtype))
     return np.dtype(dtype)
 
 
@@ -118,6 +119,8 @@ class NumpyKernel:
 
     def einsum(self, spec: str, *xs: A) -> A:
         dtype = xs[0].dtype
+        if dtype.name in FLOAT8:
+            return np.einsum(spec, *(x.astype(np.float32) for x in xs), optimize=True)
         if dtype.itemsize == 2:
             return np.einsum(spec, *(x.astype(np.float32) for x in xs), optimize=True).astype(dtype)
         return np.asarray(np.einsum(spec, *xs, optimize=True))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from mesh_tf_core.ir.dtypes import FLOAT8
 from mesh_tf_core.ir.kernel import Attending, Step
 from mesh_tf_core.kernels.contraction import Factor, cheapest_pair, matmul, parse, same_order
 
@@ -127,6 +128,8 @@ class TfKernel:
         return _REDUCE[fn](x, axis=list(axes)) if len(axes) else x
 
     def einsum(self, spec: str, *xs: T) -> T:
+        if xs[0].dtype.name in FLOAT8:
+            xs = tuple(tf.cast(x, tf.float32) for x in xs)
         terms, out = parse(spec)
         if xs[0].dtype not in _MATMUL_DTYPES:
             return self._einsum_as_integers(spec, *xs)

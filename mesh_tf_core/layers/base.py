@@ -12,6 +12,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops import activations as piecewise
 from mesh_tf_core.ops import math as functions
 from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.float8 import float8_einsum
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": piecewise.elu,
@@ -42,6 +43,11 @@ def check_rate(layer: object, rate: float) -> None:
         raise UserError(f"{type(layer).__name__}: dropout must be in [0, 1), found {rate}")
 
 
+def weighted(x: Tensor, w: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
+    """x times a layer's weight, in float8 inside `graph.float8()`."""
+    return float8_einsum([x, w], output) if x.graph.in_float8 else einsum([x, w], output)
+
+
 def project(
     x: Tensor, name: str, reduced: Sequence[Dim], outputs: Sequence[Dim], bias: bool = False
 ) -> Tensor:
@@ -50,5 +56,5 @@ def project(
     fan_in = Shape(reduced).size
     w = x.graph.variable(name, [*reduced, *outputs], Normal(1 / math.sqrt(fan_in)), activation_dtype=x.dtype)
     kept = [d for d in x.shape if d not in reduced]
-    y = einsum([x, w], [*kept, *outputs])
+    y = weighted(x, w, [*kept, *outputs])
     return y + x.graph.variable(f"{name}_bias", outputs, ZEROS, activation_dtype=x.dtype) if bias else y

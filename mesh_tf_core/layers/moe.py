@@ -19,7 +19,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Normal
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.base import activation, check_rate, project
+from mesh_tf_core.layers.base import activation, check_rate, project, weighted
 from mesh_tf_core.layers.dense import FeedForward
 from mesh_tf_core.layers.routing import SWITCH, Router
 from mesh_tf_core.ops.einsum import einsum
@@ -129,7 +129,7 @@ def blocks(
         stddev = Normal(1 / math.sqrt(inner.size))
         return x.graph.variable(name, [*experts, inner, outer], stddev, activation_dtype=x.dtype)
 
-    h = activation(act)(einsum([x, weight("wi", d, d_ff)], [*rest, d_ff]))
+    h = activation(act)(weighted(x, weight("wi", d, d_ff), [*rest, d_ff]))
     if gated:
-        h = h * einsum([x, weight("wg", d, d_ff)], [*rest, d_ff])
-    return einsum([dropout(h, rate), weight("wo", d_ff, d)], x.shape)
+        h = h * weighted(x, weight("wg", d, d_ff), [*rest, d_ff])
+    return weighted(dropout(h, rate), weight("wo", d_ff, d), x.shape)

@@ -132,6 +132,8 @@ class Standings:
             after = max(after, 1 + max(self.of(i).after for i in sums))
         if not read and not self._batch(output):
             return Standing(Kind.SAME, after)
+        if node.op.scales:
+            return Standing(Kind.SAME, after)
         roles = node.op.roles(*types)
         if apart(node.op, roles, types, output, self.names):
             return Standing(Kind.ROWS, after)

@@ -78,7 +78,7 @@ class Rows:
     def _made(self, node: Node, output: TensorType) -> Kind:
         """The kind of an operation's output."""
         given = {self._kind(i) for i in node.inputs}
-        if given <= {Kind.CONSTANT}:
+        if given <= {Kind.CONSTANT} or (node.op.scales and Kind.MIXED not in given):
             return Kind.CONSTANT
         rows = [d for d in output.shape if d.name in self.names]
         if Kind.MIXED in given or (Kind.JOINED in given and (rows or Kind.ROWS in given)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 from scipy import special
 
@@ -26,6 +27,13 @@ def _cross_entropy(x: np.ndarray, ids: np.ndarray, z: float = 0.0) -> np.ndarray
     lse = special.logsumexp(x, -1)
     picked = np.take_along_axis(x, ids[..., None], -1)[..., 0]
     return lse - picked + z * lse**2
+
+
+def in_float8(x: np.ndarray, format: str) -> np.ndarray:
+    """The tensor as eight bits tell it, scaled by a power of two."""
+    dtype = getattr(ml_dtypes, format)
+    scale = 2.0 ** np.floor(np.log2(float(ml_dtypes.finfo(dtype).max) / np.abs(x).max()))
+    return (x.astype(np.float32) * scale).astype(dtype).astype(np.float64) / scale
 
 
 EINSUM = (
@@ -70,6 +78,15 @@ EINSUM = (
         lambda g, x: mtf.einsum([x, x], dims("a:8")),
         (AB,),
         lambda x: (x * x).sum(1),
+    ),
+    Sample(
+        "float8 einsum",
+        "einsum",
+        lambda g, x, w: mtf.float8_einsum([x, w], dims("a:8 c:8")),
+        (AB, Arg("b:4 c:8")),
+        lambda x, w: in_float8(x, "float8_e4m3fn") @ in_float8(w, "float8_e4m3fn"),
+        together=("a b c",),
+        stops=(0, 1),
     ),
     Sample(
         "broadcast",

@@ -285,6 +285,19 @@ def test_local_and_global() -> None:
     np.testing.assert_allclose(run(unrolled, {"x": X}).out, got.out, rtol=1e-4, atol=1e-5)
 
 
+def test_float8_stack() -> None:
+    """The same but for rounding to three bits behind the point."""
+
+    def build(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        return RECIPES["float8_stack"](block, x, mtf.Dim("layers", 2))
+
+    got = check_layouts(build, {"x": X}, LAYOUTS)
+    y = X[1]
+    for w in got.variables["block/weight"]:
+        y = y + np.tanh(y @ w)
+    assert 1e-3 < np.abs(got.out - y).max() / np.abs(y).max() < 0.1
+
+
 OUT = mtf.Dim("out", 4)
 
 
