@@ -4,20 +4,22 @@ Mesh-TensorFlow paper (Shazeer et al. 2018, section 9.1).
     layoutopt search examples/transformer_lm.py --mesh "data:2;model:4"
     layoutopt train examples/transformer_lm.py --layout auto --mesh "data:2;model:4" --steps 200 \\
         --checkpoint build/lm
+    layoutopt search examples/transformer_lm.py:llama3_8b --devices 64 --hardware h100
     layoutopt generate examples/transformer_lm.py --checkpoint build/lm --prompt "def main("
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import mesh_tf_core as mtf
+from examples.training import Training, trained
 from mesh_tf_core import decoding
 from mesh_tf_core import layers as nn
-from mesh_tf_core.optimizers import by_name
 
 _EXPERT = "batch:batch;vocab:model;d_ff:model;heads:model"
 _PAPER = {
@@ -33,6 +35,10 @@ _PAPER = {
 mtf_transformer_paper_lm)."""
 
 
+_NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+
+@trained()
 def model(
     layers: int = 4,
     d_model: int = 256,
@@ -45,13 +51,13 @@ def model(
     batch: int = 16,
     length: int = 128,
     positions: str = "learned",
+    rotary_base: float = 10000.0,
+    norm: str = "layer",
     tied: bool = False,
-    dtype: str = "float32",
-    optimizer: str = "adam",
-    learning_rate: float = 0.001,
-    clip_norm: float = 0.0,
     dropout: float = 0.0,
     attention: str = "fused",
+    *,
+    training: Training,
 ) -> mtf.Model:
     """Builds the model.
 
@@ -60,13 +66,17 @@ def model(
       kv_heads: heads of keys and values (grouped-query attention); 0 means as many as `heads`.
       gated: three feed-forward matrices, silu(x a) * (x b), instead of two with relu.
       positions: learned, relative (biases in buckets, as T5), rotary, none, or the number of learned ones.
+      rotary_base: the slowest pair of elements turns by 1 / rotary_base per position.
+      norm: layer (mean 0 and variance 1) or rms (root mean square 1), with learned scales.
       tied: the output projection is the embedding.
-      dtype: of activations; variables and their updates are float32.
       attention: fused, one operation that never holds all logits, or plain, written out.
     """
     b, s = mtf.Dim("batch", batch), mtf.Dim("length", length)
     d, f, v = mtf.Dim("d_model", d_model), mtf.Dim("d_ff", d_ff), mtf.Dim("vocab", vocab)
-    rotary = nn.Rotary() if positions == "rotary" else None
+    rotary = nn.Rotary(rotary_base) if positions == "rotary" else None
+    if norm not in _NORMS:
+        raise mtf.UserError(f"norm={norm!r}: write {' or '.join(_NORMS)}")
+    normed = _NORMS[norm]
     attend = nn.Attention(
         mtf.Dim("heads", heads),
         mtf.Dim("d_kv", d_kv),
@@ -77,7 +87,7 @@ def model(
         attention=attention,
     )
     feed_forward = nn.FeedForward(f, "silu" if gated else "relu", gated, dropout=dropout)
-    embedding = nn.Embedding(v, d, dtype)
+    embedding = nn.Embedding(v, d, training.dtype)
 
     def network(g: mtf.Graph) -> decoding.Logits:
         table = embedding.table(g)
@@ -86,32 +96,46 @@ def model(
             x, bias = embedding(table, tokens), None
             if positions == "relative":
                 relative = attend.relative_at(x, cache)
-                bias = nn.RelativeBias(bidirectional=False)(relative, attend.head_dims, dtype)
+                bias = nn.RelativeBias(bidirectional=False)(relative, attend.head_dims, training.dtype)
             elif positions not in ("rotary", "none"):
                 x = nn.LearnedPositions.named(positions, length, "relative", "rotary", "none")(x, cache=cache)
 
             def layer(x: mtf.Tensor) -> mtf.Tensor:
-                y = attend(nn.LayerNorm(name="attention_norm")(x), bias=bias, cache=cache)
+                y = attend(normed(name="attention_norm")(x), bias=bias, cache=cache)
                 x = x + mtf.dropout(y, dropout)
-                y = feed_forward(nn.LayerNorm(name="feed_forward_norm")(x))
+                y = feed_forward(normed(name="feed_forward_norm")(x))
                 return x + mtf.dropout(y, dropout)
 
             x = decoding.scan_layers(layer, mtf.dropout(x, dropout), mtf.Dim("layers", layers), cache)
-            return embedding.logits(nn.LayerNorm(name="final_norm")(x), table if tied else None)
+            return embedding.logits(normed(name="final_norm")(x), table if tied else None)
 
         return logits
 
     g = mtf.Graph("transformer_lm")
     tokens, targets = g.input("tokens", [b, s]), g.input("targets", [b, s])
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(network(g)(tokens), targets, v))
-    return mtf.Model(
-        loss,
-        by_name(optimizer, learning_rate, clip_norm),
-        name="transformer_lm",
-        layouts={"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {},
-        token_dims=(b, s),
-        network=network,
-    )
+    layouts = {"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {}
+    return training.model(loss, "transformer_lm", (b, s), layouts=layouts, network=network)
+
+
+llama3_8b = partial(
+    model,
+    layers=32,
+    d_model=4096,
+    d_kv=128,
+    heads=32,
+    kv_heads=8,
+    d_ff=14336,
+    gated=True,
+    vocab=128256,
+    positions="rotary",
+    rotary_base=500000.0,
+    norm="rms",
+    batch=128,
+    length=8192,
+    dtype="bfloat16",
+)
+"""Llama 3 8B: 8,030,261,248 parameters."""
 
 
 def generate(

@@ -20,6 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_exact": lambda x: functions.gelu(x, exact=True),
     "leaky_relu": piecewise.leaky_relu,
     "linear": lambda x: x,
+    "quick_gelu": lambda x: x * functions.sigmoid(x * 1.702),
     "relu": functions.relu,
     "selu": piecewise.selu,
     "sigmoid": functions.sigmoid,

@@ -8,7 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples import bert, moe_lm, reformer_lm, resnet, transformer_seq2seq, unet3d
+from examples import (
+    bert,
+    clip,
+    deepseek_lm,
+    diffusion,
+    dlrm,
+    mamba_lm,
+    moe_lm,
+    reformer_lm,
+    resnet,
+    transformer_seq2seq,
+    unet3d,
+    vit,
+)
 from tests.examples.helper import check_same, train
 from tests.marks import by_day
 
@@ -33,6 +46,20 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "resnet": (resnet, DIGITS, "x:2;y:2", "batch:x;height:y"),
     "unet3d": (unet3d, {"size": 8, "levels": 1, "batch": 2}, "x:2", "depth:x"),
 }
+TODAY: dict[str, tuple[Any, dict[str, Any], str, str]] = {
+    "vit": (vit, {"size": 8, "patch": 2, "batch": 32, "learning_rate": 0.003}, "x:2;y:2", "batch:x;heads:y"),
+    "dlrm": (dlrm, {"batch": 256, "learning_rate": 0.05}, "x:2", "batch:x;tables:x"),
+    "mamba": (mamba_lm, {"d_head": 16, "d_state": 16}, "x:2;y:2", "batch:x;heads:y"),
+    "deepseek": (
+        deepseek_lm,
+        {"layers": 2, "d_rotary": 4, "d_v": 8, "kv_rank": 16},
+        "x:4",
+        "batch:x;experts:x",
+    ),
+    "clip": (clip, {"size": 8, "patch": 2, "batch": 8, "length": 16}, "x:2", "batch:x"),
+    "diffusion": (diffusion, {"size": 8, "channels": 8, "attend": 4, "groups": 4}, "x:2", "height:x"),
+}
+BY_TURNS = [*by_day(EXAMPLES), *(pytest.param(name, marks=pytest.mark.nightly) for name in TODAY)]
 
 
 def hparams_of(example: Any, more: dict[str, Any]) -> dict[str, Any]:
@@ -41,9 +68,9 @@ def hparams_of(example: Any, more: dict[str, Any]) -> dict[str, Any]:
     return {**{n: v for n, v in SIZES.items() if n in known}, **more}
 
 
-@pytest.mark.parametrize("name", by_day(EXAMPLES))
+@pytest.mark.parametrize("name", BY_TURNS)
 def test_the_loss_falls(name: str) -> None:
-    example, more, mesh, layout = EXAMPLES[name]
+    example, more, mesh, layout = {**EXAMPLES, **TODAY}[name]
     losses, _ = train(example, hparams_of(example, more), mesh, layout, steps=STEPS)
     first, last = float(np.mean(losses[:3])), float(np.mean(losses[-5:]))
     assert last < 0.8 * first, f"loss {first:.3f} -> {last:.3f} in {STEPS} steps"
