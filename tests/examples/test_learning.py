@@ -46,6 +46,9 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "resnet": (resnet, DIGITS, "x:2;y:2", "batch:x;height:y"),
     "unet3d": (unet3d, {"size": 8, "levels": 1, "batch": 2}, "x:2", "depth:x"),
 }
+SMALL_CLIP = {"size": 8, "image_layers": 1, "text_layers": 1, "batch": 32, "length": 16, "warmup": 0} | {
+    "learning_rate": 0.001
+}
 TODAY: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "vit": (vit, {"size": 8, "patch": 2, "batch": 32, "learning_rate": 0.003}, "x:2;y:2", "batch:x;heads:y"),
     "dlrm": (dlrm, {"batch": 256, "learning_rate": 0.05}, "x:2", "batch:x;tables:x"),
@@ -56,7 +59,7 @@ TODAY: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         "x:4",
         "batch:x;experts:x",
     ),
-    "clip": (clip, {"size": 8, "patch": 2, "batch": 8, "length": 16}, "x:2", "batch:x"),
+    "clip": (clip, SMALL_CLIP, "x:2", "batch:x"),
     "diffusion": (diffusion, {"size": 8, "channels": 8, "attend": 4, "groups": 4}, "x:2", "height:x"),
 }
 BY_TURNS = [*by_day(EXAMPLES), *(pytest.param(name, marks=pytest.mark.nightly) for name in TODAY)]

@@ -102,7 +102,7 @@ PUBLISHED = {
     "deepseek": (deepseek_lm.v2_lite, 15_706_484_224),
     "clip": (clip.b32, 151_277_313),
     "diffusion": (diffusion.cifar10, 35_746_307),
-    # Criteo's sizes with tables of 2^20 rows: 26 tables, perceptrons of 13-512-512-512-128 and 128+351-1024 (4).
+    # 26 tables of 2^20 rows, perceptrons of 13-512-512-512-128 and (128 + 351)-1024-1024-1024-1024-1.
     "dlrm": (dlrm.criteo, 3_493_900_417),
 }
 
