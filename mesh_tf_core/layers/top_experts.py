@@ -54,8 +54,8 @@ class TopExperts(Router):
       scale: of the gates (DeepSeek's routed_scaling_factor).
       groups, groups_chosen: experts lie in so many groups, and a token's choices in so many of them: those of
         the largest p (softmax), or the largest sums of two p + b (sigmoid).
-      balance_rate: by how much a step changes the bias of (6), a variable `router_bias` [router]; 0: there is
-        none. It counts the whole batch, so there are no microbatches.
+      balance_rate: by how much a step changes the bias of (6), a variable `router_bias` [router] beside
+        `router_load`, the choices of the step before; 0: there is none.
     """
 
     chosen: int = 2
@@ -107,20 +107,16 @@ class TopExperts(Router):
           importance: [others, token]; 0 leaves a token out.
         """
         best = Dim("choice", self.chosen)
-        bias = (
-            p.graph.variable("router_bias", [router], ZEROS, trainable=False) if self.balance_rate else None
-        )
-        scores = stop_gradient(p) if bias is None else stop_gradient(p) + bias
+        scores = stop_gradient(p) + self._bias(p, router) if self.balance_rate else stop_gradient(p)
         _, ids = top_k(self._asked(scores, router), router, best)
         masks = one_hot(ids, router)
         counted = None if importance is None else (importance > 0.0).cast("float32")
         if counted is not None:
             masks = masks * counted
         taken = reduce_sum(masks, best)
-        if bias is not None:
+        if self.balance_rate:
             load = reduce_sum(taken, [d for d in taken.shape if d != router])
-            moved = sign(reduce_mean(load, router) - load) * self.balance_rate
-            p.graph.assign(p.graph.lookup("router_bias"), bias + moved)
+            p.graph.assign(p.graph.lookup("router_load"), load)
         gates = p * taken
         if self.normalized:
             gates = gates / (reduce_sum(gates, router) + 1e-9)
@@ -129,6 +125,14 @@ class TopExperts(Router):
         place = reduce_sum((cumsum(masks, token, exclusive=True) + before) * masks, best)
         dispatch = one_hot(place.cast("int32"), places) * taken
         return dispatch * (gates * self.scale), dispatch, self._loss(p, taken, router, token, counted)
+
+    def _bias(self, p: Tensor, router: Dim) -> Tensor:
+        """Equation 6, as a step begins: then the load of the one before is whole, whatever its parts were."""
+        g = p.graph
+        bias, load = (g.variable(n, [router], ZEROS, trainable=False) for n in ("router_bias", "router_load"))
+        moved = bias + sign(reduce_mean(load, router) - load) * self.balance_rate
+        g.assign(g.lookup("router_bias"), moved)
+        return moved
 
     def _asked(self, scores: Tensor, router: Dim) -> Tensor:
         """Scores p + b, those of experts in other groups far below."""

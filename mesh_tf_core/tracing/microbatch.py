@@ -5,7 +5,7 @@ The transformed graph holds the same operations with a smaller batch dimension i
 dtype of their variables; what is made of such sums is computed from the whole ones, after the loop. Backward
 may read some of them, as the number of tokens that a masked mean divides by: an earlier loop over the parts
 computes these, and nothing else. `standing` says which tensor is which. Random keys get the number of the
-part, the same in both loops.
+part, the same in both loops. Variables are assigned after the loops, from whole sums.
 
 A model whose examples meet in another way (statistics of a batch, examples against each other), or whose
 operations fix sizes derived from the batch (a reshape that flattens it, say), cannot be split so.
@@ -107,24 +107,24 @@ class _Copy:
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
         """Reads and inputs stay outside; what the parts compute goes into the bodies of loops."""
         for node in self.kept:
-            if isinstance(node.op, Assign):
-                name = node.op.variable.name
-                raise UserError(
-                    f"microbatches={self.parts}: variable {name!r} is assigned once per step, from the whole "
-                    "batch; use one microbatch"
-                )
             if isinstance(node.op, Read):
                 self.given[node.outputs[0]] = self.new.read(node.op.variable)
             elif isinstance(node.op, Feed):
                 self._feed(node.op, node.outputs[0])
+        stored = [(node, node.op.variable) for node in self.kept if isinstance(node.op, Assign)]
         for name, tensor in wanted.items():
             self._check(name, tensor.id)
+        for node, variable in stored:
+            self._check(f"what variable {variable.name!r} is assigned", node.inputs[0])
         self.outside.update(self.given)
-        sums = self._sums(t.id for t in wanted.values())
+        sums = self._sums([*(t.id for t in wanted.values()), *(node.inputs[0] for node, _ in stored)])
         early = self._early(sums)
         if early:
             self._loop(early)
         self._loop([i for i in sums if i not in self.outside])
+        for node, variable in stored:
+            with self.new.phase(node.phase, node.scope):
+                self.new.assign(variable, self._whole(node.inputs[0]))
         return self.new, {name: self._whole(tensor.id) for name, tensor in wanted.items()}
 
     def _check(self, name: str, tensor: int) -> None:

@@ -62,9 +62,9 @@ def test_a_model_follows_its_graph(g: mtf.Graph) -> None:
     first, parts = model.fingerprint, model.training_step(2)
     assert (model.fingerprint, model.training_step(2)) == (first, parts)
     seen = g.variable("seen", [A], mtf.ZEROS, trainable=False)
-    g.assign(g.lookup("seen"), seen + 1.0)
+    g.assign(g.lookup("seen"), seen + mtf.reduce_max(x, B))
     assert model.fingerprint != first
-    with pytest.raises(mtf.UserError, match="variable 'seen' is assigned once per step"):
+    with pytest.raises(mtf.UserError, match="add up to what variable 'seen' is assigned, because of reduce"):
         model.training_step(2)
 
 

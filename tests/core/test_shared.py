@@ -7,6 +7,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
+from mesh_tf_core.lower import Options
 from tests.layers.helper import check_layouts, run
 
 X = ("batch:4 d_model:8", np.random.default_rng(0).normal(size=(4, 8)))
@@ -90,13 +91,44 @@ def test_every_iteration_stores_its_value() -> None:
     np.testing.assert_allclose(dense.after["seen"], want, rtol=1e-5, atol=1e-6)
 
 
-def test_an_assignment_from_the_batch_has_no_microbatches() -> None:
+@pytest.mark.parametrize("layout", ["", "batch:x"])
+def test_assignments_with_microbatches(layout: str) -> None:
+    """Once per step, from sums over the whole batch: at the top, in a stack, and what no batch is in."""
+
+    def model() -> mtf.Model:
+        g = mtf.Graph()
+        x = g.input("x", [mtf.Dim("batch", 4), D], "float32")
+        count = g.variable("count", [], mtf.ZEROS, trainable=False)
+        g.assign(g.lookup("count"), count + 1.0)
+
+        def layer(x: mtf.Tensor) -> mtf.Tensor:
+            seen = g.variable("seen", [D], mtf.ZEROS, trainable=False)
+            g.assign(g.lookup("seen"), seen * 0.5 + mtf.reduce_mean(x, "batch"))
+            return x * g.variable("w", [D], mtf.ONES) + mtf.sign(seen) * 0.1
+
+        y = mtf.scan(layer, x, mtf.Dim("layers", 2))
+        most = g.variable("squares", [D], mtf.ZEROS, trainable=False)
+        g.assign(g.lookup("squares"), mtf.sqrt(mtf.reduce_sum(mtf.square(y), "batch")) + most)
+        return mtf.Model(mtf.reduce_mean(mtf.square(y)))
+
+    batches = [{"x": np.random.default_rng(n).normal(size=(4, D.size)).astype(np.float32)} for n in range(3)]
+    runs = [mtf.Trainer(model(), "x:2", layout, Options(microbatches=n), "lockstep") for n in (1, 2)]
+    for batch in batches:
+        one, two = (run.step(batch)["loss"] for run in runs)
+        assert two == pytest.approx(one, rel=1e-5)
+    for name in ("count", "seen", "squares", "w"):
+        whole, parts = (run.engine.read(name) for run in runs)
+        np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert runs[1].engine.read("count") == 3
+
+
+def test_an_assignment_that_parts_cannot_make_is_refused() -> None:
     g = mtf.Graph()
     x = g.input("x", [mtf.Dim("batch", 4), D], "float32")
     g.variable("seen", [D], mtf.ZEROS, trainable=False)
-    g.assign(g.lookup("seen"), mtf.reduce_mean(x, "batch"))
+    g.assign(g.lookup("seen"), mtf.reduce_max(x, "batch"))
     model = mtf.Model(mtf.reduce_sum(x * g.variable("w", [D], mtf.ONES)))
-    with pytest.raises(mtf.UserError, match="microbatches=2: variable 'seen' is assigned once per step"):
+    with pytest.raises(mtf.UserError, match="do not add up to what variable 'seen' is assigned, because of"):
         model.training_step(2)
 
 
