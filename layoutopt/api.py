@@ -150,13 +150,15 @@ def search(
     try:
         clock.within(SEARCHED, rank)
         found = plan()
-        return refined(found, request, keep_best) if refine and not candidates.stopped else found
+        if refine and not candidates.stopped:
+            found = refined(found, request, keep_best)
+        return Plan(found.data, found.stopped, model)
     except KeyboardInterrupt:
         if not keep_best:
             raise
         clock.hurry()
         candidates.stopped = True
-        return plan()
+        return Plan(plan().data, True, model)
 
 
 def _check(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.schema import (
@@ -26,6 +26,14 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
 
+@runtime_checkable
+class AppliesPlans(Protocol):
+    """A model of another library's program."""
+
+    def applied(self, plan: Plan) -> Any:
+        """The plan in that program."""
+
+
 class Plan:
     """A layout with its proof, price and alternatives.
 
@@ -33,13 +41,15 @@ class Plan:
       data: the contents of the plan file.
       mesh, layout, options: what `mtf.Trainer` and `Model.lower` take.
       stopped: Ctrl-C ended the search; no plan file says so.
+      model: what it is for, where that is at hand; no plan file holds it.
     """
 
-    def __init__(self, data: PlanFile, stopped: bool = False) -> None:
-        self.data, self.stopped = data, stopped
+    def __init__(self, data: PlanFile, stopped: bool = False, model: Model | None = None) -> None:
+        self.data, self.stopped, self.model = data, stopped, model
         self.mesh = Mesh(data.mesh)
         self.layout = layout_of(data)
         self.options = options_of(data)
+        self._jax: Any = None
 
     @property
     def predicted(self) -> Predicted:
@@ -63,7 +73,34 @@ class Plan:
 
     def with_details(self, **found: Any) -> Plan:
         """The same plan with some parts of its `details` set anew."""
-        return Plan(self.data.with_details(**found), self.stopped)
+        return Plan(self.data.with_details(**found), self.stopped, self.model)
+
+    def of(self, model: Model) -> Plan:
+        """The same plan with its model at hand.
+
+        Raises:
+          UserError: it was made for another one.
+        """
+        check_plan_model(self, model)
+        return Plan(self.data, self.stopped, model)
+
+    @property
+    def jax(self) -> Any:
+        """The plan in the user's own JAX program: `layoutopt.importers.jax.jax_plan.JaxPlan`.
+
+        Raises:
+          UserError: the model does not come from JAX, or is not at hand.
+        """
+        if self.model is None:
+            raise UserError("plan.jax: a plan file holds no model; write load_plan(path).of(model).jax")
+        if not isinstance(self.model, AppliesPlans):
+            raise UserError(
+                f"plan.jax: {self.model.name!r} is not a model from JAX; make it with "
+                "layoutopt.from_jax(loss, params, batch)"
+            )
+        if self._jax is None:
+            self._jax = self.model.applied(self)
+        return self._jax
 
     def __repr__(self) -> str:
         p = self.predicted

@@ -68,10 +68,13 @@ def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, 
     out: dict[str, tuple[Axes, ...]] = {}
     for name, found in sizes.items():
         banned = set(forbid.get(name, ()))
-        options = [()] if name in counted else list(_options(mesh, found, banned, allowed.orders))
+        whole = name in counted or name in graph.unsplit
+        options = [()] if whole else list(_options(mesh, found, banned, allowed.orders))
         if name in pins:
             wanted = pins[name]
             if set(wanted) not in map(set, options):
+                if wanted and name in graph.unsplit:
+                    raise UserError(f"--pin {name}:{'+'.join(wanted)}: {graph.unsplit[name]}; drop this pin")
                 raise UserError(_why_not(name, wanted, mesh, found, name in counted, forbid.get(name, ())))
             options = [wanted]
         out[name] = tuple(options)

@@ -36,6 +36,7 @@ class Graph(Builder):
     Attributes:
       version: another number after every change.
       count: how many nodes there are, those of loops too; they are numbered in the order in which they came.
+      unsplit: dimensions that no search splits, with the reason.
     """
 
     def __init__(self, name: str = "model") -> None:
@@ -46,6 +47,7 @@ class Graph(Builder):
         self.blocks: list[Block] = [Block(0)]
         self.inputs: dict[str, Tensor] = {}
         self.gradient_of: dict[int, str] = {}
+        self.unsplit: dict[str, str] = {}
         self.gradient_functions: list[Callable[..., Any]] = []
         self.version = 0
         self._remembered: dict[Hashable, Any] = {}

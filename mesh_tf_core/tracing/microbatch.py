@@ -92,6 +92,7 @@ class _Copy:
         self.standings = Standings(graph, names, self.kept)
         self.new = Graph(graph.name)
         self.new.variables.update(graph.variables)
+        self.new.unsplit.update(graph.unsplit)
         self.fed: dict[int, Tensor] = {}
         self.given: dict[int, Tensor] = {}
         self.outside: dict[int, Tensor] = {}

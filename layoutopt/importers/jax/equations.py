@@ -97,3 +97,16 @@ def refuse(equation: Equation, why: str, instead: str) -> NoReturn:
         f"from_jax: {equation.where or 'unknown line'}{place}: cannot import {equation.prim} of {shapes}: "
         f"{why}; {instead}"
     )
+
+
+def layered(block: Block) -> set[int]:
+    """ids of parameters that loops take apart, layer by layer."""
+    found: set[int] = set()
+    source: dict[int, Operand] = {}
+    for e in block.equations:
+        if e.prim == "convert_element_type":
+            source[id(e.out)] = e.ins[0]
+        if e.prim == "scan":
+            for x in e.ins[e.params["consts"] + e.params["carry"] :]:
+                found.add(id(source.get(id(x), x)))
+    return found

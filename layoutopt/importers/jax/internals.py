@@ -25,7 +25,7 @@ from layoutopt.importers.jax.equations import (
 )
 from mesh_tf_core.errors import UserError
 
-_CALLS = (
+CALLS = (
     "jit",
     "pjit",
     "closed_call",
@@ -36,8 +36,10 @@ _CALLS = (
     "remat",
     "core_closed_call",
 )
-_RANDOM = {"_uniform": "random_uniform", "_normal_real": "random_normal", "_normal": "random_normal"}
+RANDOM = {"_uniform": "random_uniform", "_normal_real": "random_normal", "_normal": "random_normal"}
 """Functions of jax.random that are taken as a whole."""
+CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+"""Functions with derivatives of their own."""
 _HERE = str(Path(__file__).resolve().parent)
 
 
@@ -149,7 +151,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any]) -> Traced:
     """The block of fn(*args), for pytrees of types; its variables come in the order of the leaves."""
     jax = jax_module()
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    reader = _Reader(jax)
+    reader = Reader(jax)
     ins = [reader.var(v) for v in closed.jaxpr.invars]
     flat, tree = jax.tree_util.tree_flatten(shapes)
     return Traced(reader.block(closed, ins), jax.tree_util.tree_unflatten(tree, range(len(flat))))
@@ -166,7 +168,7 @@ def structure(tree: Any) -> Any:
     return jax_module().tree_util.tree_structure(tree)
 
 
-class _Reader:
+class Reader:
     """Turns jaxprs into blocks."""
 
     def __init__(self, jax: Any) -> None:
@@ -184,7 +186,7 @@ class _Reader:
 
     def block(self, closed: Any, ins: list[Var], prefix: str = "", where: str = "") -> Block:
         """The block of a closed jaxpr, whose variables are `ins`."""
-        closed = _without_dead(closed)
+        closed = without_dead(closed)
         block = Block(ins)
         block.outs = self.inline(block.equations, closed, list(ins), prefix, where)
         return block
@@ -221,16 +223,16 @@ class _Reader:
     ) -> Sequence[Operand]:
         name, params = str(eqn.primitive.name), dict(eqn.params)
         outs = [self.var(v) for v in eqn.outvars]
-        if name in _CALLS:
+        if name in CALLS:
             function = str(params.get("name", ""))
             inner = self.called(params)
-            if function in _RANDOM and ins and ins[0].dtype in (KEY, "uint32"):
-                out.append(Equation(_RANDOM[function], ins, outs, {}, where, scope))
+            if function in RANDOM and ins and ins[0].dtype in (KEY, "uint32"):
+                out.append(Equation(RANDOM[function], ins, outs, {}, where, scope))
                 return outs
             return self.inline(out, inner, ins, scope, where)
-        if name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"):
+        if name in CUSTOM:
             inner = self.called(params)
-            if name == "custom_jvp_call" and _is_jax_own(inner):
+            if name == "custom_jvp_call" and is_jax_own(inner):
                 return self.inline(out, inner, ins, scope, where)
             made = Equation("custom", ins, outs, {}, where, scope)
             self.custom(made, eqn, inner)
@@ -331,7 +333,7 @@ class _Reader:
         )
 
 
-def _without_dead(closed: Any) -> Any:
+def without_dead(closed: Any) -> Any:
     """Without equations that no result needs."""
     from jax.interpreters import partial_eval
 
@@ -340,7 +342,7 @@ def _without_dead(closed: Any) -> Any:
     return type(closed)(found, closed.consts)
 
 
-def _is_jax_own(inner: Any) -> bool:
+def is_jax_own(inner: Any) -> bool:
     """Whether a function with a derivative of its own is one of JAX, whose derivative is that of its
     operations but for rounding."""
     info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)

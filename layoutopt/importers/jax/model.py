@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mesh_tf_core as mtf
 from layoutopt.importers.jax import elementwise, indexed, loops, products, shapes
 from layoutopt.importers.jax.classes import classes
-from layoutopt.importers.jax.equations import KEY, Block, Operand, Var
+from layoutopt.importers.jax.equations import KEY, Block, Operand, Var, layered
 from layoutopt.importers.jax.factors import Factors, factors
 from layoutopt.importers.jax.internals import Leaf, leaves, leaves_of, structure, traced
+from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.naming import Arrays, named
-from layoutopt.importers.jax.origin import ArrayAxes, JaxModel, Origin
+from layoutopt.importers.jax.origin import ArrayAxes, Origin
+from layoutopt.importers.jax.placing import inner_dims
 from layoutopt.importers.jax.relations import Axis
 from layoutopt.importers.jax.writer import Array, Handler, Keys, Writer, our_dtype
+from layoutopt.plan.build import Plan
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES, is_float
@@ -34,6 +38,18 @@ TABLE: Mapping[str, Handler] = {
 }
 """Primitive -> what writes it as operations of ours."""
 _STDDEV = 0.02
+
+
+@dataclass
+class JaxModel(mtf.Model):
+    """A model that a JAX function is."""
+
+    origin: Origin | None = field(default=None, repr=False, compare=False)
+
+    def applied(self, plan: Plan) -> JaxPlan:
+        """The plan in the user's own function: `plan.jax`."""
+        assert self.origin is not None
+        return JaxPlan(plan, self, self.origin)
 
 
 def from_jax(
@@ -109,6 +125,9 @@ def from_jax(
         dims,
         called,
     )
+    writer.graph.unsplit.update(
+        inner_dims([*origin.parameters.values(), *origin.state.values(), *origin.batch.values()])
+    )
     return JaxModel(
         result.loss(), _optimizer(optimizer), result.metrics(), title, token_dims=tokens, origin=origin
     )
@@ -146,7 +165,7 @@ def _arguments(w: Writer, block: Block, arrays: Arrays, keys: Sequence[tuple[Var
     """Gives the function's variables values: ours, inputs, keys."""
     used = _used(block)
     trained = _trained(block)
-    stacked = _stacked(block)
+    stacked = layered(block)
     for v, leaf in arrays.parameters:
         learns = is_float(our_dtype(v.dtype)) and id(v) in trained
         if is_float(our_dtype(v.dtype)) and not learns:
@@ -202,19 +221,6 @@ def _input(w: Writer, v: Var, leaf: Leaf) -> Tensor:
 def _used(block: Block) -> set[int]:
     """ids of the variables that anything reads."""
     return {id(x) for e in block.walk() for x in e.ins} | {id(x) for x in block.outs}
-
-
-def _stacked(block: Block) -> set[int]:
-    """ids of parameters that loops take apart, layer by layer."""
-    found: set[int] = set()
-    source: dict[int, Operand] = {}
-    for e in block.equations:
-        if e.prim == "convert_element_type":
-            source[id(e.out)] = e.ins[0]
-        if e.prim == "scan":
-            for x in e.ins[e.params["consts"] + e.params["carry"] :]:
-                found.add(id(source.get(id(x), x)))
-    return found
 
 
 def _trained(block: Block) -> set[int]:

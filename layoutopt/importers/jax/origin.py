@@ -8,7 +8,6 @@ from typing import Any
 
 from layoutopt.importers.jax.classes import Classes, Node
 from layoutopt.importers.jax.equations import Block
-from mesh_tf_core.model import Model
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,3 @@ class Origin:
     block: Block = field(repr=False)
     classes: Classes = field(repr=False)
     names: Mapping[Node, str] = field(repr=False)
-
-
-@dataclass
-class JaxModel(Model):
-    """A model that a JAX function is."""
-
-    origin: Origin | None = field(default=None, repr=False, compare=False)

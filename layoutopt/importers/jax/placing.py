@@ -1,0 +1,136 @@
+"""A plan's splits as shardings of JAX: of a function's arrays, and of the values in between.
+
+JAX splits whole axes, from the outside. An axis that is a product of factors, as heads x d_kv, can be split
+over the axes of its outer factor, and of the next one too where the outer one is split to single elements; no
+PartitionSpec says that an inner factor alone is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from layoutopt.importers.jax.equations import KEY, Operand
+from layoutopt.importers.jax.internals import jax_module
+from layoutopt.importers.jax.origin import ArrayAxes, Origin
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
+
+Spec = tuple[Axes | None, ...]
+"""Mesh axes per axis of an array; None: no PartitionSpec says how it is split."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How everything lies.
+
+    Attributes:
+      program: the model, lowered under the plan.
+    """
+
+    mesh: Mesh
+    layout: Layout
+    origin: Origin
+    program: Program
+
+    def axis(self, sizes: Sequence[int], splits: Sequence[Axes]) -> Axes | None:
+        """The mesh axes of an axis with factors of these sizes, split so; None if they cannot be said."""
+        found: Axes = ()
+        inside = True
+        for size, axes in zip(sizes, splits, strict=True):
+            if axes and not inside:
+                return None
+            found += axes
+            inside = inside and self.mesh.group_size(axes) == size
+        return found
+
+    def value(self, v: Operand) -> Spec:
+        """How a value of the traced function lies."""
+        if v.dtype == KEY:
+            return ((),) * len(v.shape)
+        classes, names = self.origin.classes, self.origin.names
+        return tuple(
+            self.axis(classes.factors.of(v, a), [self.layout.axes(names[c]) for c in classes.of(v, a)])
+            for a in range(len(v.shape))
+        )
+
+    def argument(self, found: ArrayAxes) -> Spec:
+        """How an argument lies when the step begins, but for parameters."""
+        return tuple(
+            self.axis(sizes, [self.layout.axes(n) for n in names])
+            for names, sizes in zip(found.axes, found.sizes, strict=True)
+        )
+
+    def stored(self, path: str, slot: bool = False) -> Spec:
+        """How a parameter is stored between steps, or what the optimizer remembers of it.
+
+        Raises:
+          UserError: no PartitionSpec says so.
+        """
+        return self._stored[path, slot]
+
+    @cached_property
+    def _stored(self) -> Mapping[tuple[str, bool], Spec]:
+        found: dict[tuple[str, bool], Spec] = {}
+        splits = {name: s.splits for name, s in self.program.variables.items()}
+        slots = {
+            s.variable.slot_of: s.splits
+            for s in self.program.variables.values()
+            if s.variable.slot_of and len(s.splits) == len(splits.get(s.variable.slot_of, ()))
+        }
+        for path, array in self.origin.parameters.items():
+            own = splits.get(path or "params")
+            if own is None:
+                own = tuple(() for names in array.axes for _ in names)
+            found[path, False] = self._said(array, own)
+            found[path, True] = self._said(array, slots.get(path or "params", own))
+        return found
+
+    def _said(self, array: ArrayAxes, splits: Sequence[Axes]) -> Spec:
+        """How an array is stored: as operations read it, and then over the axes that storage alone adds,
+        which may cut an axis anywhere."""
+        rest, out = list(splits), []
+        for a, (names, sizes) in enumerate(zip(array.axes, array.sizes, strict=True)):
+            own, rest = rest[: len(names)], rest[len(names) :]
+            read = [tuple(x for x in s if x in self.layout.axes(n)) for n, s in zip(names, own, strict=True)]
+            more = tuple(
+                x for n, s in zip(names, own, strict=True) for x in s if x not in self.layout.axes(n)
+            )
+            axes = self.axis(sizes, read)
+            if axes is None:
+                inner, over = next((n, s) for n, s in zip(names[1:], read[1:], strict=True) if s)
+                raise UserError(
+                    f"plan.jax: the plan splits {inner!r} over {'+'.join(over)}, an inner part of axis {a} "
+                    "of "
+                    f"{array.path!r}, which JAX's shardings cannot say; search again without pinning it, or "
+                    "give "
+                    f"{inner!r} an axis of its own there"
+                )
+            out.append(axes + more)
+        return tuple(out)
+
+
+def partition_spec(spec: Spec) -> Any:
+    """As JAX writes it; what cannot be said is left to its propagation."""
+    P = jax_module().sharding.PartitionSpec
+    return P(*(P.UNCONSTRAINED if a is None else None if not a else a[0] if len(a) == 1 else a for a in spec))
+
+
+def inner_dims(arrays: Iterable[ArrayAxes]) -> dict[str, str]:
+    """Dimensions that JAX's shardings cannot split in some argument, with the reason."""
+    found: dict[str, str] = {}
+    for array in arrays:
+        for a, (names, sizes) in enumerate(zip(array.axes, array.sizes, strict=True)):
+            for inner in names[1:]:
+                text = " x ".join(f"{n}:{size}" for n, size in zip(names, sizes, strict=True))
+                found.setdefault(
+                    inner,
+                    f"{inner!r} is an inner part of axis {a} of {array.path!r} ({text}), which JAX's "
+                    "shardings "
+                    "cannot split; give it an axis of its own there",
+                )
+    return found

@@ -1,0 +1,114 @@
+"""Shardings of a JAX function's arrays, as a plan has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from layoutopt.importers.jax.internals import Leaf, jax_module, leaves_of
+from layoutopt.importers.jax.origin import ArrayAxes, Origin
+from layoutopt.importers.jax.placing import Placing, Spec, partition_spec
+from layoutopt.plan.build import Plan
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.model import Model
+
+SPLIT_GRADIENTS = 2
+"""The stage of ZeRO from which on a device holds its share of gradients."""
+
+
+class Shardings:
+    """Where parameters, inputs, gradients and an optimizer's state lie.
+
+    Args:
+      devices: those of the mesh; JAX's own by default.
+
+    Attributes:
+      mesh: the plan's mesh, as a `jax.sharding.Mesh`.
+    """
+
+    def __init__(self, plan: Plan, model: Model, origin: Origin, devices: Any = None) -> None:
+        self.plan, self.model, self.origin = plan, model, origin
+        program = model.lower(plan.mesh, plan.layout, plan.options)
+        self.placing = Placing(plan.mesh, plan.layout, origin, program)
+        self.mesh = _mesh(plan, devices)
+
+    def shardings(self, params: Any) -> Any:
+        """`NamedSharding`s of parameters as the plan stores them between steps: a pytree like `params`.
+
+        Raises:
+          UserError: arrays that the model does not have, or that JAX's shardings cannot place so.
+        """
+        return self._tree(params, self.origin.parameters, lambda a: self.placing.stored(a.path), "parameter")
+
+    def batch_shardings(self, batch: Any) -> Any:
+        """`NamedSharding`s of the loss's batch: a pytree like it."""
+        return self._tree(batch, self.origin.batch, self.placing.argument, "input")
+
+    def state_shardings(self, state: Any, params: Any) -> Any:
+        """`NamedSharding`s of an optimizer's state: what has a parameter's path and shape lies as the plan
+        stores what optimizers remember of it (ZeRO), all else is whole everywhere.
+
+        Args:
+          state: optimizer.init(params), or its types.
+        """
+        known = {leaf.path: leaf for leaf in leaves_of(params)[0]}
+        found, _ = leaves_of(state)
+        jax = jax_module()
+        tree = jax.tree_util.tree_structure(state)
+        return jax.tree_util.tree_unflatten(tree, [self._named(self._slot(leaf, known)) for leaf in found])
+
+    def gradient_shardings(self, params: Any) -> Any:
+        """Of gradients: as the optimizer's state from stage 2 of ZeRO on, else as parameters."""
+        stages = self.plan.options.storage
+        return self._tree(
+            params,
+            self.origin.parameters,
+            lambda a: self.placing.stored(a.path, slot=stages.get(a.path or "params", 0) >= SPLIT_GRADIENTS),
+            "parameter",
+        )
+
+    def _slot(self, leaf: Leaf, params: Mapping[str, Leaf]) -> Spec:
+        parts = leaf.path.split("/")
+        for first in range(len(parts) + 1):
+            path = "/".join(parts[first:])
+            if path in params and path in self.origin.parameters and params[path].shape == leaf.shape:
+                return self.placing.stored(path, slot=True)
+        return ((),) * len(leaf.shape)
+
+    def _tree(
+        self, tree: Any, known: Mapping[str, ArrayAxes], spec: Callable[[ArrayAxes], Spec], what: str
+    ) -> Any:
+        found, _ = leaves_of(tree)
+        for leaf in found:
+            if leaf.path not in known:
+                raise UserError(
+                    f"plan.jax: the model has no {what} {leaf.path!r}; {known_names(leaf.path, known)}"
+                )
+            if len(leaf.shape) != len(known[leaf.path].shape):
+                raise UserError(
+                    f"plan.jax: {leaf.path!r} has shape {leaf.shape}, in the plan's model "
+                    f"{known[leaf.path].shape}; "
+                    "search again for this one"
+                )
+        jax = jax_module()
+        made = [self._named(spec(known[leaf.path])) for leaf in found]
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), made)
+
+    def _named(self, spec: Spec) -> Any:
+        return jax_module().sharding.NamedSharding(self.mesh, partition_spec(spec))
+
+
+def _mesh(plan: Plan, devices: Any) -> Any:
+    jax = jax_module()
+    from jax.experimental import mesh_utils
+
+    found = list(jax.devices() if devices is None else devices)
+    needed = plan.mesh.devices
+    if len(found) < needed:
+        raise UserError(
+            f"plan.jax: the plan's mesh {plan.mesh} has {needed} devices, JAX finds {len(found)}; run it "
+            "there, or on "
+            f"CPU set XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        )
+    shape = plan.mesh.shape
+    return jax.sharding.Mesh(mesh_utils.create_device_mesh(shape, found[:needed]), plan.mesh.names)

@@ -1,0 +1,137 @@
+"""A training step of the user's function under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from layoutopt.importers.jax.internals import jax_module
+from layoutopt.importers.jax.shardings import Shardings
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.tracing.microbatch import batch_names
+from mesh_tf_core.tracing.standing import Kind, Standings
+
+
+class Step:
+    """step(params, optimizer state, batch, ...) -> (params, optimizer state, loss).
+
+    What follows the optimizer's state is what the loss takes after its parameters. A loss that returns (loss,
+    auxiliary) gives that instead of the loss. Parameters and state are given away: use the new ones.
+
+    Attributes:
+      function: what is compiled, to be lowered for other devices.
+    """
+
+    def __init__(self, plan: Shardings, applied: Callable[..., Any], optimizer: Any) -> None:
+        self.plan, self.applied, self.optimizer = plan, applied, optimizer
+        self.parts = plan.plan.options.microbatches
+        self.has_aux = len(plan.origin.block.outs) > 1
+        if self.parts > 1:
+            self._check_parts()
+        self._compiled: Any = None
+
+    def init(self, params: Any) -> tuple[Any, Any]:
+        """Parameters and a new optimizer's state, both where the plan stores them."""
+        jax = jax_module()
+        params = jax.device_put(params, self.plan.shardings(params))
+        shapes = jax.eval_shape(self.optimizer.init, params)
+        shardings = self.plan.state_shardings(shapes, params)
+        return params, jax.jit(self.optimizer.init, out_shardings=shardings)(params)
+
+    def __call__(self, params: Any, state: Any, *rest: Any) -> tuple[Any, Any, Any]:
+        """One step."""
+        if self._compiled is None:
+            self._compiled = self.jitted(params, state, *rest)
+        found: tuple[Any, Any, Any] = self._compiled(params, state, *rest)
+        return found
+
+    def jitted(self, params: Any, state: Any, *rest: Any) -> Any:
+        """The step under `jax.jit`, for arguments of these types."""
+        jax, plan = jax_module(), self.plan
+        stored, kept = plan.shardings(params), plan.state_shardings(state, params)
+        given = [
+            plan.batch_shardings(tree) if role == "batch" else None
+            for role, tree in zip(plan.origin.roles[1:], rest, strict=True)
+        ]
+        return jax.jit(
+            self.function,
+            in_shardings=(stored, kept, *given),
+            out_shardings=(stored, kept, None),
+            donate_argnums=(0, 1),
+        )
+
+    def function(self, params: Any, state: Any, *rest: Any) -> tuple[Any, Any, Any]:
+        """One step, not compiled."""
+        jax, plan = jax_module(), self.plan
+        stored = plan.shardings(params)
+        value, grads = self._gradients(params, rest)
+        grads = self._placed(grads, plan.gradient_shardings(params))
+        updates, state = self.optimizer.update(grads, state, params)
+        params = jax.tree_util.tree_map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+        return self._placed(params, stored), state, value
+
+    def _gradients(self, params: Any, rest: tuple[Any, ...]) -> tuple[Any, Any]:
+        jax = jax_module()
+        of = jax.value_and_grad(self.applied, has_aux=self.has_aux)
+        if self.parts == 1:
+            found: tuple[Any, Any] = of(params, *rest)
+            return found
+        roles = self.plan.origin.roles[1:]
+        # Every device keeps its rows: part i has every parts-th row of it.
+        parts = [
+            jax.tree_util.tree_map(self._in_parts, tree) if role == "batch" else tree
+            for role, tree in zip(roles, rest, strict=True)
+        ]
+        zero = jax.tree_util.tree_map(jax.numpy.zeros_like, params), jax.numpy.zeros((), "float32")
+
+        def add(total: Any, i: Any) -> tuple[Any, None]:
+            own = [
+                jax.tree_util.tree_map(lambda x: x[i], tree)
+                if role == "batch"
+                else jax.random.fold_in(tree, i)
+                if role == "rng"
+                else tree
+                for role, tree in zip(roles, parts, strict=True)
+            ]
+            value, grads = of(params, *own)
+            grads = jax.tree_util.tree_map(jax.numpy.add, total[0], grads)
+            return (self._placed(grads, self.plan.gradient_shardings(params)), total[1] + value), None
+
+        (grads, value), _ = jax.lax.scan(add, zero, jax.numpy.arange(self.parts))
+        return value, grads
+
+    def _placed(self, tree: Any, shardings: Any) -> Any:
+        return jax_module().lax.with_sharding_constraint(tree, shardings)
+
+    def _in_parts(self, x: Any) -> Any:
+        jnp = jax_module().numpy
+        return jnp.moveaxis(jnp.reshape(x, (x.shape[0] // self.parts, self.parts, *x.shape[1:])), 1, 0)
+
+    def _check_parts(self) -> None:
+        """UserError if the loss is no sum over the batch's rows: parts would not add up to it."""
+        origin = self.plan.origin
+        again = "search again with --microbatches 1"
+        if self.has_aux:
+            raise UserError(
+                f"plan.jax: the plan computes {self.parts} microbatches, but the loss returns auxiliary "
+                "values, which "
+                f"no sum over parts gives; {again}"
+            )
+        graph, batch = self.plan.model.graph, str(self.plan.model.batch_dim)
+        names = batch_names(graph, batch)
+        standing = Standings(graph, names, [n for n in graph.nodes if n.phase != "update"])
+        found = standing.of(self.plan.model.loss.id)
+        if found.kind is not Kind.SUM or found.after:
+            why = standing.why.get(self.plan.model.loss.id, "its operations")
+            raise UserError(
+                f"plan.jax: the plan computes {self.parts} microbatches, but parts of the batch do not add "
+                "up to the "
+                f"loss, because of {why}; {again}"
+            )
+        for path, array in origin.batch.items():
+            if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
+                raise UserError(
+                    f"plan.jax: the plan computes {self.parts} microbatches, but the first axis of {path!r} "
+                    "is not "
+                    f"the batch; {again}"
+                )

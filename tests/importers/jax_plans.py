@@ -1,0 +1,123 @@
+"""Plans in the user's own JAX program, on eight devices: `python -m tests.importers.jax_plans` prints, as
+JSON, how far losses, gradients and parameters are from those of the program without a plan, and where arrays
+lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import Any
+
+if __name__ == "__main__":
+    # Compiling takes nearly all of the time.
+    FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_llvm_disable_expensive_passes=true"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mesh_tf_core as mtf
+from layoutopt.plan.build import Plan, axes_of, model_info, parse_plan
+from tests.importers.jax_models import MODELS, imported
+
+STEPS = 2
+ZERO: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tensor parallel": ("data:2;model:4", "batch:data;d_model:model", {}),
+    "stage 1": ("data:4", "batch:data", {"stage": "zero1"}),
+    "stage 2 in parts": (
+        "data:2",
+        "batch:data",
+        {"stage": "zero2", "microbatches": 2, "recompute": ["layers"]},
+    ),
+    "stage 3": ("data:4;model:2", "batch:data;vocab:model", {"stage": "zero3"}),
+}
+"""Mesh, layout and what else is decided, of training steps of the scanned transformer."""
+
+
+class Momentum:
+    """An optimizer as optax has them."""
+
+    def init(self, params: Any) -> Any:
+        return {"count": jnp.zeros((), jnp.int32), "trace": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(self, grads: Any, state: Any, params: Any) -> Any:
+        trace = jax.tree.map(lambda m, g: 0.9 * m + g, state["trace"], grads)
+        return jax.tree.map(lambda m: -0.1 * m, trace), {"count": state["count"] + 1, "trace": trace}
+
+
+def plan_of(model: mtf.Model, mesh: str, layout: str, stage: str = "", **decided: Any) -> Plan:
+    seconds = dict.fromkeys(("step_seconds", "compute_seconds"), 1.0)
+    sent = dict.fromkeys(("communication_seconds", "exposed_communication_seconds"), 0.0)
+    storage = {n: stage for n, v in model.graph.variables.items() if v.trainable} if stage else {}
+    return parse_plan(
+        {
+            "format": "layoutopt-plan/1",
+            "model": model_info(model).model_dump(),
+            "mesh": dict(mtf.Mesh(mesh).axes),
+            "layout": axes_of(mtf.Layout(layout)),
+            "storage": storage,
+            "predicted": {**seconds, **sent, "peak_memory_bytes": 0},
+            **decided,
+        }
+    ).of(model)
+
+
+def off(found: Any, wanted: Any) -> float:
+    """The largest relative distance of two pytrees' arrays."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    arrays = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    return max(float(np.linalg.norm(a - b) / (np.linalg.norm(b) + 1e-30)) for a, b in arrays)
+
+
+def applied(name: str) -> float:
+    """Loss and gradients of a model with its values placed, against the same without."""
+    loss, _, layouts = MODELS[name]
+    model, given = imported(name)
+    has_aux = isinstance(jax.eval_shape(loss, *given), tuple)
+    wanted = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))(*given)
+    plans = [plan_of(model, mesh, layout) for mesh, layout in layouts]
+    made = [jax.jit(jax.value_and_grad(p.jax.apply(loss), has_aux=has_aux))(*given) for p in plans]
+    return max(off(found, wanted) for found in made)
+
+
+def trained(mesh: str, layout: str, decided: dict[str, Any]) -> dict[str, Any]:
+    """Some steps under a plan, against the same steps without one."""
+    loss = MODELS["scanned transformer"][0]
+    model, (params, batch) = imported("scanned transformer")
+    plan, optimizer = plan_of(model, mesh, layout, **decided), Momentum()
+    wanted = jax.tree.map(jnp.copy, params)
+    remembered = optimizer.init(wanted)
+    step = plan.jax.train_step(loss, optimizer)
+    own, state = step.init(jax.tree.map(jnp.copy, params))
+    of = jax.jit(jax.value_and_grad(loss))
+    for _ in range(STEPS):
+        value, grads = of(wanted, batch)
+        updates, remembered = optimizer.update(grads, remembered, wanted)
+        wanted = jax.tree.map(jnp.add, wanted, updates)
+        own, state, reached = step(own, state, batch)
+    text = step.jitted(own, state, batch).lower(own, state, batch).as_text()
+    return {
+        "parameters": off(own, wanted),
+        "moved": off(wanted, params),
+        "state": off(state, remembered),
+        "loss": abs(float(reached) - float(value)) / float(value),
+        "placed": {
+            "embedding": tuple(own["embedding"].sharding.spec),
+            "down": tuple(own["blocks"]["down"].sharding.spec),
+            "trace": tuple(state["trace"]["blocks"]["down"].sharding.spec),
+        },
+        "checkpoints": len(re.findall("optimization_barrier", text)) > 0,
+    }
+
+
+BY_DAY = ("scanned transformer", "convolutions", "own derivatives"), ("tensor parallel", "stage 2 in parts")
+"""Models whose values are placed, and training steps, that take little time together."""
+
+
+if __name__ == "__main__":
+    models, steps = (MODELS, ZERO) if sys.argv[1:] == ["all"] else BY_DAY
+    found = {name: trained(*ZERO[name]) for name in steps}
+    print(json.dumps({"applied": {name: applied(name) for name in models}, "trained": found}))
