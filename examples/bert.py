@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import numpy as np
 
 import mesh_tf_core as mtf
+from examples.training import Training, trained
 from mesh_tf_core import layers as nn
-from mesh_tf_core.optimizers import by_name
 
 MASKED = 0.15
 """The share of positions to predict."""
 
 
+@trained(warmup=50)
 def model(
     layers: int = 4,
     d_model: int = 256,
@@ -27,21 +28,16 @@ def model(
     vocab: int = 256,
     batch: int = 16,
     length: int = 128,
-    dtype: str = "float32",
-    optimizer: str = "adam",
-    learning_rate: float = 0.001,
-    clip_norm: float = 0.0,
-    warmup: int = 50,
     dropout: float = 0.0,
     attention: str = "fused",
+    *,
+    training: Training,
 ) -> mtf.Model:
     """Builds the model: normalisation after every block, gelu, biases, an output tied to the embedding.
 
     Args:
       vocab: of the data; 0 (which the text does not contain) stands for a masked token.
-      dtype: of activations; variables and their updates are float32.
       attention: fused, one operation that never holds all logits, or plain, written out.
-      warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
     """
     g = mtf.Graph("bert")
     b, length_dim = mtf.Dim("batch", batch), mtf.Dim("length", length)
@@ -52,7 +48,7 @@ def model(
     feed_forward = nn.FeedForward(mtf.Dim("d_ff", d_ff), "gelu", bias=True, dropout=dropout)
     tokens = g.input("tokens", [b, length_dim])
     positions, targets = g.input("positions", [b, n]), g.input("targets", [b, n])
-    embedding = nn.Embedding(v, d, dtype)
+    embedding = nn.Embedding(v, d, training.dtype)
     table = embedding.table(g)
 
     def norm(x: mtf.Tensor, name: str) -> mtf.Tensor:
@@ -65,22 +61,15 @@ def model(
     x = norm(nn.LearnedPositions(length)(embedding(table, tokens)), "embedding_norm")
     x = mtf.scan(layer, mtf.dropout(x, dropout), mtf.Dim("layers", layers))
     # Only the masked positions go on: the vocabulary is the widest product of the model.
-    x = mtf.einsum([x, mtf.one_hot(positions, length_dim, dtype)], [b, n, d], chooses=True)
+    x = mtf.einsum([x, mtf.one_hot(positions, length_dim, training.dtype)], [b, n, d], chooses=True)
     x = mtf.rename(x, d_model="d_hidden")
     x = nn.Dense((d,), ("d_hidden",), bias=True, activation="gelu", name="transform")(x)
     logits = embedding.logits(norm(x, "transform_norm"), table)
     with g.scope("output"):
-        logits = logits + g.variable("bias", [v], mtf.ZEROS, activation_dtype=dtype)
+        logits = logits + g.variable("bias", [v], mtf.ZEROS, activation_dtype=training.dtype)
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v))
     right = mtf.reduce_mean(mtf.argmax(logits, v).equal(targets).cast("float32"))
-    rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
-    return mtf.Model(
-        loss,
-        by_name(optimizer, rate, clip_norm),
-        metrics={"accuracy": right},
-        name="bert",
-        token_dims=(b, length_dim),
-    )
+    return training.model(loss, "bert", (b, length_dim), {"accuracy": right})
 
 
 def count(length: int) -> int:

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 import numpy as np
 
 import mesh_tf_core as mtf
+from examples.training import Training, trained
 from mesh_tf_core import layers as nn
-from mesh_tf_core.optimizers import by_name
 
 
+@trained()
 def model(
     layers: int = 4,
     d_model: int = 256,
@@ -35,13 +36,10 @@ def model(
     length: int = 128,
     positions: str = "learned",
     tied: bool = False,
-    dtype: str = "float32",
-    optimizer: str = "adam",
-    learning_rate: float = 0.001,
-    clip_norm: float = 0.0,
-    warmup: int = 0,
     dropout: float = 0.0,
     attention: str = "fused",
+    *,
+    training: Training,
 ) -> mtf.Model:
     """Builds the model; a sequence is a group whose tokens compete for places at the experts.
 
@@ -54,9 +52,7 @@ def model(
       balance: weight of the load-balance loss.
       positions: learned, rotary, none, or the number of learned positions.
       tied: the output projection is the embedding.
-      dtype: of activations; variables and their updates are float32.
       attention: fused, one operation that never holds all logits, or plain, written out.
-      warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
     """
     g = mtf.Graph("moe_lm")
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
@@ -79,7 +75,7 @@ def model(
         dropout,
     )
     tokens, targets = g.input("tokens", text), g.input("targets", text)
-    embedding = nn.Embedding(v, d, dtype)
+    embedding = nn.Embedding(v, d, training.dtype)
     table = embedding.table(g)
     x = embedding(table, tokens)
     if positions not in ("rotary", "none"):
@@ -96,13 +92,8 @@ def model(
     logits = embedding.logits(nn.LayerNorm(name="final_norm")(x), table if tied else None)
     entropy = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v))
     unbalance = unbalance * (1.0 / layers)
-    rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
-    return mtf.Model(
-        entropy + unbalance * balance,
-        by_name(optimizer, rate, clip_norm),
-        metrics={"cross_entropy": entropy, "unbalance": unbalance},
-        name="moe_lm",
-        token_dims=text,
+    return training.model(
+        entropy + unbalance * balance, "moe_lm", text, {"cross_entropy": entropy, "unbalance": unbalance}
     )
 
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 
 import mesh_tf_core as mtf
+from examples.training import Training, trained
 from mesh_tf_core import layers as nn
-from mesh_tf_core.optimizers import by_name
 
 
+@trained()
 def model(
     layers: int = 6,
     d_model: int = 256,
@@ -32,12 +33,9 @@ def model(
     length: int = 256,
     positions: str = "learned",
     tied: bool = False,
-    dtype: str = "float32",
-    optimizer: str = "adam",
-    learning_rate: float = 0.001,
-    clip_norm: float = 0.0,
-    warmup: int = 0,
     dropout: float = 0.0,
+    *,
+    training: Training,
 ) -> mtf.Model:
     """Builds the model.
 
@@ -53,7 +51,6 @@ def model(
       tied: the output projection is the embedding.
       dtype: of activations; variables and their updates are float32. Inputs of layers are computed back from
         their outputs, which float32 does almost exactly and bfloat16 does not.
-      warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
     """
     g = mtf.Graph("reformer_lm")
     b, s = mtf.Dim("batch", batch), mtf.Dim("length", length)
@@ -85,7 +82,7 @@ def model(
         return mtf.dropout(mtf.reshape(mtf.transpose(y, [b, *parts, d]), x.shape), dropout)
 
     tokens, targets = g.input("tokens", [b, s]), g.input("targets", [b, s])
-    embedding = nn.Embedding(v, d, dtype)
+    embedding = nn.Embedding(v, d, training.dtype)
     table = embedding.table(g)
     x = embedding(table, tokens)
     if positions != "none":
@@ -93,12 +90,8 @@ def model(
     x = mtf.dropout(x, dropout)
     y1, y2 = mtf.reversible_scan(attend, feed_forward, x, x, mtf.Dim("layers", layers))
     logits = embedding.logits(nn.LayerNorm(name="final_norm")(y1 + y2), table if tied else None)
-    rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
-    return mtf.Model(
-        mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v)),
-        by_name(optimizer, rate, clip_norm),
-        name="reformer_lm",
-        token_dims=(b, s),
+    return training.model(
+        mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, v)), "reformer_lm", (b, s)
     )
 
 

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 import numpy as np
 
 import mesh_tf_core as mtf
+from examples.training import Training, trained
 from mesh_tf_core import layers as nn
-from mesh_tf_core.optimizers import by_name
 
 PLANE = ("height", "width")
 
 
+@trained(learning_rate=0.003)
 def model(
     batch: int = 32,
     size: int = 32,
@@ -27,10 +28,8 @@ def model(
     stages: int = 3,
     blocks: int = 2,
     groups: int = 4,
-    dtype: str = "float32",
-    optimizer: str = "adam",
-    learning_rate: float = 0.003,
-    clip_norm: float = 0.0,
+    *,
+    training: Training,
 ) -> mtf.Model:
     """Builds the model.
 
@@ -40,13 +39,12 @@ def model(
       blocks: residual blocks of two convolutions per stage, the first of which halves the image (not in the
         first stage).
       groups: of channels that are normalised together.
-      dtype: of activations; variables and their updates are float32.
     """
     g = mtf.Graph("resnet")
     b, classes = mtf.Dim("batch", batch), mtf.Dim("classes", 10)
     image = [b, mtf.Dim("height", size), mtf.Dim("width", size), mtf.Dim("colours", 1)]
     labels = g.input("label", [b])
-    x = g.input("image", image, "float32").cast(dtype)
+    x = g.input("image", image, "float32").cast(training.dtype)
 
     def norm(x: mtf.Tensor, name: str) -> mtf.Tensor:
         return nn.GroupNorm(PLANE, groups, name=name)(x)
@@ -71,8 +69,7 @@ def model(
     logits = nn.Dense((classes,), ("channels",), bias=True, name="output")(x)
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, labels, classes))
     right = mtf.reduce_mean(mtf.argmax(logits, classes).equal(labels).cast("float32"))
-    optimiser = by_name(optimizer, learning_rate, clip_norm)
-    return mtf.Model(loss, optimiser, metrics={"accuracy": right}, name="resnet")
+    return training.model(loss, "resnet", metrics={"accuracy": right})
 
 
 def data(

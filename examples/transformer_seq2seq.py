@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
+from examples.training import Training, trained
 from mesh_tf_core import decoding
 from mesh_tf_core import layers as nn
-from mesh_tf_core.optimizers import by_name
 
 Cached = decoding.Cache | None
 _EXPERT = "batch:batch;vocab:model;d_ff:model;heads:model"
@@ -32,6 +32,7 @@ _PAPER = {
 """d_ff -> the paper's mesh and layout for this size (tensor2tensor's mtf_transformer_paper_tr)."""
 
 
+@trained()
 def model(
     layers: int = 2,
     encoder_layers: int = 0,
@@ -47,13 +48,10 @@ def model(
     length: int = 128,
     positions: str = "learned",
     tied: bool = False,
-    dtype: str = "float32",
-    optimizer: str = "adam",
-    learning_rate: float = 0.001,
-    clip_norm: float = 0.0,
-    warmup: int = 0,
     dropout: float = 0.0,
     attention: str = "fused",
+    *,
+    training: Training,
 ) -> mtf.Model:
     """Builds the model. Source and target share the embedding; 0 is padding, and begins the target.
 
@@ -64,9 +62,7 @@ def model(
       gated: three feed-forward matrices, silu(x a) * (x b), instead of two with relu.
       positions: learned, relative (biases in buckets, as T5), rotary, none, or the number of learned ones.
       tied: the output projection is the embedding.
-      dtype: of activations; variables and their updates are float32.
       attention: fused, one operation that never holds all logits, or plain, written out.
-      warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
     """
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
     d, f, v = mtf.Dim("d_model", d_model), mtf.Dim("d_ff", d_ff), mtf.Dim("vocab", vocab)
@@ -80,7 +76,7 @@ def model(
     looking_back = attending("attention", rotary=rotary, causal=True)
     across = attending("cross_attention")
     feed_forward = nn.FeedForward(f, "silu" if gated else "relu", gated, dropout=dropout)
-    embedding = nn.Embedding(v, d, dtype)
+    embedding = nn.Embedding(v, d, training.dtype)
 
     def plus(x: mtf.Tensor, name: str, layer: Any, *more: object, **fields: object) -> mtf.Tensor:
         y = layer(nn.LayerNorm(name=f"{name}_norm")(x), *more, **fields)
@@ -92,7 +88,7 @@ def model(
         learned, where = None, None
         if positions not in ("relative", "rotary", "none"):
             learned = nn.LearnedPositions.named(positions, length, "relative", "rotary", "none")
-            where = learned.table(g, d, dtype)
+            where = learned.table(g, d, training.dtype)
 
         def embedded(ids: mtf.Tensor, cache: Cached = None) -> mtf.Tensor:
             x = embedding(table, ids)
@@ -102,7 +98,7 @@ def model(
             if positions != "relative":
                 return None
             relative = kind.relative_at(x, cache)
-            return nn.RelativeBias(bidirectional=not kind.causal)(relative, kind.head_dims, dtype)
+            return nn.RelativeBias(bidirectional=not kind.causal)(relative, kind.head_dims, training.dtype)
 
         with g.scope("encoder"):
             x = embedded(source)
@@ -138,13 +134,11 @@ def model(
     # Of the target and the 0 that ends it; the mean is over all positions, padding included, so that a batch
     # is the sum of its parts (microbatches).
     loss = mtf.reduce_mean(mtf.where(targets + before > 0, loss, 0.0))
-    rate = mtf.WarmupRsqrt(learning_rate, warmup) if warmup else learning_rate
-    return mtf.Model(
+    return training.model(
         loss,
-        by_name(optimizer, rate, clip_norm),
-        name="transformer_seq2seq",
+        "transformer_seq2seq",
+        text,
         layouts={"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {},
-        token_dims=text,
         network=network,
     )
 

@@ -13,22 +13,21 @@ from collections.abc import Iterator
 import numpy as np
 
 import mesh_tf_core as mtf
+from examples.training import Training, trained
 from mesh_tf_core import layers as nn
-from mesh_tf_core.optimizers import by_name
 
 SPACE = ("depth", "height", "width")
 
 
+@trained(learning_rate=0.003)
 def model(
     batch: int = 4,
     size: int = 16,
     channels: int = 8,
     levels: int = 2,
     groups: int = 4,
-    dtype: str = "float32",
-    optimizer: str = "adam",
-    learning_rate: float = 0.003,
-    clip_norm: float = 0.0,
+    *,
+    training: Training,
 ) -> mtf.Model:
     """Builds the model.
 
@@ -37,12 +36,11 @@ def model(
       channels: at full resolution; twice as many on every lower level.
       levels: how often the volume is halved.
       groups: of channels that are normalised together.
-      dtype: of activations; variables and their updates are float32.
     """
     g = mtf.Graph("unet3d")
     space = [mtf.Dim("batch", batch), *(mtf.Dim(n, size) for n in SPACE)]
     classes = mtf.Dim("classes", 2)
-    x = g.input("volume", [*space, mtf.Dim("colours", 1)], "float32").cast(dtype)
+    x = g.input("volume", [*space, mtf.Dim("colours", 1)], "float32").cast(training.dtype)
     filled = g.input("filled", space)
 
     def conv(x: mtf.Tensor, level: int, name: str, **fields: object) -> mtf.Tensor:
@@ -69,8 +67,7 @@ def model(
     logits = nn.Dense((classes,), ("channels",), bias=True, name="output")(smooth(x, "final_norm"))
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits, filled, classes))
     right = mtf.reduce_mean(mtf.argmax(logits, classes).equal(filled).cast("float32"))
-    optimiser = by_name(optimizer, learning_rate, clip_norm)
-    return mtf.Model(loss, optimiser, metrics={"accuracy": right}, name="unet3d")
+    return training.model(loss, "unet3d", metrics={"accuracy": right})
 
 
 def data(

@@ -3,10 +3,12 @@ every layout, layouts proven best."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -105,6 +107,21 @@ PUBLISHED = {
     # 26 tables of 2^20 rows, perceptrons of 13-512-512-512-128 and (128 + 351)-1024-1024-1024-1024-1.
     "dlrm": (dlrm.criteo, 3_493_900_417),
 }
+
+
+def test_every_example_takes_the_hyperparameters_of_training() -> None:
+    files = (Path(__file__).parents[2] / "examples").glob("*.py")
+    found = [importlib.import_module(f"examples.{file.stem}") for file in files if file.stem != "__init__"]
+    models = [module.model for module in found if hasattr(module, "model")]
+    assert len(models) > 13
+    for model in models:
+        known = signature(model).parameters
+        assert {"dtype", "optimizer", "learning_rate", "clip_norm"} <= set(known)
+        assert "training" not in known
+    rated = vit.model(learning_rate=0.5, warmup=7, clip_norm=2.0)
+    assert rated.optimizer == mtf.Adam(mtf.WarmupRsqrt(0.5, 7), clip_norm=2.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rat'"):
+        vit.model(learning_rat=1.0)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
