@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
 from mesh_tf_core.errors import UserError
@@ -25,6 +25,10 @@ class Builder(Scopes):
 
     def apply(self, op: Any, *inputs: Tensor) -> Any:
         """Appends an operation (an `Op`) to the current block; returns its output, or a tuple of them."""
+        raise NotImplementedError
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` builds, built once for this key in the current block."""
         raise NotImplementedError
 
     def unary(self, fn: str, x: Tensor) -> Tensor:

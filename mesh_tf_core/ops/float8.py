@@ -32,7 +32,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import cast
+from mesh_tf_core.ops.basic import cast, stop_gradient
 from mesh_tf_core.ops.common import all_parallel, joined, listing
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import Einsum, broadcast
@@ -169,17 +169,12 @@ def float8_einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor
     types = [x.type for x in xs]
     if len(xs) != 2 or types[0].dtype != types[1].dtype or not is_float(types[0].dtype):
         raise UserError(f"float8_einsum of {listing(types)}: needs two operands of one float dtype")
-    kept: list[tuple[Tensor, Tensor]] = []
+    kept = [_factor(x) for x in xs]
 
     def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Shape) -> Tensor:
         (x, s), (y, t) = a, b
         made: Tensor = x.graph.apply(ScaledEinsum(out, dtype=types[0].dtype), x, y, s, t)
         return made
-
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        both = quantized(x, E4M3), quantized(y, E4M3)
-        kept[:] = both
-        return product(*both, shape)
 
     def backward(dys: list[Tensor | None], given: list[Tensor], made: list[Tensor]) -> list[Tensor]:
         (dy,) = dys
@@ -191,5 +186,14 @@ def float8_einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor
             found.append(broadcast(cast(dx, x.dtype), x.shape))
         return found
 
-    out: Tensor = custom_gradient(forward, backward, xs)  # type: ignore[assignment]
+    out: Tensor = custom_gradient(  # type: ignore[assignment]
+        lambda *_: product(kept[0], kept[1], shape), backward, xs
+    )
     return out
+
+
+def _factor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor in the format of factors, once for all that it is multiplied by, as queries, keys and values
+    are made of one."""
+    made: tuple[Tensor, Tensor] = x.graph.once((E4M3, x.id), lambda: quantized(stop_gradient(x), E4M3))
+    return made

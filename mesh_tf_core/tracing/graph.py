@@ -51,6 +51,7 @@ class Graph(Builder):
         self.gradient_functions: list[Callable[..., Any]] = []
         self.version = 0
         self._remembered: dict[Hashable, Any] = {}
+        self._once: dict[tuple[int, Hashable], Any] = {}
         self._stack: list[Block] = [self.blocks[0]]
         self._reads: dict[str, Tensor] = {}
         # Tensors of equal shapes share one: shapes are looked up all the time, which is quickest by identity.
@@ -132,6 +133,14 @@ class Graph(Builder):
         outs = [self.new_tensor(t, self.block) for t in inferred(op, types)]
         self._append(op, taken, outs, None)
         return tuple(outs) if isinstance(types, tuple) else outs[0]
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if self.unroll:
+            return make()
+        place = self.block.id, key
+        if place not in self._once:
+            self._once[place] = make()
+        return self._once[place]
 
     def unary(self, fn: str, x: Tensor) -> Tensor:
         return unary(fn, x)

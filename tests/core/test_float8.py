@@ -14,7 +14,7 @@ from costmodels.kernels.compute import Quantity, compute_seconds
 from mesh_tf_core import layers
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower import Options
-from mesh_tf_core.ops.float8 import E4M3, E5M2, LARGEST, quantized
+from mesh_tf_core.ops.float8 import E4M3, E5M2, LARGEST, Quantize, quantized
 
 B, D, F = mtf.Dim("batch", 8), mtf.Dim("d_model", 16), mtf.Dim("d_ff", 32)
 RNG = np.random.default_rng(0)
@@ -164,6 +164,13 @@ def test_chips_that_have_it_are_faster(chip: str) -> None:
 @pytest.mark.parametrize("chip", ["a100", "tpu-v5p", "v100"])
 def test_others_multiply_in_a_wider_type(chip: str) -> None:
     assert seconds(chip, E4M3) == seconds(chip, "bfloat16")
+
+
+def test_a_tensor_is_made_a_factor_once() -> None:
+    """The two products that share x, and the weight's gradients."""
+    nodes = [node.op for node, _ in block(True).step_graph.walk()]
+    formats = [op.format for op in nodes if isinstance(op, Quantize)]
+    assert (formats.count(E4M3), formats.count(E5M2)) == (5, 3)
 
 
 def test_backward_keeps_eight_bits() -> None:
