@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -40,78 +42,101 @@ def model(
 
     Args:
       size: pixels along a side, a multiple of 8.
-      channels: at full resolution; `widths`: how many times as many on each level, each half
-        as large as the one before.
-      blocks: of two convolutions each, on each level of the way down, and one more on the way up.
-      attend: resolution (pixels along a side) at which places attend to each other.
-      groups: of channels that are normalised together.
+      channels, widths, blocks, attend, groups, dropout: of the `UNet`.
       steps: of noise; the input `step` says how many an image has had.
     """
     g, b = mtf.Graph("diffusion"), mtf.Dim("batch", batch)
     shape = [b, mtf.Dim("height", size), mtf.Dim("width", size), mtf.Dim("colours", colours)]
     image, noise = (g.input(name, shape, "float32") for name in ("image", "noise"))
     step = g.input("step", [b])
-    at = mtf.Dim("steps", steps)
-    kept = np.cumprod(1 - np.linspace(1e-4, 0.02, steps))
+    at, left = mtf.Dim("steps", steps), np.cumprod(1 - np.linspace(1e-4, 0.02, steps))
     clean, noisy = (
-        mtf.gather(mtf.constant(g, t.astype(np.float32), [at]), step, at)
-        for t in (kept**0.5, (1 - kept) ** 0.5)
+        mtf.gather(mtf.constant(g, t, [at], "float32"), step, at) for t in (left**0.5, (1 - left) ** 0.5)
     )
-    x = (image * clean + noise * noisy).cast(training.dtype)
+    network = UNet(channels, widths, blocks, attend, groups, dropout)
+    found = network((image * clean + noise * noisy).cast(training.dtype), step).cast("float32")
+    return training.model(mtf.reduce_mean(mtf.square(found - noise)), "diffusion")
 
-    def conv(x: mtf.Tensor, width: int, name: str, **fields: object) -> mtf.Tensor:
-        return nn.Conv(mtf.Dim("channels", width), PLANE, bias=True, name=name, **fields)(x)  # type: ignore[arg-type]
 
-    def norm(x: mtf.Tensor, name: str) -> mtf.Tensor:
-        return nn.GroupNorm(PLANE, groups, name=name, epsilon=1e-6)(x)
+@dataclass(frozen=True)
+class UNet:
+    """From an image and how much noise it has had, the noise (Ho et al. 2020, appendix B).
 
-    def block(x: mtf.Tensor, width: int) -> mtf.Tensor:
-        y = conv(mtf.silu(norm(x, "norm_1")), width, "conv_1")
-        y = y + nn.Dense((y.dim("channels"),), ("d_time",), True, name="time")(mtf.silu(time))
-        y = conv(mtf.dropout(mtf.silu(norm(y, "norm_2")), dropout), width, "conv_2")
-        return y + (x if x.dim("channels").size == width else conv(x, width, "shortcut", size=1))
+    Attributes:
+      channels: at full resolution; `widths`: how many times as many on each level, each half as large as the
+        one before.
+      blocks: of two convolutions each, on each level of the way down, and one more on the way up.
+      attend: resolution (pixels along a side) at which places attend to each other.
+      groups: of channels that are normalised together.
+      dropout: rate in the blocks.
+    """
 
-    def attended(x: mtf.Tensor) -> mtf.Tensor:
+    channels: int
+    widths: tuple[int, ...]
+    blocks: int
+    attend: int
+    groups: int
+    dropout: float = 0.0
+
+    def __call__(self, x: mtf.Tensor, step: mtf.Tensor) -> mtf.Tensor:
+        """x [batch, height, width, colours] and step, an int32 [batch] or scalar -> as x."""
+        g, colours, last = x.graph, x.dim("colours"), len(self.widths) - 1
+        inner, d_time = mtf.Dim("d_inner", 4 * self.channels), mtf.Dim("d_time", 4 * self.channels)
+        with g.scope("time"):
+            time = waves(step, self.channels).cast(x.dtype)
+            time = nn.Dense((inner,), ("channels",), True, "silu", "first")(time)
+            # Every block wants its silu.
+            time = nn.Dense((d_time,), ("d_inner",), True, "silu", "second")(time)
+        x = self._conv(x, self.channels, "stem", inputs="colours")
+        kept = [x]
+        for level, times in enumerate(self.widths):
+            for i in range(self.blocks):
+                x = self._stage(x, time, self.channels * times, f"down_{level}_{i}")
+                kept.append(x)
+            if level < last:
+                x = self._conv(x, self.channels * times, f"half_{level}", stride=2)
+                kept.append(x)
+        with g.scope("middle"):
+            width = self.channels * self.widths[-1]
+            with g.scope("first"):
+                x = self._attended(self._block(x, time, width))
+            with g.scope("second"):
+                x = self._block(x, time, width)
+        for level, times in reversed(list(enumerate(self.widths))):
+            for i in range(self.blocks + 1):
+                both = mtf.concat([x, kept.pop()], "channels")
+                x = self._stage(both, time, self.channels * times, f"up_{level}_{i}")
+            if level:
+                x = self._conv(doubled(x), self.channels * times, f"double_{level}")
+        x = mtf.silu(self._norm(x, "final_norm"))
+        return nn.Conv(colours, PLANE, bias=True, inputs="channels", name="output")(x)
+
+    def _conv(self, x: mtf.Tensor, width: int, name: str, **fields: Any) -> mtf.Tensor:
+        return nn.Conv(mtf.Dim("channels", width), PLANE, bias=True, name=name, **fields)(x)
+
+    def _norm(self, x: mtf.Tensor, name: str) -> mtf.Tensor:
+        return nn.GroupNorm(PLANE, self.groups, name=name, epsilon=1e-6)(x)
+
+    def _block(self, x: mtf.Tensor, time: mtf.Tensor, width: int) -> mtf.Tensor:
+        y = self._conv(mtf.silu(self._norm(x, "norm_1")), width, "conv_1")
+        y = y + nn.Dense((y.dim("channels"),), ("d_time",), True, name="time")(time)
+        y = mtf.dropout(mtf.silu(self._norm(y, "norm_2")), self.dropout)
+        y = self._conv(y, width, "conv_2")
+        return y + (x if x.dim("channels").size == width else self._conv(x, width, "shortcut", size=1))
+
+    def _attended(self, x: mtf.Tensor) -> mtf.Tensor:
         """Every place of x [batch, height, width, channels] sees all others."""
-        c = x.dim("channels")
-        flat = [b, mtf.Dim("length", x.dim("height").size * x.dim("width").size), c]
+        b, height, width, c = x.shape.dims
         one = nn.Attention(mtf.Dim("heads", 1), mtf.Dim("d_kv", c.size), biases="all", d_model="channels")
-        return x + mtf.reshape(one(mtf.reshape(norm(x, "attention_norm"), flat)), x.shape)
-
-    def stage(x: mtf.Tensor, width: int, name: str) -> mtf.Tensor:
-        with g.scope(name):
-            x = block(x, width)
-            return attended(x) if x.dim("height").size == attend else x
-
-    d_time = mtf.Dim("d_time", 4 * channels)
-    with g.scope("time"):
-        inner = nn.Dense((d_time,), ("channels",), True, "silu", "first")(
-            waves(step, channels).cast(training.dtype)
+        flat = mtf.reshape(
+            self._norm(x, "attention_norm"), [b, mtf.Dim("length", height.size * width.size), c]
         )
-        time = nn.Dense((d_time,), ("d_inner",), True, name="second")(mtf.rename(inner, d_time="d_inner"))
-    x = conv(x, channels, "stem", inputs="colours")
-    kept_ones = [x]
-    for level, times in enumerate(widths):
-        for i in range(blocks):
-            x = stage(x, channels * times, f"down_{level}_{i}")
-            kept_ones.append(x)
-        if level < len(widths) - 1:
-            x = conv(x, channels * times, f"half_{level}", stride=2)
-            kept_ones.append(x)
-    with g.scope("middle"):
-        width = channels * widths[-1]
-        with g.scope("first"):
-            x = attended(block(x, width))
-        with g.scope("second"):
-            x = block(x, width)
-    for level, times in reversed(list(enumerate(widths))):
-        for i in range(blocks + 1):
-            x = stage(mtf.concat([x, kept_ones.pop()], "channels"), channels * times, f"up_{level}_{i}")
-        if level:
-            x = conv(doubled(x), channels * times, f"double_{level}")
-    x = mtf.silu(norm(x, "final_norm"))
-    found = nn.Conv(shape[-1], PLANE, bias=True, inputs="channels", name="output")(x)
-    return training.model(mtf.reduce_mean(mtf.square(found.cast("float32") - noise)), "diffusion")
+        return x + mtf.reshape(one(flat), x.shape)
+
+    def _stage(self, x: mtf.Tensor, time: mtf.Tensor, width: int, name: str) -> mtf.Tensor:
+        with x.graph.scope(name):
+            x = self._block(x, time, width)
+            return self._attended(x) if x.dim("height").size == self.attend else x
 
 
 def waves(step: mtf.Tensor, channels: int) -> mtf.Tensor:

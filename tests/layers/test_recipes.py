@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,9 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from examples.diffusion import UNet
 from mesh_tf_core import layers
+from mesh_tf_core.training.weights import write_weights
 from tests.layers.helper import check_layouts, run
 
 RNG = np.random.default_rng(0)
@@ -335,6 +340,64 @@ def test_adapters(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tuned.engine.read("w"), before)
     with pytest.raises(mtf.UserError, match="no weights for 'adapter/lora_down'"):
         mtf.Trainer(regression("adapter"), "x:2").load(tmp_path, new="head")
+
+
+def test_continued(tmp_path: Path) -> None:
+    """A tiny Llama that transformers has computed the loss of."""
+    case = json.loads((Path(__file__).parents[1] / "data" / "huggingface_losses.json").read_text())["models"][
+        "llama"
+    ]
+    weights = {
+        n: np.random.default_rng(zlib.crc32(n.encode())).normal(scale=0.5, size=shape).astype(np.float32)
+        for n, shape in case["weights"].items()
+    }
+    write_weights(tmp_path / "model.safetensors", weights.items())
+    (tmp_path / "config.json").write_text(json.dumps(case["config"]))
+    rng = np.random.default_rng(0)
+    batch = {
+        n: rng.integers(0, below, shape).astype(np.int32) for n, (shape, below) in case["inputs"].items()
+    }
+    trainer = RECIPES["continued"](tmp_path, "x:2", "heads:x;d_ff:x", batch=2, length=12)
+    assert trainer.evaluate([batch])["loss"] == pytest.approx(case["loss"], rel=1e-5)
+
+
+def test_denoised() -> None:
+    """With a network of one map, against the equation step by step; the example's U-Net runs in it."""
+    v = mtf.Dim("d_model", 8)
+
+    def network(x: mtf.Tensor, at: mtf.Tensor) -> mtf.Tensor:
+        return dense("noise")(x) * (at.cast("float32") * 1e-3)
+
+    got = check_layouts(lambda g, x: RECIPES["denoised"](network, x, 4), {"x": X}, LAYOUTS, atol=1e-4)
+    w, left = got.variables["noise/weight"], np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    assert w.shape == (8, v.size)
+    x, times = X[1], [999, 666, 333, 0]
+    for at, after in zip(times, [*times[1:], None], strict=True):
+        noise = np.tanh(x @ w) * at * 1e-3
+        image = (x - noise * np.sqrt(1 - left[at])) / np.sqrt(left[at])
+        then = 1.0 if after is None else left[after]
+        x = image * np.sqrt(then) + noise * np.sqrt(1 - then)
+    np.testing.assert_allclose(got.out, x, rtol=1e-3, atol=1e-4)
+    unet, run = UNet(4, (1, 2), 1, 4, 2), mtf.Eager("x:2", "height:x", "lockstep")
+    with run.step(unroll=False) as g:
+        sides = [mtf.Dim(n, s) for n, s in (("batch", 2), ("height", 8), ("width", 8), ("colours", 1))]
+        drawn = RECIPES["denoised"](
+            unet, g.constant(RNG.normal(size=(2, 8, 8, 1)), sides, "float32"), 2
+        ).numpy()
+    assert drawn.shape == (2, 8, 8, 1) and np.isfinite(drawn).all()
+    assert run.variables["stem/weight"].shape.sizes == (3, 3, 1, 4)
+
+
+def test_until_no_better(tmp_path: Path) -> None:
+    """It stops where the held-out loss turns, and keeps the weights of before."""
+    trainer, path = mtf.Trainer(regression(), "x:2", "batch:x"), tmp_path / "best.npz"
+    other = {n: -x if n == "y" else x for n, x in ROWS.items()}
+    steps = itertools.chain([ROWS] * 6, itertools.repeat(other))
+    best = RECIPES["until_no_better"](trainer, steps, [ROWS], path, every=2, patience=2)
+    again = mtf.Trainer(regression(), "x:2")
+    again.load(path)
+    assert again.evaluate([ROWS])["loss"] == pytest.approx(best, rel=1e-5)
+    assert trainer.evaluate([ROWS])["loss"] > best
 
 
 def test_deepseek_experts() -> None:
