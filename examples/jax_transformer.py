@@ -9,9 +9,12 @@ docs/jax.md trains it under the plan.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from examples.training import Training, trained
 
 if TYPE_CHECKING:
     from mesh_tf_core import Model
@@ -20,10 +23,9 @@ if TYPE_CHECKING:
 def shapes(layers: int, d_model: int, heads: int, d_ff: int, vocab: int) -> dict[str, Any]:
     """The parameters: types, no numbers."""
     import jax
-    import jax.numpy as jnp
 
     def of(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+        return jax.ShapeDtypeStruct(shape, jax.numpy.float32)
 
     d_kv = d_model // heads
     return {
@@ -51,26 +53,28 @@ def normed(x: Any, scale: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * (1.0 + scale)
 
 
-def loss(params: Any, batch: Any) -> Any:
-    """Mean cross-entropy of the next token, in nats."""
+def loss(params: Any, batch: Any, dtype: str = "float32") -> Any:
+    """Mean cross-entropy of the next token, in nats; activations are of `dtype`."""
     import jax
     import jax.numpy as jnp
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
         h = normed(x, p["attention_norm"])
         q, k, v = (jnp.einsum("bld,dhk->blhk", h, p[name]) for name in ("query", "key", "value"))
-        logits = jnp.einsum("blhk,bmhk->bhlm", q, k) / np.sqrt(q.shape[-1])
+        logits = jnp.einsum("blhk,bmhk->bhlm", q, k) * q.shape[-1] ** -0.5
         earlier = jnp.arange(x.shape[1])[:, None] >= jnp.arange(x.shape[1])
         weights = jax.nn.softmax(jnp.where(earlier, logits, -1e9))
         x = x + jnp.einsum("bhlm,bmhk,hkd->bld", weights, v, p["out"])
         return x + jax.nn.gelu(normed(x, p["mlp_norm"]) @ p["up"]) @ p["down"], None
 
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
     x = params["embedding"][batch["tokens"]]
     x, _ = jax.lax.scan(layer, x, params["layers"])
-    log = jax.nn.log_softmax(normed(x, params["norm"]) @ params["head"])
+    log = jax.nn.log_softmax((normed(x, params["norm"]) @ params["head"]).astype("float32"))
     return -jnp.take_along_axis(log, batch["targets"][..., None], -1).mean()
 
 
+@trained(learning_rate=0.001)
 def model(
     layers: int = 4,
     d_model: int = 256,
@@ -79,6 +83,8 @@ def model(
     vocab: int = 512,
     batch: int = 32,
     length: int = 128,
+    *,
+    training: Training,
 ) -> Model:
     """The loss as a model: its dimensions are inferred."""
     import jax
@@ -88,7 +94,9 @@ def model(
 
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     params = shapes(layers, d_model, heads, d_ff, vocab)
-    return layoutopt.from_jax(loss, params, {"tokens": tokens, "targets": tokens}, optimizer="adam")
+    batches = {"tokens": tokens, "targets": tokens}
+    own = partial(loss, dtype=training.dtype)
+    return layoutopt.from_jax(own, params, batches, optimizer=training.optimizer_of(), name="jax_transformer")
 
 
 def data(
