@@ -12,6 +12,7 @@ from functools import cached_property
 
 from costmodels.hardware import Hardware
 from costmodels.kernels.fused import Fused
+from costmodels.kernels.refused import sentences
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.pricer import Cost, Pricer, pricer
 from costmodels.utilisation import model_flops, utilisation
@@ -77,15 +78,16 @@ class Evaluation:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the price: where it is of another kind, and where it claims more than anyone
-        published."""
+        """What to know of the price: where it is of another kind, what it prices too low, and where it claims
+        more than anyone published."""
+        own = (*self.cost.notes, *sentences(self.program, self.prices.hardware))
         best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu
         if best is None or mfu is None or mfu <= best.value:
-            return self.cost.notes
+            return own
         step, waits = self.cost.step_seconds, self.cost.exposed_communication_seconds
         again = self.cost.by(lambda x: x.origin.phase).get("recompute", 0.0)
         return (
-            *self.cost.notes,
+            *own,
             f"{share_text(mfu, 1)} MFU is more than any published run of this chip that is known here "
             f"({share_text(best.value, 1)}: {best.source}); of its step the plan spends "
             f"{share_text(again, step)} on recomputation and {share_text(waits, step)} waiting for messages, "

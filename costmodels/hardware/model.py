@@ -288,6 +288,11 @@ class Hardware:
         """Whether arrays lie in tiles of its registers (`costmodels.kernels.quantities.tiling`)."""
         return self.chip.registers is not None
 
+    @property
+    def compiled(self) -> bool:
+        """Whether a step is one program of XLA's, not kernels that a host launches one by one."""
+        return self.fuses and self.chip.launch_interval is None
+
     @cached_property
     def devices_per_chip(self) -> int:
         return int(self.chip.devices.value)

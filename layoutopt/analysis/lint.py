@@ -5,6 +5,7 @@
   indivisible        a dimension of repeated work would have to have another size to be split
   repeated memory    variables and optimizer state that every device of an axis holds alike
   axis of one        a rule names an axis of one device: it splits nothing
+  no kernel          attention that no library's kernel takes works through blocks, and takes longer
 
 A fix is a layout that was lowered and priced; it is only given if it is faster (or, for memory, leaner).
 """
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
+from costmodels.kernels.refused import sentences
 from costmodels.repeated import Repeated, near_sizes, repeated
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.units import size_text
@@ -68,6 +70,8 @@ class _Lint:
             yield from self._indivisible(axis, found)
         yield from self._ones()
         yield from self._memory()
+        for message in sentences(self.program, self.hardware):
+            yield Finding("no kernel", message)
 
     def _work(self, axis: str, found: Repeated) -> Finding:
         ways = self.mesh.size(axis)

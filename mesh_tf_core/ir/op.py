@@ -133,6 +133,8 @@ class Op:
         "overhead",
         "added",
         "blocked",
+        "refused",
+        "spread",
         "unreduced",
         "summand",
         "distributes",
@@ -259,6 +261,16 @@ class Op:
         on blocks, and elements of operands and results that are made ready for it; without it, it is no such
         kernel."""
         return None
+
+    def spread(self, *local: TensorType) -> tuple[tuple[TensorType, float], ...]:
+        """Arrays that XLA writes by kernels of their own before it, and how much of each these read; else
+        none."""
+        return ()
+
+    def refused(self, platform: str, *local: TensorType) -> str:
+        """Why no library has the kernel on a 'tpu' or a 'gpu' as which it is priced, so that it takes longer
+        than that; without it, nothing is."""
+        return ""
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
         """[dim, dimensions of the output]: the same, but for summing out a dimension that the inputs have;

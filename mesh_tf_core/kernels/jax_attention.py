@@ -1,8 +1,8 @@
 """Attention by kernels of JAX's own libraries: Pallas's splash attention on TPUs, cuDNN's on NVIDIA GPUs.
 
 Both give the result and the log-sum-exp, and take them back for the gradients. Queries that share a key
-are the heads of one such kernel, and shared dimensions its batch. What a library has no kernel for (a bias,
-dropout, a mask that is not one of keys, odd sizes) is left to the operation, which then works by blocks.
+are the heads of one such kernel, and shared dimensions its batch. What a library has no kernel for
+(`Attending.lacks_kernel`) is left to the operation, which then works by blocks.
 
 The functions that take a log-sum-exp back are private to JAX: its version is pinned (`engines.jax.home`).
 """
@@ -21,7 +21,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from mesh_tf_core.ir.kernel import BLOCKS, Attending
 
 T = Any
-_LANES = 128
 
 
 def _shapes(a: Attending) -> tuple[int, int, int, int]:
@@ -38,16 +37,6 @@ def _flat(a: Attending, x: T, heads: bool) -> T:
 
 
 # -- TPU -----------------------------------------------------------------------------------------------------
-
-
-def fits_tpu(a: Attending) -> bool:
-    """Whether splash attention does this."""
-    _, _, queries, keys = _shapes(a)
-    own = (*range(a.shared, len(a.query.shape) - 1),)
-    by_key = a.mask is None or all(a.mask.shape[i] == 1 for i in own)
-    apart = a.segments is None or all(s.shape[i] == 1 for s in a.segments for i in own[:-1])
-    sized = queries % _LANES == 0 and keys % _LANES == 0 and a.total % queries == 0
-    return sized and a.bias is None and not a.rate and by_key and apart and a.query.dtype.itemsize <= 4
 
 
 def _splash(a: Attending, interpret: bool) -> Any:
@@ -142,17 +131,6 @@ def gradient_on_tpu(a: Attending, result: T, lse: T, dresult: T, interpret: bool
 
 
 # -- GPU -----------------------------------------------------------------------------------------------------
-
-
-def fits_gpu(a: Attending) -> bool:
-    """Whether cuDNN does this on every GPU since A100."""
-    width = a.query.shape[-1]
-    plain = a.bias is None and a.mask is None and a.segments is None and a.extra_logit is None
-    here = a.total == a.query.shape[-2] or not a.causal
-    sized = width % 8 == 0 and width <= _LANES and width == a.value.shape[-1]
-    return (
-        plain and here and sized and not a.rate and (a.causal or not a.window) and a.query.dtype.itemsize == 2
-    )
 
 
 def _cudnn(a: Attending) -> tuple[tuple[T, ...], dict[str, Any]]:

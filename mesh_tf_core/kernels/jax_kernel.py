@@ -266,19 +266,20 @@ class JaxKernel:
         return lax.scan(lambda state, i: step(i, state), list(carried), jnp.arange(n, dtype=jnp.int32))
 
     def attention(self, a: Attending) -> tuple[T, T] | None:
-        if self.platform not in ("tpu", "gpu"):
+        if self._by_blocks(a):
             return None
         from mesh_tf_core.kernels import jax_attention as libraries
 
-        if self.platform == "tpu":
-            return libraries.on_tpu(a) if libraries.fits_tpu(a) else None
-        return libraries.on_gpu(a) if libraries.fits_gpu(a) else None
+        return libraries.on_tpu(a) if self.platform == "tpu" else libraries.on_gpu(a)
 
     def attention_gradient(self, a: Attending, result: T, lse: T, dresult: T) -> tuple[T, T, T] | None:
-        if self.platform not in ("tpu", "gpu"):
+        if self._by_blocks(a):
             return None
         from mesh_tf_core.kernels import jax_attention as libraries
 
-        if self.platform == "tpu":
-            return libraries.gradient_on_tpu(a, result, lse, dresult) if libraries.fits_tpu(a) else None
-        return libraries.gradient_on_gpu(a, result, lse, dresult) if libraries.fits_gpu(a) else None
+        on = libraries.gradient_on_tpu if self.platform == "tpu" else libraries.gradient_on_gpu
+        return on(a, result, lse, dresult)
+
+    def _by_blocks(self, a: Attending) -> bool:
+        """Whether attention has no library's kernel here."""
+        return self.platform not in ("tpu", "gpu") or bool(a.lacks_kernel(self.platform))

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, cast
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -34,6 +34,22 @@ class Sides:
     width: Dim
     rows: Shape
     logits: Shape
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """An operand without elements, and how a kernel orders its axes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @staticmethod
+    def reshape(x: _Laid, shape: Sequence[int]) -> _Laid:
+        return replace(x, shape=tuple(shape))
+
+    @staticmethod
+    def transpose(x: _Laid, permutation: Sequence[int]) -> _Laid:
+        return replace(x, shape=tuple(x.shape[i] for i in permutation))
 
 
 @dataclass(frozen=True)
@@ -189,6 +205,13 @@ class AnyAttention(Op, abstract=True):
         rows = sides.rows.size * self.handed[0] + local[1].shape.size // widths[0] * self.handed[1]
         lanes = max(-width % BLOCKS[-1] + width for width in widths)
         return logits * products, logits * (operations + positions), float(rows * lanes)
+
+    def refused(self, platform: str, *local: TensorType) -> str:
+        """Of Pallas's splash attention and of cuDNN's kernels."""
+        pieces = [_Laid(t.shape.sizes, t.dtype) for t in local]
+        at = At(local, (), frozenset(), lambda name: 0)
+        laid = replace(self, rate=0.0).attending(cast(Kernel, _Laid), at, pieces)
+        return replace(laid, rate=self.rate).lacks_kernel(platform)
 
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
         """Of queries and keys; that of weights and values is as large and much like it."""

@@ -180,6 +180,15 @@ class ConvInputGrad(Op):
         w = local[1].shape
         return self.grid.added(self.flops(*local), w, w.dim(self.channel).size)
 
+    def spread(self, *local: TensorType) -> tuple[tuple[TensorType, float], ...]:
+        """Gradients with zeros between them, along one strided dimension after the other."""
+        found, shape = [], local[0].shape
+        for v in self.windows:
+            if v.stride > 1:
+                shape = Shape(Dim(d.name, d.size * v.stride) if d.name == v.dim else d for d in shape)
+                found.append((TensorType(shape, local[0].dtype), 1 / v.stride))
+        return tuple(found)
+
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         dy, w = inputs[0], low.without(inputs[1], self.taps)
         base, split = [], {}

@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", by_day(CASES))
 def test_a_tpu_does_the_same(case: str) -> None:
     a = operands(**CASES[case])
-    assert libraries.fits_tpu(a)
+    assert not a.lacks_kernel("tpu")
     result, lse = blockwise.forward(JaxKernel(), a)
     close(libraries.on_tpu(a, interpret=True), (result, lse))
     dresult = normal(*result.shape)
@@ -116,7 +116,7 @@ def test_a_tpu_does_the_same(case: str) -> None:
 )
 def test_what_a_library_has_no_kernel_for_is_left_to_blocks(more: dict[str, Any]) -> None:
     a = operands(**more)
-    assert not libraries.fits_tpu(a) and not libraries.fits_gpu(a)
+    assert a.lacks_kernel("tpu") and a.lacks_kernel("gpu")
     k = JaxKernel("tpu")
     assert k.attention(a) is None and k.attention_gradient(a, a.query, a.query, a.query) is None
 
@@ -126,7 +126,7 @@ def test_a_gpu_is_given_cudnn() -> None:
     half = operands(causal=True, window=64)
     narrow = {n: getattr(half, n).astype(jnp.bfloat16) for n in ("query", "key", "value")}
     a = replace(half, **narrow)
-    assert libraries.fits_gpu(a)
+    assert not a.lacks_kernel("gpu")
     k = JaxKernel("gpu")
 
     def both(query: Any) -> Any:
@@ -137,7 +137,7 @@ def test_a_gpu_is_given_cudnn() -> None:
 
     text = jax.jit(both).trace(a.query).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
-    assert not libraries.fits_gpu(replace(a, total=2 * QUERIES)), "causal queries from the middle"
+    assert replace(a, total=2 * QUERIES).lacks_kernel("gpu") == "causal queries from the middle"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from tests.layoutopt.models import SMALL, transformer
 
-WIDE = {**SMALL, "d_model": 128, "d_kv": 32, "d_ff": 512, "vocab": 512, "length": 64}
+WIDE = {**SMALL, "d_model": 128, "d_kv": 32, "d_ff": 512, "vocab": 512, "length": 128}
 PLAIN = Options()
 
 
@@ -62,3 +62,9 @@ def test_the_best_layout_repeats_no_work(mesh: str) -> None:
     plan = search(model, mesh=mesh, hardware=hardware, microbatches=[1])
     evaluation = evaluate(model, plan.mesh, plan.layout, hardware, plan.options)
     assert not [f for f in lint(model, evaluation, hardware, plan.options) if f.layout]
+
+
+def test_attention_that_no_library_takes() -> None:
+    found = [f for f in findings("batch:data;heads:model", length=64) if f.kind == "no kernel"]
+    assert len(found) == 1 and "not multiples of 128" in found[0].message
+    assert "no kernel" not in [f.kind for f in findings("batch:data;heads:model")]
