@@ -5,6 +5,8 @@ kernels, one after the other:
   (1) what is sent by a collective, or moved otherwise, is written first; what follows on it is a later kernel
   (2) a reduction's result is used in a later kernel; softmax and normalisation are the reductions and maps
       that they consist of (`Op.expand`)
+      What only works on such results (a mean from a sum) is a kernel between the two, not part of the
+      later one, which would do it again for every element
   (3) a value is written if something outside of its kernel needs it. A later kernel of its own group reads it
       too, or computes it again from what it reads anyway, whichever moves fewer bytes
   (4) what a loop stacks is written in its place in the stack, and priced there

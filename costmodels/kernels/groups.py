@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from costmodels.kernels.fusion import PRODUCT, REDUCE, Fusion, fusion_of, role
+from costmodels.kernels.fusion import MAP, PRODUCT, REDUCE, Fusion, fusion_of, role
 from costmodels.kernels.partition import Kernel, Key, Partition, Sizes, Step, Types
 from costmodels.kernels.quantities import Part, flops_of, parts_of, tiling
 from mesh_tf_core.ir.dtypes import itemsize
@@ -115,7 +115,7 @@ class Group:
         return [parts_of(i.op, tuple(map(local, i.inputs))) if i.op.expands() else () for i in self.instrs]
 
     def _steps(self, parts: Sequence[Sequence[Part]]) -> Partition:
-        key = tuple(tuple((p.kind, p.inputs, p.output) for p in found) for found in parts)
+        key = tuple(tuple((p.kind, p.inputs, p.output, p.narrow) for p in found) for found in parts)
         if key not in self._partitions:
             self._partitions[key] = self._partitioned(parts)
         return self._partitions[key]
@@ -208,6 +208,7 @@ class Group:
         steps: list[Step] = []
         made: set[Key] = set()
         within: set[Key] = set()
+        statistics: set[Key] = set()
         ready: dict[Key, int] = {}
 
         def first(key: Key) -> int:
@@ -218,33 +219,49 @@ class Group:
             found = 0
             if maker is not None and not isinstance(maker, Loop) and self._passes(maker):
                 sources = map(context.source, maker.inputs)
-                found = max((first(s) + 1 for s in sources if s in made or first(s) > 0), default=0)
+                found = max((first(s) + 2 for s in sources if s in made or first(s) > 0), default=0)
             ready[key] = found
             return found
 
+        def reduced(key: Key) -> bool:
+            """Whether a value is what a reduction of the group made, or follows from that."""
+            maker = context.producer.get(key) if isinstance(key, int) else None
+            if key in statistics or not isinstance(maker, Collective):
+                return key in statistics
+            return any(reduced(context.source(i)) for i in maker.inputs)
+
         for instr, kind, found in zip(self.instrs, self.roles, parts, strict=True):
-            for what, inputs, outputs in self._links(instr, kind, found):
+            for what, inputs, outputs, narrow in self._links(instr, kind, found):
                 number = max(map(first, inputs), default=0)
-                steps.append(Step(what, inputs, outputs, instr, number))
+                between = narrow and what == MAP and any(map(reduced, inputs))
+                steps.append(Step(what, inputs, outputs, instr, number - between, between))
                 made.update(outputs)
-                ready.update(dict.fromkeys(outputs, number + (what == REDUCE)))
+                if between or what == REDUCE:
+                    statistics.update(outputs)
+                ready.update(dict.fromkeys(outputs, number + 2 * (what == REDUCE)))
                 within.update(made.intersection(inputs))
         leaving = frozenset(k for k in made if self._leaves(k, within))
         return Partition(steps, leaving, frozenset(filter(self._stacked, made)))
 
     def _links(
         self, instr: Local, kind: str, parts: Sequence[Part]
-    ) -> list[tuple[str, tuple[Key, ...], tuple[Key, ...]]]:
-        """Kind, inputs and outputs of an instruction, or of each of the smaller ones that it equals."""
+    ) -> list[tuple[str, tuple[Key, ...], tuple[Key, ...], bool]]:
+        """Kind, inputs and outputs of an instruction, or of each of the smaller ones that it equals; and
+        whether it lacks dimensions of the others."""
         given = tuple(map(self.context.source, instr.inputs))
         if not parts:
-            return [(kind, given, instr.outputs)]
+            return [(kind, given, instr.outputs, self._dims((instr,)) < self._dims(self.instrs))]
         (out,) = instr.outputs
 
         def key(i: int) -> Key:
             return given[i] if i < len(given) else out if i == parts[-1].output else (out, i)
 
-        return [(p.kind, tuple(map(key, p.inputs)), (key(p.output),)) for p in parts]
+        return [(p.kind, tuple(map(key, p.inputs)), (key(p.output),), p.narrow) for p in parts]
+
+    def _dims(self, instrs: Sequence[Local]) -> set[str]:
+        """Names of all dimensions that instructions work on."""
+        values = self.context.program.values
+        return {n for i in instrs for v in (*i.inputs, *i.outputs) for n in values[v].shape.names}
 
     def _passes(self, maker: Instr) -> bool:
         """Whether an instruction may lead from this group back to it: a move, or part of one of its nodes."""

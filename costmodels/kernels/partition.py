@@ -33,6 +33,7 @@ class Kernel:
       reduces: whether a reduction is among them.
       elements: of the largest array that it works on.
       tiled: bytes moved and elements as they lie in tiles (`Sizes.tiles`); None where that is the same.
+      between: it works on statistics alone (`Step.between`).
     """
 
     instrs: tuple[Local, ...]
@@ -44,17 +45,23 @@ class Kernel:
     reduces: bool
     elements: int
     tiled: tuple[float, float] | None = None
+    between: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One map, reduction or product of a group, in kernel `number`: its inputs and outputs."""
+    """One map, reduction or product of a group, in kernel `number`.
+
+    Attributes:
+      between: it works on statistics alone, between the kernels of whole arrays.
+    """
 
     kind: str
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     instr: Local
     number: int
+    between: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class Partition:
                 moved = sum([sizes.bytes[k] * more.get(k, 1.0) for k in (*reads, *makes)])
                 tiled = moved, max([elements[i] for i in runs])
             whole = float(read), float(written), vector, reduces, most, tiled
-            found.append(Kernel(instrs, ends, product, *whole))
+            found.append(Kernel(instrs, ends, product, *whole, all(self.steps[i].between for i in runs)))
         return found
 
     @cached_property
@@ -189,7 +196,8 @@ class _Settling:
         step = self.partition.steps[i]
         if step.number == number and step.kind != REDUCE:
             return
-        if key not in self.written and step.kind == MAP and self._again_moves(key) < 2 * self._weigh(key):
+        again = step.kind == MAP and not step.between
+        if key not in self.written and again and self._again_moves(key) < 2 * self._weigh(key):
             self._compute(i, number)
         else:
             self.written.add(key)

@@ -101,6 +101,7 @@ class Part:
       kind: how it fuses (`costmodels.kernels.fusion.role`).
       inputs, output: values by number; the operation's own inputs come first.
       elements: of the largest array that it works on.
+      narrow: it works on arrays that lack dimensions of the operation's largest one.
     """
 
     kind: str
@@ -109,6 +110,7 @@ class Part:
     output: int
     bytes: int
     elements: int
+    narrow: bool
 
 
 @lru_cache(maxsize=1 << 16)
@@ -119,6 +121,7 @@ def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[Part, ...]:
     type = dict(zip(whole.operands, types, strict=True))
     same: dict[int, int] = {}
     found: list[Part] = []
+    wide = {name for t in types for name in t.shape.names}
     for node, plan in whole.nodes:
         given = tuple(type[i] for i in node.inputs)
         type.update(zip(node.outputs, plan.types, strict=True))
@@ -128,7 +131,8 @@ def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[Part, ...]:
             continue
         out, made = node.outputs[0], plan.types[0]
         most = max(t.shape.size for t in (*given, made))
-        found.append(Part(kind, flops_of(node.op, given), inputs, out, made.bytes, most))
+        narrow = {name for t in (*given, made) for name in t.shape.names} < wide
+        found.append(Part(kind, flops_of(node.op, given), inputs, out, made.bytes, most, narrow))
         if same.get(whole.result, whole.result) == out:
             return tuple(found)
     return ()
@@ -149,13 +153,13 @@ def of_kernel(kernel: Kernel, local: Types) -> Quantity:
     return replace(own, flops=flops, bytes=moved, vector=vector, elements=most, tiled=kernel.tiled)
 
 
-def of_stack(type: TensorType, passes: int, zeroed: bool) -> Quantity:
-    """What a loop does that writes a stack.
+def of_copy(type: TensorType, passes: float, through: bool = True) -> Quantity:
+    """What it takes to write an array elsewhere.
 
     Args:
-      passes: how often its bytes are written.
-      zeroed: it is first set to zero, through the registers.
+      passes: how often its bytes are read or written.
+      through: a kernel of its own brings it through the registers.
     """
-    more, elements = tiling(type.shape), type.shape.size if zeroed else 0
+    more, elements = tiling(type.shape), type.shape.size if through else 0
     tiled = (passes * type.bytes * more, elements * more) if more > 1 else None
     return Quantity(0.0, float(passes * type.bytes), "data", type.dtype, elements=elements, tiled=tiled)

@@ -42,6 +42,8 @@ def _sent(prices: Pricer, item: Sent, exposed: float) -> str:
     if len(payloads) > 1:
         how = "travel as one" if item.together else "are sent one by one"
         words += f" (the largest of {len(payloads)} values that {how})"
+    if item.joined:
+        words += "; travels with a larger one of its layer, so without the latency of a message"
     if exposed < 1:
         words += f"; {1 - exposed:.0%} of it runs under compute ({item.purpose})"
     return words

@@ -4,12 +4,21 @@
     one for each instruction.
 (2) A collective is an item, and so is every stack that a loop writes; reading a part back is a view. XLA
     first sets a stack to zero that it cannot prove to be written as a whole: from the last part to the first.
+    On TPUs, what a collective made is copied to its stack by a kernel of its own.
     What is added to a loop's sum, or to a part of it (`Program.added`), is read and written there: by the
     kernel that makes the term, else by an addition of its own.
 (3) Op by op (`costmodels.pricing.op_by_op`): an instruction is its array functions. In one process the parts
     of a stack stay apart, and are joined only for readers other than loops: the update, of gradients. Values
     that travel together, and the parts of stacked ones, are summed one by one. Between processes both are
     joined, as on other hardware.
+(4) On GPUs a weight that is stored split is gathered, and its gradient scattered, together with the others of
+    its layer: XLA joins such messages up to 30 MiB (openxla/xla, xla/debug_options_flags.cc), PyTorch's FSDP
+    lays a layer's weights end to end (Zhao et al. 2023, section 3.2). So a small one (a bias, a scale) pays
+    for its bytes, not for a message of its own. The TPU compiler sends each alone (`benchmarks/verify.py`).
+(5) On TPUs, gradients of a convolution with strides are laid out with zeros between them before they are
+    convolved (`Op.spread`): kernels of their own.
+(6) On TPUs, what an all-to-all brings lies device by device: a kernel of its own writes it in the order of its
+    dimensions (XLA's copies around `lax.all_to_all`, `benchmarks/verify.py`).
 """
 
 from __future__ import annotations
@@ -18,20 +27,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from costmodels.hardware import Hardware
+from costmodels.hardware import Cluster, Hardware
 from costmodels.kernels.array_functions import NoArrayFunctionError
 from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
 from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.partition import Kernel, Types
-from costmodels.kernels.quantities import of_kernel, of_local, of_stack
+from costmodels.kernels.quantities import of_copy, of_kernel, of_local
+from costmodels.network.collectives import full_bytes
 from costmodels.pricing.items import Called, Computed, Item, Sent, Started
 from costmodels.pricing.op_by_op import array_functions, is_measured
 from costmodels.pricing.overlap import ACTIVATION, classes
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import (
     AllReduce,
+    AllToAll,
     Collective,
     Instr,
     Local,
@@ -43,6 +55,7 @@ from mesh_tf_core.ir.program import (
     wire_bytes,
 )
 from mesh_tf_core.ir.values import Value
+from mesh_tf_core.lower.combine import SMALL_BYTES
 from mesh_tf_core.ops.binary import Binary
 
 
@@ -53,13 +66,13 @@ class Stack:
     Attributes:
       value: of the size of what is written in one run.
       passes: how often its bytes are read or written.
-      zeroed: it is set to zero before.
+      through: a kernel of its own sets it to zero before, or copies what is stacked.
     """
 
     loop: Loop
     value: int
     passes: int = 1
-    zeroed: bool = False
+    through: bool = False
 
 
 Unit: TypeAlias = "Local | Collective | Kernel | Group | VariableCast | Stack"
@@ -73,10 +86,12 @@ class Sending:
     Attributes:
       purpose: its class of `costmodels.pricing.overlap`.
       parts: in how many parts each of its values is sent, one by one; none if they travel together.
+      joins: if it is small, it travels with a larger one.
     """
 
     purpose: str
     parts: tuple[int, ...] = ()
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +117,9 @@ class Itemiser:
       fuses: operations are priced as the kernels that a compiler makes of them.
       overlaps: the class of a collective matters.
       tiles: arrays lie in tiles.
+      joins: small messages of weights and of their gradients travel with large ones, rule (4).
+      copies: arrays are laid out anew by kernels of their own, rules (2), (5) and (6): so the TPU compiler does
+        it, and nobody has looked at others.
     """
 
     op_by_op: bool
@@ -109,6 +127,8 @@ class Itemiser:
     fuses: bool
     overlaps: bool
     tiles: bool = False
+    joins: bool = False
+    copies: bool = False
 
     @classmethod
     def of(cls, hardware: Hardware) -> Itemiser:
@@ -120,6 +140,8 @@ class Itemiser:
             hardware.fuses and not op_by_op,
             bool(hardware.overlap),
             hardware.tiles and not op_by_op,
+            isinstance(hardware.topology, Cluster) and not hardware.collective_curves,
+            hardware.compiled and hardware.tiles and not op_by_op,
         )
 
     def kernels(self, program: Program, again: bool = False) -> Fused | None:
@@ -147,7 +169,9 @@ class Itemiser:
                 if self.in_parts and isinstance(what, AllReduce):
                     sending = Sending("", tuple(stacks.get(i, 1) for i in what.inputs))
                 else:
-                    sending = Sending(purposes.get(what.outputs[0], ACTIVATION))
+                    purpose = purposes.get(what.outputs[0], ACTIVATION)
+                    joins = self.joins and purpose != ACTIVATION and not isinstance(what, AllReduce)
+                    sending = Sending(purpose, joins=joins)
                 yield what, times, sending
             elif isinstance(what, Loop):
                 for unit, often in (*self._stacked(program, what), *self._added(program, what)):
@@ -165,9 +189,12 @@ class Itemiser:
         if self.in_parts and loop.origin.phase == "forward":
             return
         zeroed = self.fuses and loop.reverse
-        for _, stack in loop.stacked:
+        moved = _moved(loop) if self.copies else frozenset()
+        for inner, stack in loop.stacked:
             if stack not in program.added:
-                yield Stack(loop, stack, 2 if self.op_by_op or zeroed else 1, zeroed), 1.0
+                copied = inner in moved
+                passes = 2 if self.op_by_op else 1 + zeroed + copied
+                yield Stack(loop, stack, passes, zeroed or copied), 1.0
 
     def _added(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
         """What a loop adds to its sums, and to parts of those of the loop around."""
@@ -193,15 +220,34 @@ class Itemiser:
           local: types of their pieces.
         """
         if isinstance(unit, Kernel):
-            return (_of_kernel(unit, local),)
+            return tuple(self._of_kernel(unit, local))
         if isinstance(unit, Group | VariableCast):
-            return tuple([_of_kernel(kernel, local) for kernel in unit.kernels(local)])
+            return tuple([item for kernel in unit.kernels(local) for item in self._of_kernel(kernel, local)])
         if isinstance(unit, Local):
             return (self._of_local(unit, find, local),)
         if isinstance(unit, Stack):
-            return (Computed(of_stack(local(unit.value), unit.passes, unit.zeroed), 0.0),)
+            return (Computed(of_copy(local(unit.value), unit.passes, unit.through), 0.0),)
         assert sending is not None
-        return (of_collective(unit, sending, [local(i).bytes for i in unit.inputs], mesh),)
+        return self.of_collective(unit, sending, [local(i) for i in unit.inputs], mesh)
+
+    def _of_kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
+        """Of a kernel, and of what is laid out for it. On GPUs what works on statistics alone is part of what
+        reads them."""
+        if not kernel.between or self.tiles:
+            flops = sum([of_local(instr, local).flops for instr in kernel.ends])
+            yield Computed(of_kernel(kernel, local), flops)
+        if self.copies and kernel.product is not None:
+            for type, read in kernel.product.op.spread(*map(local, kernel.product.inputs)):
+                yield Computed(of_copy(type, 1 + read), 0.0)
+
+    def of_collective(
+        self, instr: Collective, sending: Sending, types: Sequence[TensorType], mesh: Mesh
+    ) -> tuple[Item, ...]:
+        """The items of a collective; `types` are those of what a device puts in."""
+        sent = _sent(instr, sending, [t.bytes for t in types], mesh)
+        if not self.copies or not isinstance(instr, AllToAll) or mesh.group_size(instr.axes) == 1:
+            return (sent,)
+        return (sent, *[Computed(of_copy(t, 2), 0.0) for t in types])
 
     def _of_local(self, instr: Local, find: Find, local: Types) -> Item:
         quantity = of_local(instr, local)
@@ -223,16 +269,13 @@ class Itemiser:
         return Started(sum(isinstance(instr, WriteVariable) for instr in program.code))
 
 
-def _of_kernel(kernel: Kernel, local: Types) -> Computed:
-    return Computed(of_kernel(kernel, local), sum([of_local(instr, local).flops for instr in kernel.ends]))
-
-
-def of_collective(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh) -> Sent:
-    """The item of a collective; `pieces` are the bytes of what a device puts in."""
+def _sent(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh) -> Sent:
+    """The message of a collective; `pieces` are the bytes of what a device puts in."""
     n, payloads = mesh.group_size(instr.axes), tuple(pieces)
     if sending.parts:
         parted = zip(pieces, sending.parts, strict=True)
         payloads = tuple(part for size, count in parted for part in [max(1, size // count)] * count)
+    small = full_bytes(instr.name, sum(pieces), n) <= SMALL_BYTES
     return Sent(
         instr.name,
         instr.axes,
@@ -241,6 +284,7 @@ def of_collective(instr: Collective, sending: Sending, pieces: Sequence[int], me
         sending.purpose,
         not sending.parts,
         max(1, instr.crossings(n)) if isinstance(instr, Permute) else 1,
+        sending.joins and small,
     )
 
 
@@ -254,16 +298,31 @@ def split_names(values: Iterable[Value | Placed]) -> frozenset[str]:
     return frozenset(name for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes)
 
 
-def label(unit: Unit) -> tuple[str, str, Origin]:
-    """Name, text and origin of a unit with one item, for its line."""
+def label(unit: Unit, item: Item) -> tuple[str, str, Origin]:
+    """Name, text and origin of an item of a unit, for its line."""
     if isinstance(unit, Kernel):
         first = unit.product or unit.instrs[0]
+        if isinstance(item, Computed) and item.kind == "data":
+            return "copy", "", first.origin
         text = " + ".join(instr.name for instr in unit.instrs) if len(unit.instrs) > 1 else ""
         return first.name, text, first.origin
     if isinstance(unit, Stack):
         return "stack", unit.loop.text(), unit.loop.origin
     assert isinstance(unit, Local | Collective)
+    if isinstance(unit, Collective) and not isinstance(item, Sent):
+        return "copy", unit.text(), unit.origin
     return unit.name, unit.text() if isinstance(unit, Collective) else "", unit.origin
+
+
+def _moved(loop: Loop) -> frozenset[int]:
+    """Values of a loop's body that collectives make, under all their names: no kernel writes them."""
+    found: set[int] = set()
+    for instr in loop.body:
+        if isinstance(instr, Collective) or (
+            isinstance(instr, Local) and instr.op.free and found.issuperset(instr.inputs[:1])
+        ):
+            found.update(instr.outputs)
+    return frozenset(found)
 
 
 def _stacks(program: Program) -> dict[int, int]:

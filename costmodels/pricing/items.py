@@ -89,6 +89,7 @@ class Sent:
       purpose: its class of `costmodels.pricing.overlap`.
       together: its values share one latency, else each is sent by itself.
       crossings: of a permutation, how many pieces share a link of a ring.
+      joined: it travels with a larger one, which pays for the latency.
     """
 
     kind: str
@@ -98,6 +99,7 @@ class Sent:
     purpose: str = ""
     together: bool = True
     crossings: int = 1
+    joined: bool = False
     flops: ClassVar[float] = 0.0
     bytes: ClassVar[float] = 0.0
 

@@ -94,8 +94,8 @@ class Pricer:
         kernels = kernels or self.itemiser.kernels(program, again)
         find, local, mesh = program.values.__getitem__, program.local, program.mesh
         for unit, times, sending in self.itemiser.units(program, again, kernels):
-            (item,) = self.itemiser.items(unit, sending, find, local, mesh)
-            yield Line(*label(unit), times, item, *self.seconds_of(item))
+            for item in self.itemiser.items(unit, sending, find, local, mesh):
+                yield Line(*label(unit, item), times, item, *self.seconds_of(item))
 
     def seconds(self, program: Program, again: bool = False) -> float:
         """Seconds of the instructions alone: the price of a step without its fixed part; `again` as in
@@ -153,12 +153,13 @@ class Pricer:
 
     def _sent(self, item: Sent) -> float:
         """Values that travel together pay for their bytes each, and for one latency (that of one byte)
-        together."""
+        together; none if a larger message takes them along."""
         payloads = self.payloads(item)
         total = sum([self._message(item.kind, item.axes, payload) for payload in payloads])
         if not item.together:
             return total
-        return total - (len(payloads) - 1) * self._message(item.kind, item.axes, 1)
+        alone = 0 if item.joined else 1
+        return total - (len(payloads) - alone) * self._message(item.kind, item.axes, 1)
 
     def message_seconds(self, axes: Axes, payload: int, late: bool = False) -> float:
         """Exposed seconds of one sum whose input on a device has `payload` bytes: of gradients, or `late`, in

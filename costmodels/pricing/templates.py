@@ -22,7 +22,6 @@ from costmodels.pricing.itemise import (
     Sending,
     Stack,
     Unit,
-    of_collective,
     split_names,
     stays,
 )
@@ -68,7 +67,7 @@ class Instance:
         template, types = self.template, [piece(placed) for placed in self.values]
         if self.collective is not None:
             assert template.sending is not None
-            return (of_collective(self.collective, template.sending, [t.bytes for t in types], mesh),)
+            return itemiser.of_collective(self.collective, template.sending, types, mesh)
         key: Hashable = tuple([t.shape.sizes for t in types])
         if itemiser.op_by_op:
             key = key, split_names(self.values)
@@ -174,7 +173,7 @@ def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
         what = unit.op, len(unit.inputs), stays(unit.origin.phase)
         return what, (*unit.inputs, *unit.outputs)
     if isinstance(unit, Stack):
-        return ("stack", unit.passes, unit.zeroed), (unit.value,)
+        return ("stack", unit.passes, unit.through), (unit.value,)
     assert isinstance(unit, Collective)
     return unit.name, unit.inputs
 

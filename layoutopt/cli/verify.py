@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,7 +89,7 @@ def verify(
     evaluation = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
     terminal.say(f"compiling for {topology}; large models take minutes")
     with hushed():
-        found = compiled(evaluation, topology, machine, _own_step(loaded, given))
+        found = compiled(evaluation, topology, machine)
     program = found.compiled.text if found.compiled is not None else None
     out = text if program is not None else None
     with terminal.saved(out, lambda path: write_file(path, program or "", "--text"), "the program"):
@@ -132,12 +131,6 @@ def _asked(
     planned = open_plan(Path(source), model, on_damage=say_damage)
     plan = planned.plan
     return planned.loaded, Given(plan.mesh, plan.layout, plan.options, plan)
-
-
-def _own_step(loaded: Loaded, given: Given) -> Callable[[Any], Any] | None:
-    """What traces the step of a model that is another library's program; None for our own."""
-    own = getattr(loaded.model, "step_on", None)
-    return own and (lambda devices: own(given.mesh, given.layout, given.options, devices))
 
 
 def _result(loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> VerifyResult:
@@ -186,7 +179,7 @@ def _verdict(found: Verified) -> str:
 
 
 def _show(terminal: Terminal, loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> None:
-    peak, own = evaluation.memory.peak, _own_step(loaded, given) is not None
+    peak = evaluation.memory.peak
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{given.mesh} on {found.topology}"),
@@ -200,10 +193,7 @@ def _show(terminal: Terminal, loaded: Loaded, given: Given, evaluation: Evaluati
         terminal.show(facts(rows))
         return
     rows += [
-        (
-            "compiled",
-            f"{'the JAX step itself' if own else 'yes'}, in {duration_text(made.compile_seconds)}",
-        ),
+        ("compiled", f"yes, in {duration_text(made.compile_seconds)}"),
         (
             "memory",
             f"peak {bytes_text(made.peak_bytes)}, predicted {bytes_text(peak)} "
