@@ -114,6 +114,7 @@ b32 = partial(
     vocab=49408,
     length=77,
     joint=512,
+    dtype="bfloat16",
 )
 """CLIP ViT-B/32: 151,277,313 parameters."""
 

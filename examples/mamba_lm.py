@@ -151,6 +151,7 @@ mamba2_130m = partial(
     vocab=50288,
     batch=64,
     length=2048,
+    dtype="bfloat16",
 )
 """Mamba-2 130M: 128,989,632 parameters."""
 

@@ -38,9 +38,13 @@ class Training:
         **more: Any,
     ) -> mtf.Model:
         """The model of a loss, so trained; `tokens`: the dimensions of an input whose elements are tokens."""
-        rate = mtf.WarmupRsqrt(self.learning_rate, self.warmup) if self.warmup else self.learning_rate
-        optimizer = by_name(self.optimizer, rate, self.clip_norm)
+        optimizer = self.optimizer_of()
         return mtf.Model(loss, optimizer, metrics=metrics or {}, name=name, token_dims=tokens, **more)
+
+    def optimizer_of(self) -> mtf.Optimizer:
+        """The optimizer alone."""
+        rate = mtf.WarmupRsqrt(self.learning_rate, self.warmup) if self.warmup else self.learning_rate
+        return by_name(self.optimizer, rate, self.clip_norm)
 
 
 def trained(**defaults: Any) -> Callable[[Callable[..., mtf.Model]], Callable[..., mtf.Model]]:

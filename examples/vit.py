@@ -73,6 +73,7 @@ b16 = partial(
     colours=3,
     classes=1000,
     batch=1024,
+    dtype="bfloat16",
 )
 """ViT-B/16 for ImageNet: 86,567,656 parameters."""
 

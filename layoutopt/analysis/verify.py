@@ -11,8 +11,9 @@ device puts into sums (all-reduce and reduce-scatter together), gathers, exchang
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from costmodels.calibration.tpus import GENERATIONS, Generation
 from costmodels.hardware import Hardware
@@ -106,8 +107,13 @@ class Verified:
         return self.compiled is not None and all(m.same for m in self.moved)
 
 
-def verify(evaluation: Evaluation, topology: str, hardware: Hardware) -> Verified:
+def verify(
+    evaluation: Evaluation, topology: str, hardware: Hardware, own: Callable[[Any], Any] | None = None
+) -> Verified:
     """Compiles an evaluated program for a TPU that need not be there.
+
+    Args:
+      own: mesh of JAX -> the user's own step, traced for it, which is compiled in the program's place.
 
     Raises:
       UserError: no JAX or libtpu, an unknown topology, or one of another number of devices than the mesh's.
@@ -115,7 +121,7 @@ def verify(evaluation: Evaluation, topology: str, hardware: Hardware) -> Verifie
     program = evaluation.program
     tpu = generation(topology)
     predicted = collectives(program)
-    made = compile_for(program, topology)
+    made = compile_for(program, topology, own)
     if isinstance(made, Refusal):
         return Verified(topology, evaluation.cost.compute_seconds, predicted, None, made, ())
     said = read(made.text)

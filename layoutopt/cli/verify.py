@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,7 +90,7 @@ def verify(
     evaluation = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
     terminal.say(f"compiling for {topology}; large models take minutes")
     with hushed():
-        found = compiled(evaluation, topology, machine)
+        found = compiled(evaluation, topology, machine, _own_step(loaded, given))
     program = found.compiled.text if found.compiled is not None else None
     out = text if program is not None else None
     with terminal.saved(out, lambda path: write_file(path, program or "", "--text"), "the program"):
@@ -131,6 +132,12 @@ def _asked(
     planned = open_plan(Path(source), model, on_damage=say_damage)
     plan = planned.plan
     return planned.loaded, Given(plan.mesh, plan.layout, plan.options, plan)
+
+
+def _own_step(loaded: Loaded, given: Given) -> Callable[[Any], Any] | None:
+    """What traces the step of a model that is another library's program; None for our own."""
+    own = getattr(loaded.model, "step_on", None)
+    return own and (lambda devices: own(given.mesh, given.layout, given.options, devices))
 
 
 def _result(loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> VerifyResult:
@@ -179,7 +186,7 @@ def _verdict(found: Verified) -> str:
 
 
 def _show(terminal: Terminal, loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> None:
-    peak = evaluation.memory.peak
+    peak, own = evaluation.memory.peak, _own_step(loaded, given) is not None
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{given.mesh} on {found.topology}"),
@@ -193,7 +200,10 @@ def _show(terminal: Terminal, loaded: Loaded, given: Given, evaluation: Evaluati
         terminal.show(facts(rows))
         return
     rows += [
-        ("compiled", f"yes, in {duration_text(made.compile_seconds)}"),
+        (
+            "compiled",
+            f"{'the JAX step itself' if own else 'yes'}, in {duration_text(made.compile_seconds)}",
+        ),
         (
             "memory",
             f"peak {bytes_text(made.peak_bytes)}, predicted {bytes_text(peak)} "

@@ -18,19 +18,20 @@ from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
-from mesh_tf_core.ir.tensor import Builder, Tensor
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast
 from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.ops.shape import Reshape
 from mesh_tf_core.ops.unary import unary
+from mesh_tf_core.tracing.residuals import Residuals
 
 T = TypeVar("T")
 MOST_OPERATIONS = 250_000
 """Of one graph, built in seconds: nothing that is done with a larger one would end in a day."""
 
 
-class Graph(Builder):
+class Graph(Residuals):
     """A model under construction, and afterwards its operations.
 
     Attributes:
@@ -179,88 +180,6 @@ class Graph(Builder):
         key = self.path(op.name)
         self._names[key] += 1
         return op.name if self._names[key] == 1 else f"{op.name}_{self._names[key]}"
-
-    def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
-        """`x` as the current block sees it: values of a forward loop reach its backward through saved
-        stacks."""
-        if not isinstance(x, Tensor):
-            raise UserError(
-                f"{getattr(user, 'name', user)}: expected a tensor, found {type(x).__name__} {x!r}"
-            )
-        if x.graph is not self:
-            raise UserError(
-                f"{getattr(user, 'name', user)}: {x!r} belongs to graph {x.graph.name!r}, not {self.name!r}; "
-                "build all of a model in one graph"
-            )
-        depth = len(self._stack) if level < 0 else level
-        if any(b.id == x.block for b in self._stack[:depth]):
-            return x
-        for i in range(depth - 1, -1, -1):
-            block = self._stack[i]
-            if block.forward is not None and block.forward.id == x.block:
-                return self._residual(block, i, x)
-        raise UserError(
-            f"{getattr(user, 'name', user)}: {x!r} was computed inside a loop body and is not visible "
-            "outside; return it from the body"
-        )
-
-    def _residual(self, block: Block, level: int, x: Tensor) -> Tensor:
-        """A forward-body value inside the backward body: sliced from a variable, computed anew if that is
-        free, or saved."""
-        forward = block.forward
-        assert forward is not None
-        if x.id in block.captured:
-            return self.tensors[block.captured[x.id]]
-        outer = {inner: out for out, inner in forward.sliced}.get(x.id)
-        if x.id == forward.index:
-            assert block.index is not None
-            found = self.tensors[block.index]
-        elif outer is None and self.is_free(x, forward):
-            found = self._rebuild(block, level, x)
-        else:
-            if outer is None:
-                outer = self._saved(forward, x)
-            found = self._slice(block, self.visible(self.tensors[outer], level=level))
-        block.captured[x.id] = found.id
-        return found
-
-    def _saved(self, forward: Block, x: Tensor) -> int:
-        if x.id not in forward.saved:
-            assert forward.dim is not None and forward.parent is not None
-            stacked = TensorType(Shape([forward.dim, *x.shape]), x.dtype)
-            forward.saved[x.id] = self.new_tensor(stacked, self.blocks[forward.parent]).id
-        return forward.saved[x.id]
-
-    def _slice(self, block: Block, outer: Tensor) -> Tensor:
-        assert block.dim is not None
-        inner = self.new_tensor(TensorType(outer.shape.without(block.dim.name), outer.dtype), block)
-        block.sliced.append((outer.id, inner.id))
-        return inner
-
-    def is_free(self, x: Tensor, forward: Block) -> bool:
-        """Whether x follows, by element-wise work alone, from variables, the index and values from
-        outside."""
-        if x.block != forward.id or x.id == forward.index:
-            return True
-        if x.id in {inner for _, inner in forward.sliced}:
-            return True
-        node = self.producer.get(x.id)
-        if node is None or node.body is not None or node.op.kind not in ("data", "elementwise"):
-            return False
-        return all(self.is_free(self.tensors[i], forward) for i in node.inputs)
-
-    def _rebuild(self, block: Block, level: int, x: Tensor) -> Tensor:
-        node = self.producer[x.id]
-        inputs = []
-        for i in node.inputs:
-            t = self.tensors[i]
-            inputs.append(self._residual(block, level, t) if t.block == block.forward.id else t)  # type: ignore[union-attr]
-        popped = self._stack[level + 1 :]
-        del self._stack[level + 1 :]
-        try:
-            return self.apply(node.op, *inputs)
-        finally:
-            self._stack.extend(popped)
 
     # -- inputs, variables, keys -----------------------------------------------------------------------------
 

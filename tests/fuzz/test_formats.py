@@ -14,6 +14,7 @@ from costmodels.calibration.runner import Partial
 from costmodels.calibration.tpu import calibrate_tpu
 from costmodels.hardware import preset_content, read_hardware
 from layoutopt.cli.terminal import plain
+from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.schema import load_json
 from layoutopt.problem import load
@@ -97,6 +98,12 @@ def manifest(folder: Path) -> Any:
     return json.loads((folder / "whole" / "step-000000001" / checkpoint.MANIFEST).read_text())
 
 
+def configuration(name: str) -> Any:
+    return json.loads((Path(__file__).parents[1] / "data" / "huggingface_losses.json").read_text())["models"][
+        name
+    ]["config"]
+
+
 Format = tuple[int, Callable[[Path], Any], Callable[[Path], object]]
 FORMATS: dict[str, Format] = {
     "plan": (250, lambda _: sample.plain_plan(), read_plan),
@@ -112,6 +119,8 @@ FORMATS: dict[str, Format] = {
                         lambda path: Partial(path, KEY)),
     "TF_CONFIG": (100, lambda _: CLUSTER, read_cluster),
     "checkpoint": (100, manifest, read_checkpoint),
+    **{f"configuration of {name}": (40, lambda _, name=name: configuration(name), from_huggingface)
+       for name in ("llama", "gemma3", "qwen3_moe", "deepseek_v2", "bert", "vit")},
 }  # fmt: skip
 """Name -> cases, the whole content, what reads it."""
 

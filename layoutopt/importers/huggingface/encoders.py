@@ -54,7 +54,7 @@ def bert(fields: Fields, training: Training) -> Model:
             )
         x = norm(positions(embedding(table, tokens) + gather(of, segments, kinds)), "embedding_norm")
         with g.scope("layers"):
-            x = scan(layer, dropout(x, rate), Dim("layers", fields.count("num_hidden_layers")))
+            x = scan(layer, dropout(x, rate), Dim("layers", fields.layers()))
         hidden = rename(x, d_model="d_hidden")
         x = nn.Dense((Dim("d_model", width),), ("d_hidden",), True, act, "transform")(hidden)
         logits = embedding.logits(norm(x, "transform_norm"), table if tied else None)
@@ -72,8 +72,10 @@ def vit(fields: Fields, training: Training) -> Model:
     fields.raw("encoder_stride")
     for name in ("pooler_output_size", "pooler_act"):
         fields.raw(name)
-    named = fields.raw("id2label")
-    classes = Dim("classes", fields.count("num_labels", len(named) if named else 2))
+    named = fields.raw("id2label", {})
+    if not isinstance(named, dict):
+        raise fields.wrong("id2label", "give an object")
+    classes = Dim("classes", fields.count("num_labels", len(named) or 2))
     epsilon, rate = fields.number("layer_norm_eps", 1e-12), fields.number("hidden_dropout_prob")
     layer = _layer(fields, training, after=False)
 
@@ -84,7 +86,7 @@ def vit(fields: Fields, training: Training) -> Model:
     with g.initialized(_normal(fields)):
         x = nn.ImageTokens(patch, Dim("d_model", fields.count("hidden_size")))(image.cast(training.dtype))
         with g.scope("layers"):
-            x = scan(layer, dropout(x, rate), Dim("layers", fields.count("num_hidden_layers")))
+            x = scan(layer, dropout(x, rate), Dim("layers", fields.layers()))
         x = nn.LayerNorm(bias=True, name="final_norm", epsilon=epsilon)(x)
         logits = nn.Dense((classes,), ("d_model",), True, name="output")(reduce_first(x, "length"))
     return training.model(reduce_mean(softmax_cross_entropy(logits, label, classes)), "vit")

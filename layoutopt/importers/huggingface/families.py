@@ -11,7 +11,7 @@ from typing import Any
 
 from layoutopt.importers.huggingface.decoder import Decoder, Latent, Layer, Mixture, Norm
 from layoutopt.importers.huggingface.fields import Fields
-from layoutopt.importers.huggingface.rotary import magnitude, rotary
+from layoutopt.importers.huggingface.rotary import magnitude, rotary, stretched
 from layoutopt.importers.huggingface.training import Training
 from mesh_tf_core import layers as nn
 
@@ -75,7 +75,7 @@ def qwen3_moe(fields: Fields, training: Training) -> Decoder:
     chosen = fields.count("num_experts_per_tok", 8)
     normalized = fields.flag("norm_topk_prob")
     router = nn.TopExperts(training.capacity_factor, chosen=chosen, normalized=normalized)
-    step, plain = fields.count("decoder_sparse_step", 1), fields.raw("mlp_only_layers", [])
+    step, plain = fields.count("decoder_sparse_step", 1), fields.listed("mlp_only_layers")
     layers = tuple(
         replace(layer, experts=i not in plain and (i + 1) % step == 0) for i, layer in enumerate(made.layers)
     )
@@ -91,8 +91,8 @@ def gemma(fields: Fields, training: Training) -> Decoder:
 
 def gemma2(fields: Fields, training: Training) -> Decoder:
     """Gemma 2: every other layer sees a window, blocks are normalised on both sides, logits are bounded."""
-    count = fields.count("num_hidden_layers")
-    kinds = fields.raw("layer_types") or [_FULL if i % 2 else _SLIDING for i in range(count)]
+    count = fields.layers()
+    kinds = fields.listed("layer_types") or [_FULL if i % 2 else _SLIDING for i in range(count)]
     made = _gemma(fields, kinds=kinds, window=4096, after=True)
     cap = 50.0 if "attn_logit_softcapping" not in fields.values else fields.number("attn_logit_softcapping")
     final = (
@@ -103,11 +103,11 @@ def gemma2(fields: Fields, training: Training) -> Decoder:
 
 def gemma3(fields: Fields, training: Training) -> Decoder:
     """Gemma 3, its text: five layers with a window and a faster rotation, then one without."""
-    count = fields.count("num_hidden_layers")
+    count = fields.layers()
     period = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", 6))
-    kinds = fields.raw("layer_types") or [_SLIDING if (i + 1) % period else _FULL for i in range(count)]
+    kinds = fields.listed("layer_types") or [_SLIDING if (i + 1) % period else _FULL for i in range(count)]
     local = nn.Rotary(fields.number("rope_local_base_freq", 10000.0))
-    if _SLIDING in (fields.raw("rope_parameters") or {}):
+    if isinstance(kinds_of := fields.raw("rope_parameters"), dict) and _SLIDING in kinds_of:
         local = rotary(fields, 10000.0, _SLIDING)
     fields.only("use_bidirectional_attention", False)
     made = _gemma(fields, kinds=kinds, window=4096, after=True, local=local, base=1e6)
@@ -182,10 +182,7 @@ def _deepseek(fields: Fields, router: nn.TopExperts, first: int) -> Decoder:
 
 def _sharper(fields: Fields) -> float:
     """By how much positions that are stretched make attention's logits larger."""
-    said = fields.raw("rope_parameters") or fields.raw("rope_scaling") or {}
-    if not isinstance(said, dict):
-        return 1.0
-    inner = fields.part("rope_scaling", said)
+    inner = stretched(fields)
     all_dims = inner.number("mscale_all_dim")
     return magnitude(inner.number("factor", 1.0), all_dims) ** 2 if all_dims else 1.0
 
@@ -205,7 +202,7 @@ def _decoder(
       windows: of every layer, or of each.
       d_kv, kv_heads: where the configuration has none; 0: d_model / heads, and as many as heads.
     """
-    count, heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
+    count, heads = fields.layers(), fields.count("num_attention_heads")
     d_model = fields.count("hidden_size")
     if not fields.has("head_dim") and not d_kv and d_model % heads:
         raise fields.wrong("hidden_size", f"it must be a multiple of num_attention_heads, {heads}")
@@ -266,8 +263,8 @@ def _gemma(
 
 
 def _kinds(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
-    count = fields.count("num_hidden_layers")
-    if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _SLIDING}:
+    count = fields.layers()
+    if any(kind not in (_FULL, _SLIDING) for kind in kinds):
         raise fields.wrong("layer_types", f"give a list of {_FULL!r} and {_SLIDING!r}")
     if len(kinds) < count:
         raise fields.wrong("layer_types", f"it has {len(kinds)} kinds for {count} layers")
@@ -281,11 +278,11 @@ def _window(fields: Fields) -> int:
 
 def _qwen_windows(fields: Fields) -> Sequence[int]:
     """Windows of layers, from `max_window_layers` on, if they are used at all."""
-    count = fields.count("num_hidden_layers")
+    count = fields.layers()
     used, full = fields.flag("use_sliding_window"), fields.count("max_window_layers", 28, least=0)
     window = fields.count("sliding_window", 4096) if used else 0
     fields.raw("sliding_window")
-    kinds = fields.raw("layer_types") or [_FULL if i < full else _SLIDING for i in range(count)]
+    kinds = fields.listed("layer_types") or [_FULL if i < full else _SLIDING for i in range(count)]
     return [window if kind == _SLIDING else 0 for kind in _kinds(fields, kinds)]
 
 

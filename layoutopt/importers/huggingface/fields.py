@@ -11,6 +11,8 @@ from mesh_tf_core.errors import UserError, known_names
 
 LARGEST_FILE = 4_000_000
 """Bytes: published configurations have a few thousand."""
+LARGEST, MOST_LAYERS = 2**40, 10_000
+"""Of any whole number, and of layers: what is larger is a slip of the hand."""
 # fmt: off
 WITHOUT_EFFECT = frozenset((
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "auto_map",
@@ -55,14 +57,27 @@ class Fields:
         """Whether there is such a field that is not null."""
         return self.values.get(name) is not None
 
-    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`; without a default it must be there."""
+    def count(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        """A whole number from `least` to `most`; without a default it must be there."""
         if default is None and not self.has(name):
             near = known_names(name, self.values)
             raise UserError(f"{self.source}: lacks {name!r}, a whole number; add it ({near})")
         found = self.raw(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
             raise self.wrong(name, f"it must be a whole number of at least {least}")
+        if found > most:
+            raise self.wrong(name, f"more than {most:,} cannot be meant")
+        return found
+
+    def layers(self) -> int:
+        """How many layers there are."""
+        return self.count("num_hidden_layers", most=MOST_LAYERS)
+
+    def listed(self, name: str) -> list[Any]:
+        """A list; a missing one is empty."""
+        found = self.raw(name, [])
+        if not isinstance(found, list):
+            raise self.wrong(name, "give a list")
         return found
 
     def number(self, name: str, default: float = 0.0) -> float:
@@ -82,7 +97,7 @@ class Fields:
     def text(self, name: str, default: str, known: Mapping[str, Any] | Sequence[str]) -> str:
         """One of the texts that are known."""
         found = self.raw(name, default)
-        if found not in known:
+        if not isinstance(found, str) or found not in known:
             raise self.wrong(name, known_names(str(found)[:60], known))
         return str(found)
 

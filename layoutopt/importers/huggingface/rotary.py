@@ -75,14 +75,7 @@ def rotary(fields: Fields, base: float = 10000.0, kind: str = "") -> nn.Rotary:
       base: where it names none.
       kind: of layers, in a configuration that has positions per kind.
     """
-    said = fields.raw("rope_parameters") or fields.raw("rope_scaling") or {}
-    if not isinstance(said, dict):
-        raise fields.wrong(
-            "rope_parameters" if fields.has("rope_parameters") else "rope_scaling", "give an object"
-        )
-    if kind in said:
-        said = said[kind] or {}
-    inner = fields.part("rope_scaling", said)
+    inner = stretched(fields, kind)
     base = inner.number("rope_theta", fields.number("rope_theta", base))
     fields.only("partial_rotary_factor", 1, 1.0)
     inner.only("partial_rotary_factor", 1, 1.0)
@@ -90,6 +83,17 @@ def rotary(fields: Fields, base: float = 10000.0, kind: str = "") -> nn.Rotary:
     made = _KINDS[name](inner, base, fields)
     inner.finish()
     return made
+
+
+def stretched(fields: Fields, kind: str = "") -> Fields:
+    """What a configuration says of its rotations; `kind`: of which layers, where kinds are told apart."""
+    name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    fields.raw("rope_scaling")
+    said = fields.raw(name, {})
+    said = said.get(kind, said) if isinstance(said, dict) else said
+    if not isinstance(said, dict):
+        raise fields.wrong(name, "give an object")
+    return fields.part(name, said)
 
 
 def _default(inner: Fields, base: float, fields: Fields) -> nn.Rotary:

@@ -15,31 +15,12 @@ from typing import Any
 
 from layoutopt.importers.jax.constrain import constrained
 from layoutopt.importers.jax.equations import layered
-from layoutopt.importers.jax.origin import Origin
 from layoutopt.importers.jax.shardings import Shardings
 from layoutopt.importers.jax.step import Step
-from layoutopt.plan.build import Plan, check_plan_model
-from mesh_tf_core.errors import UserError
-from mesh_tf_core.model import Model
 
 
 class JaxPlan(Shardings):
     """A plan for a JAX function; arguments and attributes as `Shardings` has them."""
-
-    def __init__(self, plan: Plan, model: Model, origin: Origin, devices: Any = None) -> None:
-        check_plan_model(plan, model)
-        if plan.layout.refined:
-            path = plan.layout.refined[0][0]
-            raise UserError(
-                f"plan.jax: the plan places {path!r} by rules of its own (--refine), which have no place in "
-                "the "
-                "user's function; search without --refine"
-            )
-        super().__init__(plan, model, origin, devices)
-
-    def on(self, devices: Any) -> JaxPlan:
-        """The same on other devices, as those of a topology that programs are compiled for."""
-        return JaxPlan(self.plan, self.model, self.origin, devices)
 
     def apply(self, loss: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The same function with its values placed and its loops recomputed as the plan says.
@@ -51,7 +32,7 @@ class JaxPlan(Shardings):
             loss or self.origin.loss,
             self.placing,
             self.mesh,
-            frozenset(self.plan.options.recompute),
+            frozenset(self.options.recompute),
             layered(self.origin.block),
         )
 

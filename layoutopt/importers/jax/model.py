@@ -16,11 +16,12 @@ from layoutopt.importers.jax.factors import Factors, factors
 from layoutopt.importers.jax.internals import Leaf, leaves, leaves_of, structure, traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.naming import Arrays, named
+from layoutopt.importers.jax.optax_of import optax_of
 from layoutopt.importers.jax.origin import ArrayAxes, Origin
 from layoutopt.importers.jax.placing import inner_dims
 from layoutopt.importers.jax.relations import Axis
 from layoutopt.importers.jax.writer import Array, Handler, Keys, Writer, our_dtype
-from layoutopt.plan.build import Plan
+from layoutopt.plan.build import Plan, check_plan_model
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES, is_float
@@ -47,9 +48,30 @@ class JaxModel(mtf.Model):
     origin: Origin | None = field(default=None, repr=False, compare=False)
 
     def applied(self, plan: Plan) -> JaxPlan:
-        """The plan in the user's own function: `plan.jax`."""
+        """The plan in the user's own function: `plan.jax`.
+
+        Raises:
+          UserError: it is for another model, or places single operations by rules of their own.
+        """
+        check_plan_model(plan, self)
+        if plan.layout.refined:
+            path = plan.layout.refined[0][0]
+            raise UserError(
+                f"plan.jax: the plan places {path!r} by rules of its own (--refine), which have no place in "
+                "the "
+                "user's function; search without --refine"
+            )
+        return self.under(plan.mesh, plan.layout, plan.options)
+
+    def under(self, mesh: mtf.Mesh, layout: mtf.Layout, options: mtf.Options, devices: Any = None) -> JaxPlan:
+        """The user's function under a layout; `devices` as `Shardings` has them."""
         assert self.origin is not None
-        return JaxPlan(plan, self, self.origin)
+        return JaxPlan(self, self.origin, mesh, layout, options, devices)
+
+    def step_on(self, mesh: mtf.Mesh, layout: mtf.Layout, options: mtf.Options, devices: Any) -> Any:
+        """The user's own training step under a layout, traced and not yet compiled."""
+        assert self.origin is not None
+        return self.under(mesh, layout, options, devices).train_step(None, optax_of(self.optimizer)).traced()
 
 
 def from_jax(

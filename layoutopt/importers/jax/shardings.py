@@ -8,8 +8,10 @@ from typing import Any
 from layoutopt.importers.jax.internals import Leaf, jax_module, leaves_of
 from layoutopt.importers.jax.origin import ArrayAxes, Origin
 from layoutopt.importers.jax.placing import Placing, Spec, partition_spec
-from layoutopt.plan.build import Plan
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
 SPLIT_GRADIENTS = 2
@@ -20,17 +22,18 @@ class Shardings:
     """Where parameters, inputs, gradients and an optimizer's state lie.
 
     Args:
-      devices: those of the mesh; JAX's own by default.
+      devices: a mesh of JAX with the axes of ours; its own devices by default.
 
     Attributes:
-      mesh: the plan's mesh, as a `jax.sharding.Mesh`.
+      mesh: ours, as a `jax.sharding.Mesh`.
     """
 
-    def __init__(self, plan: Plan, model: Model, origin: Origin, devices: Any = None) -> None:
-        self.plan, self.model, self.origin = plan, model, origin
-        program = model.lower(plan.mesh, plan.layout, plan.options)
-        self.placing = Placing(plan.mesh, plan.layout, origin, program)
-        self.mesh = _mesh(plan, devices)
+    def __init__(
+        self, model: Model, origin: Origin, mesh: Mesh, layout: Layout, options: Options, devices: Any = None
+    ) -> None:
+        self.model, self.origin, self.options = model, origin, options
+        self.placing = Placing(mesh, layout, origin, model.lower(mesh, layout, options))
+        self.mesh = _mesh(mesh) if devices is None else devices
 
     def shardings(self, params: Any) -> Any:
         """`NamedSharding`s of parameters as the plan stores them between steps: a pytree like `params`.
@@ -59,7 +62,7 @@ class Shardings:
 
     def gradient_shardings(self, params: Any) -> Any:
         """Of gradients: as the optimizer's state from stage 2 of ZeRO on, else as parameters."""
-        stages = self.plan.options.storage
+        stages = self.options.storage
         return self._tree(
             params,
             self.origin.parameters,
@@ -98,17 +101,16 @@ class Shardings:
         return jax_module().sharding.NamedSharding(self.mesh, partition_spec(spec))
 
 
-def _mesh(plan: Plan, devices: Any) -> Any:
+def _mesh(mesh: Mesh) -> Any:
     jax = jax_module()
     from jax.experimental import mesh_utils
 
-    found = list(jax.devices() if devices is None else devices)
-    needed = plan.mesh.devices
-    if len(found) < needed:
+    found = jax.devices()
+    if len(found) < mesh.devices:
         raise UserError(
-            f"plan.jax: the plan's mesh {plan.mesh} has {needed} devices, JAX finds {len(found)}; run it "
-            "there, or on "
-            f"CPU set XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+            f"plan.jax: the plan's mesh {mesh} has {mesh.devices} devices, JAX finds {len(found)}; run it "
+            "there, "
+            f"or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.devices}"
         )
-    shape = plan.mesh.shape
-    return jax.sharding.Mesh(mesh_utils.create_device_mesh(shape, found[:needed]), plan.mesh.names)
+    made = mesh_utils.create_device_mesh(mesh.shape, found[: mesh.devices])
+    return jax.sharding.Mesh(made, mesh.names)

@@ -24,7 +24,7 @@ class Step:
 
     def __init__(self, plan: Shardings, applied: Callable[..., Any], optimizer: Any) -> None:
         self.plan, self.applied, self.optimizer = plan, applied, optimizer
-        self.parts = plan.plan.options.microbatches
+        self.parts = plan.options.microbatches
         self.has_aux = len(plan.origin.block.outs) > 1
         if self.parts > 1:
             self._check_parts()
@@ -59,6 +59,12 @@ class Step:
             out_shardings=(stored, kept, None),
             donate_argnums=(0, 1),
         )
+
+    def traced(self) -> Any:
+        """The step for the types that were imported, as `jax.jit` lowers it."""
+        params, *rest = self.plan.origin.arguments
+        state = jax_module().eval_shape(self.optimizer.init, params)
+        return self.jitted(params, state, *rest).lower(params, state, *rest)
 
     def function(self, params: Any, state: Any, *rest: Any) -> tuple[Any, Any, Any]:
         """One step, not compiled."""

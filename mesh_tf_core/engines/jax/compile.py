@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.ir.program import Program
@@ -42,11 +44,14 @@ class Executable:
     seconds: float
 
 
-def compile_for(program: Program, topology: str) -> Executable | Refusal:
+def compile_for(
+    program: Program, topology: str, instead: Callable[[Any], Any] | None = None
+) -> Executable | Refusal:
     """The program compiled by the real TPU compiler, ahead of time, no TPU needed.
 
     Args:
       topology: chips by the compiler's name, as v5e:2x4; as many devices as the program's mesh has.
+      instead: mesh of JAX -> another function, traced for it (`jax.stages.Lowered`), that is compiled.
 
     Raises:
       UserError: no JAX or libtpu, an unknown topology, another number of devices.
@@ -56,7 +61,8 @@ def compile_for(program: Program, topology: str) -> Executable | Refusal:
     from mesh_tf_core.engines.jax.program import JaxProgram
 
     start = time.perf_counter()
-    lowered = JaxProgram(program, jax_home.topology_mesh(topology, program.mesh), "tpu").lowered()
+    devices = jax_home.topology_mesh(topology, program.mesh)
+    lowered = JaxProgram(program, devices, "tpu").lowered() if instead is None else instead(devices)
     try:
         made = lowered.compile()
     except jax_home.compile_errors() as error:

@@ -1,0 +1,42 @@
+"""Our optimizers as those of optax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.optimizers import SGD, Adafactor, Adam, Optimizer
+
+
+def optax_of(optimizer: Optimizer) -> Any:
+    """The same update in optax, at the first rate of a schedule; what it stores is what ours stores.
+
+    Raises:
+      UserError: optax is not installed, or has no such optimizer.
+    """
+    try:
+        import optax
+    except ImportError:
+        raise UserError(
+            "the step of a JAX model needs optax; pip install 'layoutopt[jax]', or any optax"
+        ) from None
+    rate = optimizer.learning_rate if isinstance(optimizer.learning_rate, float) else 1e-3
+    if optimizer.rates or optimizer.loss_scale or optimizer.ema:
+        raise UserError(
+            "the step of a JAX model: rates of single variables, loss scales and running means of weights "
+            "have no "
+            "counterpart in it; leave them out of the model's optimizer"
+        )
+    match optimizer:
+        case Adam(weight_decay=decay, beta1=b1, beta2=b2, epsilon=epsilon):
+            made = optax.adam(rate, b1, b2, epsilon)
+            if decay:
+                made = optax.adamw(rate, b1, b2, epsilon, weight_decay=decay)
+        case SGD(momentum=momentum):
+            made = optax.sgd(rate, momentum or None)
+        case Adafactor():
+            made = optax.adafactor(rate)
+        case _:
+            name = type(optimizer).__name__
+            raise UserError(f"the step of a JAX model: optax has no {name}; use Adam, SGD or Adafactor")
+    return optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), made) if optimizer.clip_norm else made

@@ -1,0 +1,108 @@
+"""Values of a forward loop in the backward of it: computed anew where that is free, else saved in a stack."""
+
+from __future__ import annotations
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.tensor import Builder, Tensor
+
+
+class Residuals(Builder):
+    """The part of a graph that finds the tensors that a new operation reads, as the current block has them.
+
+    Attributes:
+      tensors, producer, blocks: of the graph; `_stack`: the blocks that are being built, outermost first.
+    """
+
+    tensors: list[Tensor]
+    producer: dict[int, Node]
+    blocks: list[Block]
+    _stack: list[Block]
+
+    def new_tensor(self, type: TensorType, block: Block) -> Tensor:
+        """A tensor that a block computes."""
+        raise NotImplementedError
+
+    def visible(self, x: Tensor, user: object = "operation", level: int = -1) -> Tensor:
+        """`x` as the current block sees it: values of a forward loop reach its backward through saved
+        stacks."""
+        if not isinstance(x, Tensor):
+            raise UserError(
+                f"{getattr(user, 'name', user)}: expected a tensor, found {type(x).__name__} {x!r}"
+            )
+        if x.graph is not self:
+            raise UserError(
+                f"{getattr(user, 'name', user)}: {x!r} belongs to graph {x.graph.name!r}, not {self.name!r}; "
+                "build all of a model in one graph"
+            )
+        depth = len(self._stack) if level < 0 else level
+        if any(b.id == x.block for b in self._stack[:depth]):
+            return x
+        for i in range(depth - 1, -1, -1):
+            block = self._stack[i]
+            if block.forward is not None and block.forward.id == x.block:
+                return self._residual(block, i, x)
+        raise UserError(
+            f"{getattr(user, 'name', user)}: {x!r} was computed inside a loop body and is not visible "
+            "outside; return it from the body"
+        )
+
+    def _residual(self, block: Block, level: int, x: Tensor) -> Tensor:
+        """A forward-body value inside the backward body: sliced from a variable, computed anew if that is
+        free, or saved."""
+        forward = block.forward
+        assert forward is not None
+        if x.id in block.captured:
+            return self.tensors[block.captured[x.id]]
+        outer = {inner: out for out, inner in forward.sliced}.get(x.id)
+        if x.id == forward.index:
+            assert block.index is not None
+            found = self.tensors[block.index]
+        elif outer is None and self.is_free(x, forward):
+            found = self._rebuild(block, level, x)
+        else:
+            if outer is None:
+                outer = self._saved(forward, x)
+            found = self._slice(block, self.visible(self.tensors[outer], level=level))
+        block.captured[x.id] = found.id
+        return found
+
+    def _saved(self, forward: Block, x: Tensor) -> int:
+        if x.id not in forward.saved:
+            assert forward.dim is not None and forward.parent is not None
+            stacked = TensorType(Shape([forward.dim, *x.shape]), x.dtype)
+            forward.saved[x.id] = self.new_tensor(stacked, self.blocks[forward.parent]).id
+        return forward.saved[x.id]
+
+    def _slice(self, block: Block, outer: Tensor) -> Tensor:
+        assert block.dim is not None
+        inner = self.new_tensor(TensorType(outer.shape.without(block.dim.name), outer.dtype), block)
+        block.sliced.append((outer.id, inner.id))
+        return inner
+
+    def is_free(self, x: Tensor, forward: Block) -> bool:
+        """Whether x follows, by element-wise work alone, from variables, the index and values from
+        outside."""
+        if x.block != forward.id or x.id == forward.index:
+            return True
+        if x.id in {inner for _, inner in forward.sliced}:
+            return True
+        node = self.producer.get(x.id)
+        if node is None or node.body is not None or node.op.kind not in ("data", "elementwise"):
+            return False
+        return all(self.is_free(self.tensors[i], forward) for i in node.inputs)
+
+    def _rebuild(self, block: Block, level: int, x: Tensor) -> Tensor:
+        node = self.producer[x.id]
+        inputs = []
+        for i in node.inputs:
+            t = self.tensors[i]
+            inputs.append(self._residual(block, level, t) if t.block == block.forward.id else t)  # type: ignore[union-attr]
+        popped = self._stack[level + 1 :]
+        del self._stack[level + 1 :]
+        try:
+            return self.apply(node.op, *inputs)
+        finally:
+            self._stack.extend(popped)
