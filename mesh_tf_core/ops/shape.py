@@ -300,7 +300,7 @@ def _name(dim: Dim | str) -> str:
     return dim.name if isinstance(dim, Dim) else dim
 
 
-def rename(x: Tensor, **names: str) -> Tensor:
+def rename(x: Tensor, /, **names: str) -> Tensor:
     """x with dimensions renamed: rename(x, length="memory_length")."""
     pairs = tuple((old, new) for old, new in names.items() if old != new)
     return x.graph.apply(Rename(pairs), x) if pairs else x

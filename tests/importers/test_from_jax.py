@@ -99,6 +99,22 @@ def test_dropout_is_one_operation() -> None:
     assert "dropout" in kinds and "where" not in kinds and "randomuniform" not in kinds
 
 
+def test_grouped_queries_have_dimensions_of_their_own() -> None:
+    def loss(params, batch):
+        q = jnp.einsum("bld,dhk->blhk", batch["x"], params["q"])
+        k, v = (jnp.repeat(jnp.einsum("bld,dhk->blhk", batch["x"], params[n]), 2, 2) for n in "kv")
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return (jnp.einsum("bhqk,bkhd,hdm->bqm", weights, v, params["o"]) ** 2).mean()
+
+    f = numbers()
+    params = {"q": f(6, 4, 8), "k": f(6, 2, 8), "v": f(6, 2, 8), "o": f(4, 8, 6)}
+    model = layoutopt.from_jax(loss, params, {"x": f(2, 5, 6)})
+    found = {a.path: str(a).partition(" ")[2] for a in model.origin.parameters.values()}
+    assert found["q"] == "[d_model (kv_heads query_group) d_kv]" and found["k"] == "[d_model kv_heads d_kv]"
+    off = compared(model, loss, (params, {"x": f(2, 5, 6)}), [("data:2", "kv_heads:data")])
+    assert max(off.values()) <= 1e-5
+
+
 def test_names_are_those_that_the_user_gives() -> None:
     params, batch = perceptron_arguments()
     names = {"layers/0/w": ("inputs", "hidden"), "classes": "labels"}

@@ -32,12 +32,14 @@ class Classes:
       nodes: (id of an operand, axis) -> the classes of its factors, once `find` has been asked.
       size: node -> its size.
       refused: pairs of nodes that a relation wanted to unite.
+      made_of: id of an operand -> what it is made of; 0 if of nothing that the function is given.
     """
 
     factors: Factors
     nodes: dict[tuple[int, int], tuple[Node, ...]] = field(default_factory=dict)
     size: list[int] = field(default_factory=list)
     refused: list[tuple[Node, Node]] = field(default_factory=list)
+    made_of: dict[int, int] = field(default_factory=dict)
     _parent: list[int] = field(default_factory=list)
     _apart: list[set[int]] = field(default_factory=list)
 
@@ -94,6 +96,11 @@ class Classes:
         for node in own:
             self._apart[node].update(n for n in own if n != node)
 
+    def free(self) -> set[Node]:
+        """Classes of nothing but positions and masks before they meet anything of the model."""
+        used = {self.find(n) for (v, _), nodes in self.nodes.items() if self.made_of.get(v) for n in nodes}
+        return set(self.members()) - used
+
     def members(self) -> dict[Node, list[Node]]:
         """Class -> its nodes."""
         found: dict[Node, list[Node]] = defaultdict(list)
@@ -121,7 +128,7 @@ def classes(
     for axes in hints:
         for axis in axes[1:]:
             _unite_axes(found, axes[0], axis)
-    made_of = _made_of(block, parameters, batch)
+    made_of = found.made_of = _made_of(block, parameters, batch)
     edges: dict[int, dict[int, list[tuple[Node, Node]]]] = defaultdict(lambda: defaultdict(list))
     for equation, relation in factors.related:
         of_equation = edges[_certainty(equation, relation, made_of)][id(equation)]
@@ -135,7 +142,7 @@ def classes(
         if level == _CERTAIN:
             _templates(found, parameters)
     _templates(found, parameters)
-    _twins(found)
+    _twins(found, {c for v in parameters for c in found.all(v)})
     return found
 
 
@@ -242,24 +249,26 @@ def _unite_axes(found: Classes, a: Axis, b: Axis) -> None:
 
 
 def template(path: str) -> str:
-    """A path without its numbers: that of the same parameter in every layer."""
-    return re.sub(r"\d+", "#", path)
+    """A path without its numbers: that of the same parameter in every layer (Keras leaves out the first)."""
+    return re.sub(r"_?\d+", "", path)
 
 
 def _templates(found: Classes, parameters: Sequence[Var]) -> None:
     """Parameters whose paths differ by a number only have the same dimensions, where that is possible."""
-    first: dict[tuple[object, ...], Var] = {}
+    alike: dict[tuple[object, ...], list[Var]] = defaultdict(list)
     for v in parameters:
         sizes = tuple(found.factors.sizes[id(v), a] for a in range(len(v.shape)))
-        one = first.setdefault((template(v.path), sizes), v)
-        for a in range(len(v.shape)):
-            if one is not v:
-                before = len(found.refused)
-                _unite_axes(found, (one, a), (v, a))
-                del found.refused[before:]
+        alike[template(v.path), sizes].append(v)
+    for first, *others in alike.values():
+        for a in range(len(first.shape)):
+            nodes = list(zip(*(found.of(v, a) for v in (first, *others)), strict=True))
+            # Layers that feed each other have dimensions of their own, all of them.
+            if not any(x in found.apart(y) for group in nodes for x in group for y in group):
+                for v in others:
+                    _unite_axes(found, (first, a), (v, a))
 
 
-def _twins(found: Classes) -> None:
+def _twins(found: Classes, of_parameters: set[Node]) -> None:
     """Dimensions that are refused by the same one are the other side of it, all of one name; so are those
     that meet the same dimensions."""
     sides: dict[tuple[Node, int], list[Node]] = defaultdict(list)
@@ -272,7 +281,7 @@ def _twins(found: Classes) -> None:
             found.unite(others[0], other)
     for _ in range(3):
         alike: dict[tuple[int, frozenset[int]], list[Node]] = defaultdict(list)
-        for root in found.members():
+        for root in set(found.members()) - {found.find(c) for c in of_parameters}:
             alike[found.size[root], found.apart(root)].append(root)
         for group in alike.values():
             for other in group[1:]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,7 @@ class Reader:
         import jax.extend.core as core
 
         self.core = core
+        self._constants: dict[tuple[Any, ...], Constant] = {}
 
     def var(self, v: Any) -> Var:
         aval = v.aval
@@ -216,12 +218,19 @@ class Reader:
         dtype = self.dtype(aval)
         if dtype == KEY:
             return Constant(None, tuple(aval.shape), KEY)
-        return constant(np.asarray(value), dtype)
+        array = np.asarray(value)
+        if array.ndim == 0:
+            return constant(array, dtype)
+        # One array that every layer has, as a mask, is one.
+        key = (dtype, array.shape, sha256(np.ascontiguousarray(array).tobytes()).digest())
+        if key not in self._constants:
+            self._constants[key] = constant(array, dtype)
+        return self._constants[key]
 
     def equation(
         self, out: list[Equation], eqn: Any, ins: list[Operand], scope: str, where: str
     ) -> Sequence[Operand]:
-        name, params = str(eqn.primitive.name), dict(eqn.params)
+        name, params = str(eqn.primitive.name), {k: _plain(v) for k, v in eqn.params.items()}
         outs = [self.var(v) for v in eqn.outvars]
         if name in CALLS:
             function = str(params.get("name", ""))
@@ -238,6 +247,9 @@ class Reader:
             self.custom(made, eqn, inner)
             out.append(made)
             return outs
+        if name in ("stack", "unstack"):
+            self.stacked(out, name, ins, outs, params["axis"], scope, where)
+            return outs
         made = Equation(name, ins, outs, params, where, scope)
         if name == "scan":
             made.params = self.scan(params, len(ins), len(outs))
@@ -245,6 +257,32 @@ class Reader:
             made.body = self.block(inner, [self.var(v) for v in inner.jaxpr.invars], scope, where)
         out.append(made)
         return outs
+
+    def stacked(
+        self,
+        out: list[Equation],
+        name: str,
+        ins: list[Operand],
+        outs: list[Var],
+        axis: int,
+        scope: str,
+        where: str,
+    ) -> None:
+        """A stack as a concatenation of axes of one element, and back."""
+
+        def thin(x: Operand) -> Var:
+            return Var((*x.shape[:axis], 1, *x.shape[axis:]), x.dtype)
+
+        rows = [thin(x) for x in (ins if name == "stack" else outs)]
+        if name == "stack":
+            for x, row in zip(ins, rows, strict=True):
+                out.append(Equation("reshape", [x], [row], {"new_sizes": row.shape}, where, scope))
+            out.append(Equation("concatenate", [*rows], outs, {"dimension": axis}, where, scope))
+            return
+        sizes = (1,) * len(rows)
+        out.append(Equation("split", ins, rows, {"axis": axis, "sizes": sizes}, where, scope))
+        for row, y in zip(rows, outs, strict=True):
+            out.append(Equation("squeeze", [row], [y], {"dimensions": (axis,)}, where, scope))
 
     def called(self, params: dict[str, Any]) -> Any:
         """The closed jaxpr of a call."""
@@ -331,6 +369,13 @@ class Reader:
         return self.jax.make_jaxpr(call)(
             *(self.jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
         )
+
+
+def _plain(x: Any) -> Any:
+    """Python's whole numbers for NumPy's, also in tuples."""
+    if isinstance(x, np.integer):
+        return int(x)
+    return tuple(map(_plain, x)) if type(x) is tuple else x
 
 
 def without_dead(closed: Any) -> Any:

@@ -168,8 +168,13 @@ def _optimizer(optimizer: str | Optimizer) -> Optimizer:
 
 
 def _hints(names: Mapping[str, Any], arrays: Arrays, cut: Factors) -> Iterable[list[Axis]]:
-    """Axes to which the user gives one name."""
+    """Axes to which the user gives one name; and arrays of whole numbers of one shape in the batch (tokens,
+    masks, labels) have the same axes."""
     same: dict[tuple[str, int], list[Axis]] = defaultdict(list)
+    tables: dict[tuple[int, ...], list[Var]] = defaultdict(list)
+    for v, _ in arrays.batch:
+        if v.dtype.startswith("int"):
+            tables[v.shape].append(v)
     for v, leaf in arrays.all():
         said = names.get(leaf.path)
         if not isinstance(said, tuple | list) or len(said) != len(v.shape):
@@ -177,7 +182,10 @@ def _hints(names: Mapping[str, Any], arrays: Arrays, cut: Factors) -> Iterable[l
         for a, text in enumerate(said):
             if isinstance(text, str) and len(cut.of(v, a)) == 1:
                 same[text, v.shape[a]].append((v, a))
-    return same.values()
+    found = list(same.values())
+    for shape, listed in tables.items():
+        found += [[(v, a) for v in listed] for a in range(len(shape))]
+    return found
 
 
 # -- arguments -----------------------------------------------------------------------------------------------

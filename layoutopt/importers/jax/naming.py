@@ -59,6 +59,8 @@ class _Naming:
         self.in_parameters: Counter[Node] = Counter()
         for v, _ in arrays.parameters:
             self.in_parameters.update(classes.all(v))
+        self.held = [set(classes.all(v)) for v, _ in arrays.parameters]
+        self.of_batch = {n for v, _ in arrays.batch for n in classes.all(v)}
         self.counts: set[Node] = set()
         for _, relation in classes.factors.related:
             if isinstance(relation, Part):
@@ -73,8 +75,11 @@ class _Naming:
         self._pieces()
         self._paths()
         self._parts()
+        free = self.classes.free()
         for root in self.classes.members():
-            self.give(root, f"dim_{self.classes.size[root]}")
+            # Splitting positions and masks gains nothing: no layout does.
+            anonymous = "_anonymous_" if root in free else ""
+            self.give(root, f"{anonymous}dim_{self.classes.size[root]}")
         return self._renamed()
 
     def give(self, node: Node, name: str) -> None:
@@ -86,7 +91,7 @@ class _Naming:
         self.taken.add(self.found[root])
 
     def free(self, name: str) -> str:
-        name = re.sub(r"[^\w.\-]+", "_", name).strip("_") or "dim"
+        name = re.sub(r"[^\w.\-]+", "_", name) or "dim"
         number, full = 2, name
         while full in self.taken:
             full, number = f"{name}_{number}", number + 1
@@ -247,7 +252,7 @@ class _Naming:
             self.give(nodes[0], "vocab" if "length" in self.taken else "classes")
         elif self.in_parameters[nodes[0]] and len(table.shape) == 2:
             self.give(nodes[0], "vocab" if id(e.ins[1]) in from_batch else "positions")
-            for a, _ in found.kept:
+            for a, _ in found.kept if id(e.ins[1]) in from_batch else ():
                 for node in self.classes.of(table, a)[:1]:
                     self.give(node, "d_model")
 
@@ -258,8 +263,6 @@ class _Naming:
         if not lb or len(lc) != 1:
             return
         summed = self.classes.of(x, lc[0])
-        if not summed or not self.in_parameters[summed[-1]]:
-            return
         parameters = {id(v) for v, _ in self.arrays.parameters}
         if id(x) in parameters or id(y) in parameters:
             return
@@ -269,18 +272,38 @@ class _Naming:
             n
             for operand in (x, y)
             for n in self.classes.all(operand)
-            if n not in shared and n not in summed and self.in_parameters[n]
+            if n not in shared and n not in summed and any({n, *heads} <= nodes for nodes in self.held)
         ]
-        if not heads:
+        if not heads or not summed:
+            return
+        if not any({summed[-1], *heads} <= nodes for nodes in self.held):
+            # The product of weights and values sums out positions.
+            for node in groups[:0] if len(groups) != 1 else groups:
+                self.give(node, "d_v")
             return
         for node in summed[-1:]:
             self.give(node, "d_kv")
         for node in summed[:-1]:
             self.give(node, "d_kv_parts")
+        if len(heads) == 2 and not groups:
+            # Keys were repeated for every group of queries: fewer parameters have the groups.
+            heads.sort(key=lambda n: -self.in_parameters[n])
+            groups = [heads.pop()]
         for node in heads:
             self.give(node, "kv_heads" if groups else "heads")
         for node in groups:
             self.give(node, "query_group")
+        ends = [n for n in self.classes.all(e.out) if n not in shared and n not in groups]
+        if len(ends) == 2:
+            ends.sort(key=lambda n: (n not in self.found, -self.in_parameters[n]))
+            self.give(ends[0], "length")
+            self.give(ends[1], "memory_length")
+        projections = (nodes for nodes in self.held if {*heads, *summed} <= nodes)
+        others = Counter(n for nodes in projections for n in nodes if n not in self.counts)
+        if others and not others.keys() & {n for n, name in self.found.items() if name == "d_model"}:
+            left = [n for n, _ in others.most_common() if n not in self.found]
+            for node in left[:1]:
+                self.give(node, "d_model")
 
     def _convolution(self, e: Equation) -> None:
         d = e.params["dimension_numbers"]
@@ -291,8 +314,8 @@ class _Naming:
                 self.give(node, name)
             for node in self.classes.of(w, t)[:1]:
                 self.give(node, f"{name}_taps")
-        if any(x is v for v, _ in self.arrays.batch):
-            for node in self.classes.of(x, d.lhs_spec[1])[:1]:
+        for node in self.classes.of(x, d.lhs_spec[1])[:1]:
+            if node in self.of_batch:
                 self.give(node, "channels")
 
     def _feed_forward(self) -> None:

@@ -246,7 +246,7 @@ class Writer:
     def onto(self, t: Tensor, one: Dim, own: Sequence[Dim], names: dict[str, str]) -> Tensor:
         """The same under names of their own, with `names` told what they will be called: other dimensions of
         t may have those names still."""
-        parts = [Dim(self.fresh("_part"), d.size) for d in own]
+        parts = [Dim(self.fresh("_anonymous_part"), d.size) for d in own]
         names.update((p.name, d.name) for p, d in zip(parts, own, strict=True))
         return self.apart(t, one, parts)
 
