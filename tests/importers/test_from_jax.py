@@ -115,6 +115,18 @@ def test_grouped_queries_have_dimensions_of_their_own() -> None:
     assert max(off.values()) <= 1e-5
 
 
+def test_stacks_and_strides_and_reversals() -> None:
+    def loss(params, batch):
+        even, odd = jnp.unstack((batch["x"] @ params["w"]).reshape(4, 3, 2), axis=-1)
+        x = jnp.stack([even, -odd, even * odd], 1)[:, :, ::-1]
+        return (jnp.pad(x[..., ::2], ((0, 0), (1, 0), (0, 0))).cumsum(1) ** 2).mean()
+
+    f = numbers()
+    given = {"w": f(5, 6)}, {"x": f(4, 5)}
+    off = compared(layoutopt.from_jax(loss, *given), loss, given, [("data:2", "batch:data")])
+    assert max(off.values()) <= 1e-5
+
+
 def test_names_are_those_that_the_user_gives() -> None:
     params, batch = perceptron_arguments()
     names = {"layers/0/w": ("inputs", "hidden"), "classes": "labels"}

@@ -247,9 +247,6 @@ class Reader:
             self.custom(made, eqn, inner)
             out.append(made)
             return outs
-        if name in ("stack", "unstack"):
-            self.stacked(out, name, ins, outs, params["axis"], scope, where)
-            return outs
         made = Equation(name, ins, outs, params, where, scope)
         if name == "scan":
             made.params = self.scan(params, len(ins), len(outs))
@@ -257,32 +254,6 @@ class Reader:
             made.body = self.block(inner, [self.var(v) for v in inner.jaxpr.invars], scope, where)
         out.append(made)
         return outs
-
-    def stacked(
-        self,
-        out: list[Equation],
-        name: str,
-        ins: list[Operand],
-        outs: list[Var],
-        axis: int,
-        scope: str,
-        where: str,
-    ) -> None:
-        """A stack as a concatenation of axes of one element, and back."""
-
-        def thin(x: Operand) -> Var:
-            return Var((*x.shape[:axis], 1, *x.shape[axis:]), x.dtype)
-
-        rows = [thin(x) for x in (ins if name == "stack" else outs)]
-        if name == "stack":
-            for x, row in zip(ins, rows, strict=True):
-                out.append(Equation("reshape", [x], [row], {"new_sizes": row.shape}, where, scope))
-            out.append(Equation("concatenate", [*rows], outs, {"dimension": axis}, where, scope))
-            return
-        sizes = (1,) * len(rows)
-        out.append(Equation("split", ins, rows, {"axis": axis, "sizes": sizes}, where, scope))
-        for row, y in zip(rows, outs, strict=True):
-            out.append(Equation("squeeze", [row], [y], {"dimensions": (axis,)}, where, scope))
 
     def called(self, params: dict[str, Any]) -> Any:
         """The closed jaxpr of a call."""

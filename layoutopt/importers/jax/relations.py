@@ -163,6 +163,15 @@ def _concatenate(e: Equation) -> Iterator[Relation]:
         yield Same((e.ins[0], dim), (e.out, dim))
 
 
+def _stack(e: Equation) -> Iterator[Relation]:
+    """Also the other way round: rows with an axis more, and without it."""
+    axis = e.params["axis"]
+    whole, rows = (e.out, e.ins) if e.prim == "stack" else (e.ins[0], e.outs)
+    kept = [a for a in range(len(whole.shape)) if a != axis]
+    for row in rows:
+        yield from _mapped(whole, row, kept)
+
+
 def _pad(e: Equation) -> Iterator[Relation]:
     for a, widths in enumerate(e.params["padding_config"]):
         if tuple(widths) == (0, 0, 0):
@@ -291,6 +300,8 @@ _RULES: dict[str, Callable[[Equation], Iterator[Relation]]] = {
     "squeeze": _squeeze,
     "dot_general": _dot,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _stack,
     "pad": _pad,
     "split": _split,
     "dynamic_slice": _dynamic_slice,

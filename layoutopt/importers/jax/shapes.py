@@ -189,6 +189,33 @@ def _joined(w: Writer, e: Equation, axis: int, others: list[tuple[int, int]]) ->
     return True
 
 
+def _stack(w: Writer, e: Equation) -> None:
+    axis, y = e.params["axis"], e.out
+    numbers = [w.number(x) for x in e.ins]
+    if numbers[0] is not None and all(n == numbers[0] for n in numbers):
+        w.put(y, Number(numbers[0], y.dtype))
+        return
+    kept = [a for a in range(len(y.shape)) if a != axis]
+    rows = [w.drawn(w.fitted(x, y, list(enumerate(kept))), x) for x in e.ins]
+    had = [d for a in kept for d in w.dims(y, a) if any(d.name in t.shape.names for t in rows)]
+    name = f"_anonymous_{w.fresh('stacked')}"
+    whole = mtf.stack([mtf.broadcast(t, had) for t in rows], name)
+    w.put(y, w.apart(whole, Dim(name, len(rows)), w.dims(y, axis)))
+
+
+def _unstack(w: Writer, e: Equation) -> None:
+    x, axis = e.ins[0], e.params["axis"]
+    value = w.value(x)
+    kept = [a for a in range(len(x.shape)) if a != axis]
+    for i, y in enumerate(e.outs):
+        if isinstance(value, Number | Keys):
+            w.put(y, value)
+            continue
+        t, one = w.merged(x, axis)
+        t = mtf.squeeze(mtf.slice_dim(t, one, i, 1), one.name)
+        w.put(y, w.renamed(t, w.between(x, y, [(a, b) for b, a in enumerate(kept)])))
+
+
 def _pad(w: Writer, e: Equation) -> None:
     x, y, config = e.ins[0], e.out, e.params["padding_config"]
     value = w.number(e.ins[1])
@@ -249,6 +276,8 @@ TABLE: Mapping[str, Handler] = {
     "slice": _slice,
     "split": _split,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
     "pad": _pad,
     "rev": _reverse,
 }
