@@ -145,6 +145,7 @@ def search(
             frozenset(m.shape for m in shapes) if mesh is None else None,
             clock.elapsed,
             candidates.stopped,
+            tuple(candidates.unsplit),
         ).with_details(search=asked)
 
     try:

@@ -144,7 +144,7 @@ def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: 
     if search is None:
         return replace(ruled, how="bound")
     known = search.eliminated
-    if not known.exact:
+    if not known.exact or search.extraction.unsplit:
         return ruled
     rows = list(search.rows)
     seen: set[Choices] = set()

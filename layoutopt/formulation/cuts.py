@@ -26,6 +26,8 @@ from mesh_tf_core.tracing.graph import Graph
 
 LOWERED = 1 << 14
 """Operations that may be lowered for one table, some seconds, before additions are cut."""
+MOST_LOWERED = 1 << 20
+"""Operations that are lowered for one table at most, some minutes."""
 SMALL = 64
 """Cells that are not worth a closer look."""
 

@@ -28,11 +28,11 @@ import numpy as np
 
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
-from layoutopt.formulation.cuts import PendingSum
+from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.formulation.tables import Entry, Table, legal
+from layoutopt.formulation.tables import Entry, Table, is_large, legal
 from layoutopt.problem import Problem, Sparse, Term, Variable
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
@@ -53,6 +53,8 @@ class Extraction:
       tables: the priced clusters.
       problem: variables and times.
       memory: its memory rows.
+      unsplit: dimensions that stay whole here though they need not, for else a table would be too large; the
+        problem's bounds are then none on what was asked.
     """
 
     mesh: Mesh
@@ -62,6 +64,7 @@ class Extraction:
     groups: tuple[Key, ...]
     problem: Problem
     memory: MemoryConstraints | NaturalMemory
+    unsplit: tuple[str, ...] = ()
 
     def read(self, choices: Sequence[int]) -> tuple[Layout, Options]:
         """The layout and options of the solver's choices."""
@@ -104,6 +107,9 @@ def legal_problem(
 ) -> Extraction:
     """The problem without its seconds: what is legal, and what it holds."""
     draft = Draft(model, mesh, decided, pricer, context)
+    for cluster in draft.left:
+        draft.bound(cluster)
+    decided = decided.within({n: draft.decided.options[n] for n in decided.options})
     draft.tables, draft.left = [legal(cluster, decided) for cluster in draft.left], []
     return draft.extraction(NaturalMemory(draft.context, mesh, decided, decided.free))
 
@@ -150,9 +156,30 @@ class Draft:
         self.tabler = self.context.tabler(mesh, pricer)
         self.left: list[Cluster] = list(self.context.clusters)
         self.tables: list[Table] = []
+        self.unsplit: list[str] = []
+
+    def bound(self, cluster: Cluster) -> None:
+        """Leaves a cluster's smallest dimensions whole, then its other decisions plain, until its table is
+        small enough."""
+        others, most = (*cluster.sums, *cluster.switches), MOST_LOWERED // len(cluster.subgraph.nodes)
+        dims = sorted(cluster.dims, key=lambda n: max(self.tabler.sizes.get(n, {0})))
+        decided = self.decided
+        for name in (*dims, *others):
+            options = decided.options
+            if most_cells(cluster.dims, others, cluster.shapes, options) <= most:
+                break
+            if not is_large(cluster, decided, most):
+                break
+            if len(options.get(name, ())) > 1:
+                plain = () if () in options[name] else options[name][0]
+                decided = decided.within({name: (plain,)})
+                self.unsplit.append(name)
+        if decided is not self.decided:
+            self.restrict(decided)
 
     def make(self, cluster: Cluster) -> Table:
         """The table of a cluster that has none."""
+        self.bound(cluster)
         self.left = [c for c in self.left if c is not cluster]
         self.tables.append(self.tabler.table(cluster, self.decided))
         return self.tables[-1]
@@ -192,7 +219,8 @@ class Draft:
         terms += _message_terms(self.tables, groups, index, self.pricer)
         rows = memory or MemoryConstraints(self.context, decided, names, self.tables, self.tabler)
         problem = self._problem(terms, groups)
-        return Extraction(self.mesh, decided, names, tuple(self.tables), groups, problem, rows)
+        tables, unsplit = tuple(self.tables), tuple(self.unsplit)
+        return Extraction(self.mesh, decided, names, tables, groups, problem, rows, unsplit)
 
 
 def _groups(tables: Sequence[Table]) -> tuple[Key, ...]:

@@ -11,6 +11,7 @@ of the norm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -79,9 +80,10 @@ def assignments(
     shapes: Sequence[Sequence[str]],
     options: Mapping[str, Sequence[Choice]],
     follows: Mapping[str, str] = NONE,
+    most: float = math.inf,
 ) -> list[Assignment]:
     """Assignments of `names` under which no shape uses a mesh axis twice, and what follows another name has
-    its choice or the plain one."""
+    its choice or the plain one; if the first names have more than `most`, the assignments of these."""
     position = {n: i for i, n in enumerate(names)}
     within = [[position[n] for n in shape if n in position] for shape in shapes]
     earlier = [
@@ -103,6 +105,8 @@ def assignments(
                 if not its & taken and (leader is None or choice in ((), chosen[leader]))
             ]
         found = longer
+        if len(found) > most:
+            break
     return [chosen for chosen, _ in found]
 
 
@@ -113,6 +117,12 @@ def legal(cluster: Cluster, decided: Decisions) -> Table:
     pinned = tuple(n for n in cluster.dims if n in decided.fixed)
     found = assignments((*pinned, *names), cluster.shapes, decided.options, cluster.follows)
     return Table(cluster, names, dict.fromkeys((a[len(pinned) :] for a in found), Entry(0.0)))
+
+
+def is_large(cluster: Cluster, decided: Decisions, most: int) -> bool:
+    """Whether a cluster has more than `most` legal assignments; they are counted no further."""
+    bare = cluster.decisions, cluster.shapes, decided.options, cluster.follows
+    return len(assignments(*bare, most)) > most
 
 
 def _options(cluster: Cluster, decided: Decisions, switches: Sequence[Choice]) -> Options:

@@ -75,7 +75,7 @@ def fix_options(
         problem = draft.times()
         found = eliminate(problem)
         bound = max(bound, found.bound)
-        if heard is not None:
+        if heard is not None and not draft.unsplit:
             heard(bound, len(draft.tables) / (len(draft.tables) + len(draft.left)))
         if bound >= upper * (1 - EXACT):
             break
@@ -103,19 +103,21 @@ def faster(
     """The problem of what may be faster than `upper` seconds; the arguments are those of `fix_options`.
 
     Returns:
-      seconds as `fix_options` does; None if nothing is faster, or there was no time for all tables.
+      seconds as `fix_options` does, 0 if dimensions had to stay whole; None if nothing is faster, or there
+      was no time for all tables.
     """
     prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.microbatches)
     draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, context)
     bound = fix_options(draft, upper, propose, clock, first, weights, heard)
     if draft.left or bound >= upper * (1 - EXACT):
-        return bound, None
+        return 0.0 if draft.unsplit else bound, None
     extraction = draft.extraction()
     search = SubproblemSearch(
         evaluator.model, subproblem.mesh, extraction.decided, evaluator.hardware, extraction, evaluator
     )
     bound = max(bound, search.eliminated.bound)  # with what messages share
-    return bound, search if bound < upper * (1 - EXACT) else None
+    found = search if bound < upper * (1 - EXACT) else None
+    return 0.0 if draft.unsplit else bound, found
 
 
 def fill(weights: dict[int, float], draft: Draft) -> dict[int, float]:

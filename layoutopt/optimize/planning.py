@@ -31,6 +31,7 @@ from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
 from layoutopt.plan.schema import PlanFile, SolverInfo
+from layoutopt.plan.units import some
 from layoutopt.problem import TOLERANCE
 from layoutopt.space.microbatches import impossible
 from mesh_tf_core.ir.layout import Layout
@@ -38,6 +39,8 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
 
 SHARE = "the bound is a device's share of what one device would compute"
+NAMED = 5
+"""Names that a note lists."""
 REPEATED_SHARE = 0.1
 """Work below this share of the products is not called repeated: most layouts repeat a little."""
 
@@ -55,6 +58,7 @@ def make_plan(
     shapes: Shapes,
     seconds: float,
     stopped: bool = False,
+    unsplit: Sequence[str] = (),
 ) -> Plan:
     """The plan of the best layout.
 
@@ -68,6 +72,7 @@ def make_plan(
       shapes: of meshes that baselines may have (None: all of one or two axes).
       seconds: wall time of the search.
       stopped: Ctrl-C ended it.
+      unsplit: dimensions that had to stay whole.
 
     Raises:
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
@@ -100,7 +105,7 @@ def make_plan(
         frontier=[point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=[
             *best.evaluation.notes,
-            *_notes(proof, bound, missing),
+            *_notes(proof, bound, missing, unsplit),
             *beside.notes(),
             *repeats,
             *_unsplit(request),
@@ -202,10 +207,15 @@ def share_bound(request: Request, mesh: Mesh) -> float:
     return request.evaluator(mesh, Layout()).cost.compute_seconds / mesh.devices
 
 
-def _notes(proof: _Proof, bound: float, missing: Sequence[str]) -> list[str]:
+def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequence[str]) -> list[str]:
     notes = [f"no time was left for these layouts beside the answer: {', '.join(missing)}"] if missing else []
     tables = proof.tables
-    if not proof.proven and bound <= proof.share > 0 and not (tables and tables.dearer):
+    if unsplit:
+        notes.append(
+            f"too many dimensions meet in one operation to list all their splits; {some(unsplit, NAMED)} "
+            "stayed whole somewhere, so nothing is proven; pin some of them (--pin)"
+        )
+    elif not proof.proven and bound <= proof.share > 0 and not (tables and tables.dearer):
         notes.append(f"{SHARE}, and in the time given nothing more was proven")
     if tables is None or abs(tables.seconds - tables.program) <= EXACT * tables.program:
         return notes

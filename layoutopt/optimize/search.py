@@ -84,6 +84,7 @@ class Search:
       asked: the problem that is being looked at.
       none: why there is no answer, if that is proven.
       pace: seconds that each problem took, and since when the next one is looked at.
+      unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
     """
 
     request: Request
@@ -99,6 +100,7 @@ class Search:
     asked: SubproblemSearch | None = None
     none: str = ""
     pace: tuple[list[float], float] = field(default_factory=lambda: ([], 0.0))
+    unsplit: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.request, self.renames)
@@ -251,6 +253,7 @@ class Search:
                 request.hardware,
                 evaluator=request.evaluator,
             )
+            self.unsplit.update(dict.fromkeys(candidate.search.extraction.unsplit))
             self._bounded(candidate, candidate.search.relaxed(request.clock))
         return candidate.search
 
@@ -278,6 +281,8 @@ class Search:
 
         bound, search = faster(request.evaluator, subproblem, upper, propose, request.clock, heard=heard)
         self._bounded(candidate, min(bound, upper))
+        if search is not None:
+            self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
         return search
 
     def _ask(self, candidate: Candidate, search: SubproblemSearch, limit: float, best: float) -> None:
@@ -360,7 +365,8 @@ class Search:
             self._tell(candidate, candidate.low)
             below = min((f.peak for f in pool.found), default=math.inf)
             self.asked = self.opened(candidate)
-            found, candidate.low = self.asked.least_memory(min(below, limit + 1), clock)
+            found, low = self.asked.least_memory(min(below, limit + 1), clock)
+            candidate.low = max(low, self._held(candidate.subproblem))
             for each in found:
                 pool.add(each)
             self.pace[0].append(time.monotonic() - self.pace[1])

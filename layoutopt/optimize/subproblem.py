@@ -132,6 +132,8 @@ class SubproblemSearch:
 
     def relaxed(self, clock: Clock = UNLIMITED) -> float:
         """A bound on the seconds of every layout, whatever memory it takes."""
+        if self.extraction.unsplit:
+            return 0.0
         if self.eliminated.exact:
             return self.eliminated.bound
         solution = solve(self.extraction.problem, time_limit=clock.rest)
@@ -188,6 +190,18 @@ class SubproblemSearch:
           excluded: solver's choices that may not be the answer.
           pinned: decisions that are taken already.
         """
+        found = self._fastest(limit, upper, clock, listener, excluded, pinned)
+        return replace(found, bound=0.0, proven=False) if self.extraction.unsplit else found
+
+    def _fastest(
+        self,
+        limit: float,
+        upper: float | None,
+        clock: Clock,
+        listener: Listener | None,
+        excluded: tuple[tuple[int, ...], ...],
+        pinned: Mapping[str, Choice] | None,
+    ) -> Outcome:
         if not excluded and (found := self._roomy(limit, listener, pinned or {})) is not None:
             return found
         bound, share = 0.0, 1.0
@@ -297,7 +311,7 @@ class SubproblemSearch:
             if high <= low * (1 + CLOSE):
                 break
             self.learn(tuple(choices))
-        return best, low
+        return best, 0.0 if self.extraction.unsplit else low
 
     def _levelled(self, levels: np.ndarray) -> Problem:
         """What is legal, with the number of a level that the rows stay below as the cost."""

@@ -12,10 +12,11 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.formulation import shared
+from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import most_cells
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.formulation.tables import legal
-from layoutopt.space.decisions import decisions
+from layoutopt.formulation.tables import Table, Tabler, legal
+from layoutopt.space.decisions import Decisions, decisions
 from layoutopt.space.kind import Allowed
 from mesh_tf_core import layers as nn
 from tests.layoutopt.models import random_model
@@ -122,3 +123,44 @@ def test_the_size_of_a_table_is_known_before(seed: int, orders: str) -> None:
     for cluster in context.clusters:
         most = most_cells(cluster.dims, cluster.switches, cluster.shapes, decided.options)
         assert len(legal(cluster, decided).entries) <= most, cluster.name
+
+
+def summed_in_layers(count: int) -> mtf.Model:
+    """A scan over layers, each the sum of products over dimensions of their own."""
+    g = mtf.Graph("layers")
+    batch, d = mtf.Dim("batch", 64), mtf.Dim("d", 256)
+    x = g.input("x", [batch, d], "float32")
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        parts = [h]
+        for i in range(count):
+            f = mtf.Dim(f"f{i}", 256 * (1 + i % 3))
+            up, down = (g.variable(f"{n}{i}", [d, f], mtf.Normal(0.1)) for n in ("up", "down"))
+            parts.append(mtf.einsum([mtf.relu(mtf.einsum([h, up], [batch, f])), down], [batch, d]))
+        return mtf.add_n(parts)
+
+    y = mtf.scan(layer, x, mtf.Dim("layers", 4))
+    return mtf.Model(mtf.reduce_mean(mtf.square(y)), mtf.SGD(0.1), name="layers")
+
+
+def test_no_table_is_made_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Additions in loops are not cut: the smallest dimensions stay whole, and nothing is claimed."""
+    on = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1,), "recompute": (False,)}
+    proven = search(summed_in_layers(3), **on)
+    assert proven.solver.status == "OPTIMAL" and not any("stayed whole" in n for n in proven.data.notes or ())
+    made: list[int] = []
+    table = Tabler.table
+
+    def counted(self: Tabler, cluster: Cluster, decided: Decisions) -> Table:
+        made.append(len(legal(cluster, decided).entries) * len(cluster.subgraph.nodes))
+        return table(self, cluster, decided)
+
+    monkeypatch.setattr(Tabler, "table", counted)
+    monkeypatch.setattr("layoutopt.formulation.extract.MOST_LOWERED", 60)
+    for objective in ("time", "memory"):
+        found = search(summed_in_layers(3), objective=objective, **on)
+        assert max(made) <= 60
+        assert found.solver.status == "FEASIBLE"
+        assert any("stayed whole somewhere, so nothing is proven" in n for n in found.data.notes or ())
+        if objective == "time":
+            assert found.solver.bound <= proven.solver.objective <= found.solver.objective
