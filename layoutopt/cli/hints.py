@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from layoutopt.plan.units import some
+
 OPTIONS = {
     "--gpus": "--devices",
     "--tpus": "--devices",
@@ -44,6 +46,8 @@ FORMS = {
 
 UNPARSED = re.compile(", unable to parse string as an? (integer|number)$")
 """The end of a message of typer's that says nothing new."""
+NAMED = 3
+"""Commands that are named."""
 NEAR = 0.8
 """How alike a word and an option are at least where one is a slip of the other."""
 
@@ -76,6 +80,8 @@ def _hint(error: Any, context: typer.Context, words: Sequence[str]) -> str:
         value = _value(asked, words)
         if (ours := OPTIONS.get(asked)) in known:
             return f"write {ours}{f' {value}' if value else ''}"
+        if (commands := _commands_with(asked, context)) and not error.possibilities:
+            return f"it is an option of {some(commands, NAMED)}"
         if "--set" in known and asked.startswith("--") and not error.possibilities:
             name = asked.removeprefix("--").replace("-", "_")
             return f"a hyperparameter is set with --set {name}={value or 'VALUE'}"
@@ -83,6 +89,16 @@ def _hint(error: Any, context: typer.Context, words: Sequence[str]) -> str:
         near = FORMS.get(_value("--to", words).lower())
         return f"the nearest form is --to {near}" if near else ""
     return ""
+
+
+def _commands_with(option: str, context: typer.Context) -> list[str]:
+    """The other commands that have an option."""
+    every: dict[str, Any] = getattr(context.find_root().command, "commands", {})
+    return [
+        name
+        for name, command in every.items()
+        if any(option in getattr(param, "opts", ()) for param in command.params)
+    ]
 
 
 def _value(option: str, words: Sequence[str]) -> str:

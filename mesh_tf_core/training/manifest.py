@@ -90,6 +90,8 @@ def read(path: Path) -> Manifest:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:LONGEST]
         raise ValueError(f"{path.name}: {where!r}: {' '.join(first['msg'].split())}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from None
     except (RecursionError, MemoryError):
         raise ValueError(f"{path.name} is nested too deeply, or too large") from None
     return manifest

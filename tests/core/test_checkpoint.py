@@ -85,6 +85,7 @@ DAMAGE = {
     "a lost manifest": (lambda p: (p / manifest.MANIFEST).unlink(), "manifest.json cannot be read"),
     "another format": (lambda p: (p / manifest.MANIFEST).write_text('{"format": "x"}'), "format 'x'"),
     "no format": (lambda p: (p / manifest.MANIFEST).write_text("{}"), "lacks 'format'"),
+    "an empty manifest": (lambda p: (p / manifest.MANIFEST).write_text(""), "manifest.json is not JSON: "),
 }
 
 
