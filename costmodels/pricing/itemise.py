@@ -17,8 +17,8 @@
     for its bytes, not for a message of its own. The TPU compiler sends each alone (`benchmarks/verify.py`).
 (5) On TPUs, gradients of a convolution with strides are laid out with zeros between them before that is
     convolved (`Op.spread`): kernels of their own.
-(6) On TPUs, what an all-to-all brings lies device by device: a kernel of its own writes it in the order of its
-    dimensions (XLA's copies around `lax.all_to_all`, `benchmarks/verify.py`).
+(6) On TPUs, what an all-to-all brings lies device by device: a kernel of its own writes it in the order of
+    its dimensions (XLA's copies around `lax.all_to_all`, `benchmarks/verify.py`).
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Itemiser:
       overlaps: the class of a collective matters.
       tiles: arrays lie in tiles.
       joins: small messages of weights and of their gradients travel with large ones, rule (4).
-      copies: arrays are laid out anew by kernels of their own, rules (2), (5) and (6): so the TPU compiler does
-        it, and nobody has looked at others.
+      copies: arrays are laid out anew by kernels of their own, rules (2), (5) and (6): so the TPU compiler
+        does it, and nobody has looked at others.
     """
 
     op_by_op: bool
