@@ -23,6 +23,8 @@ EXAMPLES = examples(
 )
 MOST_ROWS = 40
 CONFLICT_SECONDS = 60.0
+FIRST = 1.0
+"""Seconds that a first answer gets, however much of the limit went into reading."""
 
 
 class SolverName(StrEnum):
@@ -44,12 +46,15 @@ def solve_problem(
     """Solve a problem in the general form, or in the contest's."""
     clock = time_limited(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
-    from layoutopt.problem import load, solve
+    from layoutopt.problem import solve
 
     terminal = Terminal(as_json, quiet)
-    problem = load(file)
+    problem = _read(file, clock)
     with Bounds(terminal, problem.name, str) as bounds:
-        found = solve(problem, solver.value, clock.rest, bounds.update)
+        limit = clock.rest
+        if limit is not None and clock.limit is not None and clock.limit > FIRST:
+            limit = max(limit, FIRST)
+        found = solve(problem, solver.value, limit, bounds.update)
     _refuse(problem, found, clock)
     assert found.choices is not None
     terminal.result(
@@ -69,6 +74,19 @@ def solve_problem(
     _show(terminal, problem, found)
     if found.stopped:
         raise KeyboardInterrupt  # the best so far is shown
+
+
+def _read(file: Path, clock: Clock) -> Problem:
+    """The file's problem, if it is read in time."""
+    from layoutopt.problem import load
+    from mesh_tf_core.errors import LimitError
+
+    found: list[Problem] = []
+    if not clock.within(0.0, lambda: found.append(load(file))):
+        raise LimitError(
+            f"{file}: the time was over before the file was read; give more than --time-limit {clock.limit:g}"
+        )
+    return found[0]
 
 
 def _refuse(problem: Problem, found: Solution, clock: Clock) -> None:

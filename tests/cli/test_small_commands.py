@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,20 @@ def test_solve_problem_for_people(run: Callable[..., Result], tmp_path: Path) ->
     assert "batch" in shown and "data" in shown
 
 
+def test_a_file_that_takes_longer_than_the_limit_is_not_waited_for(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(path: Path) -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    monkeypatch.setattr("layoutopt.problem.load", slow)
+    file = problem(tmp_path)
+    line = refused("solve-problem", file, "--time-limit", "0.5", code=4)
+    assert "the time was over before the file was read; give more than --time-limit 0.5" in line
+
+
 def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_path: Path) -> None:
     line = refused("solve-problem", problem(tmp_path, limit=3), code=3)
     assert line == (
@@ -84,7 +99,7 @@ def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_p
 
 def test_other_problems_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "cannot be read" in refused("solve-problem", str(tmp_path / "none.json"))
-    assert "a time limit of -1.0 seconds leaves no time" in refused(
+    assert "--time-limit -1.0: needs a positive number of seconds" in refused(
         "solve-problem", problem(tmp_path), "--time-limit", "-1"
     )
     file = tmp_path / "broken.json"

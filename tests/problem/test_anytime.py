@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from layoutopt.problem import (
 from layoutopt.problem.anytime import blend
 from layoutopt.problem.anytime.messages import Messages
 from layoutopt.problem.anytime.network import Network, network
+from layoutopt.problem.anytime.partner import Partner
 from layoutopt.problem.anytime.search import ASCENT, LocalSearch
 from layoutopt.problem.anytime.sweep import Sweep
 from layoutopt.problem.contest import problem_from
@@ -205,6 +208,30 @@ def test_there_is_an_answer_whatever_the_limit(seed: int, monkeypatch: pytest.Mo
     assert later.objective < first.objective
     assert later.bound > first.bound
     assert min(best for best, _ in heard) == later.objective
+
+
+def test_a_partner_finds_answers_and_takes_those_it_is_told() -> None:
+    problem = without_forbidden(0)
+    found, rng = known(problem), np.random.default_rng(0)
+    again = pickle.loads(pickle.dumps(found))
+    x = np.array([int(rng.integers(size)) for size in problem.sizes])
+    assert again.cost(x) == found.cost(x)
+    partner = Partner(found, 1)
+    try:
+        answers: list[np.ndarray] = []
+        end = time.monotonic() + 60
+        while len(answers) < 2 and time.monotonic() < end:
+            while partner.news:
+                choices, _ = partner.news.popleft()
+                if choices is not None:
+                    answers.append(choices)
+                    partner.tell(choices)
+            time.sleep(0.01)
+        costs = [evaluate(problem, tuple(choices.tolist())) for choices in answers]
+        assert all(cost.feasible for cost in costs)
+        assert costs[0].objective > costs[1].objective
+    finally:
+        partner.end()
 
 
 def test_a_table_of_a_million_cells_is_read_as_it_is() -> None:

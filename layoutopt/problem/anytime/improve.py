@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 
 from layoutopt.clock import Clock
 from layoutopt.problem.anytime.network import ROUNDED, Network
+from layoutopt.problem.anytime.partner import Partner
 from layoutopt.problem.anytime.search import LocalSearch
 from layoutopt.problem.form import Choices
 from layoutopt.problem.incumbent import Incumbent
@@ -17,6 +19,10 @@ PART = 0.1
 """Of the time: what evaluating answers may take."""
 REST = 0.1
 """Seconds that are left over."""
+WORTH = 5.0
+"""Seconds that have to be left for a partner to be started."""
+FADED = 0.9
+"""What is left of the longest step's seconds after another."""
 IDLE = 0.05
 """Seconds to wait where there is nothing to do."""
 
@@ -34,15 +40,16 @@ class Improver:
     ) -> None:
         self.incumbent, self.lift, self.clock = incumbent, lift, clock
         self.whole = whole(incumbent.problem)
-        self.search = LocalSearch(network, seed)
-        self.told, self.again, self.seconds = math.inf, 0.0, 0.0
+        self.search, self.seed = LocalSearch(network, seed), seed
+        self.told, self.again, self.seconds, self.stepped = math.inf, 0.0, 0.0, 0.0
         self.slack = ROUNDED * network.forbidden
+        self.partner: Partner | None = None
         self.report()
 
     @property
     def reserve(self) -> float:
-        """Seconds that the last evaluation needs."""
-        return 2 * self.seconds + REST
+        """Seconds that one more step and the last evaluation need."""
+        return 2 * self.seconds + self.stepped + REST
 
     @property
     def late(self) -> bool:
@@ -59,11 +66,23 @@ class Improver:
         if self.late or self.done:
             time.sleep(IDLE)
             return
+        start = time.monotonic()
         self.search.step()
-        bound = self.search.bound - self.slack
+        self.stepped = max(time.monotonic() - start, FADED * self.stepped)
+        bound = max(self.search.bound, self._hear()) - self.slack
         self.incumbent.raise_bound(math.ceil(bound) if self.whole and math.isfinite(bound) else bound)
         if time.monotonic() >= self.again:
             self.report()
+
+    def _hear(self) -> float:
+        """Takes what the partner has found; its best bound."""
+        bound = -math.inf
+        while self.partner is not None and self.partner.news:
+            choices, told = self.partner.news.popleft()
+            bound = max(bound, told)
+            if choices is not None:
+                self.search.offer(choices)
+        return bound
 
     def report(self) -> None:
         """Evaluates the best choices, if they are better than those before."""
@@ -75,7 +94,24 @@ class Improver:
             self.again = time.monotonic() + self.seconds / PART
 
     def run(self) -> None:
-        """Steps until the time is over."""
-        while not (self.late or self.done):
-            self.step()
-        self.report()
+        """Steps until the time is over, with a partner on another core if there is one."""
+        if cores() > 1 and (self.clock.left is None or self.clock.left > WORTH):
+            self.partner = Partner(self.search.network, self.seed + 1)
+        try:
+            told = self.search.cost
+            while not (self.late or self.done):
+                self.step()
+                if self.partner is not None and self.search.best is not None and self.search.cost < told:
+                    self.partner.tell(self.search.best)
+                    told = self.search.cost
+            self._hear()
+            self.report()
+        finally:
+            if self.partner is not None:
+                self.partner.end()
+                self.partner = None
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

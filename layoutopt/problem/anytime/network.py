@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -32,7 +33,6 @@ class Network:
       offsets: (variables + 1,) the first number of each variable's choices, counted through.
       unary: (choices,).
       ends: (pairs, 2) the variables of each pair.
-      tables: (first's choices, second's choices) per pair, views of `cells`.
       starts: (pairs,) where each table begins in `cells`.
       owner, begin, end: (items,) the variable and the points, begin <= point < end.
       used, choice, item: (uses,) how much, by which choice (counted through), of which item.
@@ -44,7 +44,6 @@ class Network:
     constant: float
     unary: Floats
     ends: Ints
-    tables: tuple[Floats, ...]
     cells: Floats
     starts: Ints
     owner: Ints
@@ -55,6 +54,17 @@ class Network:
     item: Ints
     room: Floats
     forbidden: float
+
+    @cached_property
+    def tables(self) -> tuple[Floats, ...]:
+        """(first's choices, second's choices) per pair, views of `cells`."""
+        first, second = self.sizes[self.ends].T
+        each = zip(self.starts.tolist(), first.tolist(), second.tolist(), strict=True)
+        return tuple(self.cells[start : start + a * b].reshape(a, b) for start, a, b in each)
+
+    def __getstate__(self) -> dict[str, object]:
+        """All but the views, which would be copies."""
+        return {name: value for name, value in self.__dict__.items() if name != "tables"}
 
     def cost(self, choices: Ints) -> float:
         """What `choices` cost, whatever they use."""
@@ -122,13 +132,9 @@ def network(problem: Problem) -> Network | None:
     cells[np.isinf(cells)] = forbidden
     shapes = [table.shape for table in found.values()]
     starts = np.concatenate([[0], np.cumsum([a * b for a, b in shapes])]).astype(np.int64)[:-1]
-    tables = tuple(
-        cells[start : start + a * b].reshape(a, b)
-        for start, (a, b) in zip(starts.tolist(), shapes, strict=True)
-    )
     ends = np.array(list(found), np.int64).reshape(-1, 2)
     return Network(
-        sizes, offsets, constant, unary, ends, tables, cells, starts, *_resource(problem, offsets), forbidden
+        sizes, offsets, constant, unary, ends, cells, starts, *_resource(problem, offsets), forbidden
     )
 
 

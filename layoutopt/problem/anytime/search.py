@@ -8,7 +8,9 @@ r"""Local search at any time: prices on overfull points, sweeps under them, what
    (multiplicative weights: Plotkin, Shmoys and Tardos 1995), where use_t is averaged over the last choices.
    At first these are what the messages call likely, which costs little (`ASCENT`).
 3. Then a `Sweep` finds the best choices of most variables at once under the prices, which go on changing.
-4. What differs between the best answer and the sweep's is taken as far as the rows allow (`blended`).
+4. Choices that are cheaper than the best answer but overfull are swept again under prices that rise only
+   where they are overfull, until they fit (`_repair`).
+5. What differs between the best answer and the sweep's is taken as far as the rows allow (`blended`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from layoutopt.problem.anytime.blend import blended
 from layoutopt.problem.anytime.messages import Messages
 from layoutopt.problem.anytime.network import Network
 from layoutopt.problem.anytime.sweep import Sweep, firsts
-from layoutopt.problem.form import Floats, Ints
+from layoutopt.problem.form import Bools, Floats, Ints
 
 ASCENT = 80
 """Steps in which only messages and prices change."""
@@ -39,6 +41,11 @@ KEPT, RENEWED, RESTED = 6, 4, 0.2
 just was."""
 LIKELY = 5
 """Every so many steps a sweep begins at the likely choices as well."""
+REPAIRS, STEEP, BUMP, SEEN = 16, 3.0, (0.1, 1.0), 1e-3
+"""Sweeps of a repair; how much prices rise in it, as a logarithm, per relative excess, at least and at most,
+times the number of the sweep; the price where there was none, in parts of the highest."""
+AIMED, FREED = 4, 0.01
+"""Sweeps of a repair until one is made for what is overfull, and how much less likely that is held in it."""
 WORK = 1 << 27, 1 << 16, 1 << 18
 """Cells of one sweep's joins, as a guess; the fewest and the most of one join."""
 
@@ -65,6 +72,7 @@ class LocalSearch:
         self.steps = 0
         self.messages = Messages(network)
         self.bound = -math.inf
+        self.attempt: tuple[Ints, Floats, int] | None = None
         self.current = self._least()
         self.offer(self.current)
 
@@ -89,13 +97,16 @@ class LocalSearch:
         """Keeps `choices` if they are feasible and better; whether they are."""
         cost = self.network.cost(choices)
         better = cost < self.cost and cost - self.network.constant < self.network.forbidden
-        if better and (self.network.profile(choices) <= self.network.room).all():
+        if better and self._fits(choices):
             self.best, self.cost = choices, cost
             return True
         return False
 
     def step(self) -> None:
-        """New messages, mostly a sweep and what it gives, and new prices."""
+        """New messages, mostly a sweep and what it gives, and new prices; or one sweep of a repair."""
+        if self.attempt is not None:
+            self._repair(*self.attempt)
+            return
         network = self.network
         unary = network.priced(self.prices)
         self.messages.turn(unary)
@@ -112,18 +123,62 @@ class LocalSearch:
     def _sweep(self, unary: Floats) -> None:
         """The best choices that a sweep finds, and what of them can be had."""
         network, now = self.network, self.steps - ASCENT
-        if now % RENEWED == 0 or len(self.sweeps) < 2:
-            sweep = Sweep(network, self.rng, self.weights, self.most)
-            self.weights = np.sqrt(self.weights)
-            self.weights[sweep.held] *= RESTED
-            self.sweeps.append(sweep)
-        sweep = self.sweeps[int(self.rng.integers(len(self.sweeps)))]
+        if now % RENEWED == 0 or len(self.sweeps) < KEPT:
+            self._add(self.weights)
+        sweep = self._drawn()
         starts = [self.current]
         if now % LIKELY == 0:
             starts.append(firsts(self.messages.total, network))
         self.current = min((sweep.best(unary, start) for start in starts), key=self._priced)
-        if not self.offer(self.current) and self.best is not None:
+        if self.offer(self.current):
+            return
+        cheaper = network.cost(self.current) < self.cost
+        if self.best is not None:
             self.offer(blended(network, self.best, self.current, self.prices))
+        if cheaper and not self._fits(self.current):
+            self.attempt = self.current, self.prices, 1
+
+    def _repair(self, choices: Ints, prices: Floats, number: int) -> None:
+        """One sweep of the attempt to make overfull choices fit."""
+        network = self.network
+        over = (network.profile(choices) - network.room) / self.scale
+        least = SEEN * (prices * self.scale).max(initial=0.0) / self.scale
+        higher = np.maximum(prices, least) * np.exp(np.clip(STEEP * over, *BUMP) * number)
+        prices = np.where(over > 0, higher, prices)
+        if number % AIMED == 0:
+            self._aim(choices, over > 0)
+        sweep = self.sweeps[-1] if number % AIMED == 0 else self._drawn()
+        choices = sweep.best(network.priced(prices), choices)
+        found = self.offer(choices)
+        if found or number == REPAIRS or network.cost(choices) >= self.cost or self._fits(choices):
+            self.attempt = None
+            self.current = min(self.current, choices, key=self._priced)
+            if not found and self.best is not None:
+                self.offer(blended(network, self.best, choices, prices))
+        else:
+            self.attempt = choices, prices, number + 1
+
+    def _aim(self, choices: Ints, points: Bools) -> None:
+        """A new sweep, in which what makes these points overfull is free if it can be."""
+        network = self.network
+        count = np.concatenate([[0], np.cumsum(points)])
+        there = (count[network.end] > count[network.begin]) & (network.uses(choices) > 0)
+        weights = self.weights.copy()
+        weights[network.owner[there]] *= FREED
+        self._add(weights)
+
+    def _add(self, weights: Floats) -> None:
+        """One more sweep in the place of the oldest."""
+        sweep = Sweep(self.network, self.rng, weights, self.most)
+        self.weights = np.sqrt(self.weights)
+        self.weights[sweep.held] *= RESTED
+        self.sweeps.append(sweep)
+
+    def _fits(self, choices: Ints) -> bool:
+        return bool((self.network.profile(choices) <= self.network.room).all())
+
+    def _drawn(self) -> Sweep:
+        return self.sweeps[int(self.rng.integers(len(self.sweeps)))]
 
     def _priced(self, choices: Ints) -> float:
         return self.network.cost(choices) + float(self.prices @ self.network.profile(choices))

@@ -1,0 +1,62 @@
+"""A second local search with another seed, in a process of its own; each tells the other what it finds."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from typing import Any
+
+from layoutopt.problem.anytime.network import Network
+from layoutopt.problem.form import Ints
+
+
+class Partner:
+    """The door to the process; `end` it.
+
+    Attributes:
+      news: (choices or None, bound) that it told and nobody has taken yet.
+    """
+
+    def __init__(self, network: Network, seed: int) -> None:
+        self.news: deque[tuple[Ints | None, float]] = deque()
+        self._mail: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "layoutopt.problem.anytime.partner_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the parent, which then ends this process
+        )
+        atexit.register(self.end)
+        self._mail.put((network, seed))
+        for work in (self._write, self._read):
+            threading.Thread(target=work, daemon=True).start()
+
+    def tell(self, choices: Ints) -> None:
+        """Sends it better choices."""
+        self._mail.put(choices)
+
+    def _write(self) -> None:
+        pipe: Any = self._process.stdin
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            while True:
+                pickle.dump(self._mail.get(), pipe)
+                pipe.flush()
+
+    def _read(self) -> None:
+        pipe: Any = self._process.stdout
+        with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
+            while True:
+                self.news.append(pickle.load(pipe))
+
+    def end(self) -> None:
+        """Ends the process."""
+        atexit.unregister(self.end)
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,50 @@
+"""The benchmark of the contest: its results file, and the page that shows it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import contest
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    if not contest.OUT.exists():
+        pytest.skip("the contest has not been measured since its benchmark became this one")
+    return json.loads(contest.OUT.read_text(encoding="utf-8"))["rows"]
+
+
+def test_every_public_instance_has_an_answer_in_time(rows: list[dict[str, Any]]) -> None:
+    assert sorted(row["instance"] for row in rows) == sorted(contest.ORDER)
+    for row in rows:
+        assert row["limit"] <= float(contest.published()[row["instance"]]["contest_timeout_s"])
+        assert row["seconds"] <= row["limit"]
+        assert row["status"] in ("OPTIMAL", "FEASIBLE")
+
+
+def test_rows_are_what_was_published_and_counted(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        known = contest.best_published(row["instance"])
+        assert row["best_published"] == known
+        assert row["ratio"] == round(row["cost"] / known, 5)
+        assert row["bound"] <= row["cost"]
+        assert (row["status"] == "OPTIMAL") == (row["cost"] - row["bound"] <= 1e-6 * row["cost"])
+
+
+def test_answers_are_near_the_best_published(rows: list[dict[str, Any]]) -> None:
+    ratios = [row["ratio"] for row in rows]
+    assert max(ratios) <= 1.10
+    assert sum(ratio <= 1.02 for ratio in ratios) >= 12
+
+
+def test_the_page_has_a_place_for_the_rows() -> None:
+    before, rest = contest.PAGE.read_text(encoding="utf-8").split(contest.MARKS[0])
+    assert "python -m benchmarks.contest" in before
+    assert rest.count(contest.MARKS[1]) == 1
+
+
+def test_the_page_shows_the_rows(rows: list[dict[str, Any]]) -> None:
+    assert contest.page(rows) in contest.PAGE.read_text(encoding="utf-8")
