@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from layoutopt.cli.plans import open_plan
+
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -34,7 +36,7 @@ MESH = ("--mesh", "data:2", "--quiet")
 SETTINGS = ("--set", "batch=4", "--set", "length=16", "--set", "num_hidden_layers=2")
 
 
-def test_a_configuration_is_searched_priced_and_explained(run: Callable[..., Result], place: Path) -> None:
+def test_a_configuration_is_searched_and_its_plan_finds_it(run: Callable[..., Result], place: Path) -> None:
     done = run("search", "config.json", *MESH, *SETTINGS, "--out", "plan.json", "--json")
     assert done.exit_code == 0, done.stderr
     plan = json.loads(done.stdout)
@@ -42,7 +44,8 @@ def test_a_configuration_is_searched_priced_and_explained(run: Callable[..., Res
     assert plan["model"]["name"] == "qwen3"
     assert plan["model"]["hparams"]["num_hidden_layers"] == 2
     # The plan is of this file, so that commands take the model from it.
-    assert run("explain", "plan.json", "--quiet").exit_code == 0
+    planned = open_plan(Path("plan.json"), None)
+    assert planned.loaded.model.graph.dims()["layers"] == {2}
     (place / "config.json").write_text(json.dumps({**SMALL, "head_dim": 4}))
     refused = run("explain", "plan.json", "--quiet")
     assert refused.exit_code == 2 and "'config.json', of its model, is not what it was" in refused.stderr

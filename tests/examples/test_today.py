@@ -156,12 +156,18 @@ def test_the_loss_is_that_of_numpy(name: str) -> None:
     assert float(engine.step(batch)["loss"]) == pytest.approx(want, rel=2e-5)
 
 
-LAYOUTS = [(name, layout) for name, case in CASES.items() for layout in case.layouts if name != "diffusion"]
+LAYOUTS = [(name, layout) for name, case in CASES.items() for layout in case.layouts]
+BY_TURNS = [
+    # Two of three by day, and of diffusion, whose convolutions take longest, one.
+    pytest.param(
+        *case,
+        marks=pytest.mark.nightly if i % 3 == (i // 3) % 3 or (case[0] == "diffusion" and i % 3 == 2) else (),
+    )
+    for i, case in enumerate(LAYOUTS)
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [*LAYOUTS, *by_day((("diffusion", x) for x in CASES["diffusion"].layouts), every=3)]
-)
+@pytest.mark.parametrize(("name", "layout"), BY_TURNS)
 def test_layouts(name: str, layout: str) -> None:
     check_same(train(CASES[name].example, hparams_of(name), "x:2;y:2", layout, steps=2), dense(name))
 

@@ -119,7 +119,7 @@ FORMATS: dict[str, Format] = {
                         lambda path: Partial(path, KEY)),
     "TF_CONFIG": (100, lambda _: CLUSTER, read_cluster),
     "checkpoint": (100, manifest, read_checkpoint),
-    **{f"configuration of {name}": (40, lambda _, name=name: configuration(name), from_huggingface)
+    **{f"configuration of {name}": (25, lambda _, name=name: configuration(name), from_huggingface)
        for name in ("llama", "gemma3", "qwen3_moe", "deepseek_v2", "bert", "vit")},
 }  # fmt: skip
 """Name -> cases, the whole content, what reads it."""
