@@ -11,11 +11,12 @@ import typer
 from layoutopt.cli.options import JsonOption, QuietOption, examples, path_argument
 from layoutopt.cli.terminal import Terminal
 
-EXAMPLES = examples("layoutopt init", "layoutopt init my_model.py")
+EXAMPLES = examples("layoutopt init", "layoutopt init my_model.py", "layoutopt init --jax train.py")
 
 
 def init(
     path: Annotated[Path, path_argument("[FILE]", "The file to write.")] = Path("model.py"),
+    jax: Annotated[bool, typer.Option("--jax", help="A model of a JAX loss.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -29,7 +30,7 @@ def init(
         raise UserError(f"{str(path)!r} is not a Python file; write for example layoutopt init model.py")
     if os.path.lexists(path) and not force:
         raise UserError(f"{str(path)!r} is there already; choose another name, or --force to replace it")
-    starter = Path(__file__).with_name("starter.py").read_text(encoding="utf-8")
+    starter = Path(__file__).with_name("starter_jax.py" if jax else "starter.py").read_text(encoding="utf-8")
     write_file(path, starter, "the model file")
     from layoutopt.plan.results import InitResult
 

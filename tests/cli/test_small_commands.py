@@ -31,9 +31,12 @@ def problem(folder: Path, limit: float = 10) -> str:
     return str(folder / "problem.json")
 
 
-def test_init_writes_a_model_that_works(run: Callable[..., Result], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [(), ("--jax",)])
+def test_init_writes_a_model_that_works(
+    run: Callable[..., Result], tmp_path: Path, kind: tuple[str, ...]
+) -> None:
     file = tmp_path / "new" / "model.py"
-    done = run("init", str(file))
+    done = run("init", str(file), *kind)
     assert (done.exit_code, done.stdout.strip()) == (0, str(file))
     assert f"next: layoutopt search {file}" in done.stderr
     found = load_model(str(file), ["batch=8"])

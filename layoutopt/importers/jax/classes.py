@@ -141,6 +141,7 @@ def classes(
                 found.unite(a, b)
         if level == _CERTAIN:
             _templates(found, parameters)
+    _counts(found)
     _templates(found, parameters)
     _twins(found, {c for v in parameters for c in found.all(v)})
     return found
@@ -246,6 +247,22 @@ def _sizes(found: Classes, nodes: Sequence[Node]) -> list[int]:
 def _unite_axes(found: Classes, a: Axis, b: Axis) -> None:
     for x, y in zip(found.of(*a), found.of(*b), strict=False):
         found.unite(x, y)
+
+
+def _counts(found: Classes) -> None:
+    """What is cut and put together again is one axis: the same number counts its pieces."""
+    first: dict[tuple[Node, ...], Node] = {}
+    for equation, relation in found.factors.related:
+        match relation:
+            case Part():
+                whole, piece = found.of(*relation.x), found.of(*relation.y)
+            case Join() if id(equation) in found.factors.joined:
+                whole, piece = found.of(*relation.y), found.of(*relation.xs[0])
+            case _:
+                continue
+        lead = whole[: len(whole) - len(piece)]
+        if len(lead) == 1 and piece:
+            found.unite(first.setdefault((*piece, -found.size[lead[0]]), lead[0]), lead[0])
 
 
 def template(path: str) -> str:

@@ -278,7 +278,8 @@ class _Naming:
             return
         if not any({summed[-1], *heads} <= nodes for nodes in self.held):
             # The product of weights and values sums out positions.
-            for node in groups[:0] if len(groups) != 1 else groups:
+            left = [n for n in groups if n not in self.found]
+            for node in left if len(left) == 1 else ():
                 self.give(node, "d_v")
             return
         for node in summed[-1:]:
