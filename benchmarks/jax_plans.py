@@ -3,9 +3,9 @@ expert writes them by hand, and with everything on every device.
 
     python benchmarks/jax_plans.py [--rounds 12] [--only NAME ...]
 
-Each program is a whole training step with optax.adam. The three compiled steps of a program run in turn, so the
-machine's other work meets all of them alike; the ratio of a round is ours over the better of the other two.
-`upper` is the upper end of the 95 % interval of the median ratio (bootstrap). The plan is searched for
+Each program is a whole training step with optax.adam. The three compiled steps of a program run in turn, so
+that the machine's other work meets all of them alike; the ratio of a round is ours over the better of the
+other two. `upper` is the upper end of the 95 % interval of the median ratio (bootstrap). The plan is searched for
 `cpu-local` as it ships, on all mesh shapes of eight devices up to two axes.
 """
 
@@ -125,7 +125,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], Any, Any, str, Any, Any]]:
     series = jnp.asarray(RANDOM.normal(size=(32, 16, 64)), jnp.float32)
     features = jnp.asarray(RANDOM.normal(size=(64, 256)), jnp.float32)
     found = {
-        "transformer": (transformer, lm, text, "data:8", everywhere(lm), everywhere(text, rows)),
+        "transformer": (transformer, lm, text, "data:8", everywhere(lm), rows),
         "perceptron": (perceptron, mlp, {"x": features, "y": whole(16, 64)}, "model:8", mlp_by_hand, None),
         "convolutions": (
             convolutions, cnn, {"image": images, "label": whole(10, 16)}, "data:8", everywhere(cnn), rows,
