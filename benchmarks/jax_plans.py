@@ -5,8 +5,8 @@ expert writes them by hand, and with everything on every device.
 
 Each program is a whole training step with optax.adam. The three compiled steps of a program run in turn, so
 that the machine's other work meets all of them alike; the ratio of a round is ours over the better of the
-other two. `upper` is the upper end of the 95 % interval of the median ratio (bootstrap). The plan is searched for
-`cpu-local` as it ships, on all mesh shapes of eight devices up to two axes.
+other two. `upper` is the upper end of the 95 % interval of the median ratio (bootstrap). The plan is searched
+for `cpu-local` as it ships, on all mesh shapes of eight devices up to two axes.
 """
 
 from __future__ import annotations
