@@ -2,6 +2,7 @@
 searches them.
 
     python benchmarks/jax_models.py CORPUS.py [NAME...] [--out FILE] [--mesh "data:8;model:8"] [--no-search]
+    python benchmarks/jax_models.py CORPUS.py NAME... --check ROWS
 
 CORPUS.py has `ENTRIES` and `build(name)`, which returns a loss, its abstract arguments (parameters, perhaps
 state, the batch, perhaps a random key) and a note. Every model is a process of its own: libraries patch each
@@ -46,12 +47,12 @@ def together(found: dict[str, list[list[str]]], expected: dict[str, str]) -> tup
     mine: list[tuple[str, str]] = []
     wrong = []
     for path, axes in found.items():
-        pattern = re.sub(r"\d+", "#", path)
-        if pattern not in expected:
+        text = expected.get(path) or expected.get(re.sub(r"\d+", "#", path))
+        if text is None:
             continue
-        want = re.findall(r"\([^)]*\)|\S+", expected[pattern])
+        want = re.findall(r"\([^)]*\)|\S+", text)
         if len(want) != len(axes):
-            wrong.append(f"{path}: {axes}, expected {expected[pattern]}")
+            wrong.append(f"{path}: {axes}, expected {text}")
             continue
         for a, (text, names) in enumerate(zip(want, axes, strict=True)):
             parts = text.strip("()").split() if text != "1" else []
@@ -67,6 +68,59 @@ def together(found: dict[str, list[list[str]]], expected: dict[str, str]) -> tup
             if (a == b) != (x == y):
                 wrong.append(f"{a}={x} and {b}={y}")
     return good, total, list(dict.fromkeys(wrong))
+
+
+def arrays_like(tree, random, batch: int | None = None):
+    """Arrays of a pytree's types: small random numbers, whole numbers below 8, of at most so many rows."""
+    import jax
+    import numpy as np
+
+    def array(x):
+        shape = tuple(x.shape)
+        if batch is not None and shape:
+            shape = (min(batch, shape[0]), *shape[1:])
+        if x.dtype.kind in "iu":
+            return random.integers(1, 8, shape).astype(x.dtype)
+        return (random.normal(size=shape) * 0.05 + (len(shape) == 1) * 0.5).astype(np.float32).astype(x.dtype)
+
+    return jax.tree.map(array, tree)
+
+
+def checked(loss, args, batch: int) -> dict:
+    """Loss and gradients against JAX's own, on one device, of float32 arrays and a batch of few rows."""
+    import jax
+    import numpy as np
+
+    import layoutopt
+    import mesh_tf_core as mtf
+    from layoutopt.importers.jax.internals import leaves_of
+    from mesh_tf_core.engines.jax.engine import JaxEngine
+
+    params, state, rows, rng = roles(args)
+    if rng is not None:
+        raise SystemExit("draws random numbers: ours are not those that JAX makes")
+    random = np.random.default_rng(0)
+    given = [arrays_like(params, random), arrays_like(state, random), arrays_like(rows, random, batch)]
+    model = layoutopt.from_jax(loss, given[0], given[2], state=given[1])
+    call = [x for x in given if x is not None]
+    value, grads = jax.jit(jax.value_and_grad(loss))(*call)
+    variables = [v for v in model.graph.variables.values() if v.trainable]
+    made = mtf.gradients(model.loss, [model.graph.read(v) for v in variables])
+    results = {"loss": model.loss, **{v.name: g for v, g in zip(variables, made, strict=True)}}
+    engine = JaxEngine(mtf.lower(model.graph, mtf.Mesh("data:1"), mtf.Layout(""), results))
+    engine.initialize()
+    found = engine.step({leaf.path: np.asarray(leaf.value) for leaf in leaves_of(given[2])[0]})
+    off = {}
+    for leaf in leaves_of(grads)[0]:
+        if leaf.path in found:
+            want = np.asarray(leaf.value, np.float64)
+            norm = np.linalg.norm(want)
+            off[leaf.path] = float(
+                np.linalg.norm(np.asarray(found[leaf.path]).reshape(want.shape) - want) / norm
+            )
+    by_loss = abs(float(found["loss"]) - float(value)) / abs(float(value))
+    worst = max(off, key=off.get)
+    return {"loss": by_loss, "gradients": off[worst], "of": worst, "parameters": len(off), "rows": batch}
 
 
 def one(corpus: str, name: str, mesh: str, search: bool) -> dict:
@@ -107,8 +161,16 @@ def main() -> None:
     parser.add_argument("--out")
     parser.add_argument("--mesh", default="data:8;model:8")
     parser.add_argument("--no-search", action="store_true")
+    parser.add_argument(
+        "--check", type=int, metavar="ROWS", help="compare numbers with JAX's, of so many rows"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.check:
+        for name in args.names:
+            loss, given, _ = corpus_of(args.corpus).build(name)
+            print(json.dumps({"name": name, "check": checked(loss, given, args.check)}), flush=True)
+        return
     if args.one:
         print("ROW " + json.dumps(one(args.corpus, args.one, args.mesh, not args.no_search)))
         return

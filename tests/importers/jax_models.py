@@ -16,7 +16,7 @@ import mesh_tf_core as mtf
 from layoutopt.importers.jax.internals import leaves_of
 from mesh_tf_core.engines.lockstep import LockstepEngine
 
-VOCAB, LENGTH, MODEL, HEADS, WIDTH, HIDDEN, LAYERS, BATCH = 32, 8, 16, 4, 4, 48, 3, 4
+VOCAB, LENGTH, MODEL, HEADS, WIDTH, HIDDEN, LAYERS, BATCH = 32, 8, 16, 4, 4, 48, 2, 4
 
 
 def numbers(seed: int = 0) -> Callable[..., Any]:
