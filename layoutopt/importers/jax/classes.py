@@ -20,7 +20,7 @@ from layoutopt.importers.jax.relations import Axis, Join, Part, Regroup, Relatio
 
 Node = int
 
-_PARAMETER, _FLOAT, _WHOLE = 1, 2, 4
+PARAMETER, FLOAT, WHOLE = 1, 2, 4
 """What a value is made of: parameters, the batch's fractions, the batch's whole numbers."""
 
 
@@ -163,12 +163,12 @@ def _certainty(equation: Equation, relation: Relation, made_of: Mapping[int, int
             ends = [relation.x[0], relation.y[0]]
         case Join():
             ends = [relation.y[0], *(x[0] for x in relation.xs)]
-    strong = _PARAMETER | _FLOAT
+    strong = PARAMETER | FLOAT
     if not all(made_of.get(id(v), 0) & strong and _is_float(v) for v in ends):
         return _FREE
     if isinstance(relation, Same) and relation.kind == "product":
         x, y = (made_of.get(id(v), 0) for v in equation.ins[:2])
-        if x & ~_PARAMETER and y & ~_PARAMETER:
+        if x & ~PARAMETER and y & ~PARAMETER:
             return _PRODUCTS
     return _CERTAIN
 
@@ -179,8 +179,8 @@ def _is_float(v: Operand) -> bool:
 
 def _made_of(block: Block, parameters: Sequence[Var], batch: Sequence[Var]) -> dict[int, int]:
     """id of an operand -> what it is made of."""
-    found: dict[int, int] = {id(v): _PARAMETER for v in parameters}
-    found.update({id(v): _FLOAT if _is_float(v) else _WHOLE for v in batch})
+    found: dict[int, int] = {id(v): PARAMETER for v in parameters}
+    found.update({id(v): FLOAT if _is_float(v) else WHOLE for v in batch})
 
     def run(inner: Block) -> None:
         for e in inner.equations:

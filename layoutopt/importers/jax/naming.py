@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from layoutopt.importers.jax.classes import Classes, Node, template
+from layoutopt.importers.jax.classes import PARAMETER, Classes, Node, template
 from layoutopt.importers.jax.equations import Block, Equation, Operand, Var
 from layoutopt.importers.jax.indexing import indexing
 from layoutopt.importers.jax.internals import Leaf
@@ -263,8 +263,7 @@ class _Naming:
         if not lb or len(lc) != 1:
             return
         summed = self.classes.of(x, lc[0])
-        parameters = {id(v) for v, _ in self.arrays.parameters}
-        if id(x) in parameters or id(y) in parameters:
+        if any(self.classes.made_of.get(id(v)) == PARAMETER for v in (x, y)):
             return
         heads = [n for a in lb for n in self.classes.of(x, a) if self.in_parameters[n]]
         shared = {n for a in lb for n in self.classes.of(x, a)}
