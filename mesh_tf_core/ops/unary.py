@@ -154,6 +154,9 @@ class UnaryGrad(Op):
     def flops(self, *local: TensorType) -> float:
         return local[0].shape.size * (1 + _COST.get(self.fn, 1))
 
+    def distributes(self, constant: Sequence[bool]) -> bool:
+        return constant[1] and not constant[0]
+
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         raise UserError(f"the second derivative of {self.fn} is not defined; use stop_gradient on the first")
 

@@ -172,6 +172,17 @@ def test_layouts(name: str, layout: str) -> None:
     check_same(train(CASES[name].example, hparams_of(name), "x:2;y:2", layout, steps=2), dense(name))
 
 
+@pytest.mark.parametrize("name", by_day(["mamba", "llama", "vit", "dlrm", "deepseek"], every=5))
+def test_microbatches(name: str) -> None:
+    """Functions of variables alone, as the decay of a state, have gradients that are sums over the parts."""
+    check_same(train(CASES[name].example, hparams_of(name), microbatches=2, steps=2), dense(name))
+
+
+def test_images_and_texts_of_other_parts_would_not_meet() -> None:
+    with pytest.raises(mtf.UserError, match=r"has the batch twice \(batch and texts\)"):
+        train(clip, hparams_of("clip"), microbatches=2)
+
+
 SEARCHED = ["vit", "llama", "mamba", "deepseek", "dlrm", "clip", "diffusion"]
 
 
