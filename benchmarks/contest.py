@@ -7,7 +7,7 @@ Every instance is one `layoutopt solve-problem` of its own, by the command line:
 writing count. The least certain come first. The cost is added up again from the file's own lists, in whole
 numbers, by code that shares nothing with the solver. A row of `--out` is replaced when its instance is solved
 again; `--page` writes the rows to the page between its marks. `--cpu` is for a machine that others use too:
-the command's clock then shows its own CPU seconds.
+the command's clock then shows its own CPU seconds; those of its child processes are only in the results.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ r"""Local search at any time: prices on overfull points, sweeps under them, what
 4. Choices that are cheaper than the best answer but overfull are swept again under prices that rise only
    where they are overfull, until they fit (`_repair`).
 5. What differs between the best answer and the sweep's is taken as far as the rows allow (`blended`).
+6. Where nothing better was found for long, all prices change by chance (`_kick`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ REPAIRS, STEEP, BUMP, SEEN = 16, 3.0, (0.1, 1.0), 1e-3
 times the number of the sweep; the price where there was none, in parts of the highest."""
 AIMED, FREED = 4, 0.01
 """Sweeps of a repair until one is made for what is overfull, and how much less likely that is held in it."""
+STALE, KICK = 20, 1.0
+"""Sweeps without a better answer until prices change by chance, each and all of them, and by how much: the
+standard deviation of the logarithm."""
 WORK = 1 << 27, 1 << 16, 1 << 18
 """Cells of one sweep's joins, as a guess; the fewest and the most of one join."""
 
@@ -72,6 +76,7 @@ class LocalSearch:
         self.steps = 0
         self.messages = Messages(network)
         self.bound = -math.inf
+        self.stale = 0
         self.attempt: tuple[Ints, Floats, int] | None = None
         self.current = self._least()
         self.offer(self.current)
@@ -98,7 +103,7 @@ class LocalSearch:
         cost = self.network.cost(choices)
         better = cost < self.cost and cost - self.network.constant < self.network.forbidden
         if better and self._fits(choices):
-            self.best, self.cost = choices, cost
+            self.best, self.cost, self.stale = choices, cost, 0
             return True
         return False
 
@@ -108,6 +113,8 @@ class LocalSearch:
             self._repair(*self.attempt)
             return
         network = self.network
+        if self.stale >= STALE and self.best is not None:
+            self._kick(self.best)
         unary = network.priced(self.prices)
         self.messages.turn(unary)
         self.bound = max(self.bound, self.messages.bound - float(self.prices @ network.room))
@@ -123,6 +130,7 @@ class LocalSearch:
     def _sweep(self, unary: Floats) -> None:
         """The best choices that a sweep finds, and what of them can be had."""
         network, now = self.network, self.steps - ASCENT
+        self.stale += 1
         if now % RENEWED == 0 or len(self.sweeps) < KEPT:
             self._add(self.weights)
         sweep = self._drawn()
@@ -137,6 +145,12 @@ class LocalSearch:
             self.offer(blended(network, self.best, self.current, self.prices))
         if cheaper and not self._fits(self.current):
             self.attempt = self.current, self.prices, 1
+
+    def _kick(self, best: Ints) -> None:
+        """Other prices, and the best answer as what is current: what was tried led to nothing better."""
+        each = self.rng.standard_normal(len(self.prices))
+        self.prices = self.prices * np.exp(KICK * (each + self.rng.standard_normal()))
+        self.current, self.stale = best, 0
 
     def _repair(self, choices: Ints, prices: Floats, number: int) -> None:
         """One sweep of the attempt to make overfull choices fit."""
