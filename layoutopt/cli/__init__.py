@@ -16,6 +16,7 @@ from layoutopt.cli import (
     hardware,
     init,
     launch,
+    lint,
     lower,
     measure,
     report,
@@ -57,6 +58,7 @@ def root(
 app.command(epilog=search.EXAMPLES, rich_help_panel=FIND)(search.search)
 app.command(epilog=explain.EXAMPLES, rich_help_panel=FIND)(explain.explain)
 app.command(epilog=cost.EXAMPLES, rich_help_panel=FIND)(cost.cost)
+app.command(epilog=lint.EXAMPLES, rich_help_panel=FIND)(lint.lint)
 app.command(epilog=train.EXAMPLES, rich_help_panel=RUN)(train.train)
 app.command(epilog=launch.EXAMPLES, rich_help_panel=RUN)(launch.launch)
 app.command(epilog=generate.EXAMPLES, rich_help_panel=RUN)(generate.generate)

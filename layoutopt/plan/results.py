@@ -85,6 +85,24 @@ class CostResult(Decided, LayoutResult):
     lines: list[CostLine] = Field(default_factory=list)
 
 
+class Best(Data):
+    """The best layout of the same mesh that a search found."""
+
+    layout: Layout
+    step_seconds: Figure
+    status: str
+
+
+class LintResult(Decided, LayoutResult):
+    """`lint`: likely mistakes, and the best layout of the mesh."""
+
+    command = "lint"
+    hardware: str
+    predicted: Predicted
+    findings: list[Finding]
+    best: Best
+
+
 class MeasureResult(Refined, Result):
     """`measure`: bytes are counted by the engine, not predicted; `step_seconds` is the median."""
 

@@ -52,6 +52,7 @@ def run() -> Callable[..., Result]:
 SCHEMAS: dict[str, type[Data]] = {
     "search": PlanFile,
     "cost": results.CostResult,
+    "lint": results.LintResult,
     "explain": results.ExplainResult,
     "measure": results.MeasureResult,
     "calibrate": results.CalibrateResult,

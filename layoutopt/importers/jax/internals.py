@@ -76,7 +76,7 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
     boxes = _boxes(jax, tree)
     leaves, types = [], []
     for path, leaf in flat:
-        name = _path(path)
+        name = path_of(path)
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             try:
                 leaf = np.asarray(leaf)
@@ -111,11 +111,12 @@ def _boxes(jax: Any, tree: Any) -> dict[str, tuple[str | None, ...]]:
             inner = jax.tree_util.tree_flatten_with_path(box)[0]
             names = tuple(n if isinstance(n, str) else None for n in box.names)
             for rest, _ in inner:
-                found[_path((*path, *rest))] = names
+                found[path_of((*path, *rest))] = names
     return found
 
 
-def _path(keys: Sequence[Any]) -> str:
+def path_of(keys: Sequence[Any]) -> str:
+    """The keys of a pytree as a path."""
     parts = []
     for key in keys:
         for attribute in ("key", "idx", "name"):

@@ -1,0 +1,138 @@
+"""`layoutopt lint`: likely mistakes of a layout, or of a JAX program's own shardings, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layoutopt.cli.options import (
+    THIS_MACHINE,
+    Given,
+    HardwareOption,
+    JsonOption,
+    LayoutOption,
+    MeshOption,
+    MicrobatchesOption,
+    ModelArgument,
+    QuietOption,
+    RecomputeOption,
+    SetHardwareOption,
+    SetOption,
+    StorageOption,
+    examples,
+    read_hardware,
+    read_layout,
+    read_mesh,
+)
+from layoutopt.cli.results import given_json, layout_text
+from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.plan.units import seconds_text, times_text
+
+if TYPE_CHECKING:
+    from layoutopt.models.loading import Loaded
+
+EXAMPLES = examples(
+    'layoutopt lint examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
+    'layoutopt lint train.py --mesh "data:8"   # the shardings() of a JAX model file',
+)
+
+
+def lint(
+    model: ModelArgument,
+    mesh: MeshOption = None,
+    layout: LayoutOption = None,
+    storage: StorageOption = None,
+    recompute: RecomputeOption = None,
+    microbatches: MicrobatchesOption = 1,
+    settings: SetOption = None,
+    hardware: HardwareOption = THIS_MACHINE,
+    set_hardware: SetHardwareOption = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds to look for the best layout.")
+    ] = 60.0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find likely mistakes of a layout, or of your own shardings, and what they cost."""
+    from layoutopt.analysis.lint import Finding as Doubt
+    from layoutopt.analysis.lint import lint as doubts_of
+    from layoutopt.api import search
+    from layoutopt.evaluator import evaluate
+    from layoutopt.models.loading import load_model
+    from layoutopt.plan.build import axes_of
+    from layoutopt.plan.results import Best, Finding, LintResult
+
+    terminal = Terminal(as_json, quiet)
+    machine = read_hardware(hardware, set_hardware)
+    loaded = load_model(model, settings or ())
+    unlike: list[str] = []
+    if layout is None and loaded.function("shardings") is not None:
+        given, unlike = own_shardings(loaded, mesh, microbatches)
+    else:
+        given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
+    found = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
+    doubts = [Doubt("placed unlike", text) for text in unlike]
+    doubts += doubts_of(loaded.model, found, machine, given.options)
+    terminal.say("searching for the best layout of this mesh")
+    best = search(loaded.model, mesh=given.mesh, hardware=machine, time_limit=time_limit)
+    now, least = found.cost.step_seconds, best.predicted.step_seconds
+    terminal.result(
+        LintResult(
+            **given_json(loaded.model, given),
+            hardware=machine.name,
+            predicted=found.predicted,
+            findings=[Finding(**asdict(doubt)) for doubt in doubts],
+            best=Best(layout=axes_of(best.layout), step_seconds=least, status=best.solver.status),
+        )
+    )
+    if as_json:
+        return
+    proof = "proven best" if best.solver.proven else "best found"
+    terminal.show(
+        facts(
+            [
+                ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
+                ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name}"),
+                ("layout", layout_text(given.layout)),
+                ("step", f"{seconds_text(now)} predicted"),
+                (proof, f"{seconds_text(least)} with {layout_text(best.layout)}"),
+                ("this costs", f"{times_text(now, least)} of the best"),
+            ]
+        )
+    )
+    for doubt in doubts:
+        terminal.show("", f"{doubt.kind}: {doubt.message}" + (f"; {doubt.fix}" if doubt.fix else ""))
+    if not doubts:
+        terminal.show("", "no likely mistake was found")
+
+
+def own_shardings(loaded: Loaded, mesh: str | None, microbatches: int) -> tuple[Given, list[str]]:
+    """What the file's `shardings()` says, (PartitionSpecs of parameters, of the batch), and what is odd.
+
+    Raises:
+      UserError: a model that is not from JAX, or shardings that do not fit it.
+    """
+    from dataclasses import replace
+
+    from layoutopt.importers.jax.written import written
+    from mesh_tf_core.errors import UserError
+
+    origin: Any = getattr(loaded.model, "origin", None)
+    if origin is None:
+        raise UserError(
+            f"{loaded.source}: has shardings(), but its model is not from JAX; give --layout, or make the "
+            "model "
+            "with layoutopt.from_jax"
+        )
+    said = loaded.call("shardings")
+    if not isinstance(said, tuple) or len(said) != 2:
+        raise UserError(
+            f"{loaded.source}: shardings() must return two pytrees of PartitionSpec, (of the parameters, of "
+            "the "
+            f"batch), found {type(said).__name__}"
+        )
+    chosen = read_mesh(mesh)
+    found = written(origin, chosen, *said)
+    return Given(chosen, found.layout, replace(found.options, microbatches=microbatches)), found.doubts

@@ -1,0 +1,67 @@
+"""`layoutopt lint`: of a layout, and of a JAX program's own shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+MODEL = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import layoutopt
+
+def loss(params, batch):
+    h = jax.nn.relu(batch["x"] @ params["up"])
+    return jnp.square(h @ params["down"] - batch["y"]).mean()
+
+def model(batch=64):
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    params = {"up": of(512, 2048), "down": of(2048, 256)}
+    return layoutopt.from_jax(loss, params, {"x": of(batch, 512), "y": of(batch, 256)}, optimizer="sgd")
+
+def shardings():
+    return {"up": P(None, "model"), "down": P()}, {"x": P("data"), "y": P("data")}
+"""
+
+
+@pytest.fixture
+def jax_file(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_a_layout_that_wastes_an_axis(result: Callable[..., dict[str, Any]]) -> None:
+    mesh = ("--mesh", "data:2;model:2", "--layout", "batch:data", "--hardware", "tpu-v5e")
+    found = result("lint", "examples/mlp.py", *mesh)
+    assert "wasted axis" in [doubt["kind"] for doubt in found["findings"]]
+    assert found["best"]["status"] == "OPTIMAL"
+    assert found["best"]["step_seconds"] <= found["predicted"]["step_seconds"]
+
+
+def test_shardings_that_disagree_about_a_dimension(run: Callable[..., Result], jax_file: Path) -> None:
+    done = run("lint", str(jax_file), "--mesh", "data:2;model:2", "--hardware", "tpu-v5e")
+    said = " ".join(done.stdout.split())
+    assert "placed unlike: 'up' is split over model in 'up', but whole in 'down'" in said
+    assert "layout batch:data;up:model" in said
+    assert "proven best" in said
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (('"down": P()', '"dawn": P()'), "shardings(): the model has no parameter 'dawn'"),
+        (('P(None, "model")', 'P(None, "modal")'), "modal"),
+        (('"down": P()', '"down": 7'), "give a PartitionSpec or a NamedSharding"),
+        (("return {", "return [], {"), "shardings() must return two pytrees"),
+    ],
+)
+def test_shardings_that_do_not_fit(
+    refused: Callable[..., str], jax_file: Path, change: tuple[str, str], said: str
+) -> None:
+    jax_file.write_text(MODEL.replace(*change))
+    assert said in refused("lint", str(jax_file), "--mesh", "data:2;model:2", "--hardware", "tpu-v5e")
