@@ -148,7 +148,7 @@ def write_page(rows: Sequence[dict[str, Any]]) -> None:
     PAGE.write_text(f"{before}{MARKS[0]}\n{page(rows)}\n{MARKS[1]}{after}", encoding="utf-8")
 
 
-def _files(given: Sequence[str], only: str | None) -> list[Path]:
+def files(given: Sequence[str], only: str | None) -> list[Path]:
     """The files to solve, the least certain first."""
     found: list[Path] = []
     for path in map(Path, given):
@@ -159,7 +159,7 @@ def _files(given: Sequence[str], only: str | None) -> list[Path]:
         missing = sorted(wanted - set(map(letter, found)))
         if missing:
             raise SystemExit(f"no file of instance {', '.join(missing)} in {', '.join(given)}")
-    found = [path for path in found if letter(path) in ORDER or path.name in given or str(path) in given]
+    found = [path for path in found if letter(path) in set(ORDER) or str(path) in given]
     return sorted(found, key=lambda path: ORDER.find(letter(path)))
 
 
@@ -181,7 +181,7 @@ def main() -> int:
     widths = (8, 7, 7, 18, 18, 6, 12, 8)
     print("  ".join(heading.rjust(width) for heading, width in zip(HEADINGS, widths, strict=True)))
     failed = False
-    for path in _files(arguments.files, arguments.only):
+    for path in files(arguments.files, arguments.only):
         known = published().get(letter(path))
         limit = arguments.time_limit or float(known["contest_timeout_s"] if known else 60)
         row = measure(path, limit, arguments.cpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,16 @@ def rows() -> list[dict[str, Any]]:
     if not contest.OUT.exists():
         pytest.skip("the contest has not been measured since its benchmark became this one")
     return json.loads(contest.OUT.read_text(encoding="utf-8"))["rows"]
+
+
+def test_the_least_certain_come_first_and_other_files_are_left_out(tmp_path: Path) -> None:
+    for name in ("A.json.gz", "asplos-2025-iopddl-V.json.gz", "out.json", "E.json.gz", "N.json"):
+        (tmp_path / name).touch()
+    assert [contest.letter(path) for path in contest.files([str(tmp_path)], None)] == ["V", "N", "A"]
+    assert [path.name for path in contest.files([str(tmp_path)], "a")] == ["A.json.gz"]
+    assert [path.name for path in contest.files([str(tmp_path / "out.json")], None)] == ["out.json"]
+    with pytest.raises(SystemExit, match="no file of instance B"):
+        contest.files([str(tmp_path)], "A,B")
 
 
 def test_every_public_instance_has_an_answer_in_time(rows: list[dict[str, Any]]) -> None:
