@@ -44,6 +44,7 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.training.prefetch import position
 
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
+PLANS = "a plan goes to --layout, as in layoutopt train MODEL --layout PLAN.json"
 TEXTS = "OSUMm"
 """Kinds of NumPy elements that are no numbers: objects, texts, dates."""
 
@@ -280,17 +281,13 @@ def _import(source: str) -> tuple[ModuleType, str]:
             kind = f"*{path.suffix}"
             found = [p.name for p in path.parent.glob(kind)] if os.path.isdir(path.parent) else []
             known = known_names(path.name, found) if found else f"give the path of a {path.suffix} file"
-            raise UserError(f"model file {str(path)[:MOST]!r} does not exist; {known}")
+            plan = f"; {PLANS}" if path.suffix == ".json" else ""
+            raise UserError(f"model file {str(path)[:MOST]!r} does not exist; {known}{plan}")
         if path.suffix == ".json":
             from layoutopt.importers.huggingface import module_of
 
             return module_of(path, str(path)), function
         return _import_file(path.resolve(), str(path)), function
-    if source.endswith(".json"):
-        raise UserError(
-            f"model {source[:MOST]!r} is a JSON file, and a model is code; a plan goes to --layout, as in "
-            "layoutopt train MODEL --layout PLAN.json"
-        )
     if match := _MODULE.fullmatch(source):
         _search_path(Path.cwd())
         name = match["module"]

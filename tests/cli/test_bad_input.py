@@ -181,7 +181,7 @@ def test_a_hyperparameter_is_not_taken_for_an_option_that_sounds_like_it(refused
 
 def test_an_option_of_other_commands(refused: Callable[..., str]) -> None:
     line = refused("lower", *ON, "--hardware", "tpu-v3")
-    assert line.startswith("No such option: --hardware; it is an option of search, cost, train and ")
+    assert line.startswith("No such option: --hardware; it is an option of search, cost, lint and ")
 
 
 def test_a_plan_in_the_place_of_a_model(refused: Callable[..., str]) -> None:

@@ -142,7 +142,9 @@ def read(path: Path, shown: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{shown}: is a JSON {type(found).__name__}, not an object with the model's fields")
     if str(found.get("format", "")).startswith("layoutopt-"):
-        raise UserError(f"{shown}: is a {found['format']} file, not a model; give the model that it is of")
+        raise UserError(
+            f"{shown}: is a {found['format']} file, not a model; give its MODEL (a plan goes to --layout)"
+        )
     return found
 
 
