@@ -147,6 +147,12 @@ class _Run:
             return
         if self.clock.limit is not None:
             incumbent.evaluate(least_use(problem))  # to have something early
+            cheapest = [
+                problem.constant,
+                *(float(_values(term).min(initial=math.inf)) for term in problem.terms),
+            ]
+            if all(map(math.isfinite, cheapest)):
+                incumbent.raise_bound(math.nextafter(math.fsum(cheapest), -math.inf))
         left = price(incumbent, self.clock) if solver == "auto" else Residual.whole(problem)
         if left is None:
             self.proven = True

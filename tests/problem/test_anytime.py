@@ -204,6 +204,7 @@ def test_there_is_an_answer_whatever_the_limit(seed: int, monkeypatch: pytest.Mo
         assert answer.choices is not None
         assert evaluate(problem, answer.choices).objective == answer.objective
         assert answer.bound <= later.objective
+        assert answer.bound > 0
     assert later.solver == "local search"
     assert later.objective < first.objective
     assert later.bound > first.bound
