@@ -162,6 +162,24 @@ def test_what_has_no_rule_is_refused_with_the_users_line() -> None:
         layoutopt.from_jax(loss, {"w": f(4, 4)}, {"x": f(3)})
 
 
+def test_a_branch_is_refused_with_what_to_write() -> None:
+    def loss(params, batch):
+        return jax.lax.cond(batch["x"].sum() > 0, lambda w: w.sum(), lambda w: w.prod(), params["w"])
+
+    f = numbers()
+    with pytest.raises(mtf.UserError, match=r"test_from_jax.py:\d+.*cannot import cond.*jnp.where"):
+        layoutopt.from_jax(loss, {"w": f(4)}, {"x": f(3)})
+
+
+def test_halves_are_rounded_to_even_numbers() -> None:
+    def loss(params, batch):
+        return (params["w"] * jnp.round(batch["x"])).sum() + jax.lax.reduce_precision(params["w"], 8, 7).sum()
+
+    given = {"w": jnp.array([1.0, 2.0, 3.001, 4.0])}, {"x": jnp.array([0.5, 1.5, -2.5, 2.6])}
+    off = compared(layoutopt.from_jax(loss, *given), loss, given, [])
+    assert max(off.values()) <= 1e-6
+
+
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     f = numbers()
     with pytest.raises(mtf.UserError, match=r"must return a scalar with fractions, found float32\[3\]"):

@@ -212,7 +212,13 @@ def _integer_pow(w: Writer, e: Equation) -> None:
 
 def _round(w: Writer, e: Equation) -> None:
     x = w.drawn(w.elementwise(e.ins[0], e.out), e.ins[0])
-    w.put(e.out, mtf.floor(x + 0.5))
+    up = mtf.floor(x + 0.5)
+    if "EVEN" in getattr(e.params["rounding_method"], "name", ""):
+        # Halves go to the even neighbour.
+        odd = mtf.logical_and(mtf.equal(up - x, 0.5), mtf.not_equal(mtf.mod(up, 2.0), 0.0))
+        w.put(e.out, mtf.where(odd, up - 1.0, up))
+    else:
+        w.put(e.out, mtf.where(x < 0, -mtf.floor(0.5 - x), up))
 
 
 def _convert(w: Writer, e: Equation) -> None:
@@ -224,6 +230,20 @@ def _convert(w: Writer, e: Equation) -> None:
         w.put(e.out, Uniform(x.low, x.high, x.dims, dtype))
     else:
         w.put(e.out, w.drawn(x, e.ins[0]).cast(our_dtype(dtype)))
+
+
+def _narrowed(w: Writer, e: Equation) -> None:
+    """Rounded to a narrower element type, and back."""
+    kind = {(8, 7): "bfloat16", (5, 10): "float16"}
+    bits = e.params["exponent_bits"], e.params["mantissa_bits"]
+    if bits not in kind:
+        refuse(
+            e,
+            f"it keeps {bits[0]} bits of exponent and {bits[1]} of mantissa",
+            "convert to bfloat16 and back",
+        )
+    x = w.drawn(w.elementwise(e.ins[0], e.out), e.ins[0])
+    w.put(e.out, x.cast(kind[bits]).cast(x.dtype))
 
 
 def _same(w: Writer, e: Equation) -> None:
@@ -379,7 +399,7 @@ TABLE: Mapping[str, Handler] = {
     "integer_pow": _integer_pow,
     "round": _round,
     "convert_element_type": _convert,
-    "reduce_precision": _convert,
+    "reduce_precision": _narrowed,
     **dict.fromkeys(
         (
             "copy",

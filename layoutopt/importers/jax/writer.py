@@ -26,6 +26,20 @@ from mesh_tf_core.tracing.graph import Graph
 _NARROW = {"uint8": "int32", "int16": "int32", "uint16": "int32", "uint64": "int64", "int4": "int8"}
 
 
+_OTHERWISE = "write it with other operations, or report it"
+_INSTEAD = {
+    "while": "write it as jax.lax.scan over a number of steps that is known",
+    "cond": "choose with jnp.where between the results of both branches",
+    "pallas_call": "call the plain JAX version of the kernel",
+    "shard_map": "give the function before it is sharded: the search decides how",
+    "cumprod": "take jnp.exp of the cumsum of logarithms",
+    "cumlogsumexp": "take jnp.log of the cumsum of exponentials",
+    "ragged_dot": "dispatch with one-hot products (dense or with a capacity)",
+    "ragged_dot_general": "dispatch with one-hot products (dense or with a capacity)",
+}
+"""What to do without some primitives that have no rule."""
+
+
 @dataclass(frozen=True)
 class Number:
     """An array of one number."""
@@ -300,7 +314,7 @@ class Writer:
         """Writes one equation."""
         handler = self.table.get(e.prim)
         if handler is None:
-            refuse(e, "the importer has no rule for it", "write it with other operations, or report it")
+            refuse(e, "the importer has no rule for it", _INSTEAD.get(e.prim, _OTHERWISE))
         before = self.graph.count
         with nullcontext() if e.body is not None else self.graph.scope(scope_of(e)):
             if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and _gives_keys(e):
@@ -312,9 +326,7 @@ class Writer:
                 except (mtf.UserError, AssertionError) as error:
                     if str(error).startswith("from_jax:"):
                         raise
-                    refuse(
-                        e, str(error) or "its axes do not fit", "write it with other operations, or report it"
-                    )
+                    refuse(e, str(error) or "its axes do not fit", _OTHERWISE)
         for number in range(before, self.graph.count):
             self.sources.setdefault(number, e.where)
 
