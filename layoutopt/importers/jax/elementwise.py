@@ -252,7 +252,8 @@ def _same(w: Writer, e: Equation) -> None:
 
 
 def _constrained(w: Writer, e: Equation) -> None:
-    note = f"{e.where}: its sharding constraint is left out, the search decides"
+    place = e.where.replace("\\", "/").rsplit("/", 1)[-1]
+    note = f"{place}: its sharding constraint is left out, the search decides"
     if note not in w.notes:
         w.notes.append(note)
     _same(w, e)
