@@ -7,6 +7,7 @@ import math
 import pickle
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,7 +212,11 @@ def test_there_is_an_answer_whatever_the_limit(seed: int, monkeypatch: pytest.Mo
     assert min(best for best, _ in heard) == later.objective
 
 
-def test_a_partner_finds_answers_and_takes_those_it_is_told() -> None:
+def test_a_partner_finds_answers_and_takes_those_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise SystemExit('of the current folder')\n")
+    monkeypatch.chdir(tmp_path)
     problem = without_forbidden(0)
     found, rng = known(problem), np.random.default_rng(0)
     again = pickle.loads(pickle.dumps(found))

@@ -7,13 +7,13 @@ import contextlib
 import pickle
 import queue
 import subprocess
-import sys
 import threading
 from collections import deque
 from typing import Any
 
 from layoutopt.problem.anytime.network import Network
 from layoutopt.problem.form import Ints
+from layoutopt.problem.own_process import command
 
 
 class Partner:
@@ -27,7 +27,7 @@ class Partner:
         self.news: deque[tuple[Ints | None, float]] = deque()
         self._mail: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "layoutopt.problem.anytime.partner_process"],
+            command("layoutopt.problem.anytime.partner_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

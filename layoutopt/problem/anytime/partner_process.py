@@ -38,7 +38,3 @@ def _hear(heard: deque[Ints]) -> None:
             heard.append(pickle.load(sys.stdin.buffer))
     except (EOFError, OSError, pickle.UnpicklingError):
         os._exit(0)  # the parent has ended
-
-
-if __name__ == "__main__":
-    main()

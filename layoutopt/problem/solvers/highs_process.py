@@ -73,7 +73,3 @@ def _parameters(mathopt: Any, task: Task) -> Any:
     parameters.highs.double_options["primal_feasibility_tolerance"] = 1e-9
     parameters.highs.double_options["dual_feasibility_tolerance"] = task.dual_tolerance
     return parameters
-
-
-if __name__ == "__main__":
-    main()

@@ -5,20 +5,10 @@ from __future__ import annotations
 import atexit
 import pickle
 import subprocess
-import sys
 import threading
-from pathlib import Path
 
+from layoutopt.problem.own_process import command
 from layoutopt.problem.solvers.highs_task import Answer, Task
-
-_START = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from layoutopt.problem.solvers.highs_process import main
-main()
-"""
-"""The process, which imports nothing from the current folder: that may be anybody's, and `-m` looks there
-first."""
 
 
 class Worker:
@@ -59,7 +49,7 @@ class Worker:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(Path(__file__).parents[3])],
+                command("layoutopt.problem.solvers.highs_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for the parent, which then ends this process
