@@ -15,7 +15,7 @@
     its layer: XLA joins such messages up to 30 MiB (openxla/xla, xla/debug_options_flags.cc), PyTorch's FSDP
     lays a layer's weights end to end (Zhao et al. 2023, section 3.2). So a small one (a bias, a scale) pays
     for its bytes, not for a message of its own. The TPU compiler sends each alone (`benchmarks/verify.py`).
-(5) On TPUs, gradients of a convolution with strides are laid out with zeros between them before that is
+(5) On TPUs, gradients of a convolution with strides are laid out with zeros between them before they are
     convolved (`Op.spread`): kernels of their own.
 (6) On TPUs, what an all-to-all brings lies device by device: a kernel of its own writes it in the order of
     its dimensions (XLA's copies around `lax.all_to_all`, `benchmarks/verify.py`).

@@ -123,15 +123,13 @@ def own_shardings(loaded: Loaded, mesh: str | None, microbatches: int) -> tuple[
     if origin is None:
         raise UserError(
             f"{loaded.source}: has shardings(), but its model is not from JAX; give --layout, or make the "
-            "model "
-            "with layoutopt.from_jax"
+            "model with layoutopt.from_jax"
         )
     said = loaded.call("shardings")
     if not isinstance(said, tuple) or len(said) != 2:
         raise UserError(
             f"{loaded.source}: shardings() must return two pytrees of PartitionSpec, (of the parameters, of "
-            "the "
-            f"batch), found {type(said).__name__}"
+            f"the batch), found {type(said).__name__}"
         )
     chosen = read_mesh(mesh)
     found = written(origin, chosen, *said)

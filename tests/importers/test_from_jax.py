@@ -4,6 +4,7 @@ that a user would give them; what cannot be imported is refused by name."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import layoutopt
@@ -123,6 +125,24 @@ def test_stacks_and_strides_and_reversals() -> None:
     given = {"w": f(5, 6)}, {"x": f(4, 5)}
     off = compared(layoutopt.from_jax(loss, *given), loss, given, [("data:2", "batch:data")])
     assert max(off.values()) <= 1e-5
+
+
+def test_bits_of_known_numbers_are_inverted() -> None:
+    def loss(params, batch):
+        return (params["w"] * ~jnp.full((3,), 5) + batch["x"]).sum()
+
+    f = numbers()
+    given = {"w": f(3)}, {"x": f(3)}
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
+def test_a_model_keeps_the_arrays_that_it_was_given() -> None:
+    params, batch = {"w": np.ones((2, 3), np.float32)}, {"x": np.ones((4, 2), np.float32)}
+    model = layoutopt.from_jax(lambda p, b: (b["x"] @ p["w"]).sum(), params, batch)
+    params["w"][:] = 7
+    initial = model.graph.variables["w"].initializer
+    assert (initial.piece("w", (2, 3), (0, 0), (2, 3)) == 1).all()
+    assert copy.deepcopy(model.graph).variables["w"].initializer == initial
 
 
 def test_names_are_those_that_the_user_gives() -> None:

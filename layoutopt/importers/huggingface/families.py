@@ -173,7 +173,6 @@ def _deepseek(fields: Fields, router: nn.TopExperts, first: int) -> Decoder:
         fields.count("qk_rope_head_dim", 64),
         fields.count("v_head_dim", 128),
     )
-    fields.raw("q_lora_rank")
     made = _decoder(fields, latent=latent, mixture=mixture, scale=_sharper(fields))
     dense = fields.count("first_k_dense_replace", first, least=0)
     layers = tuple(replace(layer, experts=i >= dense) for i, layer in enumerate(made.layers))

@@ -4,7 +4,15 @@ internals   what is asked of JAX itself
 equations   the traced function as plain data, calls inlined
 relations   which axes of an operation's operands and results mean the same
 indexing    what gathers and scatters do to axes
-factors     every axis as a product of factors, and which factors are one dimension
+ranges      what numbers count: experts that a router chose
+factors     every axis as a product of factors
+classes     which factors are one dimension
 naming      names for dimensions
-emit, ...   every primitive as our operations
+writer      values and dimensions while a graph is written; elementwise, shapes, products, indexed and
+            loops have what every primitive becomes
+model       `from_jax`, from all of these
+
+jax_plan    a plan back in the user's program: `placing` says where values lie, `shardings` where
+            arguments do, `constrain` and `replay` run the function so, `step` is a training step
+written     the layout that a user's own shardings say
 """

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.importers.jax.equations import Block, Equation, Operand, Var
+from layoutopt.importers.jax.equations import Block, Equation, Operand, Var, has_fractions
 from layoutopt.importers.jax.factors import Factors
 from layoutopt.importers.jax.relations import Axis, Join, Part, Regroup, Relation, Same
 
@@ -164,7 +164,7 @@ def _certainty(equation: Equation, relation: Relation, made_of: Mapping[int, int
         case Join():
             ends = [relation.y[0], *(x[0] for x in relation.xs)]
     strong = PARAMETER | FLOAT
-    if not all(made_of.get(id(v), 0) & strong and _is_float(v) for v in ends):
+    if not all(made_of.get(id(v), 0) & strong and has_fractions(v) for v in ends):
         return _FREE
     if isinstance(relation, Same) and relation.kind == "product":
         x, y = (made_of.get(id(v), 0) for v in equation.ins[:2])
@@ -173,14 +173,10 @@ def _certainty(equation: Equation, relation: Relation, made_of: Mapping[int, int
     return _CERTAIN
 
 
-def _is_float(v: Operand) -> bool:
-    return v.dtype.startswith(("float", "bfloat"))
-
-
 def _made_of(block: Block, parameters: Sequence[Var], batch: Sequence[Var]) -> dict[int, int]:
     """id of an operand -> what it is made of."""
     found: dict[int, int] = {id(v): PARAMETER for v in parameters}
-    found.update({id(v): FLOAT if _is_float(v) else WHOLE for v in batch})
+    found.update({id(v): FLOAT if has_fractions(v) else WHOLE for v in batch})
 
     def run(inner: Block) -> None:
         for e in inner.equations:

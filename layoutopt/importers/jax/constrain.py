@@ -144,9 +144,8 @@ def _split(spec: Spec) -> bool:
 
 def _differs(how: str) -> UserError:
     return UserError(
-        f"plan.jax: the function is not the one that was imported: {how}; import this one with from_jax and "
-        "search "
-        "again"
+        f"plan.jax: the function is not the one that was imported: {how}; import this one with from_jax "
+        "and search again"
     )
 
 
@@ -167,8 +166,7 @@ def constrained(
         if missing:
             raise UserError(
                 f"plan.jax: the plan recomputes {', '.join(sorted(missing))}, which is no jax.lax.scan of "
-                "the "
-                "function; write the layers as a scan, or search again with --recompute never"
+                "the function; write the layers as a scan, or search again with --recompute never"
             )
         return jax.tree_util.tree_unflatten(tree, flat)
 

@@ -40,6 +40,11 @@ class Constant:
 Operand = Var | Constant
 
 
+def has_fractions(v: Operand) -> bool:
+    """Whether an array's elements are no whole numbers, truth values or keys."""
+    return v.dtype.startswith(("float", "bfloat"))
+
+
 @dataclass(eq=False, slots=True)
 class Equation:
     """One operation.

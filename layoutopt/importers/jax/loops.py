@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import Equation, Operand, Var
+from layoutopt.importers.jax.equations import KEY, Equation, Operand, Var, has_fractions
 from layoutopt.importers.jax.products import is_weight
 from layoutopt.importers.jax.writer import Handler, Keys, Writer
 from mesh_tf_core.ir.dims import Dim
@@ -96,7 +96,7 @@ def _stacked(w: Writer, t: Tensor, dim: Dim, y: Var) -> Tensor:
 def _dim(w: Writer, e: Equation, length: int) -> Dim:
     """The dimension that counts the iterations: that of parameters, if there are any."""
     consts, carry = e.params["consts"], e.params["carry"]
-    stacks = [x for x in (*e.ins[consts + carry :], *e.outs[carry:]) if x.shape and x.dtype != "key"]
+    stacks = [x for x in (*e.ins[consts + carry :], *e.outs[carry:]) if x.shape and x.dtype != KEY]
     first = [
         x for x in e.ins[consts + carry :] if x.shape and not isinstance(w.value(x), Keys) and is_weight(w, x)
     ]
@@ -134,7 +134,7 @@ def _custom(w: Writer, e: Equation) -> None:
     real = e.params["real"]
     for x, inner in zip(e.ins, body.ins, strict=True):
         w.values[id(inner)] = w.elementwise(x, inner)
-    floats = [i for i, y in enumerate(e.outs) if y.dtype.startswith(("float", "bfloat"))]
+    floats = [i for i, y in enumerate(e.outs) if has_fractions(y)]
 
     def forward(*given: Tensor) -> tuple[Tensor, ...]:
         for i, t in zip(real, given, strict=True):

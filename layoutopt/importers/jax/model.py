@@ -11,7 +11,7 @@ from typing import Any
 import mesh_tf_core as mtf
 from layoutopt.importers.jax import elementwise, indexed, loops, products, shapes
 from layoutopt.importers.jax.classes import classes
-from layoutopt.importers.jax.equations import KEY, Block, Operand, Var, layered
+from layoutopt.importers.jax.equations import KEY, Block, Operand, Var, has_fractions, layered
 from layoutopt.importers.jax.factors import Factors, factors
 from layoutopt.importers.jax.internals import Leaf, leaves, leaves_of, structure, traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
@@ -20,7 +20,7 @@ from layoutopt.importers.jax.optax_of import optax_of
 from layoutopt.importers.jax.origin import ArrayAxes, Origin
 from layoutopt.importers.jax.placing import inner_dims
 from layoutopt.importers.jax.relations import Axis
-from layoutopt.importers.jax.writer import Array, Handler, Keys, Writer, our_dtype
+from layoutopt.importers.jax.writer import Handler, Keys, Writer, beginning, our_dtype
 from layoutopt.plan.build import Plan, check_plan_model
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -57,9 +57,8 @@ class JaxModel(mtf.Model):
         if plan.layout.refined:
             path = plan.layout.refined[0][0]
             raise UserError(
-                f"plan.jax: the plan places {path!r} by rules of its own (--refine), which have no place in "
-                "the "
-                "user's function; search without --refine"
+                f"plan.jax: the plan places {path!r} by rules of its own (--refine), which have no place "
+                "in the user's function; search without --refine"
             )
         return self.under(plan.mesh, plan.layout, plan.options)
 
@@ -222,17 +221,17 @@ def _checked(dtype: str, path: str) -> str:
 
 
 def _variable(w: Writer, v: Var, name: str, leaf: Leaf, trained: bool, stacked: bool) -> Tensor:
-    dims = w.shape(v)
+    shape = Shape(w.shape(v))
     lead = int(stacked and len(v.shape) > 0 and len(w.dims(v, 0)) == 1)
-    variable = Variable(name, Shape(dims), _checked(v.dtype, leaf.path), _initial(leaf), trained, lead)
+    variable = Variable(name, shape, _checked(v.dtype, leaf.path), _initial(leaf, shape), trained, lead)
     if name in w.graph.variables:
         raise UserError(f"from_jax: two parameters have the path {name!r}; give them different names")
     return w.graph.read(w.graph.declare(variable))
 
 
-def _initial(leaf: Leaf) -> Initializer:
+def _initial(leaf: Leaf, shape: Shape) -> Initializer:
     if leaf.value is not None:
-        return Array(leaf.value)
+        return beginning(leaf.value, shape)
     if len(leaf.shape) > 1:
         return Normal(_STDDEV)
     return ONES if re.search(r"scale|gamma|weight|norm", leaf.path.rsplit("/", 2)[-1]) else ZEROS
@@ -268,15 +267,11 @@ def _trained(block: Block) -> set[int]:
                     needed.update(id(x) for x in e.body.outs)
                 run(e.body)
                 needed.update(id(x) for x, v in zip(e.ins, e.body.ins, strict=True) if id(v) in needed)
-            elif any(id(y) in needed and _is_float(y) for y in e.outs):
-                needed.update(id(x) for x in e.ins if _is_float(x))
+            elif any(id(y) in needed and has_fractions(y) for y in e.outs):
+                needed.update(id(x) for x in e.ins if has_fractions(x))
 
     run(block)
     return needed
-
-
-def _is_float(v: Operand) -> bool:
-    return v.dtype.startswith(("float", "bfloat"))
 
 
 # -- results -------------------------------------------------------------------------------------------------
@@ -298,7 +293,7 @@ class _Results:
         if not isinstance(first, int):
             raise UserError("from_jax: the loss must return a scalar, or (scalar, auxiliary)")
         self.first = block.outs[first]
-        if self.first.shape != () or not _is_float(self.first):
+        if self.first.shape != () or not has_fractions(self.first):
             raise UserError(
                 f"from_jax: the loss must return a scalar with fractions, found {self.first.dtype}"
                 f"{list(self.first.shape)}; take jnp.mean of it"
@@ -325,12 +320,9 @@ class _Results:
         for part in (self.aux, *(self.aux if isinstance(self.aux, tuple | list) else ())):
             if isinstance(part, Mapping):
                 for name, i in part.items():
-                    if (
-                        isinstance(i, int)
-                        and self.block.outs[i].shape == ()
-                        and _is_float(self.block.outs[i])
-                    ):
-                        out[str(name)] = self.writer.tensor(self.block.outs[i])
+                    found = self.block.outs[i] if isinstance(i, int) else None
+                    if found is not None and found.shape == () and has_fractions(found):
+                        out[str(name)] = self.writer.tensor(found)
         return out
 
 

@@ -9,7 +9,8 @@ from mesh_tf_core.optimizers import SGD, Adafactor, Adam, Optimizer
 
 
 def optax_of(optimizer: Optimizer) -> Any:
-    """The same update in optax, at the first rate of a schedule; what it stores is what ours stores.
+    """The same update in optax, at a rate of 0.001 where ours has a schedule; what it stores is what
+    ours stores.
 
     Raises:
       UserError: optax is not installed, or has no such optimizer.
@@ -24,8 +25,7 @@ def optax_of(optimizer: Optimizer) -> Any:
     if optimizer.rates or optimizer.loss_scale or optimizer.ema:
         raise UserError(
             "the step of a JAX model: rates of single variables, loss scales and running means of weights "
-            "have no "
-            "counterpart in it; leave them out of the model's optimizer"
+            "have no counterpart in it; leave them out of the model's optimizer"
         )
     match optimizer:
         case Adam(weight_decay=decay, beta1=b1, beta2=b2, epsilon=epsilon):

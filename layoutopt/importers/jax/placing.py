@@ -105,10 +105,8 @@ class Placing:
                 inner, over = next((n, s) for n, s in zip(names[1:], read[1:], strict=True) if s)
                 raise UserError(
                     f"plan.jax: the plan splits {inner!r} over {'+'.join(over)}, an inner part of axis {a} "
-                    "of "
-                    f"{array.path!r}, which JAX's shardings cannot say; search again without pinning it, or "
-                    "give "
-                    f"{inner!r} an axis of its own there"
+                    f"of {array.path!r}, which JAX's shardings cannot say; search again without pinning it, "
+                    f"or give {inner!r} an axis of its own there"
                 )
             out.append(axes + more)
         return tuple(out)
@@ -130,7 +128,6 @@ def inner_dims(arrays: Iterable[ArrayAxes]) -> dict[str, str]:
                 found.setdefault(
                     inner,
                     f"{inner!r} is an inner part of axis {a} of {array.path!r} ({text}), which JAX's "
-                    "shardings "
-                    "cannot split; give it an axis of its own there",
+                    "shardings cannot split; give it an axis of its own there",
                 )
     return found

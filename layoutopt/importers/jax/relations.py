@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from layoutopt.importers.jax.equations import KEY, Equation, Operand
+from layoutopt.importers.jax.equations import KEY, Equation, Operand, has_fractions
 from layoutopt.importers.jax.indexing import Piece, indexing
 
 # fmt: off
@@ -286,7 +286,7 @@ def _custom(e: Equation) -> Iterator[Relation]:
         yield from _aligned(x, inner)
     for y, result in zip(e.outs, e.body.outs, strict=True):
         yield from _aligned(y, result)
-    floats = [y for y in e.outs if y.dtype.startswith(("float", "bfloat"))]
+    floats = [y for y in e.outs if has_fractions(y)]
     for x, inner in zip((*e.ins, *floats), e.backward.ins, strict=True):
         yield from _aligned(x, inner)
     for i, dx in zip(e.params["real"], e.backward.outs, strict=True):

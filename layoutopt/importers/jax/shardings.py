@@ -90,8 +90,7 @@ class Shardings:
             if len(leaf.shape) != len(known[leaf.path].shape):
                 raise UserError(
                     f"plan.jax: {leaf.path!r} has shape {leaf.shape}, in the plan's model "
-                    f"{known[leaf.path].shape}; "
-                    "search again for this one"
+                    f"{known[leaf.path].shape}; search again for this one"
                 )
         jax = jax_module()
         made = [self._named(spec(known[leaf.path])) for leaf in found]
@@ -109,8 +108,7 @@ def _mesh(mesh: Mesh) -> Any:
     if len(found) < mesh.devices:
         raise UserError(
             f"plan.jax: the plan's mesh {mesh} has {mesh.devices} devices, JAX finds {len(found)}; run it "
-            "there, "
-            f"or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.devices}"
+            f"there, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.devices}"
         )
     made = mesh_utils.create_device_mesh(mesh.shape, found[: mesh.devices])
     return jax.sharding.Mesh(made, mesh.names)

@@ -120,8 +120,7 @@ class Step:
         if self.has_aux:
             raise UserError(
                 f"plan.jax: the plan computes {self.parts} microbatches, but the loss returns auxiliary "
-                "values, which "
-                f"no sum over parts gives; {again}"
+                f"values, which no sum over parts gives; {again}"
             )
         graph, batch = self.plan.model.graph, str(self.plan.model.batch_dim)
         names = batch_names(graph, batch)
@@ -131,13 +130,11 @@ class Step:
             why = standing.why.get(self.plan.model.loss.id, "its operations")
             raise UserError(
                 f"plan.jax: the plan computes {self.parts} microbatches, but parts of the batch do not add "
-                "up to the "
-                f"loss, because of {why}; {again}"
+                f"up to the loss, because of {why}; {again}"
             )
         for path, array in origin.batch.items():
             if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
                 raise UserError(
                     f"plan.jax: the plan computes {self.parts} microbatches, but the first axis of {path!r} "
-                    "is not "
-                    f"the batch; {again}"
+                    f"is not the batch; {again}"
                 )

@@ -16,10 +16,20 @@ import numpy as np
 
 import mesh_tf_core as mtf
 from layoutopt.importers.jax.classes import Classes, Node
-from layoutopt.importers.jax.equations import Block, Constant, Equation, Operand, Var, refuse
+from layoutopt.importers.jax.equations import (
+    KEY,
+    Block,
+    Constant,
+    Equation,
+    Operand,
+    Var,
+    has_fractions,
+    refuse,
+)
+from mesh_tf_core.ir.arrays import FixedArray
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES
-from mesh_tf_core.ir.initializers import Initializer, Variable
+from mesh_tf_core.ir.initializers import FromArray, Initializer, Variable
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
 
@@ -75,19 +85,9 @@ Value = Tensor | Number | Keys | Uniform | Kept
 Handler = Callable[["Writer", Equation], None]
 
 
-@dataclass(frozen=True)
-class Array(Initializer):
-    """The initial values of a variable, as its library has them."""
-
-    value: Any
-
-    def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
-        whole = np.asarray(self.value).reshape(tuple(sizes))
-        found = whole[tuple(slice(b, b + n) for b, n in zip(begin, extent, strict=True))]
-        return found.astype(np.float64)
-
-    def __hash__(self) -> int:
-        return id(self.value)
+def beginning(array: Any, shape: Shape) -> Initializer:
+    """An array of a JAX function as the initial value of a variable, whose axes may be cut into factors."""
+    return FromArray(FixedArray(np.reshape(np.asarray(array), shape.sizes)))
 
 
 def our_dtype(dtype: str) -> str:
@@ -175,7 +175,7 @@ class Writer:
             case Kept():
                 return self.drawn(found.of, v) < found.probability
             case Keys():
-                return mtf.constant(self.graph, 0, (), our_dtype(v.dtype) if v.dtype != "key" else "uint32")
+                return mtf.constant(self.graph, 0, (), our_dtype(v.dtype) if v.dtype != KEY else "uint32")
 
     def full(self, v: Operand) -> Tensor:
         """The value with all its dimensions, in order."""
@@ -267,7 +267,7 @@ class Writer:
     # -- constants -----------------------------------------------------------------------------------------
 
     def _constant(self, v: Constant) -> Value:
-        if v.dtype == "key":
+        if v.dtype == KEY:
             return Keys()
         array = np.asarray(v.value)
         if array.size == 0:
@@ -300,7 +300,9 @@ class Writer:
     def _stored(self, array: Any, v: Constant, dims: Sequence[Dim]) -> Tensor:
         dtype = our_dtype(v.dtype)
         self._constants += 1
-        variable = Variable(f"constants/{self._constants}", Shape(dims), dtype, Array(array), False)
+        shape = Shape(dims)
+        name = f"constants/{self._constants}"
+        variable = Variable(name, shape, dtype, beginning(array, shape), False)
         return self.graph.read(self.graph.declare(variable))
 
     # -- blocks --------------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ class Writer:
 
 def _gives_keys(e: Equation) -> bool:
     return e.prim not in ("random_bits", "random_uniform", "random_normal") and not any(
-        y.dtype.startswith(("float", "bfloat")) for y in e.outs
+        map(has_fractions, e.outs)
     )
 
 

@@ -111,6 +111,5 @@ def _factors(
         text = " x ".join(f"{n}:{size}" for n, size in zip(names, array.sizes[a], strict=True))
         raise UserError(
             f"shardings(): axis {a} of {array.path!r} ({text}) cannot be split over {'+'.join(axes)}; its "
-            "pieces "
-            "would cut a dimension apart"
+            "pieces would cut a dimension apart"
         )
