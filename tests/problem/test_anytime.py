@@ -6,6 +6,7 @@ import itertools
 import math
 import pickle
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -222,6 +223,7 @@ def test_a_partner_finds_answers_and_takes_those_it_is_told(
     again = pickle.loads(pickle.dumps(found))
     x = np.array([int(rng.integers(size)) for size in problem.sizes])
     assert again.cost(x) == found.cost(x)
+    threads = set(threading.enumerate())
     partner = Partner(found, 1)
     try:
         answers: list[np.ndarray] = []
@@ -238,6 +240,7 @@ def test_a_partner_finds_answers_and_takes_those_it_is_told(
         assert costs[0].objective > costs[1].objective
     finally:
         partner.end()
+    assert set(threading.enumerate()) == threads
 
 
 def test_a_table_of_a_million_cells_is_read_as_it_is() -> None:

@@ -35,8 +35,9 @@ class Partner:
         )
         atexit.register(self.end)
         self._mail.put((network, seed))
-        for work in (self._write, self._read):
-            threading.Thread(target=work, daemon=True).start()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._write, self._read)]
+        for thread in self._threads:
+            thread.start()
 
     def tell(self, choices: Ints) -> None:
         """Sends it better choices."""
@@ -45,8 +46,8 @@ class Partner:
     def _write(self) -> None:
         pipe: Any = self._process.stdin
         with contextlib.suppress(OSError, ValueError):  # it has ended
-            while True:
-                pickle.dump(self._mail.get(), pipe)
+            while (letter := self._mail.get()) is not None:
+                pickle.dump(letter, pipe)
                 pipe.flush()
 
     def _read(self) -> None:
@@ -56,7 +57,14 @@ class Partner:
                 self.news.append(pickle.load(pipe))
 
     def end(self) -> None:
-        """Ends the process."""
+        """Ends the process, and what speaks with it."""
         atexit.unregister(self.end)
         self._process.kill()
         self._process.wait()
+        self._mail.put(None)
+        for thread in self._threads:
+            thread.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what was not sent is lost
+                if pipe is not None:
+                    pipe.close()
