@@ -39,6 +39,8 @@ from mesh_tf_core.ops.shape import reshape
 SCORES = ("softmax", "sigmoid")
 _NEVER = -1e9
 """Added to the score of an expert that may not be chosen."""
+_NOTHING = 1e-20
+"""Added to sums of gates, for tokens that are left out; sigmoids may be small (as in DeepSeek's own code)."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class TopExperts(Router):
             p.graph.assign(p.graph.lookup("router_load"), load)
         gates = p * taken
         if self.normalized:
-            gates = gates / (reduce_sum(gates, router) + 1e-9)
+            gates = gates / (reduce_sum(gates, router) + _NOTHING)
         # Equation 4: earlier tokens of the same choice, and all tokens of the choices before.
         before = cumsum(reduce_sum(masks, token), best, exclusive=True)
         place = reduce_sum((cumsum(masks, token, exclusive=True) + before) * masks, best)

@@ -123,6 +123,22 @@ def test_importance() -> None:
     np.testing.assert_allclose(dense.out, want, rtol=1e-4, atol=1e-5)
 
 
+def test_small_sigmoids_are_normalised() -> None:
+    """Gates add up to the scale where every sigmoid is far below 1, as those of logits of -30 are."""
+    router = layers.TopExperts(chosen=8, scores="sigmoid", **ROOM)
+    ones = {"x": ("batch:2 length:4 d_model:8", np.ones((2, 4, 8)))}
+
+    def out(level: float) -> Any:
+        def build(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+            table = np.full((8, 8), level / 8, np.float32)
+            with g.initialized(lambda name, found: table if name.endswith("/router") else found):
+                return layers.MixtureOfExperts(E, F, router)(x)[0]
+
+        return run(build, ones).out
+
+    np.testing.assert_allclose(out(-30.0), out(0.0), rtol=1e-5)
+
+
 def test_the_bias_evens_the_load() -> None:
     """An expert that gets all tokens loses them again; the gates do not know of the bias."""
     g = mtf.Graph()
