@@ -7,7 +7,8 @@ rows up, exactly rounded:
 
 so a short last batch is padded with copies of its last row, which are left out again, and neither the layout
 nor the cut into batches has a say in the sum. A quotient of two such sums (a mean over weights, say) is the
-quotient of their sums over all rows. A result that mixes rows in another way (the statistics of a batch, the
+quotient of their sums over all rows; a number that the divisor is at least, as in maximum(sum, 1.0), holds
+for the sum over all rows. A result that mixes rows in another way (the statistics of a batch, the
 capacity of experts) is averaged over batches, which must then be whole.
 """
 
@@ -33,7 +34,8 @@ from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.ops.basic import Cast, Constant
+from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.training.prefetch import Prefetch
@@ -64,6 +66,7 @@ class Evaluation:
         graph = forward(model.graph, means)
         self.size, self.batched = _batch(model)
         self.wanted = tuple(dict.fromkeys(("loss", *model.metrics)))
+        self.least: dict[str, float] = {}
         results, self.whole = self._results(model, graph)
         storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
         program = lower(graph, training.program.mesh, layout, results, Options(storage))
@@ -78,7 +81,7 @@ class Evaluation:
         with graph.phase("forward", "evaluation"):
             for name in self.wanted:
                 tensor = graph.tensor(tensors[name].id)
-                sums = None if rows is None else _sums(rows, tensor)
+                sums, self.least[name] = (None, -math.inf) if rows is None else _sums(rows, tensor)
                 if sums is None:
                     results[name] = tensor
                     whole[name] = "the inputs have no common batch" if rows is None else rows.why
@@ -109,7 +112,8 @@ class Evaluation:
         if name in self.whole:
             return sums[name] / batches
         if below in sums:
-            return sums[above] / sums[below] if sums[below] else math.nan
+            divisor = max(sums[below], self.least[name])
+            return sums[above] / divisor if divisor else math.nan
         return sums[above] * self.size / examples
 
     # -- batches ---------------------------------------------------------------------------------------------
@@ -191,27 +195,40 @@ def _batch(model: Model) -> tuple[int, tuple[str, ...]]:
     return next(iter(inputs.values())).shape.dims[0].size, tuple(inputs)
 
 
-def _sums(rows: Rows, result: Tensor) -> tuple[Tensor, ...] | None:
-    """Sums over rows that a result is made of: one, or dividend and divisor of a quotient."""
+def _sums(rows: Rows, result: Tensor) -> tuple[tuple[Tensor, ...] | None, float]:
+    """Sums over rows that a result is made of: one, or dividend and divisor of a quotient; and what the
+    divisor is at least."""
     if not is_float(result.dtype):
-        return None
+        return None, -math.inf
     one = rows.of(result)
     if one is not None:
-        return (one,)
+        return (one,), -math.inf
     node, behind = rows.graph.producer.get(result.id), list[Op]()
     while node is not None and _scales(node):
         behind += [] if node.op.converts else [node.op]
         node = rows.graph.producer.get(node.inputs[0])
     if node is None or not node.op.divides:
-        return None
+        return None, -math.inf
     why = rows.why
-    above, below = (rows.of(rows.graph.tensor(i)) for i in node.inputs)
+    divisor, least = _at_least(rows.graph, rows.graph.tensor(node.inputs[1]))
+    above, below = rows.of(rows.graph.tensor(node.inputs[0])), rows.of(divisor)
     rows.why = rows.why or why
     if above is None or below is None:
-        return None
+        return None, -math.inf
     for op in reversed(behind):
         above = rows.graph.apply(op, above)
-    return above, below
+    return (above, below), least
+
+
+def _at_least(graph: Graph, x: Tensor) -> tuple[Tensor, float]:
+    """y and c where x is maximum(y, c) with a number c; else x."""
+    node = graph.producer.get(x.id)
+    if node is not None and isinstance(node.op, Binary) and node.op.fn == "max":
+        for y, c in (node.inputs, node.inputs[::-1]):
+            made = graph.producer.get(c)
+            if made is not None and isinstance(made.op, Constant):
+                return graph.tensor(y), float(made.op.value)
+    return x, -math.inf
 
 
 def _scales(node: Node) -> bool:

@@ -106,6 +106,27 @@ def test_training_is_not_disturbed() -> None:
     assert run.evaluate(iter(data)) == again == pytest.approx(expected(run, examples(16)), rel=1e-12)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_mean_over_weights_may_have_a_least_divisor(turned: bool) -> None:
+    """maximum(sum of weights, 1.0): a batch without any is no division by 0, and counts nothing."""
+    g = mtf.Graph("guarded")
+    error, weight = scores(g)
+    total = mtf.reduce_sum(weight)
+    least = mtf.maximum(1.0, total) if turned else mtf.maximum(total, 1.0)
+    run = mtf.Trainer(
+        mtf.Model(mtf.einsum([error, weight], []) * 0.5 / least), *LAYOUTS["rows split"], engine="lockstep"
+    )
+    data = examples()
+    data["weight"][8:16] = 0.0
+    w, v = run.engine.read("w"), run.engine.read("v")
+    sums = 0.5 * (((np.tanh(data["x"] @ w) @ v - data["y"]) ** 2).sum(1) * data["weight"])
+    assert run.evaluate(cut(data))["loss"] == pytest.approx(sums.sum() / data["weight"].sum(), rel=1e-12)
+    few = {n: a[:1] * (0.25 if n == "weight" else 1.0) for n, a in data.items()}
+    assert run.evaluate([few])["loss"] == pytest.approx(0.25 * sums[0], rel=1e-12)
+    none = {n: a[8:16] for n, a in data.items()}
+    assert run.evaluate([none])["loss"] == 0.0
+
+
 def test_results_that_mix_rows_need_whole_batches() -> None:
     run = trained("rows split", spread=lambda e: mtf.reduce_mean(mtf.square(e - mtf.reduce_mean(e, B))))
     data = examples(16)
