@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     'layoutopt lint examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
-    'layoutopt lint train.py --mesh "data:8"   # the shardings() of a JAX model file',
+    'layoutopt lint train.py --mesh "data:8"',
 )
 
 
