@@ -213,6 +213,22 @@ def test_types_are_enough_and_a_search_proves_its_answer() -> None:
     assert plan.to_json()["solver"]["status"] == "OPTIMAL"
 
 
+def test_types_begin_as_ones_where_they_scale_also_layer_by_layer() -> None:
+    def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ p["w"] + p["b"]) * p["g"], None
+
+        x, _ = jax.lax.scan(layer, batch, {k: params[k] for k in "bgw"})
+        return jnp.square(x * params["ln"].astype(x.dtype) + params["last"]).mean()
+
+    shapes = {"b": (2, 8), "g": (2, 8), "w": (2, 8, 8), "ln": (8,), "last": (8,)}
+    params = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes.items()}
+    model = layoutopt.from_jax(loss, params, jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    begin = {name: v.initializer for name, v in model.loss.graph.variables.items()}
+    assert {k for k, v in begin.items() if v == mtf.ONES} == {"g", "ln"}
+    assert {k for k, v in begin.items() if v == mtf.ZEROS} == {"b", "last"}
+
+
 def test_the_page_is_true() -> None:
     names: dict[str, object] = {"__name__": __name__}
     found = steps((ROOT / "docs" / "jax.md").read_text(encoding="utf-8"))

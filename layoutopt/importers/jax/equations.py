@@ -115,3 +115,26 @@ def layered(block: Block) -> set[int]:
             for x in e.ins[e.params["consts"] + e.params["carry"] :]:
                 found.add(id(source.get(id(x), x)))
     return found
+
+
+_RESHAPED = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
+
+
+def factors_of_values(block: Block) -> set[int]:
+    """ids of arguments that multiply something else, element by element: a normalization's scale."""
+    found: set[int] = set()
+    source = {id(v): id(v) for v in block.ins}
+
+    def look(block: Block) -> None:
+        for e in block.equations:
+            own = [source.get(id(x)) for x in e.ins]
+            if e.prim in _RESHAPED and own[0] is not None:
+                source[id(e.out)] = own[0]
+            elif e.body is not None:
+                source.update((id(v), x) for v, x in zip(e.body.ins, own, strict=False) if x is not None)
+                look(e.body)
+            elif e.prim == "mul" and own[0] != own[1] and all(isinstance(x, Var) for x in e.ins):
+                found.update(x for x in own if x is not None)
+
+    look(block)
+    return found

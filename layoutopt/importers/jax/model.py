@@ -11,7 +11,15 @@ from typing import Any
 import mesh_tf_core as mtf
 from layoutopt.importers.jax import elementwise, indexed, loops, products, shapes
 from layoutopt.importers.jax.classes import classes
-from layoutopt.importers.jax.equations import KEY, Block, Operand, Var, has_fractions, layered
+from layoutopt.importers.jax.equations import (
+    KEY,
+    Block,
+    Operand,
+    Var,
+    factors_of_values,
+    has_fractions,
+    layered,
+)
 from layoutopt.importers.jax.factors import Factors, factors
 from layoutopt.importers.jax.internals import Leaf, leaves, leaves_of, structure, traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
@@ -194,17 +202,19 @@ def _arguments(w: Writer, block: Block, arrays: Arrays, keys: Sequence[tuple[Var
     """Gives the function's variables values: ours, inputs, keys."""
     used = _used(block)
     trained = _trained(block)
-    stacked = layered(block)
+    stacked, scales = layered(block), factors_of_values(block)
     for v, leaf in arrays.parameters:
         learns = is_float(our_dtype(v.dtype)) and id(v) in trained
         if is_float(our_dtype(v.dtype)) and not learns:
             w.notes.append(f"{leaf.path}: the loss does not depend on it, so it is stored and not trained")
-        w.values[id(v)] = _variable(w, v, leaf.path or "params", leaf, learns, id(v) in stacked)
+        w.values[id(v)] = _variable(
+            w, v, leaf.path or "params", leaf, learns, id(v) in stacked, id(v) in scales
+        )
     for v, leaf in arrays.state:
         if v.dtype == KEY:
             w.values[id(v)] = Keys()
         elif id(v) in used:
-            w.values[id(v)] = _variable(w, v, f"state/{leaf.path}", leaf, False, id(v) in stacked)
+            w.values[id(v)] = _variable(w, v, f"state/{leaf.path}", leaf, False, id(v) in stacked, False)
     for v, leaf in arrays.batch:
         if v.dtype == KEY:
             w.values[id(v)] = Keys()
@@ -220,21 +230,23 @@ def _checked(dtype: str, path: str) -> str:
     return our_dtype(dtype)
 
 
-def _variable(w: Writer, v: Var, name: str, leaf: Leaf, trained: bool, stacked: bool) -> Tensor:
+def _variable(w: Writer, v: Var, name: str, leaf: Leaf, trained: bool, stacked: bool, scales: bool) -> Tensor:
     shape = Shape(w.shape(v))
     lead = int(stacked and len(v.shape) > 0 and len(w.dims(v, 0)) == 1)
-    variable = Variable(name, shape, _checked(v.dtype, leaf.path), _initial(leaf, shape), trained, lead)
+    variable = Variable(
+        name, shape, _checked(v.dtype, leaf.path), _initial(leaf, shape, lead, scales), trained, lead
+    )
     if name in w.graph.variables:
         raise UserError(f"from_jax: two parameters have the path {name!r}; give them different names")
     return w.graph.read(w.graph.declare(variable))
 
 
-def _initial(leaf: Leaf, shape: Shape) -> Initializer:
+def _initial(leaf: Leaf, shape: Shape, lead: int, scales: bool) -> Initializer:
     if leaf.value is not None:
         return beginning(leaf.value, shape)
-    if len(leaf.shape) > 1:
+    if len(leaf.shape) > 1 + lead:
         return Normal(_STDDEV)
-    return ONES if re.search(r"scale|gamma|weight|norm", leaf.path.rsplit("/", 2)[-1]) else ZEROS
+    return ONES if scales or re.search(r"scale|gamma|weight|norm", leaf.path.rsplit("/", 2)[-1]) else ZEROS
 
 
 def _input(w: Writer, v: Var, leaf: Leaf) -> Tensor:
