@@ -97,7 +97,7 @@ def cost(
             from layoutopt.cli.cost_tables import line_table
 
             terminal.show("", line_table(opened))
-        _show_doubts(terminal, doubts)
+        show_doubts(terminal, doubts)
         for note in found.notes:
             terminal.show("", f"note: {note}")
 
@@ -127,7 +127,8 @@ def opened_lines(cost: Cost, prices: Pricer) -> list[CostLine]:
     ]
 
 
-def _show_doubts(terminal: Terminal, doubts: list[linting.Finding]) -> None:
+def show_doubts(terminal: Terminal, doubts: list[linting.Finding]) -> None:
+    """Likely mistakes, each with its fix."""
     for doubt in doubts:
         fix = f"; {doubt.fix}" if doubt.fix else ""
         terminal.show("", f"{doubt.kind}: {doubt.message}{fix}")

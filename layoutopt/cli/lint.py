@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli.cost import show_doubts
 from layoutopt.cli.options import (
     THIS_MACHINE,
     Given,
@@ -102,8 +103,7 @@ def lint(
             ]
         )
     )
-    for doubt in doubts:
-        terminal.show("", f"{doubt.kind}: {doubt.message}" + (f"; {doubt.fix}" if doubt.fix else ""))
+    show_doubts(terminal, doubts)
     if not doubts:
         terminal.show("", "no likely mistake was found")
 

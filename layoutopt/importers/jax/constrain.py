@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from layoutopt.importers.jax import elementwise
 from layoutopt.importers.jax.equations import Block, Equation, Operand, Var
 from layoutopt.importers.jax.internals import jax_module
@@ -158,8 +160,12 @@ def constrained(
     def applied(*args: Any) -> Any:
         calls = Calls()
         closed, tree = calls.traced(loss, args)
-        whole, _ = calls.traced(loss, origin.arguments)
         jax = jax_module()
+        sizes = [
+            [np.shape(x) for x in jax.tree_util.tree_leaves(given)] for given in (args, origin.arguments)
+        ]
+        # Only a part of the batch has other numbers than the whole.
+        whole = closed if sizes[0] == sizes[1] else calls.traced(loss, origin.arguments)[0]
         run = Constrained(placing, mesh, recompute, set(shared))
         flat = run.run(closed, whole, jax.tree_util.tree_leaves(args), origin.block)
         missing = recompute - run.met
