@@ -43,8 +43,7 @@ class Training:
 
     def optimizer_of(self) -> mtf.Optimizer:
         """The optimizer alone."""
-        rate = mtf.WarmupRsqrt(self.learning_rate, self.warmup) if self.warmup else self.learning_rate
-        return by_name(self.optimizer, rate, self.clip_norm)
+        return by_name(self.optimizer, self.learning_rate, self.clip_norm, warmup=self.warmup)
 
 
 def trained(**defaults: Any) -> Callable[[Callable[..., mtf.Model]], Callable[..., mtf.Model]]:

@@ -33,13 +33,20 @@ __all__ = [
 
 
 def by_name(
-    name: str, learning_rate: float | Schedule, clip_norm: float = 0.0, ema: float = 0.0
+    name: str, learning_rate: float | Schedule, clip_norm: float = 0.0, ema: float = 0.0, warmup: int = 0
 ) -> Optimizer:
-    """The optimizer called sgd, adam or adafactor; what is not given here has its default."""
+    """The optimizer called sgd, adam or adafactor; what is not given here has its default.
+
+    Args:
+      warmup: steps up to a learning rate that is a number, which then falls with the root of the step; 0: it
+        is constant.
+    """
     from mesh_tf_core.errors import UserError, known_names
 
     known = {"sgd": SGD, "adam": Adam, "adafactor": Adafactor}
     if name not in known:
         raise UserError(f"optimizer {name!r}: {known_names(name, known)}")
+    if warmup and not isinstance(learning_rate, Schedule):
+        learning_rate = WarmupRsqrt(learning_rate, warmup)
     found: Optimizer = known[name](learning_rate, clip_norm=clip_norm, ema=ema)
     return found

@@ -9,7 +9,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
-from mesh_tf_core.optimizers import WarmupRsqrt, by_name
+from mesh_tf_core.optimizers import by_name
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,5 @@ class Training:
         self, loss: Tensor, name: str, tokens: Sequence[Dim] = (), metrics: Mapping[str, Tensor] | None = None
     ) -> Model:
         """The model of a loss."""
-        rate = WarmupRsqrt(self.learning_rate, self.warmup) if self.warmup else self.learning_rate
-        optimizer = by_name(self.optimizer, rate, self.clip_norm)
+        optimizer = by_name(self.optimizer, self.learning_rate, self.clip_norm, warmup=self.warmup)
         return Model(loss, optimizer, metrics=metrics or {}, name=name, token_dims=tokens)
