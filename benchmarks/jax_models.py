@@ -93,7 +93,7 @@ def checked(loss, args, batch: int) -> dict:
 
     import layoutopt
     import mesh_tf_core as mtf
-    from layoutopt.importers.jax.internals import leaves_of
+    from layoutopt.importers.jax.leaves import leaves_of
     from mesh_tf_core.engines.jax.engine import JaxEngine
 
     params, state, rows, rng = roles(args)

@@ -16,7 +16,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.optimizers import SGD, Optimizer
+from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
@@ -142,6 +142,40 @@ class Model:
         """The training step as an SPMD program; `check` as in `lower`."""
         step = self.training_step(options.microbatches)
         return lower(step.graph, mesh, layout, step.results, options, check=check)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained: hyperparameters that model files have in common.
+
+    Attributes:
+      dtype: of activations; variables and their updates are float32.
+      optimizer: sgd, adam or adafactor.
+      clip_norm: gradients are made shorter to this norm, all together; 0: never.
+      warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
+    """
+
+    dtype: str = "float32"
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    clip_norm: float = 0.0
+    warmup: int = 0
+
+    def model(
+        self,
+        loss: Tensor,
+        name: str,
+        tokens: Sequence[Dim] = (),
+        metrics: Mapping[str, Tensor] | None = None,
+        **more: Any,
+    ) -> Model:
+        """The model of a loss, so trained; `tokens` are its `token_dims`, `more` other fields of `Model`."""
+        optimizer = self.optimizer_of()
+        return Model(loss, optimizer, metrics=metrics or {}, name=name, token_dims=tokens, **more)
+
+    def optimizer_of(self) -> Optimizer:
+        """The optimizer alone."""
+        return by_name(self.optimizer, self.learning_rate, self.clip_norm, warmup=self.warmup)
 
 
 def minimize(loss: Tensor, optimizer: Optimizer) -> None:

@@ -115,12 +115,14 @@ def classes(
     parameters: Sequence[Var],
     batch: Sequence[Var],
     hints: Iterable[Sequence[Axis]] = (),
+    alike: Iterable[Sequence[Axis]] = (),
 ) -> Classes:
     """The dimensions of a block.
 
     Args:
       parameters, batch: those of its variables that are.
       hints: axes that are the same because somebody says so.
+      alike: axes that are the same where all else leaves it open.
     """
     found = Classes(factors)
     for operand in factors.operands.values():
@@ -144,6 +146,9 @@ def classes(
     _counts(found)
     _templates(found, parameters)
     _twins(found, {c for v in parameters for c in found.all(v)})
+    for axes in alike:
+        for axis in axes[1:]:
+            _unite_if_free(found, axes[0], axis)
     return found
 
 
@@ -243,6 +248,12 @@ def _sizes(found: Classes, nodes: Sequence[Node]) -> list[int]:
 def _unite_axes(found: Classes, a: Axis, b: Axis) -> None:
     for x, y in zip(found.of(*a), found.of(*b), strict=False):
         found.unite(x, y)
+
+
+def _unite_if_free(found: Classes, a: Axis, b: Axis) -> None:
+    for x, y in zip(found.of(*a), found.of(*b), strict=False):
+        if y not in found.apart(x):
+            found.unite(x, y)
 
 
 def _counts(found: Classes) -> None:

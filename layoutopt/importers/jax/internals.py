@@ -53,85 +53,9 @@ def jax_module() -> Any:
     return jax
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One array of a pytree.
-
-    Attributes:
-      value: the array itself, None if only its type was given.
-      logical: names of its axes that its library has noted.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    value: Any = None
-    logical: tuple[str | None, ...] | None = None
-
-
-def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
-    """The arrays of a pytree with their paths, and the tree of their types for tracing."""
+def dtype_of(dtype: Any) -> str:
+    """JAX's element type by its name; KEY of random keys."""
     jax = jax_module()
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    boxes = _boxes(jax, tree)
-    leaves, types = [], []
-    for path, leaf in flat:
-        name = path_of(path)
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            try:
-                leaf = np.asarray(leaf)
-                if leaf.dtype.kind in "OSU":
-                    raise TypeError
-            except (TypeError, ValueError):
-                raise UserError(
-                    f"from_jax: {name or 'an argument'} is a {type(leaf).__name__}, not an array; give "
-                    "arrays or jax.ShapeDtypeStruct, and bind what is no array with functools.partial"
-                ) from None
-            if leaf.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
-                leaf = leaf.astype(
-                    {"f": np.float32, "i": np.int32, "u": np.uint32}.get(leaf.dtype.kind, leaf.dtype)
-                )
-        types.append(jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype))
-        abstract = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer)
-        dtype = _dtype(jax, leaf.dtype)
-        value = None if abstract or dtype == KEY else leaf
-        leaves.append(Leaf(name, tuple(map(int, leaf.shape)), dtype, value, boxes.get(name)))
-    return leaves, jax.tree_util.tree_unflatten(treedef, types)
-
-
-def _boxes(jax: Any, tree: Any) -> dict[str, tuple[str | None, ...]]:
-    """Names of axes that boxes around arrays hold (Flax's `Partitioned`, NNX's variables), by path."""
-    found: dict[str, tuple[str | None, ...]] = {}
-
-    def is_box(x: Any) -> bool:
-        return hasattr(x, "names") and hasattr(x, "unbox")
-
-    for path, box in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]:
-        if is_box(box):
-            inner = jax.tree_util.tree_flatten_with_path(box)[0]
-            names = tuple(n if isinstance(n, str) else None for n in box.names)
-            for rest, _ in inner:
-                found[path_of((*path, *rest))] = names
-    return found
-
-
-def path_of(keys: Sequence[Any]) -> str:
-    """The keys of a pytree as a path."""
-    parts = []
-    for key in keys:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
-    # Boxes around arrays (Flax's `value`) are no part of a name.
-    if len(parts) > 1 and parts[-1] in ("value", "raw_value"):
-        parts.pop()
-    return "/".join(re.sub(r"[^\w.\-/]+", "_", p).strip("_") or "_" for p in parts)
-
-
-def _dtype(jax: Any, dtype: Any) -> str:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return KEY
     return np.dtype(dtype).name
@@ -159,17 +83,6 @@ def traced(fn: Callable[..., Any], args: Sequence[Any]) -> Traced:
     return Traced(reader.block(closed, ins), jax.tree_util.tree_unflatten(tree, range(len(flat))))
 
 
-def leaves(tree: Any) -> list[Any]:
-    """The leaves of a pytree."""
-    found: list[Any] = jax_module().tree_util.tree_leaves(tree)
-    return found
-
-
-def structure(tree: Any) -> Any:
-    """How a pytree is built, to be compared."""
-    return jax_module().tree_util.tree_structure(tree)
-
-
 class Reader:
     """Turns jaxprs into blocks."""
 
@@ -185,7 +98,7 @@ class Reader:
         return Var(tuple(map(int, getattr(aval, "shape", ()))), self.dtype(aval))
 
     def dtype(self, aval: Any) -> str:
-        return _dtype(self.jax, aval.dtype) if hasattr(aval, "dtype") else "token"
+        return dtype_of(aval.dtype) if hasattr(aval, "dtype") else "token"
 
     def block(self, closed: Any, ins: list[Var], prefix: str = "", where: str = "") -> Block:
         """The block of a closed jaxpr, whose variables are `ins`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mesh_tf_core as mtf
@@ -21,8 +21,10 @@ from layoutopt.importers.jax.equations import (
     layered,
 )
 from layoutopt.importers.jax.factors import Factors, factors
-from layoutopt.importers.jax.internals import Leaf, leaves, leaves_of, structure, traced
+from layoutopt.importers.jax.internals import traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
+from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, structure
+from layoutopt.importers.jax.logical import logical_axes, said_of, same_dimensions
 from layoutopt.importers.jax.naming import Arrays, named
 from layoutopt.importers.jax.optax_of import optax_of
 from layoutopt.importers.jax.origin import ArrayAxes, Origin
@@ -88,7 +90,7 @@ def from_jax(
     *,
     optimizer: str | Optimizer = "adamw",
     rng: Any = None,
-    names: Mapping[str, Any] | None = None,
+    names: Any = None,
     state: Any = None,
     name: str = "",
 ) -> JaxModel:
@@ -104,7 +106,7 @@ def from_jax(
       optimizer: adamw, adam, sgd, adafactor (with optax's defaults), or one of ours.
       rng: a random key, or its type. Draws are the same under every layout, but not those that JAX makes.
       names: {"path/of/a/parameter": ("d_model", "d_ff")} names dimensions, {"d_ff_2": "bottleneck"} renames
-        them.
+        them; a pytree of PartitionSpec built like params has logical axes, where Flax's boxes were taken off.
       state: pytree of arrays or types that are stored and not trained, as batch statistics.
 
     Raises:
@@ -121,18 +123,24 @@ def from_jax(
         types.append(tree_types)
     if not found["params"]:
         raise UserError("from_jax: params has no arrays; give the pytree that is trained")
+    said, noted = said_of(names, [leaf for listed in found.values() for leaf in listed])
     trace = traced(loss, types)
     block = trace.block
     variables = iter(block.ins)
-    pairs = {role: [(next(variables), leaf) for leaf in listed] for role, listed in found.items()}
+    pairs = {
+        role: [(next(variables), replace(x, noted=noted.get(x.path, x.noted))) for x in listed]
+        for role, listed in found.items()
+    }
     for listed in pairs.values():
         for v, leaf in listed:
             v.path = leaf.path
     arrays = Arrays(pairs["params"], pairs.get("state", []), pairs["batch"])
-    cut = factors(block)
+    cut, notes = factors(block), list[str]()
+    logical = logical_axes(list(arrays.all()), notes)
     parameters, inputs = [v for v, _ in arrays.parameters], [v for v, _ in arrays.batch]
-    dims = classes(block, cut, parameters, inputs, _hints(names or {}, arrays, cut))
-    called = named(block, dims, arrays, names)
+    hints = _hints(said, arrays, cut)
+    dims = classes(block, cut, parameters, inputs, hints, same_dimensions(logical, said))
+    called = named(block, dims, arrays, said, logical, notes)
     title = name or str(getattr(loss, "__name__", "")).strip("<>") or "model"
     writer = Writer(Graph(title), dims, called, TABLE)
     _arguments(writer, block, arrays, pairs.get("rng", []))
@@ -149,7 +157,7 @@ def from_jax(
         {leaf.path: _axes(writer, v, leaf) for v, leaf in arrays.state},
         {leaf.path: _axes(writer, v, leaf) for v, leaf in arrays.batch},
         writer.sources,
-        tuple(writer.notes),
+        (*notes, *writer.notes),
         block,
         dims,
         called,

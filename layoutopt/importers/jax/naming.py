@@ -9,14 +9,15 @@ one dimension (which may have several sizes, as along an image).
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layoutopt.importers.jax.classes import PARAMETER, Classes, Node, template
 from layoutopt.importers.jax.equations import Block, Equation, Operand, Var
 from layoutopt.importers.jax.indexing import indexing
-from layoutopt.importers.jax.internals import Leaf
+from layoutopt.importers.jax.leaves import Leaf
+from layoutopt.importers.jax.logical import LogicalAxis, called
 from layoutopt.importers.jax.relations import Part
 from mesh_tf_core.errors import UserError, known_names
 
@@ -41,18 +42,34 @@ class Arrays:
         yield from self.batch
 
 
-def named(block: Block, classes: Classes, arrays: Arrays, given: Given | None) -> dict[Node, str]:
-    """Class -> its name.
+def named(
+    block: Block,
+    classes: Classes,
+    arrays: Arrays,
+    given: Given,
+    logical: Sequence[LogicalAxis],
+    notes: list[str],
+) -> dict[Node, str]:
+    """Class -> its name; what logical names say twice is told in `notes`.
 
     Raises:
       UserError: names that do not fit the arrays, or that would give a dimension two names.
     """
-    return _Naming(block, classes, arrays, given or {}).names()
+    return _Naming(block, classes, arrays, given, logical, notes).names()
 
 
 class _Naming:
-    def __init__(self, block: Block, classes: Classes, arrays: Arrays, given: Given) -> None:
+    def __init__(
+        self,
+        block: Block,
+        classes: Classes,
+        arrays: Arrays,
+        given: Given,
+        logical: Sequence[LogicalAxis],
+        notes: list[str],
+    ) -> None:
         self.block, self.classes, self.arrays, self.given = block, classes, arrays, given
+        self.logical, self.notes = logical, notes
         self.found: dict[Node, str] = {}
         self.taken: set[str] = set()
         self.fixed: dict[Node, tuple[str, str]] = {}
@@ -164,14 +181,25 @@ class _Naming:
         return self.found
 
     def _logical(self) -> None:
-        votes: dict[Node, Counter[str]] = defaultdict(Counter)
-        for v, leaf in self.arrays.parameters:
-            for a, name in enumerate(leaf.logical or ()):
-                nodes = self.classes.of(v, a) if a < len(v.shape) else ()
-                if name and len(nodes) == 1:
-                    votes[nodes[0]][name] += 1
-        for node, names in votes.items():
-            self.give(node, names.most_common(1)[0][0])
+        """What libraries noted; one name of several dimensions is numbered."""
+        of = [(self.classes.of(*x.axis), x) for x in self.logical]
+        found, notes = called([(nodes[0], x) for nodes, x in of if len(nodes) == 1])
+        self.notes += notes
+        places = dict(self.fixed.values())
+        for node, (name, path) in found.items():
+            if node in self.found:
+                continue
+            if name in places:
+                raise UserError(
+                    f"from_jax: names calls {places[name]} {name!r}, as the model's logical axes call "
+                    f"another dimension, of {path!r}; give it another name, or name that one too"
+                )
+            self.give(node, name)
+            if self.found[node] != name:
+                self.notes.append(
+                    f"logical axis {name!r} is several dimensions, which meet in an array or differ in size: "
+                    f"that of {path} is called {self.found[node]}"
+                )
 
     # -- what it does --------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layoutopt.importers.jax.internals import Leaf, jax_module, leaves_of
+from layoutopt.importers.jax.internals import jax_module
+from layoutopt.importers.jax.leaves import Leaf, leaves_of
 from layoutopt.importers.jax.origin import ArrayAxes, Origin
 from layoutopt.importers.jax.placing import Placing, Spec, partition_spec
 from mesh_tf_core.errors import UserError, known_names

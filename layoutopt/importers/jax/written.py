@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from layoutopt.importers.jax.internals import jax_module, path_of
+from layoutopt.importers.jax.internals import jax_module
+from layoutopt.importers.jax.leaves import flat
 from layoutopt.importers.jax.origin import ArrayAxes, Origin
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -76,9 +77,7 @@ def _splits(
     """Every dimension of every array with the axes that its sharding gives it."""
     jax = jax_module()
     spec, sharding = jax.sharding.PartitionSpec, jax.sharding.NamedSharding
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, spec | sharding))[0]
-    for keys, leaf in leaves:
-        path = path_of(keys)
+    for path, leaf, _ in flat(tree, is_leaf=lambda x: isinstance(x, spec | sharding)):
         if path not in known:
             raise UserError(f"shardings(): the model has no {what} {path!r}; {known_names(path, known)}")
         found = leaf.spec if isinstance(leaf, sharding) else leaf

@@ -1,0 +1,147 @@
+"""The arrays of pytrees: their paths, types, and the names of axes that libraries note beside them.
+
+Flax keeps such names in boxes around arrays (Linen's `Partitioned` and `LogicallyPartitioned`, the variables
+of NNX), which are pytrees of one array. A box is no part of an array's path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.jax.equations import KEY
+from layoutopt.importers.jax.internals import dtype_of, jax_module
+from mesh_tf_core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Names that a library noted for the axes of an array.
+
+    Attributes:
+      names: from the first axis on; None for one without a name.
+      logical: they are names of dimensions for sure; else they may be axes of a mesh.
+    """
+
+    names: tuple[str | None, ...]
+    logical: bool
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a pytree.
+
+    Attributes:
+      value: the array itself, None if only its type was given.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    value: Any = None
+    noted: Noted | None = None
+
+
+def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
+    """The arrays of a pytree with their paths, and the tree of their types for tracing."""
+    jax = jax_module()
+    leaves, types = [], []
+    for name, leaf, noted in flat(tree):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            leaf = _array(leaf, name)
+        types.append(jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype))
+        abstract = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer)
+        dtype = dtype_of(leaf.dtype)
+        value = None if abstract or dtype == KEY else leaf
+        leaves.append(Leaf(name, tuple(map(int, leaf.shape)), dtype, value, noted))
+    return leaves, jax.tree_util.tree_unflatten(structure(tree), types)
+
+
+def _array(leaf: Any, name: str) -> Any:
+    """A Python number, or a sequence, as an array of JAX's default precision."""
+    try:
+        found = np.asarray(leaf)
+        if found.dtype.kind in "OSU":
+            raise TypeError
+    except (TypeError, ValueError):
+        raise UserError(
+            f"from_jax: {name or 'an argument'} is a {type(leaf).__name__}, not an array; give arrays or "
+            "jax.ShapeDtypeStruct, and bind what is no array with functools.partial"
+        ) from None
+    if found.dtype.itemsize == 8 and not jax_module().config.jax_enable_x64:
+        narrow = {"f": np.float32, "i": np.int32, "u": np.uint32}
+        found = found.astype(narrow.get(found.dtype.kind, found.dtype))
+    return found
+
+
+def flat(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any, Noted | None]]:
+    """The leaves of a pytree in its order: path, leaf, and what the box around it notes."""
+    flatten = jax_module().tree_util.tree_flatten_with_path
+    found: list[tuple[str, Any, Noted | None]] = []
+    for keys, item in flatten(tree, is_leaf=lambda x: _is_box(x) or bool(is_leaf and is_leaf(x)))[0]:
+        if _is_box(item):
+            # The first key is what the box calls its array.
+            inner = flatten(item, is_leaf=is_leaf)[0]
+            found += [(path_of((*keys, *rest[1:])), leaf, _noted(item)) for rest, leaf in inner]
+        else:
+            found.append((path_of(keys), item, None))
+    return found
+
+
+def _is_box(x: Any) -> bool:
+    """A box of Linen, or a variable of NNX."""
+    kind = type(x)
+    linen = hasattr(kind, "unbox") and hasattr(x, "names")
+    return linen or callable(getattr(kind, "get_metadata", None))
+
+
+_NNX_KEYS = ("out_sharding", "sharding_names", "sharding")
+"""What NNX calls names of axes; the newest first."""
+
+
+def _noted(box: Any) -> Noted | None:
+    if hasattr(type(box), "unbox"):
+        names, logical = box.names, hasattr(box, "rules")
+    else:
+        metadata = box.get_metadata()
+        names = next((metadata[k] for k in _NNX_KEYS if metadata.get(k)), None)
+        logical = bool(metadata.get("sharding_rules"))
+    return noted_names(names, logical)
+
+
+def noted_names(names: Any, logical: bool) -> Noted | None:
+    """Names of axes as Flax writes them, a tuple or a PartitionSpec; None for others.
+
+    Several names for one axis are axes of a mesh, never a dimension.
+    """
+    if not isinstance(names, tuple | list | jax_module().sharding.PartitionSpec) or not len(names):
+        return None
+    return Noted(tuple(n if isinstance(n, str) else None for n in names), logical)
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """The keys of a pytree as a path."""
+    parts = []
+    for key in keys:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            parts.append(str(key))
+    return "/".join(re.sub(r"[^\w.\-/]+", "_", p).strip("_") or "_" for p in parts)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a pytree."""
+    found: list[Any] = jax_module().tree_util.tree_leaves(tree)
+    return found
+
+
+def structure(tree: Any) -> Any:
+    """How a pytree is built, to be compared."""
+    return jax_module().tree_util.tree_structure(tree)

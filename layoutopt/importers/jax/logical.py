@@ -1,0 +1,144 @@
+"""Logical axes: the names of dimensions that Flax, and libraries on it, keep beside parameters.
+
+The function itself decides which axes are one dimension; a logical name says what it is called, and that
+axes of one size with one name are one dimension where nothing speaks against it. Flax writes axes of a mesh
+into the same places (`with_partitioning(init, ("data", "model"))`): those are told by standing for axes of
+different sizes, and are no names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layoutopt.importers.jax.classes import Node
+from layoutopt.importers.jax.equations import Var
+from layoutopt.importers.jax.internals import jax_module
+from layoutopt.importers.jax.leaves import Leaf, Noted, flat, noted_names
+from layoutopt.importers.jax.relations import Axis
+from mesh_tf_core.errors import UserError, known_names
+
+_MESH_SHARE = 1 / 3
+"""Share of the noted axes whose names stand for several sizes, from which on names are those of a mesh: of
+MaxText's own logical axes at most a fifth do (`norm`, of models with normalized keys)."""
+
+
+@dataclass(frozen=True)
+class LogicalAxis:
+    """An axis of an array that has a logical name."""
+
+    axis: Axis
+    name: str
+    path: str
+
+
+def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[LogicalAxis]:
+    """The logical names of arrays; what is left out is told in `notes`.
+
+    Raises:
+      UserError: more names than axes.
+    """
+    sure: list[LogicalAxis] = []
+    perhaps: list[LogicalAxis] = []
+    for v, leaf in arrays:
+        if leaf.noted is None:
+            continue
+        names = leaf.noted.names
+        if len(names) > len(v.shape):
+            raise UserError(
+                f"from_jax: {leaf.path!r} has logical axes {_text(names)}, but {len(v.shape)} axes "
+                f"{v.shape}; give one name per axis"
+            )
+        if len(names) < len(v.shape):
+            notes.append(
+                f"{leaf.path}: logical axes {_text(names)} of an array {v.shape}: which axes they are is not "
+                "said, so they name none; layers that are stacked name their axis by nn.PARTITION_NAME"
+            )
+            continue
+        found = [LogicalAxis((v, a), name, leaf.path) for a, name in enumerate(names) if name]
+        (sure if leaf.noted.logical else perhaps).extend(found)
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for x in perhaps:
+        sizes[x.name].add(_size(x))
+    several = [x for x in perhaps if len(sizes[x.name]) > 1]
+    if len(several) >= _MESH_SHARE * len(perhaps) > 0:
+        name = several[0].name
+        notes.append(
+            f"names of axes in {several[0].path} and others are taken as axes of a mesh, not as dimensions: "
+            f"{name!r} has sizes {', '.join(map(str, sorted(sizes[name])))}; give names= for names, and "
+            "`layoutopt lint` prices such shardings"
+        )
+        perhaps = []
+    return sure + perhaps
+
+
+def _size(x: LogicalAxis) -> int:
+    v, a = x.axis
+    return v.shape[a]
+
+
+def _text(names: Sequence[str | None]) -> str:
+    return f"({', '.join(map(str, names))})"
+
+
+def same_dimensions(axes: Sequence[LogicalAxis], apart: Mapping[str, Any]) -> list[list[Axis]]:
+    """Axes of one logical name and one size, those of arrays in `apart` left out: the user names them."""
+    found: dict[tuple[str, int], list[Axis]] = defaultdict(list)
+    for x in axes:
+        if x.path not in apart:
+            found[x.name, _size(x)].append(x.axis)
+    return [listed for listed in found.values() if len(listed) > 1]
+
+
+def said_of(names: Any, known: Sequence[Leaf]) -> tuple[dict[str, Any], dict[str, Noted]]:
+    """`names` as the user gives them: what names axes of arrays or renames dimensions, and pytrees of
+    PartitionSpecs (Flax's `get_partition_spec`) as logical axes by path.
+
+    Raises:
+      UserError: it is neither, or has a path that no array has.
+    """
+    if names is None:
+        return {}, {}
+    spec = jax_module().sharding.PartitionSpec
+    own: dict[str, Any] = {}
+    trees: Any = names
+    if isinstance(names, Mapping):
+        plain = [k for k, v in names.items() if isinstance(v, str | tuple | list | None)]
+        own = {k: names[k] for k in plain if not isinstance(names[k], spec)}
+        trees = {k: v for k, v in names.items() if k not in own}
+    paths = {leaf.path for leaf in known}
+    noted = {}
+    for path, leaf, _ in flat(trees, is_leaf=lambda x: isinstance(x, spec)):
+        if not isinstance(leaf, spec):
+            raise UserError(
+                f"from_jax: names has {leaf!r} at {path!r}; give a tuple of names for the axes of an array, "
+                "a new name for a dimension, or a pytree of PartitionSpec built like params"
+            )
+        if path not in paths:
+            raise UserError(f"from_jax: names has {path!r}, which is no array; {known_names(path, paths)}")
+        found = noted_names(leaf, logical=True)
+        if found is not None:
+            noted[path] = found
+    return own, noted
+
+
+def called(
+    axes: Sequence[tuple[Node, LogicalAxis]],
+) -> tuple[dict[Node, tuple[str, str]], list[str]]:
+    """Class -> its logical name and an array that has it, from (class, axis) of all, most frequent first; and
+    notes of classes that have several names."""
+    votes: dict[Node, Counter[str]] = defaultdict(Counter)
+    where: dict[Node, str] = {}
+    for node, x in axes:
+        votes[node][x.name] += 1
+        where.setdefault(node, x.path)
+    found, notes = {}, []
+    for node, names in sorted(votes.items(), key=lambda item: -item[1].total()):
+        first, *others = (name for name, _ in names.most_common())
+        found[node] = first, where[node]
+        if others:
+            listed = ", ".join(repr(n) for n in (first, *others))
+            notes.append(f"logical axes {listed} are one dimension, which is called {first}")
+    return found, notes
