@@ -51,7 +51,6 @@ def test_the_loss_curve_does_not_depend_on_the_layout() -> None:
     searched = layoutopt.search(model(**SIZES), mesh=MESH, hardware="tpu-v3")
     for layout, options in (
         ("batch:data+model", mtf.Options()),
-        ("heads:model;d_ff:model;vocab:model", mtf.Options()),
         ("batch:data;heads:model;d_ff:model;vocab:model", mtf.Options()),
         (str(searched.layout), searched.options),
     ):
@@ -87,7 +86,7 @@ PLAIN = mtf.Options()
             ("d_model:model", FIRST),
             ("d_kv:model;d_model:data", FIRST),
         ],
-        every=5,
+        every=8,
     ),
 )
 def test_the_engine_counts_the_bytes_of_the_plan(layout: str, options: mtf.Options) -> None:

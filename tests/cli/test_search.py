@@ -18,6 +18,17 @@ LM = "examples/transformer_lm.py"
 # Only splits are decided where nothing else is the point.
 PLAIN = ("--storage", "layout", "--recompute", "never", "--microbatches", "1")
 MLP = ("search", "examples/mlp.py", "--mesh", "data:2;model:2", *PLAIN)
+SMALLEST = (
+    "search",
+    "examples/mlp.py",
+    "--mesh",
+    "data:2",
+    "--set",
+    "hidden=64",
+    "--set",
+    "layers=1",
+    *PLAIN,
+)
 SMALL = ("--set", "layers=2", "--set", "d_model=64", "--set", "d_ff=128", "--set", "length=32")
 
 PLAN = [
@@ -192,7 +203,7 @@ def test_the_mesh_is_searched_too(result: Callable[..., dict[str, Any]]) -> None
 
 
 def test_nothing_fits(refused: Callable[..., str]) -> None:
-    line = refused(*MLP, "--set", "hidden=64", "--set", "layers=1", "--memory", "5KiB", "--json", code=3)
+    line = refused(*SMALLEST, "--memory", "5KiB", "--json", code=3)
     assert "no layout of 'mlp' fits into 5 KiB a device" in line
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)
 

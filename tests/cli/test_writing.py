@@ -30,9 +30,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes devices, or a compiler, was done already."""
+@pytest.fixture(scope="module")
+def profile_content() -> Any:
+    """A profile, fitted once for all commands that would measure one."""
     from costmodels.calibration.clock import Noise
     from costmodels.calibration.profile import profile
     from costmodels.calibration.team import assemble
@@ -40,8 +40,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = test_fit.measured()
     records = [{"name": name, **m} for name, m in found.items()]
-    content = profile(assemble(test_fit.MESH), test_fit.fitted(found), records, Noise(0.0, 0.0), quick=True)
-    monkeypatch.setattr("costmodels.calibration.calibrate", lambda *_, **__: content)
+    return profile(assemble(test_fit.MESH), test_fit.fitted(found), records, Noise(0.0, 0.0), quick=True)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, profile_content: Any) -> None:
+    """What takes devices, or a compiler, was done already."""
+    monkeypatch.setattr("costmodels.calibration.calibrate", lambda *_, **__: profile_content)
     monkeypatch.setattr("layoutopt.cli.calibrate.start_devices", lambda *_: None)
     monkeypatch.setattr("layoutopt.cli.validate.start_devices", lambda *_: None)
     validation = sample.validation()

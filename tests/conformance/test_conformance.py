@@ -12,16 +12,27 @@ import mesh_tf_core as mtf
 import mesh_tf_core.ops as ops_package
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import Local
-from tests.conformance.helper import MESHES, Built, Counts, Sample, check_dense, conform, legal_layouts
+from tests.conformance.helper import (
+    BY_NIGHT,
+    MESHES,
+    Built,
+    Counts,
+    Sample,
+    check_dense,
+    conform,
+    legal_layouts,
+)
 from tests.conformance.samples import SAMPLES
 
 Record = Callable[[str, Any], None]
 NAMES = [s.name for s in SAMPLES]
 SLOW = "x:2;y:4"
 TASKS = [
-    pytest.param(sample, mesh, id=f"{sample.name}-{mesh}", marks=[pytest.mark.slow] if mesh == SLOW else [])
+    pytest.param(sample, mesh, numbers, id=f"{sample.name}-{mesh}{when}", marks=marks)
     for sample in SAMPLES
-    for mesh in MESHES
+    for when, chosen in (("", MESHES), ("-by night", BY_NIGHT))
+    for mesh, numbers in chosen.items()
+    for marks in [[pytest.mark.nightly] if when else [pytest.mark.slow] if mesh == SLOW else []]
 ]
 
 
@@ -32,9 +43,9 @@ def test_dense(sample: Sample, record_property: Record) -> None:
     record_property("conformance", (sample.family, f"{sample.name}, dense", 0, 0, done))
 
 
-@pytest.mark.parametrize(("sample", "mesh"), TASKS)
-def test_layouts(sample: Sample, mesh: str, record_property: Record) -> None:
-    counts = sum((conform(sample, mesh, number) for number in MESHES[mesh]), Counts())
+@pytest.mark.parametrize(("sample", "mesh", "numbers"), TASKS)
+def test_layouts(sample: Sample, mesh: str, numbers: tuple[str, ...], record_property: Record) -> None:
+    counts = sum((conform(sample, mesh, number) for number in numbers), Counts())
     assert counts.legal >= 2
     tried = (counts.legal, counts.illegal, counts.comparisons)
     record_property("conformance", (sample.family, f"{sample.name}, {mesh}", *tried))

@@ -13,6 +13,7 @@ from examples import bert, moe_lm, reformer_lm, resnet, transformer_seq2seq, une
 from mesh_tf_core.ir.program import AllGather, AllToAll, Permute, Program
 from mesh_tf_core.lower.rematerialization import recomputable
 from tests.examples.helper import SMALL, Result, batches, check_same, train
+from tests.marks import by_day
 
 EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "seq2seq": (transformer_seq2seq, SMALL),
@@ -86,10 +87,9 @@ def dense(name: str) -> Result:
     return train(*ALL[name])
 
 
-# Every example by day, under every other layout of it; four layouts are of all examples, so that these turn.
-BY_TURNS = [
-    pytest.param(*task, marks=pytest.mark.nightly if (i + i // 4) % 2 else ()) for i, task in enumerate(TASKS)
-]
+# Every example by day, under every third layout of it: 3 and the four layouts of most examples share no
+# factor, so that these turn.
+BY_TURNS = by_day(TASKS, every=3)
 
 
 @pytest.mark.parametrize(("name", "mesh", "layout"), BY_TURNS)

@@ -76,7 +76,7 @@ def test_examples(name: str, parts: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, hardware", crossed(["a100", "tpu-v5e", "cpu-local"], every=2))
+@pytest.mark.parametrize("name, hardware", crossed(["a100", "tpu-v5e", "cpu-local"], every=4))
 def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
         compare(EXAMPLES[name](), mtf.Mesh(mesh), parts, load_hardware(hardware), seed=7, count=20)
