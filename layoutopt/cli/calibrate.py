@@ -123,7 +123,7 @@ def _this_machine(
 ) -> None:
     from costmodels.hardware import profile_of, write_profile
     from costmodels.hardware.profiles import made_profiles_directory
-    from layoutopt.plan.results import CalibrateResult
+    from layoutopt.plan.hardware_results import CalibrateResult
 
     target = out or made_profiles_directory() / f"{THIS_MACHINE}.json"
     check_out(target)

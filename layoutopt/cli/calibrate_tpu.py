@@ -22,7 +22,7 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
     from costmodels.calibration.tpu_compiled import known_target, shipped_probes
     from costmodels.hardware import write_profile
     from costmodels.hardware.profiles import made_profiles_directory
-    from layoutopt.plan.results import CalibrateTpuResult
+    from layoutopt.plan.hardware_results import CalibrateTpuResult
 
     known_target(target)
     check_out(out)

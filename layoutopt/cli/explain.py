@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from layoutopt.cli.changed import Changed, changed_conditions, proven, with_found
+from layoutopt.cli.explain_tables import rules_text_of, show_against, worth_table
 from layoutopt.cli.options import (
     JsonOption,
     QuietOption,
@@ -19,7 +19,7 @@ from layoutopt.cli.options import (
     path_option,
     time_limited,
 )
-from layoutopt.cli.plan_tables import rules_text, summary
+from layoutopt.cli.plan_tables import summary
 from layoutopt.cli.plans import (
     ModelOption,
     PlanArgument,
@@ -29,8 +29,7 @@ from layoutopt.cli.plans import (
     where_of,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.results import layout_text
-from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text, share_text, some
 
@@ -46,9 +45,8 @@ EXAMPLES = examples(
     'layoutopt explain plan.json --against "batch:data+model" --pin "batch:none" --json',
     "layoutopt explain plan.json --sensitivity --check --out plan.json",
 )
-MOST = 15
 LARGEST = 3
-"""Tensors named at the peak, and numbers that differ."""
+"""Tensors named at the peak."""
 
 
 def explain(
@@ -226,13 +224,14 @@ def _tell(
     checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
     held = [("peak", _peak(evaluation.memory)), _binds(found, evaluation, answers)]
     terminal.show(facts([*summary(found.plan, found.limit), *checks, *held]))
-    worth = _worth(evaluation, for_memory(found), answers["splits"], "without it")
-    terminal.show("", table("What each split is worth", *worth))
+    memory = for_memory(found)
+    terminal.show(
+        "", worth_table("What each split is worth", evaluation, memory, answers["splits"], "without it")
+    )
     if answers["pins"]:
-        worth = _worth(evaluation, for_memory(found), answers["pins"], "with it")
-        terminal.show("", table("What each pin costs", *worth))
+        terminal.show("", worth_table("What each pin costs", evaluation, memory, answers["pins"], "with it"))
     if other is not None:
-        _show_against(terminal, evaluation, other, rows)
+        show_against(terminal, evaluation, other, rows)
         if (alike := _alike(found, other)) is not None:
             step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
             terminal.show(f"with the plan's {own.in_short()} too: {step} a step, {peak} of memory")
@@ -269,75 +268,6 @@ def _peak(memory: Memory) -> str:
     at = memory.points[memory.at]
     where = "/".join(filter(None, (at.origin.scope, at.name)))
     return f"at {where} in {at.origin.phase}: {most}"
-
-
-def rules_text_of(layout: str) -> str:
-    """A layout's string with room to break the line."""
-    return layout.replace(";", "; ") or rules_text({})
-
-
-def _worth(
-    evaluation: Evaluation, memory: bool, answers: list[Answer], best: str
-) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[int, ...]]:
-    now = evaluation.memory.peak if memory else evaluation.cost.step_seconds
-    text: Callable[[float], str] = bytes_text if memory else seconds_text
-    columns = (
-        "rule",
-        f"{'least memory' if memory else 'best step'} {best}",
-        "costs",
-        "then the layout is",
-        "proven",
-    )
-    rows: list[tuple[str, ...]] = []
-    found = [(a, a.peak if memory else a.seconds) for a in answers]
-    for a, value in sorted(found, key=lambda pair: -(math.inf if pair[1] is None else pair[1])):
-        if value is None:
-            rows.append(
-                (
-                    a.condition,
-                    "nothing fits" if a.proven else "unknown",
-                    "",
-                    a.reason,
-                    "yes" if a.proven else "no",
-                )
-            )
-            continue
-        extra = max(value - now, 0)
-        costs = f"{text(extra)} ({share_text(extra, now)})"
-        proven = "yes" if a.proven else "no"
-        rows.append((a.condition, text(value), costs, rules_text_of(a.layout), proven))
-    return columns, rows, (1, 2)
-
-
-def _show_against(
-    terminal: Terminal, evaluation: Evaluation, other: Evaluation, rows: list[Difference]
-) -> None:
-    ours, theirs = evaluation.cost.step_seconds, other.cost.step_seconds
-    cells = [
-        (
-            f"{d.scope}/{d.name}" if d.scope else d.name,
-            d.phase,
-            d.where or "compute",
-            seconds_text(d.ours),
-            seconds_text(d.theirs),
-            _signed(d.saved),
-        )
-        for d in rows[:MOST]
-    ]
-    rest = sum(d.saved for d in rows[MOST:])
-    if len(rows) > MOST:
-        cells.append((f"{len(rows) - MOST} others", "", "", "", "", _signed(rest)))
-    cells.append(("step", "", "", seconds_text(ours), seconds_text(theirs), _signed(theirs - ours)))
-    columns = ("operation", "phase", "on", "the plan", "the other", "saved")
-    terminal.show("", table("Where the two differ", columns, cells, (3, 4, 5), total=True))
-    terminal.show(
-        f"{layout_text(other.program.layout)}: {seconds_text(theirs)} a step, "
-        f"{bytes_text(other.memory.peak)} of memory; the plan: {bytes_text(evaluation.memory.peak)}"
-    )
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{seconds_text(abs(seconds))}"
 
 
 def _result(

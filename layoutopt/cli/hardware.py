@@ -40,7 +40,7 @@ def hardware(
 
 def _list(terminal: Terminal) -> None:
     from costmodels.hardware import hardware_names
-    from layoutopt.plan.results import HardwareList, HardwareSummary
+    from layoutopt.plan.hardware_results import HardwareList, HardwareSummary
 
     machines = [read_hardware(name) for name in hardware_names()]
     terminal.result(HardwareList(hardware=[HardwareSummary(**_summary(m)) for m in machines]))
@@ -70,7 +70,7 @@ def _list(terminal: Terminal) -> None:
 
 
 def _one(terminal: Terminal, machine: Hardware) -> None:
-    from layoutopt.plan.results import HardwareResult, SourcedCurve, SourcedNumber
+    from layoutopt.plan.hardware_results import HardwareResult, SourcedCurve, SourcedNumber
 
     terminal.result(
         HardwareResult(

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from layoutopt.cli import app
 from layoutopt.models import checked
-from layoutopt.plan import results
+from layoutopt.plan import hardware_results, results
 from layoutopt.plan.fields import Data
 from layoutopt.plan.schema import PlanFile
 
@@ -55,7 +55,7 @@ SCHEMAS: dict[str, type[Data]] = {
     "lint": results.LintResult,
     "explain": results.ExplainResult,
     "measure": results.MeasureResult,
-    "calibrate": results.CalibrateResult,
+    "calibrate": hardware_results.CalibrateResult,
     "validate": results.ValidateResult,
     "verify": results.VerifyResult,
     "lower": results.LowerResult,
@@ -65,15 +65,15 @@ SCHEMAS: dict[str, type[Data]] = {
     "solve-problem": results.SolveProblemResult,
     "export": results.ExportResult,
     "init": results.InitResult,
-    "hardware": results.HardwareList,
+    "hardware": hardware_results.HardwareList,
 }
 """What each command prints."""
 
 
 def schema_of(args: Sequence[str]) -> type[Data]:
     if args[0] == "hardware" and len(args) > 1:
-        return results.HardwareResult
-    return results.CalibrateTpuResult if "--target" in args else SCHEMAS[args[0]]
+        return hardware_results.HardwareResult
+    return hardware_results.CalibrateTpuResult if "--target" in args else SCHEMAS[args[0]]
 
 
 def fits(found: dict[str, Any], schema: type[Data]) -> None:
