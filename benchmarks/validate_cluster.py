@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from costmodels.calibration import assemble  # noqa: E402
 from costmodels.calibration.machine import machine, versions  # noqa: E402
 from costmodels.hardware import read_hardware  # noqa: E402
 from costmodels.pricing.pricer import pricer  # noqa: E402
@@ -98,7 +99,7 @@ def work(profile: Path, out: Path) -> None:
             layouts = [Layout(text) for text in texts]
             chosen = [Candidate("given", x, seconds_of(loaded.model, MESH, x, prices)) for x in layouts]
             batch = next(iter(loaded.data()))
-            samples = run(loaded.model, MESH, chosen, SAMPLES, batch, cluster=cluster)
+            samples = run(loaded.model, assemble(MESH, cluster), chosen, SAMPLES, batch)
             found.append({"model": name, **result(chosen, samples)})
             if cluster.is_writer:
                 show(found[-1])

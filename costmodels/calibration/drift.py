@@ -51,13 +51,13 @@ class Drift:
 
 
 @contextmanager
-def open_drift(mesh: Mesh, hardware: Hardware) -> Iterator[Drift]:
-    """References of a calibrated profile of this mesh; none (and a ratio of None) for any other hardware."""
-    wanted = references(mesh, hardware)
+def open_drift(mesh: Mesh, hardware: Hardware, engine: str = "local") -> Iterator[Drift]:
+    """References of a profile of this mesh and engine; none (and a ratio of None) for any other hardware."""
+    wanted = references(mesh, hardware, engine)
     engines: list[Engine] = []
     try:
         for probe, _ in wanted:
-            engines.append(open_engine(probe.program(mesh), "local"))
+            engines.append(open_engine(probe.program(mesh), engine))
             engines[-1].initialize()
             engines[-1].step({})
         yield Drift([seconds for _, seconds in wanted], engines)
@@ -66,11 +66,12 @@ def open_drift(mesh: Mesh, hardware: Hardware) -> Iterator[Drift]:
             engine.close()
 
 
-def references(mesh: Mesh, hardware: Hardware) -> list[tuple[Probe, float]]:
+def references(mesh: Mesh, hardware: Hardware, engine: str = "local") -> list[tuple[Probe, float]]:
     """The reference probes, with the seconds that the profile says; none of one that other processes
     measured too."""
     found = {} if hardware.calibration is None else json.loads(hardware.calibration.machine)
-    if hardware.calibration is None or found.get("mesh") != str(mesh) or found.get("processes", 1) > 1:
+    measured_alike = found.get("mesh") == str(mesh) and found.get("engine", "local") == engine
+    if hardware.calibration is None or not measured_alike or found.get("processes", 1) > 1:
         return []
     measured = {m["name"]: m["seconds"] for m in json.loads(hardware.calibration.measurements)}
     known = {p.name: p for p in probes(mesh, quick=True)}

@@ -27,6 +27,7 @@ def calibrate(
     resume: str | Path | None = None,
     wanted: Sequence[Probe] | None = None,
     cluster: Cluster | None = None,
+    engine: str = "auto",
 ) -> dict[str, Any]:
     """Measures this machine's mesh, or a cluster's; returns the content of its profile (see
     `costmodels.hardware.write_profile`).
@@ -42,6 +43,7 @@ def calibrate(
         a cluster's processes, worker 0 does so.
       wanted: the probes (None: all of `costmodels.calibration.probes`).
       cluster: the processes, each of which calls this alike and gets the same content.
+      engine: what runs the programs (see `mesh_tf_core.engines.open_engine`).
 
     Raises:
       UserError: a mesh of one device, or one that cannot be dealt out to the processes; a file to resume from
@@ -51,12 +53,12 @@ def calibrate(
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     if mesh.devices < 2:
         raise UserError(f"mesh [{mesh}] has one device; calibrate a mesh of at least two, for example data:2")
-    team = assemble(mesh, cluster)
+    team = assemble(mesh, cluster, engine)
     if cluster is not None:
         cluster.same("what is measured", f"mesh {mesh}, {'quick' if quick else 'thorough'}")
     each = team.devices_per_process
     chosen = list(probes(mesh, quick, each) if wanted is None else wanted)
-    key = {"mesh": str(mesh), "processes": team.processes, "quick": quick, "versions": versions()}
+    key = {"mesh": str(mesh), "processes": team.processes, "quick": quick, "versions": versions(team.engine)}
     partial = Partial(Path(resume) if resume is not None and team.is_writer else None, key)
     partial.done = team.told("the partial results", partial.done)
     rounds, seconds, budget = (5, 0.02, QUICK) if quick else (15, 0.05, THOROUGH)

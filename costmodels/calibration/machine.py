@@ -28,9 +28,9 @@ def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**machines[0], **sums, **({"machines": len(machines)} if len(machines) > 1 else {})}
 
 
-def versions() -> dict[str, str]:
-    """Of what the measurements depend on."""
-    packages = ("tensorflow", "numpy", "layoutopt")
+def versions(engine: str = "local") -> dict[str, str]:
+    """Of what the measurements of an engine depend on."""
+    packages = ({"jax": "jaxlib", "lockstep": "numpy"}.get(engine, "tensorflow"), "numpy", "layoutopt")
     return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 

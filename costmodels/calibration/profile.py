@@ -89,12 +89,13 @@ def profile(
         "machine": {
             **team.machine,
             "mesh": str(mesh),
+            "engine": team.engine,
             "processes": team.processes,
             "devices_per_process": len(team.devices),
             "noisy": noise.noisy,
             "noise": noise.words,
         },
-        "versions": versions(),
+        "versions": versions(team.engine),
         "fit": {
             "method": METHOD,
             "quick": quick,

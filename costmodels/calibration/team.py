@@ -13,7 +13,7 @@ from typing import Any
 from costmodels.calibration.clock import Sample, combined, sample
 from costmodels.calibration.machine import machine, together
 from mesh_tf_core.cluster import Cluster
-from mesh_tf_core.engines import Engine, open_engine, prepare, start_cluster
+from mesh_tf_core.engines import Engine, chosen, open_engine, prepare, start_cluster
 from mesh_tf_core.engines.tf.devices import cpus
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -25,8 +25,9 @@ class Team:
 
     Attributes:
       mesh: its devices are dealt out to the processes in the order of their ranks.
-      devices: TensorFlow's names of this process's.
+      devices: names of this process's.
       machine: what the machines are, as one.
+      engine: what runs the steps (see `mesh_tf_core.engines.open_engine`).
       cluster: the processes; None for this one alone.
       hosts: the machine of each process.
       cores: of each machine, those that the processes may use.
@@ -35,6 +36,7 @@ class Team:
     mesh: Mesh
     devices: tuple[str, ...]
     machine: Mapping[str, Any]
+    engine: str = "local"
     cluster: Cluster | None = None
     hosts: tuple[str, ...] = ("",)
     cores: Mapping[str, int] = field(default_factory=dict)
@@ -45,7 +47,7 @@ class Team:
 
     @property
     def gpus(self) -> bool:
-        return "GPU" in self.devices[0]
+        return "CPU" not in self.devices[0].upper()
 
     @property
     def is_writer(self) -> bool:
@@ -58,7 +60,7 @@ class Team:
         return len(self.devices) if self.cluster is not None or self.gpus else None
 
     def open(self, program: Program) -> Engine:
-        return open_engine(program, "local", cluster=self.cluster)
+        return open_engine(program, self.engine, cluster=self.cluster)
 
     def told(self, what: str, value: Any) -> Any:
         """Worker 0's value (what JSON holds), for all."""
@@ -79,15 +81,16 @@ class Team:
         return combined(samples, self.hosts)
 
 
-def assemble(mesh: Mesh, cluster: Cluster | None = None) -> Team:
+def assemble(mesh: Mesh, cluster: Cluster | None = None, engine: str = "auto") -> Team:
     """Starts this process's devices, and meets the others.
 
     Raises:
-      UserError: the mesh cannot be dealt out to the processes, or TensorFlow already runs with fewer devices.
+      UserError: the mesh cannot be dealt out to the processes, or a library already runs with fewer devices.
       ClusterError: a process did not come.
     """
+    engine = chosen(engine)
     if cluster is None:
-        return Team(mesh, prepare(mesh.devices), machine())
+        return Team(mesh, prepare(mesh.devices, engine), machine(), engine)
     devices = start_cluster(cluster, mesh.devices)
     found = cluster.gather("the machines", [machine(), sorted(cpus())])
     hosts = cluster.members.hosts
@@ -96,4 +99,4 @@ def assemble(mesh: Mesh, cluster: Cluster | None = None) -> Team:
         homes.setdefault(host, (own, set()))[1].update(usable)
     cores = {host: len(usable) for host, (_, usable) in homes.items()}
     machines = [{**own, "cores": cores[host]} for host, (own, _) in homes.items()]
-    return Team(mesh, devices, together(machines), cluster, hosts, cores)
+    return Team(mesh, devices, together(machines), engine, cluster, hosts, cores)

@@ -1,4 +1,4 @@
-"""Where calibrated profiles are kept between runs: the user's cache directory."""
+"""What is kept between runs, in the user's cache directory: calibrated profiles, compiled steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from mesh_tf_core.errors import UserError
 
 
 def profiles_directory() -> Path | None:
-    """`layoutopt/profiles` below `$XDG_CACHE_HOME` or `~/.cache` (XDG Base Directory Specification); None for
+    """Where calibrated profiles lie; None for a user without a home."""
+    return cache_directory("profiles")
+
+
+def cache_directory(name: str) -> Path | None:
+    """`layoutopt/NAME` below `$XDG_CACHE_HOME` or `~/.cache` (XDG Base Directory Specification); None for
     a user without a home."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     try:
@@ -17,7 +22,7 @@ def profiles_directory() -> Path | None:
         base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
     except RuntimeError:
         return None
-    return base / "layoutopt" / "profiles"
+    return base / "layoutopt" / name
 
 
 def made_profiles_directory() -> Path:

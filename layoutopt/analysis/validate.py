@@ -13,12 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.calibration import Sample, assemble, noise, open_drift, repeats_spread, steps_for, typical
+from costmodels.calibration import (
+    Sample,
+    Team,
+    assemble,
+    noise,
+    open_drift,
+    repeats_spread,
+    steps_for,
+    typical,
+)
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.analysis.validation import Row, sample_layouts, summary
 from layoutopt.optimize.baselines import by_name
-from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -50,6 +58,7 @@ def validate(
     batch: Mapping[str, Any] | None = None,
     seed: int = 0,
     on_progress: Progress | None = None,
+    engine: str = "auto",
 ) -> dict[str, Any]:
     """Runs layouts of a model on this machine's mesh and compares.
 
@@ -59,6 +68,7 @@ def validate(
       steps: samples of each layout, a few steps each if they are short.
       batch: what every step is fed (None: zeros).
       seed: of the random layouts.
+      engine: what runs the steps (see `mesh_tf_core.engines.open_engine`).
 
     Returns:
       rows (layout, predicted_seconds, measured_seconds, name, spread), mape, kendall_tau, spearman, regret,
@@ -80,8 +90,9 @@ def validate(
         raise UserError(
             f"validate needs at least two layouts on mesh [{mesh}], found {len(chosen)}; use a larger mesh"
         )
-    with open_drift(mesh, machine) as drift:
-        samples = run(model, mesh, chosen, steps, batch, on_progress, drift.measure)
+    team = assemble(mesh, engine=engine)
+    with open_drift(mesh, machine, team.engine) as drift:
+        samples = run(model, team, chosen, steps, batch, on_progress, drift.measure)
         return result(chosen, samples, drift.ratio)
 
 
@@ -150,23 +161,20 @@ def stratified(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 
 def run(
     model: Model,
-    mesh: Mesh,
+    team: Team,
     chosen: Sequence[Candidate],
     steps: int,
     batch: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
     each_turn: Callable[[], object] = lambda: None,
-    cluster: Cluster | None = None,
 ) -> list[list[Sample]]:
-    """`steps` samples of every layout, in turns, in this process or by all of a cluster's; `each_turn` is
-    called between turns."""
-    team = assemble(mesh, cluster)
+    """`steps` samples of every layout, in turns; `each_turn` is called between turns."""
     fed = _zeros(model) if batch is None else batch
     total = len(chosen) * (steps + 1)
     engines = []
     try:
         for i, c in enumerate(chosen):
-            engine = team.open(model.lower(mesh, c.layout))
+            engine = team.open(model.lower(team.mesh, c.layout))
             engines.append(engine)
             engine.initialize()
             engine.step(fed)

@@ -13,6 +13,8 @@ from layoutopt.cli.calibrate_tpu import for_tpu
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ClusterOption,
+    EngineName,
+    EngineOption,
     JsonOption,
     MeshOption,
     QuietOption,
@@ -70,6 +72,7 @@ def calibrate(
             show_default="where cpu-local is looked for, in the cache; of a TPU only what --out says",
         ),
     ] = None,
+    engine: EngineOption = EngineName.auto,
     cluster: ClusterOption = False,
     timeout: TimeoutOption = 120.0,
     start_timeout: StartTimeoutOption = 300.0,
@@ -95,6 +98,11 @@ def calibrate(
         return
     if refresh:
         raise UserError("--refresh compiles for a TPU anew; say which one, for example --target tpu-v5e")
+    if engine == EngineName.jax and out is None:
+        raise UserError(
+            f"{THIS_MACHINE} stands for the engine local; name a file for what --engine jax takes with "
+            "--out PROFILE.json"
+        )
     if cluster and out is None:
         raise UserError(
             f"--cluster measures several processes, and {THIS_MACHINE} stands for one; name a file of their "
@@ -108,18 +116,25 @@ def calibrate(
             stack.enter_context(Cluster(timeout=timeout, start_timeout=start_timeout)) if cluster else None
         )
         if members is None:
-            _this_machine(terminal, where, thorough, out)
+            _this_machine(terminal, where, thorough, out, engine)
             return
         shown = Terminal(as_json, quiet or not members.is_writer)
-        start_devices(shown, where.devices, members)  # first of all: what fails then ends the others too
+        start_devices(
+            shown, where.devices, engine, members
+        )  # first of all: what fails then ends the others too
         if members.is_writer:
-            _this_machine(shown, where, thorough, out, members)
+            _this_machine(shown, where, thorough, out, engine, members)
         else:
-            _measured(shown, where, thorough, None, members)
+            _measured(shown, where, thorough, None, engine, members)
 
 
 def _this_machine(
-    terminal: Terminal, mesh: Mesh, thorough: bool, out: Path | None, cluster: Cluster | None = None
+    terminal: Terminal,
+    mesh: Mesh,
+    thorough: bool,
+    out: Path | None,
+    engine: str,
+    cluster: Cluster | None = None,
 ) -> None:
     from costmodels.hardware import profile_of, write_profile
     from costmodels.hardware.profiles import made_profiles_directory
@@ -133,7 +148,7 @@ def _this_machine(
     if partial is not None and partial.is_file():
         terminal.say(f"going on from the measurements in {partial}")
     with kept(terminal, partial):
-        content = _measured(terminal, mesh, thorough, partial, cluster)
+        content = _measured(terminal, mesh, thorough, partial, engine, cluster)
     with terminal.saved(target, lambda path: write_profile(content, path), "the profile"):
         terminal.result(CalibrateResult(profile=str(target), **_summary(content)))
         if not terminal.as_json:
@@ -143,10 +158,15 @@ def _this_machine(
 
 
 def _measured(
-    terminal: Terminal, mesh: Mesh, thorough: bool, partial: Path | None, cluster: Cluster | None
+    terminal: Terminal,
+    mesh: Mesh,
+    thorough: bool,
+    partial: Path | None,
+    engine: str,
+    cluster: Cluster | None,
 ) -> dict[str, Any]:
     if cluster is None:
-        start_devices(terminal, mesh.devices)
+        start_devices(terminal, mesh.devices, engine)
     from costmodels.calibration import calibrate as measure
 
     with Steps(terminal, "calibrating", 1) as bar:
@@ -156,6 +176,7 @@ def _measured(
             quick=not thorough,
             resume=partial,
             cluster=cluster,
+            engine=engine,
         )
 
 

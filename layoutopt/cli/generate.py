@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.options import (
+    EngineName,
+    EngineOption,
     Given,
     JsonOption,
     LayoutOption,
@@ -55,6 +57,7 @@ def generate(
     seed: Annotated[
         int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of the draws, if the model draws.")
     ] = 0,
+    engine: EngineOption = EngineName.auto,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -63,7 +66,7 @@ def generate(
     mesh = mesh if mesh or is_plan(layout) else ONE_DEVICE
     loaded, given = _loaded(model, settings or [], len(prompt), mesh, layout)
     feeds, begun = _feeds(loaded, prompt, seed)
-    trainer = open_trainer(terminal, loaded, given)
+    trainer = open_trainer(terminal, loaded, given, engine)
     step = _restored(terminal, trainer, checkpoint)
     began = time.perf_counter()
     with terminal.waiting("generating"):

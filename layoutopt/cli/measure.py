@@ -9,6 +9,8 @@ import typer
 
 from layoutopt.cli.options import (
     THIS_MACHINE,
+    EngineName,
+    EngineOption,
     HardwareOption,
     JsonOption,
     LayoutOption,
@@ -56,6 +58,7 @@ def measure(
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
+    engine: EngineOption = EngineName.auto,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -70,9 +73,9 @@ def measure(
     loaded = load_model(model, settings or ())
     given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
     predicted = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
-    trainer = open_trainer(terminal, loaded, given)
+    trainer = open_trainer(terminal, loaded, given, engine)
     timed = _timed(terminal, loaded, trainer, warm_up, steps)
-    engine = trainer.engine
+    ran = trainer.engine
     terminal.result(
         MeasureResult(
             mesh=given.mesh.as_dict(),
@@ -80,14 +83,14 @@ def measure(
             refined=refined_of(given.layout),
             step_seconds=timed.median,
             step_seconds_all=list(timed.seconds),
-            compile_seconds=engine.compile_seconds,
+            compile_seconds=ran.compile_seconds,
             loss=list(timed.losses),
-            communication_bytes_per_device=engine.communication_bytes,
-            peak_memory_bytes=engine.peak_memory_bytes,
+            communication_bytes_per_device=ran.communication_bytes,
+            peak_memory_bytes=ran.peak_memory_bytes,
         )
     )
     if not as_json:
-        _show(terminal, loaded, predicted, timed, engine, machine.name)
+        _show(terminal, loaded, predicted, timed, ran, machine.name)
 
 
 def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, steps: int) -> Timed:

@@ -7,6 +7,7 @@ import os
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,6 +123,23 @@ def time_limited(seconds: float | None) -> Clock:
     return Clock(seconds)
 
 
+class EngineName(StrEnum):
+    """What runs the steps."""
+
+    auto = "auto"
+    local = "local"
+    jax = "jax"
+    lockstep = "lockstep"
+
+
+EngineOption = Annotated[
+    EngineName,
+    typer.Option(
+        "--engine",
+        help="What runs the steps: local is TensorFlow on the CPU, jax JAX on TPUs or GPUs if it finds any, "
+        "or the CPU, lockstep NumPy, for tests; auto is jax where there is an accelerator, else local.",
+    ),
+]
 ClusterOption = Annotated[
     bool, typer.Option("--cluster", help="Run with the other processes of TF_CONFIG (see docs/clusters.md).")
 ]

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from mesh_tf_core.training import Trainer
 
 
-def open_trainer(terminal: Terminal, loaded: Loaded, given: Given, cluster: Cluster | None = None) -> Trainer:
+def open_trainer(
+    terminal: Terminal, loaded: Loaded, given: Given, engine: str = "auto", cluster: Cluster | None = None
+) -> Trainer:
     """The model on this machine's mesh, or the cluster's; its variables at their initial values."""
-    start_devices(terminal, given.mesh.devices, cluster)
+    start_devices(terminal, given.mesh.devices, engine, cluster)
     from mesh_tf_core.training import Trainer
 
-    return Trainer(loaded.model, given.mesh, given.layout, given.options, cluster=cluster)
+    return Trainer(loaded.model, given.mesh, given.layout, given.options, engine, cluster)
 
 
 def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> bool:
@@ -43,8 +45,10 @@ def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> bool:
     return found
 
 
-def start_devices(terminal: Terminal, count: int, cluster: Cluster | None = None) -> None:
-    """Makes this process's devices, before TensorFlow is used for anything else; meets the others."""
+def start_devices(
+    terminal: Terminal, count: int, engine: str = "auto", cluster: Cluster | None = None
+) -> None:
+    """Makes this process's devices, before a library is used for anything else; meets the others."""
     if cluster is not None:
         from mesh_tf_core.engines import start_cluster
 
@@ -55,11 +59,29 @@ def start_devices(terminal: Terminal, count: int, cluster: Cluster | None = None
             terminal.say(f"starting {count} devices in {len(cluster.members.addresses)} processes")
         start_cluster(cluster, count)
         return
-    terminal.say(f"starting {count} devices")
-    with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
-        from mesh_tf_core.engines import prepare
+    from mesh_tf_core.engines import chosen, prepare
 
-        prepare(count)
+    kind = chosen(engine)
+    terminal.say(f"starting {count} devices ({LIBRARIES[kind]})")
+    with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
+        if kind == "jax":
+            _keep_compiled()
+        prepare(count, kind)
+
+
+LIBRARIES = {"local": "TensorFlow", "jax": "JAX", "lockstep": "NumPy"}
+"""What runs an engine's steps."""
+
+
+def _keep_compiled() -> None:
+    """What JAX compiles is kept for the next command."""
+    from costmodels.hardware.profiles import cache_directory
+    from mesh_tf_core.engines.jax import home
+
+    home.require()
+    place = cache_directory("compiled")
+    if place is not None:
+        home.keep_compiled(place)
 
 
 @contextlib.contextmanager

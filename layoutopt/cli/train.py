@@ -17,6 +17,8 @@ from layoutopt import signals
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ClusterOption,
+    EngineName,
+    EngineOption,
     Given,
     HardwareOption,
     JsonOption,
@@ -81,6 +83,7 @@ def train(
     ] = 8,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
+    engine: EngineOption = EngineName.auto,
     cluster: ClusterOption = False,
     timeout: TimeoutOption = 120.0,
     start_timeout: StartTimeoutOption = 300.0,
@@ -111,13 +114,13 @@ def train(
             loaded = load_model(model, settings or ())
             if layout == AUTO:
                 _refuse_decided(storage, recompute, microbatches)
-                given = _searched(terminal, loaded, machine, mesh, members)
+                given = _searched(terminal, loaded, machine, mesh, engine, members)
             else:
                 given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
             together = len(members.members.addresses) if members else 1
             where = f"{together} processes" if together > 1 else "this machine"
             run = _Run(terminal, loaded, given, machine, steps, where, checkpoint)
-            run.train(open_trainer(terminal, loaded, given, members), every)
+            run.train(open_trainer(terminal, loaded, given, engine, members), every)
             run.evaluate(held_out)
         except KeyboardInterrupt:
             stopped()
@@ -144,7 +147,12 @@ def _refuse_decided(storage: list[str] | None, recompute: list[str] | None, micr
 
 
 def _searched(
-    terminal: Terminal, loaded: Loaded, machine: Hardware, mesh: str | None, cluster: Cluster | None
+    terminal: Terminal,
+    loaded: Loaded,
+    machine: Hardware,
+    mesh: str | None,
+    engine: str,
+    cluster: Cluster | None,
 ) -> Given:
     """The best layout; of a cluster's processes one searches it for all."""
     from layoutopt import search
@@ -164,7 +172,7 @@ def _searched(
     if cluster is None:
         plan = found()
     else:
-        start_devices(terminal, devices.devices, cluster)
+        start_devices(terminal, devices.devices, engine, cluster)
         plan = parse_plan(cluster.share("the search", lambda: found().to_json()), "worker 0's plan")
     terminal.say(f"layout: {layout_text(plan.layout)} ({plan.solver.status.lower()})")
     return Given(plan.mesh, plan.layout, plan.options, plan)

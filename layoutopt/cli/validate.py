@@ -11,6 +11,8 @@ import typer
 
 from layoutopt.cli.options import (
     THIS_MACHINE,
+    EngineName,
+    EngineOption,
     HardwareOption,
     JsonOption,
     MeshOption,
@@ -47,6 +49,7 @@ def validate(
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
+    engine: EngineOption = EngineName.auto,
     out: Annotated[
         Path | None,
         path_option("FILE.json", "Write the JSON there, for `report`."),
@@ -65,7 +68,7 @@ def validate(
     machine = read_hardware(hardware, set_hardware)
     where = read_mesh(mesh)
     loaded = load_model(model, settings or ())
-    start_devices(terminal, where.devices)
+    start_devices(terminal, where.devices, engine)
     with Steps(terminal, "validating", 1) as bar:
         found = run(
             loaded.model,
@@ -75,6 +78,7 @@ def validate(
             steps=steps,
             batch=next(batches(terminal, loaded)),
             seed=seed,
+            engine=engine,
             on_progress=lambda what, done, total: bar.update(done, what, total),
         )
     result = ValidateResult.model_validate(found)

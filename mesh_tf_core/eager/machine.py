@@ -82,7 +82,7 @@ class Machine:
                         f"layout {layout}: {name!r} is split over {axis!r}; mesh {mesh} has no such axis; "
                         f"{known_names(axis, mesh.names)}"
                     )
-        self.mesh, self.layout, self.kind = mesh, layout, kind
+        self.mesh, self.layout, self.kind = mesh, layout, "local" if kind == "auto" else kind
         self.sent: dict[str, float] = dict.fromkeys(mesh.names, 0.0)
         self._open = self._numpy if kind == "lockstep" else self._tensorflow()
         self._rules = Lowering(Graph("placement"), mesh, layout)
@@ -93,7 +93,7 @@ class Machine:
         return LockstepEngine(program)
 
     def _tensorflow(self) -> Callable[[Program], LockstepEngine]:
-        names = prepare(self.mesh.devices)
+        names = prepare(self.mesh.devices, "local")
         from mesh_tf_core.kernels.tf_kernel import TfKernel
 
         return lambda program: PlacedEngine(program, TfKernel(), names)

@@ -94,9 +94,9 @@ class Engine(Protocol):
     def peak_memory_bytes(self) -> int | None:
         """Most bytes that one device held at any moment of the steps so far.
 
-        By the device's own counter where it has one. Virtual CPU devices share one allocator: there, and in
-        NumPy, the bytes of the values that the engine made are counted, each until its last reader has run
-        (`engines.meter`). None before the first step, and where nothing counts.
+        By the device's own counter where it has one. Virtual CPU devices share one allocator: there the
+        compiler of a whole step tells it. Elsewhere, and in NumPy, the bytes of the values that the engine
+        made are counted, each until its last reader has run (`engines.meter`). None before the first step.
         """
         ...
 

@@ -50,11 +50,14 @@ class JaxEngine(Stepping):
 
     def _initial(self, name: str, variable: Stored) -> Any:
         sizes = variable.variable.shape.sizes
+        made: dict[tuple[int, ...], Any] = {}  # devices that hold the same are asked for one by one
 
         def piece(where: tuple[slice, ...]) -> Any:
             ranges = [s.indices(n)[:2] for s, n in zip(where, sizes, strict=True)]
-            begin, extent = [b for b, _ in ranges], [e - b for b, e in ranges]
-            return initial(name, variable, begin, extent)
+            begin, extent = tuple(b for b, _ in ranges), [e - b for b, e in ranges]
+            if begin not in made:
+                made[begin] = initial(name, variable, begin, extent)
+            return made[begin]
 
         with jax_home.wide_numbers(self._wide):
             return jax.make_array_from_callback(tuple(sizes), self._sharding(variable), piece)
@@ -98,7 +101,9 @@ class JaxEngine(Stepping):
     @property
     def peak_memory_bytes(self) -> int | None:
         stats = [d.memory_stats() for d in self.devices]
-        return max(int(s["peak_bytes_in_use"]) for s in stats) if all(stats) else None
+        if all(stats):
+            return max(int(s["peak_bytes_in_use"]) for s in stats)
+        return None if self._compiled is None else int(self._compiled.memory_analysis().peak_memory_in_bytes)
 
     def close(self) -> None:
         for array in self._state.values() if self._owner else ():

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,41 @@ def stay_on_cpu() -> None:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
+_CHIPS = {
+    "nvidia[0-9]*": ("jax-cuda12-plugin", "jax-cuda13-plugin"),
+    "kfd": ("jax-rocm60-plugin", "jax-rocm7-plugin"),
+    "accel[0-9]*": ("libtpu",),
+    "vfio/[0-9]*": ("libtpu",),
+}
+"""Files in /dev of accelerators, and the packages by which JAX uses them."""
+
+
+def accelerated() -> bool:
+    """Whether JAX would find a GPU or a TPU here; starts nothing. JAX_PLATFORMS decides, if it is set."""
+    if named := os.environ.get("JAX_PLATFORMS"):
+        return named != "cpu"
+    here = (packages for pattern, packages in _CHIPS.items() if any(Path("/dev").glob(pattern)))
+    return any(_installed(package) for packages in here for package in packages)
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def devices(count: int) -> tuple[Any, ...]:
-    """The first `count` devices of this process, virtual ones where JAX only has the CPU and has not started.
+    """The first `count` devices of this process; without an accelerator virtual CPU devices, made here if JAX
+    has not started.
 
     Raises:
       UserError: there are fewer.
     """
     require()
+    if not accelerated():
+        stay_on_cpu()
     import jax
 
     # RuntimeError: JAX already runs, with the devices that it has.
@@ -67,6 +96,37 @@ def devices(count: int) -> tuple[Any, ...]:
             f"({found[0].platform}); start a new process, with JAX_PLATFORMS=cpu for virtual devices"
         )
     return tuple(found[:count])
+
+
+MOST_KEPT = 1 << 30
+"""Bytes of compiled programs that are kept."""
+
+
+def keep_compiled(place: Path) -> None:
+    """Keeps what is compiled in a folder for the next process; what is oldest leaves it beyond `MOST_KEPT`.
+
+    A folder that the user named (JAX_COMPILATION_CACHE_DIR) stands. Compiled programs are code, so one to
+    which others could write is not used.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir:
+        return
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = place.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            return
+        entries = [(e.stat(), e.path) for e in os.scandir(place) if e.is_file(follow_symlinks=False)]
+        room = MOST_KEPT
+        for status, path in sorted(entries, key=lambda entry: entry[0].st_mtime, reverse=True):
+            room -= status.st_size
+            if room < 0:
+                os.unlink(path)
+    except OSError:  # no room, or another process tidies too
+        return
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def device_mesh(mesh: Mesh, found: Sequence[Any]) -> Any:
