@@ -54,16 +54,16 @@ class Drift:
 def open_drift(mesh: Mesh, hardware: Hardware, engine: str = "local") -> Iterator[Drift]:
     """References of a profile of this mesh and engine; none (and a ratio of None) for any other hardware."""
     wanted = references(mesh, hardware, engine)
-    engines: list[Engine] = []
+    ready: list[Engine] = []
     try:
         for probe, _ in wanted:
-            engines.append(open_engine(probe.program(mesh), engine))
-            engines[-1].initialize()
-            engines[-1].step({})
-        yield Drift([seconds for _, seconds in wanted], engines)
+            ready.append(open_engine(probe.program(mesh), engine))
+            ready[-1].initialize()
+            ready[-1].step({})
+        yield Drift([seconds for _, seconds in wanted], ready)
     finally:
-        for engine in engines:
-            engine.close()
+        for one in ready:
+            one.close()
 
 
 def references(mesh: Mesh, hardware: Hardware, engine: str = "local") -> list[tuple[Probe, float]]:

@@ -27,19 +27,19 @@ class Team:
       mesh: its devices are dealt out to the processes in the order of their ranks.
       devices: names of this process's.
       machine: what the machines are, as one.
-      engine: what runs the steps (see `mesh_tf_core.engines.open_engine`).
       cluster: the processes; None for this one alone.
       hosts: the machine of each process.
       cores: of each machine, those that the processes may use.
+      engine: what runs the steps (see `mesh_tf_core.engines.open_engine`).
     """
 
     mesh: Mesh
     devices: tuple[str, ...]
     machine: Mapping[str, Any]
-    engine: str = "local"
     cluster: Cluster | None = None
     hosts: tuple[str, ...] = ("",)
     cores: Mapping[str, int] = field(default_factory=dict)
+    engine: str = "local"
 
     @property
     def processes(self) -> int:
@@ -90,7 +90,7 @@ def assemble(mesh: Mesh, cluster: Cluster | None = None, engine: str = "auto") -
     """
     engine = chosen(engine)
     if cluster is None:
-        return Team(mesh, prepare(mesh.devices, engine), machine(), engine)
+        return Team(mesh, prepare(mesh.devices, engine), machine(), engine=engine)
     devices = start_cluster(cluster, mesh.devices)
     found = cluster.gather("the machines", [machine(), sorted(cpus())])
     hosts = cluster.members.hosts
@@ -99,4 +99,4 @@ def assemble(mesh: Mesh, cluster: Cluster | None = None, engine: str = "auto") -
         homes.setdefault(host, (own, set()))[1].update(usable)
     cores = {host: len(usable) for host, (_, usable) in homes.items()}
     machines = [{**own, "cores": cores[host]} for host, (own, _) in homes.items()]
-    return Team(mesh, devices, together(machines), engine, cluster, hosts, cores)
+    return Team(mesh, devices, together(machines), cluster, hosts, cores, engine)

@@ -62,15 +62,15 @@ def start_devices(
     from mesh_tf_core.engines import chosen, prepare
 
     kind = chosen(engine)
-    terminal.say(f"starting {count} devices ({LIBRARIES[kind]})")
+    terminal.say(f"starting {count} devices{OTHERS.get(kind, '')}")
     with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
         if kind == "jax":
             _keep_compiled()
         prepare(count, kind)
 
 
-LIBRARIES = {"local": "TensorFlow", "jax": "JAX", "lockstep": "NumPy"}
-"""What runs an engine's steps."""
+OTHERS = {"jax": " of JAX", "lockstep": " of NumPy"}
+"""What is said of engines other than the default."""
 
 
 def _keep_compiled() -> None:
