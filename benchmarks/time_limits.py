@@ -5,9 +5,9 @@ objectives and limits.
 
 Every search is a process of its own, by the command line. A process has to end within its limit and two
 seconds, loading Python and the model included, with an answer (exit 0) unless it is proven that there is none
-(exit 3). Where nothing was found (exit 4) it is asked again with `LONG` seconds, which are to find nothing
-either. `--cpu` is for a machine that others use too: its clock then shows the CPU seconds of the process, and
-these are what has to end in time.
+(exit 3). Where nothing was found (exit 4) it is asked again in the end with `LONG` seconds, which are to
+find nothing either. `--cpu` is for a machine that others use too: its clock then shows the CPU seconds of the
+process, and these are what has to end in time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODELS: dict[str, list[dict[str, Any]]] = {
 HARDWARE = ("tpu-v2", "tpu-v4", "tpu-v5e", "tpu-v5p", "h100", "a100", "v100", "b200")
 SPARE, LONG = 2.0, 600.0
 """Seconds after its limit in which a search has to end; the limit of a second look."""
-BY_CPU = "import time; time.monotonic = time.process_time; from layoutopt.cli import main; main()"
+BY_CPU = "import time; time.monotonic = time.process_time; from layoutopt.__main__ import main; main()"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Row:
     """One search; `seconds` are those of the clock, or CPU seconds where these are what counts.
 
     Attributes:
-      missed: a second look found an answer.
+      missed: a second look found an answer; None: it was not taken.
     """
 
     command: str
@@ -60,7 +60,7 @@ class Row:
     exit: int
     status: str
     gap: float | None
-    missed: bool = False
+    missed: bool | None = None
 
     @property
     def over(self) -> float:
@@ -137,6 +137,20 @@ def run(words: list[str], limit: float, by_cpu: bool) -> Row:
     )
 
 
+def _written(rows: list[Row], wanted: argparse.Namespace) -> None:
+    """Writes the rows so far, if that was asked for."""
+    if wanted.out:
+        content = {
+            "date": date.today().isoformat(),
+            "machine": platform.platform(),
+            "counted": "CPU" if wanted.cpu else "wall",
+            "seed": wanted.seed,
+            "rows": [asdict(row) for row in rows],
+        }
+        wanted.out.parent.mkdir(parents=True, exist_ok=True)
+        wanted.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -144,34 +158,28 @@ def main() -> None:
     parser.add_argument("--searches", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="count CPU seconds")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first search that is run")
-    parser.add_argument("--out", type=Path, help="write the rows there as JSON")
+    parser.add_argument("--out", type=Path, help="write the rows there as JSON; go on where it ends")
     wanted = parser.parse_args()
     rng, rows = random.Random(wanted.seed), list[Row]()
+    if wanted.out and wanted.out.exists():
+        rows = [Row(**row) for row in json.loads(wanted.out.read_text())["rows"]]
     print(f"{'':>4}{'limit':>6}{'over':>7}{'CPU s':>7}{'exit':>5}{'status':>10}{'gap':>8}  search")
     for number in range(wanted.searches):
         words, limit = asked(rng), round(rng.uniform(1, 20), 1)
-        if number < wanted.first:
+        if number < len(rows):
             continue
         row = run(words, limit, wanted.cpu)
-        if row.exit == 4:
-            row = replace(row, missed=run(words, LONG, wanted.cpu).exit == 0)
         rows.append(row)
+        _written(rows, wanted)
         gap = "" if row.gap is None else f"{row.gap:.2g}"
         print(f"{number:>4}{limit:>6g}{row.over:>7.2f}{row.cpu_seconds:>7.1f}{row.exit:>5}", end="")
         print(f"{row.status:>10}{gap:>8}  {'' if row.kept else 'NOT KEPT: '}{row.command}", flush=True)
+    for number, row in enumerate(rows):
+        if row.exit == 4 and row.missed is None:
+            rows[number] = replace(row, missed=run(row.command.split(), LONG, wanted.cpu).exit == 0)
+            _written(rows, wanted)
     kept = sum(row.kept for row in rows)
     print(f"{kept} of {len(rows)} kept; at most {max(row.over for row in rows):.2f} s after the limit")
-    if wanted.out:
-        machine = {"date": date.today().isoformat(), "machine": platform.platform()}
-        content = {
-            **machine,
-            "counted": "CPU" if wanted.cpu else "wall",
-            "seed": wanted.seed,
-            "rows": [asdict(row) for row in rows],
-        }
-        wanted.out.parent.mkdir(parents=True, exist_ok=True)
-        wanted.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     sys.exit(0 if kept == len(rows) else 1)
 
 

@@ -1,4 +1,5 @@
-"""The way in, of `layoutopt` and of `python -m layoutopt`: signals are owned before anything takes time."""
+"""The way in, of `layoutopt` and of `python -m layoutopt`: signals are owned, and time is counted, before
+anything takes any."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ def main() -> None:
     """Entry point of the console script."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the next import either
-    from layoutopt import signals
+    from layoutopt import clock, signals
 
+    clock.begin()
     signals.start()
     from layoutopt.cli import main as command_line
 

@@ -44,7 +44,7 @@ def search(
     pins: Rules = None,
     forbid: Rules = None,
     top: int = 1,
-    time_limit: float | None = None,
+    time_limit: float | Clock | None = None,
     max_axes: int = 2,
     on_progress: Progress | None = None,
     storage: Sequence[str] = STAGES,
@@ -65,7 +65,8 @@ def search(
       both).
       pins, forbid: rules such as "batch:data"; `batch:none` pins a dimension to not being split.
       top: how many of the best layouts to list.
-      time_limit: seconds; the best so far, with what is proven of it, is there at most two seconds later.
+      time_limit: seconds, or a clock that counts them already; the best so far, with what is proven of it, is
+        there at most two seconds later.
       storage: stages that variables may be stored at, of "layout", "zero1", "zero2", "zero3".
       recompute: whether the bodies of loops may, must or must not run again in backward.
       microbatches: numbers of parts that the batch may be split into; those that do not divide it, or into
@@ -82,12 +83,12 @@ def search(
       LimitError: nothing was found in time.
       UserError: wrong input.
     """
-    clock = Clock(time_limit)
+    clock = time_limit.again() if isinstance(time_limit, Clock) else Clock(time_limit)
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
     lists = storage, recompute, microbatches
-    _check(mesh, devices, memory, objective, refine, top, time_limit, max_axes, pins, forbid, *lists)
+    _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
         parse_forbid(forbid),

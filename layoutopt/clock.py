@@ -28,6 +28,16 @@ class Late(BaseException):
     """The time is over; no handler of errors is to catch it."""
 
 
+began: float | None = None
+"""When this process began, where a command line is all that it does."""
+
+
+def begin() -> None:
+    """Time that a command has counts from here on: loading it is part of it."""
+    global began
+    began = time.monotonic()
+
+
 class Clock:
     """Counts down a time limit, in seconds.
 
@@ -35,8 +45,8 @@ class Clock:
       limit: seconds after the start; None: there is none.
     """
 
-    def __init__(self, limit: float | None = None) -> None:
-        self.start = time.monotonic()
+    def __init__(self, limit: float | None = None, start: float | None = None) -> None:
+        self.start = time.monotonic() if start is None else start
         self.limit = limit
 
     @property
@@ -60,6 +70,10 @@ class Clock:
     def over(self) -> bool:
         """The limit has passed."""
         return self.left == 0.0
+
+    def again(self) -> Clock:
+        """The same time, whose end is not the other's."""
+        return Clock(self.limit, self.start)
 
     def part(self, share: float) -> Clock:
         """Counts down a part of what is left."""

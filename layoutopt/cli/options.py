@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from layoutopt import clock as clocks
 from layoutopt.cli.units import parse_bytes
 from layoutopt.clock import Clock
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 THIS_MACHINE = "cpu-local"
 LONGEST = 1e7
 """Seconds that anything waits: some months."""
+LOADED = 1.0
+"""Seconds after the time limit in which what a command is about is loaded."""
 
 
 def complete_hardware(incomplete: str) -> list[str]:
@@ -115,12 +118,27 @@ TimeLimitOption = Annotated[
 
 
 def time_limited(seconds: float | None) -> Clock:
-    """The clock of `--time-limit`, which begins now."""
+    """The clock of `--time-limit`, which began with the command."""
     from mesh_tf_core.errors import UserError
 
     if seconds is not None and not 0 < seconds < math.inf:
         raise UserError(f"--time-limit {seconds!r}: needs a positive number of seconds")
-    return Clock(seconds)
+    return Clock(seconds, clocks.began)
+
+
+Input = TypeVar("Input")
+
+
+def in_time(clock: Clock, what: str, load: Callable[[], Input]) -> Input:
+    """What `load` gives; LimitError if the time is over before."""
+    from mesh_tf_core.errors import LimitError
+
+    found: list[Input] = []
+    if not clock.within(LOADED, lambda: found.append(load())):
+        raise LimitError(
+            f"{what}: the time was over before it was loaded; give more than --time-limit {clock.limit:g}"
+        )
+    return found[0]
 
 
 class EngineName(StrEnum):

@@ -24,6 +24,7 @@ from layoutopt.cli.options import (
     TimeLimitOption,
     check_out,
     examples,
+    in_time,
     path_option,
     read_hardware,
     read_memory,
@@ -49,7 +50,7 @@ EXAMPLES = examples(
     'layoutopt search examples/mlp.py --mesh "data:4" --objective memory --pin "batch:data" --top 3 --json',
 )
 
-DETAILED = 1.4
+DETAILED = 1.35
 """Seconds after the time limit in which a plan's details are made."""
 
 
@@ -150,7 +151,7 @@ def search(
     check_out(report, "--report")
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
-    loaded = load_model(model, settings or ())
+    loaded = in_time(clock, model, lambda: load_model(model, settings or ()))
     asked: dict[str, Any] = {
         "pins": ";".join(pin or ()) or None,
         "forbid": ";".join(forbid or ()) or None,
@@ -173,7 +174,7 @@ def search(
                     loaded.model,
                     objective=objective.value,
                     top=top,
-                    time_limit=clock.rest,
+                    time_limit=clock,
                     refine=refine,
                     orders=orders.value,
                     on_progress=bounds.show,

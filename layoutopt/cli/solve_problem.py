@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples, time_limited
+from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples, in_time, time_limited
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.clock import Clock
@@ -46,10 +46,10 @@ def solve_problem(
     """Solve a problem in the general form, or in the contest's."""
     clock = time_limited(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
-    from layoutopt.problem import solve
+    from layoutopt.problem import load, solve
 
     terminal = Terminal(as_json, quiet)
-    problem = _read(file, clock)
+    problem = in_time(clock, str(file), lambda: load(file))
     with Bounds(terminal, problem.name, str) as bounds:
         limit = clock.rest
         if limit is not None and clock.limit is not None and clock.limit > FIRST:
@@ -74,19 +74,6 @@ def solve_problem(
     _show(terminal, problem, found)
     if found.stopped:
         raise KeyboardInterrupt  # the best so far is shown
-
-
-def _read(file: Path, clock: Clock) -> Problem:
-    """The file's problem, if it is read in time."""
-    from layoutopt.problem import load
-    from mesh_tf_core.errors import LimitError
-
-    found: list[Problem] = []
-    if not clock.within(0.0, lambda: found.append(load(file))):
-        raise LimitError(
-            f"{file}: the time was over before the file was read; give more than --time-limit {clock.limit:g}"
-        )
-    return found[0]
 
 
 def _refuse(problem: Problem, found: Solution, clock: Clock) -> None:

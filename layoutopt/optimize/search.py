@@ -116,16 +116,18 @@ class Search:
         Args:
           keep_best: Ctrl-C ends the search with the best so far; KeyboardInterrupt if there is none.
         """
+        clock = self.request.clock
         try:
-            ended = self.request.clock.within(SEARCHED, lambda: self._look(subproblems))
+            # Where loading took all the time, the problems are listed all the same.
+            ended = clock.within(ANSWERED if clock.over else SEARCHED, lambda: self._look(subproblems))
         except KeyboardInterrupt:
             if not keep_best:
                 raise
             ended, self.stopped = False, True
-            self.request.clock.hurry()
+            clock.hurry()
         if self.none:
             raise InfeasibleError(self.none)
-        if not ended:
+        if not ended or self.best is None:
             self._conclude()
         if self.best is not None:
             return self.best
@@ -158,8 +160,8 @@ class Search:
             self.none += self._needed()
 
     def _conclude(self) -> None:
-        """Makes the best so far the answer of a search that was ended. Ctrl-C only ends the looking for a
-        better one."""
+        """Makes the best so far the answer of a search that was ended, or came to its end with none for want
+        of time. Ctrl-C only ends the looking for a better one."""
         self.proven = False
         limit, memory = self.request.limit, self.request.objective == "memory"
         with suppress(KeyboardInterrupt):

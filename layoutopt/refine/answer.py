@@ -51,7 +51,8 @@ def refined(plan: Plan, request: Request, keep_best: bool = False) -> Plan:
     )
     answer: list[Layout] = []
     try:
-        clock.within(ENDED, lambda: answer.append(search.best(plan.layout)))
+        if limit != 0.0:
+            clock.within(ENDED, lambda: answer.append(search.best(plan.layout)))
     except KeyboardInterrupt:
         if not keep_best:
             raise

@@ -89,7 +89,7 @@ def test_a_file_that_takes_longer_than_the_limit_is_not_waited_for(
     monkeypatch.setattr("layoutopt.problem.load", slow)
     file = problem(tmp_path)
     line = refused("solve-problem", file, "--time-limit", "0.5", code=4)
-    assert "the time was over before the file was read; give more than --time-limit 0.5" in line
+    assert "the time was over before it was loaded; give more than --time-limit 0.5" in line
 
 
 def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_path: Path) -> None:

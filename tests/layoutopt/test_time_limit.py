@@ -95,6 +95,10 @@ def test_what_is_not_listed_yet_is_not_proven(best: Plan, monkeypatch: pytest.Mo
     assert plan.solver.status == "FEASIBLE"
 
 
+def test_a_limit_that_is_over_at_once_leaves_time_for_any_answer(best: Plan) -> None:
+    check(search(EXAMPLES["mlp"](), time_limit=1e-6, **ON), best)
+
+
 @pytest.mark.parametrize("objective", ["memory", "pareto"])
 def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = search(EXAMPLES["mlp"](), objective=objective, **ON, **PLAIN)
