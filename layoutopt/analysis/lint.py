@@ -6,20 +6,22 @@
   repeated memory    variables and optimizer state that every device of an axis holds alike
   axis of one        a rule names an axis of one device: it splits nothing
   no kernel          attention that no library's kernel takes works through blocks, and takes longer
+  slower             where most of the time is lost that the best layout does not take
 
 A fix is a layout that was lowered and priced; it is only given if it is faster (or, for memory, leaner).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
 from costmodels.kernels.refused import sentences
+from costmodels.pricing.lines import Cost, Line
 from costmodels.repeated import Repeated, near_sizes, repeated
 from layoutopt.evaluator import Evaluation, evaluate
-from layoutopt.plan.units import size_text
+from layoutopt.plan.units import seconds_text, size_text
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Layout
@@ -30,6 +32,8 @@ from mesh_tf_core.model import Model
 
 MEMORY_SHARE = 0.02
 """Shares of its peak memory below this are not mentioned."""
+SLOWER = 1.02
+"""Times of the best step up to this are not mentioned."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,34 @@ def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Opti
       evaluation: the layout, lowered and priced; `options` are what it was lowered with.
     """
     return list(_Lint(model, evaluation, hardware, options).findings())
+
+
+def slower(found: Cost, best: Cost) -> Finding | None:
+    """Where a step loses most of the time that it takes longer than the best one; None if it hardly does."""
+    if found.step_seconds <= SLOWER * best.step_seconds:
+        return None
+    place = _more(found, best, lambda x: x.origin.scope)
+    here = [Cost(tuple(x for x in cost.lines if x.origin.scope == place)) for cost in (found, best)]
+    what = _more(here[0], here[1], _words)
+    took, least = (cost.step_seconds for cost in here)
+    part = here[0].by(_words)[what] - here[1].by(_words).get(what, 0.0)
+    return Finding(
+        "slower",
+        f"{place or 'the model'} takes {seconds_text(took)} a step, under the best {seconds_text(least)}; "
+        f"{seconds_text(part)} more of it is {what}",
+    )
+
+
+def _more(found: Cost, best: Cost, key: Callable[[Line], str]) -> str:
+    """That for which the first cost is the most above the second."""
+    least = best.by(key)
+    more = {name: seconds - least.get(name, 0.0) for name, seconds in found.by(key).items()}
+    return max(more, key=lambda name: more[name])
+
+
+def _words(x: Line) -> str:
+    over = f" over {'+'.join(x.axes)}" if x.axes else ""
+    return f"{x.name.replace('_', '-')}{over} ({x.origin.phase})"
 
 
 class _Lint:

@@ -21,8 +21,8 @@ from layoutopt.cli.options import (
     SetOption,
     StorageOption,
     examples,
+    read_asked,
     read_hardware,
-    read_layout,
     read_memory,
 )
 from layoutopt.cli.results import given_json, layout_text
@@ -61,20 +61,15 @@ def cost(
     quiet: QuietOption = False,
 ) -> None:
     """Price a layout: per operation, per axis, per phase, and its peak memory."""
-    from costmodels.pricing.pricer import pricer
     from layoutopt.analysis.lint import lint
-    from layoutopt.evaluator import evaluate
-    from layoutopt.models.loading import load_model
     from layoutopt.plan.results import CostResult, Finding
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
-    loaded = load_model(model, settings or ())
-    given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
-    prices = pricer(machine, given.mesh)
-    found = evaluate(loaded.model, given.mesh, given.layout, machine, given.options, prices)
-    opened = opened_lines(found.cost, prices) if lines else []
+    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
+    found = given.priced(loaded, machine)
+    opened = opened_lines(found.cost, found.prices) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)
     more: dict[str, Any] = {"notes": list(found.notes)} if found.notes else {}

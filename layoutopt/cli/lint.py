@@ -26,6 +26,7 @@ from layoutopt.cli.options import (
     read_hardware,
     read_layout,
     read_mesh,
+    read_options,
 )
 from layoutopt.cli.results import given_json, layout_text
 from layoutopt.cli.terminal import Terminal, facts
@@ -33,6 +34,7 @@ from layoutopt.plan.units import seconds_text, times_text
 
 if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
+    from mesh_tf_core import Options
 
 EXAMPLES = examples(
     'layoutopt lint examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
@@ -59,8 +61,8 @@ def lint(
     """Find likely mistakes of a layout, or of your own shardings, and what they cost."""
     from layoutopt.analysis.lint import Finding as Doubt
     from layoutopt.analysis.lint import lint as doubts_of
+    from layoutopt.analysis.lint import slower
     from layoutopt.api import search
-    from layoutopt.evaluator import evaluate
     from layoutopt.models.loading import load_model
     from layoutopt.plan.build import axes_of
     from layoutopt.plan.results import Best, Finding, LintResult
@@ -70,14 +72,18 @@ def lint(
     loaded = load_model(model, settings or ())
     unlike: list[str] = []
     if layout is None and loaded.function("shardings") is not None:
-        given, unlike = own_shardings(loaded, mesh, microbatches)
+        options = read_options(loaded, storage or (), recompute or (), microbatches)
+        given, unlike = own_shardings(loaded, mesh, options)
     else:
         given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
-    found = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
+    found = given.priced(loaded, machine)
     doubts = [Doubt("placed unlike", text) for text in unlike]
     doubts += doubts_of(loaded.model, found, machine, given.options)
     terminal.say("searching for the best layout of this mesh")
     best = search(loaded.model, mesh=given.mesh, hardware=machine, time_limit=time_limit)
+    its = Given(best.mesh, best.layout, best.options)
+    loss = slower(found.cost, its.priced(loaded, machine).cost)
+    doubts += [loss] if loss is not None else []
     now, least = found.cost.step_seconds, best.predicted.step_seconds
     terminal.result(
         LintResult(
@@ -96,9 +102,9 @@ def lint(
             [
                 ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
                 ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name}"),
-                ("layout", layout_text(given.layout)),
+                ("layout", _text(given)),
                 ("step", f"{seconds_text(now)} predicted"),
-                (proof, f"{seconds_text(least)} with {layout_text(best.layout)}"),
+                (proof, f"{seconds_text(least)} with {_text(its)}"),
                 ("this costs", f"{times_text(now, least)} of the best"),
             ]
         )
@@ -108,8 +114,19 @@ def lint(
         terminal.show("", "no likely mistake was found")
 
 
-def own_shardings(loaded: Loaded, mesh: str | None, microbatches: int) -> tuple[Given, list[str]]:
+def _text(given: Given) -> str:
+    """A layout and what is decided beside it."""
+    from layoutopt.plan.build import decided
+
+    more = decided(given.options, given.layout).in_short()
+    return f"{layout_text(given.layout)}{'; ' if more else ''}{more}"
+
+
+def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[Given, list[str]]:
     """What the file's `shardings()` says, (PartitionSpecs of parameters, of the batch), and what is odd.
+
+    Args:
+      options: what else is decided; a parameter that its sharding stores split is stored so all the same.
 
     Raises:
       UserError: a model that is not from JAX, or shardings that do not fit it.
@@ -133,4 +150,5 @@ def own_shardings(loaded: Loaded, mesh: str | None, microbatches: int) -> tuple[
         )
     chosen = read_mesh(mesh)
     found = written(origin, chosen, *said)
-    return Given(chosen, found.layout, replace(found.options, microbatches=microbatches)), found.doubts
+    stages = {**options.storage, **found.options.storage}
+    return Given(chosen, found.layout, replace(options, storage=stages)), found.doubts

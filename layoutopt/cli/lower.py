@@ -19,7 +19,7 @@ from layoutopt.cli.options import (
     SetOption,
     StorageOption,
     examples,
-    read_layout,
+    read_asked,
 )
 from layoutopt.cli.terminal import Terminal
 
@@ -53,13 +53,11 @@ def lower(
     as_json: JsonOption = False,
 ) -> None:
     """Print the SPMD program: what each device computes, sends and keeps."""
-    from layoutopt.models.loading import load_model
     from layoutopt.plan.build import axes_of, model_info, refined_of
     from layoutopt.plan.results import LowerResult
 
     terminal = Terminal(as_json)
-    loaded = load_model(model, settings or ())
-    given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
+    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
     program = loaded.model.lower(given.mesh, given.layout, given.options)
     text = _emit(program, emit)
     terminal.result(

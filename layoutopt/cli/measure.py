@@ -23,8 +23,8 @@ from layoutopt.cli.options import (
     SetOption,
     StorageOption,
     examples,
+    read_asked,
     read_hardware,
-    read_layout,
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
@@ -63,16 +63,13 @@ def measure(
     quiet: QuietOption = False,
 ) -> None:
     """Run a layout's step on this machine and time it; count what the devices send."""
-    from layoutopt.evaluator import evaluate
-    from layoutopt.models.loading import load_model
     from layoutopt.plan.build import axes_of, refined_of
     from layoutopt.plan.results import MeasureResult
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware, set_hardware)
-    loaded = load_model(model, settings or ())
-    given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
-    predicted = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
+    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
+    predicted = given.priced(loaded, machine)
     trainer = open_trainer(terminal, loaded, given, engine)
     timed = _timed(terminal, loaded, trainer, warm_up, steps)
     ran = trainer.engine

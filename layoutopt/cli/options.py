@@ -19,6 +19,7 @@ from layoutopt.clock import Clock
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
+    from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from mesh_tf_core import Layout, Mesh, Options
@@ -267,6 +268,28 @@ class Given:
     layout: Layout
     options: Options
     plan: Plan | None = None
+
+    def priced(self, loaded: Loaded, machine: Hardware) -> Evaluation:
+        """The model lowered so, and what it costs."""
+        from layoutopt.evaluator import evaluate
+
+        return evaluate(loaded.model, self.mesh, self.layout, machine, self.options)
+
+
+def read_asked(
+    model: str,
+    settings: Sequence[str] | None,
+    mesh: str | None,
+    layout: str | None,
+    storage: Sequence[str] | None = None,
+    recompute: Sequence[str] | None = None,
+    microbatches: int = 1,
+) -> tuple[Loaded, Given]:
+    """The model of a file, and what is decided about it."""
+    from layoutopt.models.loading import load_model
+
+    loaded = load_model(model, settings or ())
+    return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches)
 
 
 def read_layout(

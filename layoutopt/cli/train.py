@@ -112,6 +112,7 @@ def train(
         try:
             machine = read_hardware(hardware, set_hardware)
             loaded = load_model(model, settings or ())
+            loaded.needed("data")  # before any work is done for it
             if layout == AUTO:
                 _refuse_decided(storage, recompute, microbatches)
                 given = _searched(terminal, loaded, machine, mesh, engine, members)
@@ -198,11 +199,7 @@ class _Run:
     references: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from layoutopt.evaluator import evaluate
-
-        given = self.given
-        priced = evaluate(self.loaded.model, given.mesh, given.layout, self.machine, given.options)
-        self.predicted = priced.predicted
+        self.predicted = self.given.priced(self.loaded, self.machine).predicted
         self.items, self.item = items_of(self.loaded.model)
 
     # -- running ---------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from layoutopt.cli.options import (
     check_out,
     examples,
     path_option,
+    read_asked,
     read_hardware,
-    read_layout,
     say_damage,
 )
 from layoutopt.cli.plans import ModelOption, open_plan
@@ -79,7 +79,6 @@ def verify(
     from layoutopt.analysis.verify import generation
     from layoutopt.analysis.verify import verify as compiled
     from layoutopt.cli.running import hushed
-    from layoutopt.evaluator import evaluate
     from mesh_tf_core.errors import InfeasibleError
     from mesh_tf_core.files import write_file
 
@@ -87,7 +86,7 @@ def verify(
     check_out(text, "--text")
     machine = read_hardware(generation(topology).hardware)
     loaded, given = _asked(source, model, settings, mesh, layout, storage, recompute, microbatches)
-    evaluation = evaluate(loaded.model, given.mesh, given.layout, machine, given.options)
+    evaluation = given.priced(loaded, machine)
     terminal.say(f"compiling for {topology}; large models take minutes")
     with hushed():
         found = compiled(evaluation, topology, machine, _own_step(loaded, given))
@@ -114,7 +113,6 @@ def _asked(
     """The model and what is decided about it: a plan gives everything, a model file nothing."""
     from layoutopt.cli.options import Given
     from layoutopt.importers.huggingface import is_configuration
-    from layoutopt.models.loading import load_model
     from mesh_tf_core import UserError
 
     if not source.endswith(".json") or is_configuration(source):
@@ -122,8 +120,7 @@ def _asked(
             raise UserError(
                 f"--model names the model of a plan, but {source!r} is not a PLAN.json; leave it out"
             )
-        loaded = load_model(source, settings or ())
-        return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches)
+        return read_asked(source, settings, mesh, layout, storage, recompute, microbatches)
     if settings or mesh or layout or storage or recompute or microbatches > 1:
         raise UserError(
             f"{source} says the hyperparameters, the mesh, the layout and how variables are stored; "

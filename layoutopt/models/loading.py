@@ -75,17 +75,22 @@ class Loaded:
         found = getattr(self.module, name, None)
         return found if callable(found) else None
 
+    def needed(self, name: str) -> Callable[..., Any]:
+        """A function of the model file that must be there; UserError if it is not."""
+        function = self.function(name)
+        if function is None:
+            raise UserError(
+                f"{self.source}: has no function {name}(); write {name}(**hparams) beside model()"
+            )
+        return function
+
     def call(self, name: str, **extra: Any) -> Any:
         """Calls a function of the file with those hyperparameters (and `extra`) that it takes.
 
         Raises:
           UserError: the file has no such function, or it raises.
         """
-        function = self.function(name)
-        if function is None:
-            raise UserError(
-                f"{self.source}: has no function {name}(); write {name}(**hparams) beside model()"
-            )
+        function = self.needed(name)
         parameters = inspect.signature(function).parameters.values()
         given = {**self.hparams, **extra}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):

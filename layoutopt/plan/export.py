@@ -7,7 +7,8 @@
     maxtext          `logical_axis_rules` and mesh sizes of MaxText's base.yml
 
 Python and YAML come as text that can be pasted or imported. A layout that a library cannot say is refused
-with a reason; `unsaid` has what its form leaves out of a plan's storage, recomputation and microbatches.
+with a reason, and so is storage (ZeRO) by forms that say nothing of single variables. `unsaid` has what is
+left out all the same: rules for single operations, and variables that MaxText stores as it does the others.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.decided import Decided, rules_in
-from layoutopt.plan.units import clean
+from layoutopt.plan.units import clean, some
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 
 if TYPE_CHECKING:
     from mesh_tf_core.ir.program import Program
+
+
+NAMED = 3
+"""Names that a refusal has."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,12 @@ def export(what: Exported, to: str) -> str:
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: no such form; {known_names(to, FORMATS)}")
+    if what.decided.storage and to in SAY_NO_TENSOR:
+        stage, names = next(iter(what.decided.stages().items()))
+        raise UserError(
+            f"{to} says how dimensions are split, not how single variables are stored, but this plan stores "
+            f"{some(names, NAMED)} at {stage}; search with --storage layout, or choose another form"
+        )
     refined = what.decided.refined
     if refined and to not in SAY_EVERY_VARIABLE:
         path, rules = next(iter(refined.items()))
@@ -95,7 +106,7 @@ def said(what: Exported, to: str) -> Decided:
     if to == "maxtext":
         stage = _maxtext_stage(what)
         return what.decided.model_copy(update={"storage": dict.fromkeys(storage, stage) if stage else {}})
-    return Decided(storage=storage if to in SAY_EVERY_VARIABLE else {})
+    return what.decided.model_copy(update={"refined": {}})
 
 
 def _comment(text: str) -> str:
@@ -110,12 +121,28 @@ def _dims(tensor: Placed) -> str:
 def _mesh_tensorflow(what: Exported) -> str:
     _single(what.layout.items(), "mesh-tensorflow")
     rules = ";".join(f"{name}:{axes[0]}" for name, axes in what.layout.items())
-    return f"mesh_shape = {_quoted(str(what.mesh))}\nlayout = {_quoted(rules)}\n"
+    lines = [f"mesh_shape = {_quoted(str(what.mesh))}", f"layout = {_quoted(rules)}"]
+    more = _beside(what, "mtf.recompute_grad", "num_splits of mtf.serialize_training_step")
+    return "\n".join([*lines, *more, ""])
 
 
 def _quoted(text: str) -> str:
     """A text as Python writes it, between double quotes."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def _beside(what: Exported, checkpoint: str, parts: str = "parts of the batch in turn") -> list[str]:
+    """What is decided beside the layout, as names of Python; nothing of what is plain.
+
+    Args:
+      checkpoint, parts: what of the library does so.
+    """
+    lines = []
+    if loops := tuple(what.decided.recompute):
+        lines.append(f"RECOMPUTE = {loops!r}  # {checkpoint}: the loops whose bodies run again in backward")
+    if (n := what.decided.microbatches) > 1:
+        lines.append(f"MICROBATCHES = {n}  # {parts}, whose gradients are added up")
+    return lines
 
 
 def _single(splits: Iterable[tuple[str, Axes]], to: str) -> None:
@@ -137,6 +164,7 @@ def _dtensor(what: Exported) -> str:
         "from tensorflow.experimental import dtensor",
         "",
         f"MESH_AXES = [{axes}]",
+        *_beside(what, "tf.recompute_grad"),
         "",
         "",
         "def layouts(mesh):",
@@ -156,6 +184,7 @@ def _jax(what: Exported) -> str:
         "from jax.sharding import PartitionSpec as P",
         "",
         *_jax_mesh(what.mesh),
+        *_beside(what, "jax.checkpoint"),
         "",
     ]
     for name, tensors in (("VARIABLES", what.variables), ("INPUTS", what.inputs)):
@@ -185,6 +214,7 @@ def _haliax(what: Exported) -> str:
             _comment(what.title),
             "",
             *_jax_mesh(what.mesh),
+            *_beside(what, "gradient_checkpointing of haliax.nn.Stacked"),
             "",
             "# with haliax.axis_mapping(AXIS_MAPPING): ...",
             "AXIS_MAPPING = {",

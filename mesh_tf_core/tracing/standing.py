@@ -64,7 +64,7 @@ class Standings:
       shared: by node, positions of operands that are the same in every part, and of which each part adds its
         share; of a loop, states at its beginning.
       shared_out: by loop, states at the end of an iteration, likewise.
-      why: the operation because of which a tensor is MIXED, or has to wait.
+      why: the operation because of which a tensor is MIXED, or has to wait, and its scope.
     """
 
     def __init__(self, graph: Graph, names: set[str], nodes: Iterable[Node]) -> None:
@@ -99,7 +99,8 @@ class Standings:
         behind = [i for i in node.inputs if self.of(i).kind is made.kind is Kind.MIXED]
         behind = behind or [i for i in node.inputs if made.after and self.of(i).after == made.after]
         known = [self.why[i] for i in behind if i in self.why]
-        self.why[output] = known[0] if known else node.op.describe()
+        place = f" in {node.scope}" if node.scope else ""
+        self.why[output] = known[0] if known else f"{node.op.describe()}{place}"
 
     def _fed(self, type: TensorType) -> Standing:
         return Standing(Kind.ROWS if self._batch(type) else Kind.SAME)

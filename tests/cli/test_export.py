@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,26 +159,30 @@ def test_written_to_a_file_and_as_json(
     assert found == {"to": "haliax", "mesh": {"data": 2, "model": 4}, "text": out.read_text(encoding="utf-8")}
 
 
-LOST = {
-    "haliax": {"storage", "recompute", "microbatches"},
-    "mesh-tensorflow": {"storage", "recompute", "microbatches"},
-    "jax": {"recompute", "microbatches"},
-}
-
-
-@pytest.mark.parametrize("to", LOST)
-def test_what_a_form_leaves_out_is_said(
-    run: Callable[..., Result], result: Callable[..., dict[str, Any]], stored_plan: str, to: str
+@pytest.mark.parametrize("to", ["haliax", "mesh-tensorflow"])
+def test_storage_that_a_form_cannot_say_is_refused(
+    refused: Callable[..., str], stored_plan: str, to: str
 ) -> None:
-    found, told = result("export", stored_plan, "--to", to), run("export", stored_plan, "--to", to).stderr
-    assert set(found["not_said"]) == LOST[to]
-    assert (
-        found["peak_memory_bytes"]
-        > json.loads(Path(stored_plan).read_text())["predicted"]["peak_memory_bytes"]
-    )
-    assert ("not in this form: storage zero3 of " in told) == ("storage" in LOST[to])
-    assert "not in this form: recompute of layers\nnot in this form: 2 microbatches\n" in told
-    assert "the exported layout alone holds" in told
+    line = refused("export", stored_plan, "--to", to)
+    assert f"{to} says how dimensions are split, not how single variables are stored" in line
+    assert "at zero3; search with --storage layout" in line
+
+
+@pytest.mark.parametrize("to", ["jax", "dtensor", "haliax", "mesh-tensorflow"])
+def test_recompute_and_microbatches_are_names(to: str) -> None:
+    decided = Decided(recompute=["layers"], microbatches=4)
+    what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), (), (), decided)
+    text = export(what, to)
+    found = names(text.split("def layouts")[0].replace("from tensorflow.experimental import dtensor", ""))
+    assert (found["RECOMPUTE"], found["MICROBATCHES"]) == (("layers",), 4)
+    assert unsaid(what, to) == Decided()
+    assert "RECOMPUTE" not in export(replace(what, decided=Decided()), to)
+
+
+def test_a_whole_plan_in_jax(run: Callable[..., Result], stored_plan: str) -> None:
+    done = run("export", stored_plan, "--to", "jax")
+    found = names(done.stdout)
+    assert (found["RECOMPUTE"], found["MICROBATCHES"], done.stderr) == (("layers",), 2, "")
 
 
 def test_maxtext_says_storage_recompute_and_microbatches(

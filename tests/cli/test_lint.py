@@ -65,3 +65,24 @@ def test_shardings_that_do_not_fit(
 ) -> None:
     jax_file.write_text(MODEL.replace(*change))
     assert said in refused("lint", str(jax_file), "--mesh", "data:2;model:2", "--hardware", "tpu-v5e")
+
+
+def test_options_beside_shardings_are_priced_too(
+    result: Callable[..., dict[str, Any]], jax_file: Path
+) -> None:
+    """What shardings store split (FSDP) is said, and what they do not say is taken from the options."""
+    jax_file.write_text(MODEL.replace('"down": P()', '"down": P("data", None)').replace("sgd", "adam"))
+    given = ("lint", str(jax_file), "--mesh", "data:2;model:2", "--hardware", "tpu-v5e")
+    assert result(*given)["storage"] == {"down": "zero3"}
+    found = result(*given, "--storage", "zero1", "--microbatches", "2")
+    assert found["storage"] == {"up": "zero1", "down": "zero3"} and found["microbatches"] == 2
+
+
+def test_a_layout_that_takes_longer_says_where(run: Callable[..., Result], jax_file: Path) -> None:
+    jax_file.write_text(MODEL.replace('P(None, "model"), "down": P()', 'P("model", None), "down": P()'))
+    done = run(
+        "lint", str(jax_file), "--mesh", "data:2;model:2", "--hardware", "tpu-v5e", "--storage", "zero3"
+    )
+    said = " ".join(done.stdout.split())
+    assert "zero3 ×2" in said
+    assert "slower: train.py(7) takes " in said and "no likely mistake" not in said

@@ -205,3 +205,11 @@ def test_data_that_fails_is_one_line(refused: Callable[..., str], tmp_path: Path
     assert "--mesh is missing" in line
     line = refused("train", str(file), "--mesh", "data:2", "--steps", "0")
     assert "--steps" in line
+
+
+def test_a_model_without_data_is_refused_before_any_work(refused: Callable[..., str], tmp_path: Path) -> None:
+    """One line: nothing was searched and no device was started before."""
+    model = tmp_path / "train.py"
+    model.write_text("from examples.mlp import model\n")
+    said = refused("train", str(model), "--mesh", "data:2")
+    assert said.endswith("train.py: has no function data(); write data(**hparams) beside model()")

@@ -17,7 +17,7 @@ from mesh_tf_core.errors import UserError
 
 GPUS = ("a100", "a100-40", "a100-eager", "b200", "h100", "h100-hbm2e", "h200", "v100", "v100-eager")
 TPUS = ("tpu-v2", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7")
-PRESETS = sorted((*GPUS, *TPUS, "cpu-local"))
+PRESETS = sorted((*GPUS, *TPUS, "cpu-jax", "cpu-local"))
 
 
 def test_the_presets() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from typing import Any
 
@@ -98,7 +97,7 @@ def trained(mesh: str, layout: str, decided: dict[str, Any]) -> dict[str, Any]:
         updates, remembered = optimizer.update(grads, remembered, wanted)
         wanted = jax.tree.map(jnp.add, wanted, updates)
         own, state, reached = step(own, state, batch)
-    text = step.jitted(own, state, batch).lower(own, state, batch).as_text()
+    text = str(jax.make_jaxpr(step.function)(own, state, batch))
     return {
         "parameters": off(own, wanted),
         "moved": off(wanted, params),
@@ -109,7 +108,7 @@ def trained(mesh: str, layout: str, decided: dict[str, Any]) -> dict[str, Any]:
             "down": tuple(own["blocks"]["down"].sharding.spec),
             "trace": tuple(state["trace"]["blocks"]["down"].sharding.spec),
         },
-        "checkpoints": len(re.findall("optimization_barrier", text)) > 0,
+        "checkpoints": "remat" in text,
     }
 
 

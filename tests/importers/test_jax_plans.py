@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -97,3 +98,73 @@ def test_devices_and_models_that_are_missing() -> None:
         _ = Plan(plan.data).jax
     with pytest.raises(mtf.UserError, match="made for another model"):
         plan.of(imported("recurrence")[0])
+
+
+# -- what forward saves for backward -------------------------------------------------------------------------
+
+
+def saved(function: Any, given: Any) -> list[int]:
+    """How many stacks each loop of a gradient makes: its results, and what it saves for backward."""
+    found: list[int] = []
+
+    def look(jaxpr: Any) -> None:
+        for e in jaxpr.eqns:
+            if e.primitive.name == "scan":
+                found.append(len(e.outvars) - e.params["num_carry"])
+            for inner in (e.params.get("jaxpr"), e.params.get("call_jaxpr")):
+                if inner is not None:
+                    look(getattr(inner, "jaxpr", inner))
+
+    look(jax.make_jaxpr(jax.value_and_grad(function))(*given).jaxpr)
+    return found
+
+
+def test_constraints_save_nothing_more_for_backward() -> None:
+    model, given = imported("scanned transformer")
+    applied = model.under(mtf.Mesh("data:1"), mtf.Layout("batch:data"), mtf.Options()).apply()
+    assert saved(applied, given) == saved(model.origin.loss, given)
+
+
+def test_what_was_gathered_is_gathered_again_for_backward() -> None:
+    model, given = imported("scanned transformer")
+    abstract = jax.sharding.AbstractMesh((2,), ("data",))
+    stages = {name: 3 for name, v in model.graph.variables.items() if v.trainable}
+    under = model.under(mtf.Mesh("data:2"), mtf.Layout("batch:data"), mtf.Options(stages), abstract)
+    split = len(under.placing.split_stored)
+    assert split > 0
+    forward, both = (str(jax.make_jaxpr(f)(*given)) for f in (under.apply(), jax.grad(under.apply())))
+    assert (forward.count("name=gathered"), both.count("name=gathered")) == (split, 2 * split)
+
+
+# -- microbatches --------------------------------------------------------------------------------------------
+
+
+def penalised(params: Any, batch: Any) -> Any:
+    return jnp.square(batch["x"] @ params["w"]).mean() + 0.01 * jnp.square(params["w"]).sum()
+
+
+def masked(params: Any, batch: Any) -> Any:
+    return (jnp.square(batch["x"] @ params["w"]).sum(-1) * batch["m"]).sum() / batch["m"].sum()
+
+
+def reported(params: Any, batch: Any) -> Any:
+    value = jnp.square(batch["x"] @ params["w"]).mean()
+    return value, {"value": value}
+
+
+@pytest.mark.parametrize(
+    "loss, why",
+    [
+        (penalised, r"every part would add what does not depend on the batch \(.*test_jax_plans.py\(\d+\)\)"),
+        (masked, r"do not add up to the loss, because of .* in test_jax_plans.py\(\d+\)"),
+        (reported, "the loss returns auxiliary values"),
+    ],
+)
+def test_no_search_finds_microbatches_that_the_function_cannot_have(loss: Any, why: str) -> None:
+    of = jax.ShapeDtypeStruct
+    batch = {"x": of((8, 4), "float32"), "m": of((8,), "float32")}
+    model = layoutopt.from_jax(loss, {"w": of((4, 4), "float32")}, batch, optimizer="sgd")
+    with pytest.raises(mtf.UserError, match=f"^microbatches=2: .*{why}.*; use one microbatch$"):
+        model.training_step(2)
+    plan = layoutopt.search(model, mesh="data:2", hardware="tpu-v3", memory=1e9)
+    assert plan.options.microbatches == 1

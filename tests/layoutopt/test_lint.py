@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from costmodels.hardware import load_hardware
+from costmodels.pricing.lines import Cost
 from layoutopt import search
-from layoutopt.analysis.lint import Finding, lint
+from layoutopt.analysis.lint import Finding, lint, slower
 from layoutopt.evaluator import evaluate
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -68,3 +69,20 @@ def test_attention_that_no_library_takes() -> None:
     found = [f for f in findings("batch:data;heads:model", length=64) if f.kind == "no kernel"]
     assert len(found) == 1 and "not multiples of 128" in found[0].message
     assert "no kernel" not in [f.kind for f in findings("batch:data;heads:model")]
+
+
+def test_a_slow_layout_names_where_it_loses() -> None:
+    model, hardware = transformer(**WIDE), load_hardware("tpu-v3")
+
+    def cost(layout: str) -> Cost:
+        return evaluate(model, Mesh("data:2;model:4"), Layout(layout), hardware, PLAIN).cost
+
+    best, slow = cost("batch:data+model"), cost("batch:data;d_ff:model")
+    found = slower(slow, best)
+    assert found is not None and found.kind == "slower"
+    lost = {
+        place: seconds - best.by(lambda x: x.origin.scope).get(place, 0.0)
+        for place, seconds in slow.by(lambda x: x.origin.scope).items()
+    }
+    assert found.message.startswith(f"{max(lost, key=lambda place: lost[place])} takes ")
+    assert slower(best, best) is None

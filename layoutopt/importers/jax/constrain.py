@@ -2,7 +2,12 @@
 
 The function is traced again and read as the importer reads it (`internals`), equation by equation, so each
 value meets the one that was imported. A constraint stands where XLA's own propagation from the operands could
-choose otherwise: not behind an element-wise operation whose operands lie as its result does.
+choose otherwise: not behind an element-wise operation whose operands lie as its result does, and not on the
+parts that a loop takes of what lies so already. What forward hands to backward is saved as it lies, so each
+constraint more could be one array more that is saved.
+
+A parameter that is stored split (ZeRO 3) is gathered where it is used, a layer at a time in a loop, and again
+for backward: what was gathered is not among what is saved.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.jax import elementwise
-from layoutopt.importers.jax.equations import Block, Equation, Operand, Var
+from layoutopt.importers.jax.equations import Block, Equation, Operand, Var, layered
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.origin import Origin
 from layoutopt.importers.jax.placing import Placing, Spec, partition_spec
@@ -29,13 +34,15 @@ class Constrained:
     Attributes:
       placing, mesh: how values lie, on which mesh of JAX.
       recompute: dimensions of loops whose bodies run again in backward.
-      shared: ids of parameters that loops take apart: each layer's part is placed inside of the loop.
+      split: ids of parameters that are stored otherwise than operations read them.
+      shared: of these, those that loops take apart: each layer's part is gathered inside of the loop.
       met: of `recompute`, those that a loop was found for.
     """
 
     placing: Placing
     mesh: Any
     recompute: frozenset[str]
+    split: frozenset[int]
     shared: set[int]
     met: set[str] = field(default_factory=set)
 
@@ -57,7 +64,15 @@ class Constrained:
 
     def entry(self, x: Any, v: Var) -> Any:
         """An argument, as operations read it."""
-        return x if id(v) in self.shared else self.placed(x, v)
+        if id(v) in self.shared:
+            return x
+        return self.gathered(x, v) if id(v) in self.split else self.placed(x, v)
+
+    def gathered(self, x: Any, v: Operand) -> Any:
+        """A parameter that is stored split, as operations read it; not saved for backward."""
+        from jax.ad_checkpoint import checkpoint_name
+
+        return checkpoint_name(self.placed(x, v), _GATHERED)
 
     def placed(self, x: Any, v: Operand) -> Any:
         """A value where the plan has it."""
@@ -113,18 +128,32 @@ class Constrained:
         body = e.body
         assert body is not None
         inner, whole = calls.scanned(eqn), calls.scanned(same)
+        first, last = e.params["consts"], e.params["consts"] + e.params["carry"]
+        places = [
+            self.placed
+            if first <= i < last
+            else self.gathered
+            if i >= last and id(x) in self.shared
+            else _as_it_is
+            for i, x in enumerate(e.ins)
+        ]
 
         def run(*xs: Any) -> list[Any]:
-            placed = [self.placed(x, v) for x, v in zip(xs, body.ins, strict=True)]
+            placed = [place(x, v) for place, x, v in zip(places, xs, body.ins, strict=True)]
             equations = iter(body.equations)
             return self._inline(calls, inner, whole, placed, equations)
 
-        stacks = [*e.ins[e.params["consts"] + e.params["carry"] :], *e.outs[e.params["carry"] :]]
+        stacks = [*e.ins[last:], *e.outs[e.params["carry"] :]]
         classes, names = self.placing.origin.classes, self.placing.origin.names
         dims = {names[c] for x in stacks if x.shape for c in classes.of(x, 0)}
         again = dims & self.recompute
         self.met |= again
-        return calls.bind_scan(eqn, inner, jax_module().checkpoint(run) if again else run, ins)
+        # In a loop nothing is computed twice by mistake: backward is another loop.
+        if again:
+            run = jax_module().checkpoint(run, prevent_cse=False)
+        elif self.gathered in places:
+            run = jax_module().checkpoint(run, prevent_cse=False, policy=_all_but_gathered())
+        return calls.bind_scan(eqn, inner, run, ins)
 
     def _unsure(self, e: Equation, v: Var) -> bool:
         """Whether propagation could place a result otherwise than the plan."""
@@ -135,6 +164,17 @@ class Constrained:
             return False
         alike = [s for x, s in zip(operands, specs, strict=True) if x.shape == v.shape]
         return len(alike) < len(operands) or any(s != spec for s in alike) or e.prim not in elementwise.TABLE
+
+
+_GATHERED = "gathered"
+
+
+def _all_but_gathered() -> Any:
+    return jax_module().checkpoint_policies.save_anything_except_these_names(_GATHERED)
+
+
+def _as_it_is(x: Any, _: Operand) -> Any:
+    return x
 
 
 _PASSING = ("convert_element_type", "copy", "reduce_precision")
@@ -152,10 +192,15 @@ def _differs(how: str) -> UserError:
 
 
 def constrained(
-    loss: Callable[..., Any], placing: Placing, mesh: Any, recompute: frozenset[str], shared: set[int]
+    loss: Callable[..., Any], placing: Placing, mesh: Any, recompute: frozenset[str], split: frozenset[int]
 ) -> Callable[..., Any]:
-    """`loss` with its values placed; of the same arguments, or of a part of their batch."""
+    """`loss` with its values placed; of the same arguments, or of a part of their batch.
+
+    Args:
+      split: see `Constrained`.
+    """
     origin: Origin = placing.origin
+    shared = split & layered(origin.block)
 
     def applied(*args: Any) -> Any:
         calls = Calls()
@@ -166,7 +211,7 @@ def constrained(
         ]
         # Only a part of the batch has other numbers than the whole.
         whole = closed if sizes[0] == sizes[1] else calls.traced(loss, origin.arguments)[0]
-        run = Constrained(placing, mesh, recompute, set(shared))
+        run = Constrained(placing, mesh, recompute, split, set(shared))
         flat = run.run(closed, whole, jax.tree_util.tree_leaves(args), origin.block)
         missing = recompute - run.met
         if missing:
@@ -176,4 +221,7 @@ def constrained(
             )
         return jax.tree_util.tree_unflatten(tree, flat)
 
-    return applied
+    if split == shared:
+        return applied
+    whole: Callable[..., Any] = jax_module().checkpoint(applied, policy=_all_but_gathered())
+    return whole

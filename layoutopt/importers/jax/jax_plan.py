@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from layoutopt.importers.jax.constrain import constrained
-from layoutopt.importers.jax.equations import layered
 from layoutopt.importers.jax.shardings import Shardings
 from layoutopt.importers.jax.step import Step
 
@@ -33,7 +32,7 @@ class JaxPlan(Shardings):
             self.placing,
             self.mesh,
             frozenset(self.options.recompute),
-            layered(self.origin.block),
+            self.placing.split_stored,
         )
 
     def train_step(self, loss: Callable[..., Any] | None, optimizer: Any) -> Step:

@@ -28,6 +28,7 @@ from layoutopt.importers.jax.logical import logical_axes, said_of, same_dimensio
 from layoutopt.importers.jax.naming import Arrays, named
 from layoutopt.importers.jax.optax_of import optax_of
 from layoutopt.importers.jax.origin import ArrayAxes, Origin
+from layoutopt.importers.jax.parts import why_whole
 from layoutopt.importers.jax.placing import inner_dims
 from layoutopt.importers.jax.relations import Axis
 from layoutopt.importers.jax.writer import Handler, Keys, Writer, beginning, our_dtype
@@ -37,6 +38,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES, is_float
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Initializer, Normal, Variable
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.optimizers import Adam, Optimizer, by_name
 from mesh_tf_core.tracing.graph import Graph
 
@@ -71,6 +73,15 @@ class JaxModel(mtf.Model):
                 "in the user's function; search without --refine"
             )
         return self.under(plan.mesh, plan.layout, plan.options)
+
+    def _in_parts(self, microbatches: int) -> TrainingStep:
+        """Only where the user's own step can be run so too: no search finds what `plan.jax` would refuse."""
+        origin, batch = self.origin, self.batch_dim
+        if origin is None or batch is None:
+            return super()._in_parts(microbatches)
+        if why := self.graph.remembered("why_whole", lambda: why_whole(self.loss, origin, batch)):
+            raise UserError(f"microbatches={microbatches}: {why}; use one microbatch")
+        return super()._in_parts(microbatches)
 
     def under(self, mesh: mtf.Mesh, layout: mtf.Layout, options: mtf.Options, devices: Any = None) -> JaxPlan:
         """The user's function under a layout; `devices` as `Shardings` has them."""

@@ -74,6 +74,12 @@ class Placing:
         return self._stored[path, slot]
 
     @cached_property
+    def split_stored(self) -> frozenset[int]:
+        """ids of the function's parameters that are stored otherwise than operations read them."""
+        own = zip(self.origin.block.ins, self.origin.parameters, strict=False)  # its first arguments
+        return frozenset(id(v) for v, path in own if self.stored(path) != self.value(v))
+
+    @cached_property
     def _stored(self) -> Mapping[tuple[str, bool], Spec]:
         found: dict[tuple[str, bool], Spec] = {}
         splits = {name: s.splits for name, s in self.program.variables.items()}

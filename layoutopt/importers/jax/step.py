@@ -7,9 +7,6 @@ from typing import Any
 
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.shardings import Shardings
-from mesh_tf_core.errors import UserError
-from mesh_tf_core.tracing.microbatch import batch_names
-from mesh_tf_core.tracing.standing import Kind, Standings
 
 
 class Step:
@@ -26,8 +23,6 @@ class Step:
         self.plan, self.applied, self.optimizer = plan, applied, optimizer
         self.parts = plan.options.microbatches
         self.has_aux = len(plan.origin.block.outs) > 1
-        if self.parts > 1:
-            self._check_parts()
         self._compiled: Any = None
 
     def init(self, params: Any) -> tuple[Any, Any]:
@@ -112,29 +107,3 @@ class Step:
     def _in_parts(self, x: Any) -> Any:
         jnp = jax_module().numpy
         return jnp.moveaxis(jnp.reshape(x, (x.shape[0] // self.parts, self.parts, *x.shape[1:])), 1, 0)
-
-    def _check_parts(self) -> None:
-        """UserError if the loss is no sum over the batch's rows: parts would not add up to it."""
-        origin = self.plan.origin
-        again = "search again with --microbatches 1"
-        if self.has_aux:
-            raise UserError(
-                f"plan.jax: the plan computes {self.parts} microbatches, but the loss returns auxiliary "
-                f"values, which no sum over parts gives; {again}"
-            )
-        graph, batch = self.plan.model.graph, str(self.plan.model.batch_dim)
-        names = batch_names(graph, batch)
-        standing = Standings(graph, names, [n for n in graph.nodes if n.phase != "update"])
-        found = standing.of(self.plan.model.loss.id)
-        if found.kind is not Kind.SUM or found.after:
-            why = standing.why.get(self.plan.model.loss.id, "its operations")
-            raise UserError(
-                f"plan.jax: the plan computes {self.parts} microbatches, but parts of the batch do not add "
-                f"up to the loss, because of {why}; {again}"
-            )
-        for path, array in origin.batch.items():
-            if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
-                raise UserError(
-                    f"plan.jax: the plan computes {self.parts} microbatches, but the first axis of {path!r} "
-                    f"is not the batch; {again}"
-                )

@@ -1,0 +1,51 @@
+"""Whether a JAX function's step may run in microbatches: parts of the batch must add up to the loss."""
+
+from __future__ import annotations
+
+from layoutopt.importers.jax.origin import Origin
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.tracing.graph import graph_of
+from mesh_tf_core.tracing.microbatch import batch_names
+from mesh_tf_core.tracing.standing import Kind, Standings
+
+
+def why_whole(loss: Tensor, origin: Origin, batch: str) -> str:
+    """Why a function cannot run on parts of its batch one after the other, with its line; '' if it can.
+
+    Args:
+      batch: the dimension that is cut.
+    """
+    return _auxiliary(origin) or _loss(loss, batch) or _inputs(origin, batch)
+
+
+def _auxiliary(origin: Origin) -> str:
+    if len(origin.block.outs) == 1:
+        return ""
+    return "the loss returns auxiliary values, which no sum over parts of the batch gives"
+
+
+def _loss(loss: Tensor, batch: str) -> str:
+    graph = graph_of(loss)
+    nodes = [n for n in graph.nodes if n.phase == "forward"]
+    standings = Standings(graph, batch_names(graph, batch), nodes)
+    found = standings.of(loss.id)
+    if found.kind is not Kind.SUM or found.after:
+        why = standings.why.get(loss.id, "its operations")
+        return f"parts of the batch do not add up to the loss, because of {why}"
+    needed = {loss.id}
+    for node in reversed(nodes):
+        if needed.isdisjoint(node.outputs):
+            continue
+        needed.update(node.inputs)
+        for each in (node, *(inner for inner, _ in node.body.walk())) if node.body else (node,):
+            if standings.shared.get(each.index):
+                place = f" in {each.scope}" if each.scope else ""
+                return f"every part would add what does not depend on the batch ({each.op.describe()}{place})"
+    return ""
+
+
+def _inputs(origin: Origin, batch: str) -> str:
+    for path, array in origin.batch.items():
+        if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
+            return f"the first axis of {path!r} is not the batch"
+    return ""
