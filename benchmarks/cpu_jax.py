@@ -3,8 +3,8 @@
     python benchmarks/cpu_jax.py [--out measured.json]
 
 Every number is of eight virtual devices that all work at once, as in a step of a sharded program. Collectives
-are those that XLA's partitioner makes on CPUs: it never writes a reduce-scatter, but an all-reduce of the whole
-array and a slice. Seconds are the median of seven samples.
+are those that XLA's partitioner makes on CPUs: it never writes a reduce-scatter, but an all-reduce of the
+whole array and a slice. Seconds are the median of seven samples.
 """
 
 from __future__ import annotations

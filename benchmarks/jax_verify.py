@@ -2,7 +2,7 @@
 
     python benchmarks/jax_verify.py CORPUS.py [NUMBER...] [--out FILE.json]
 
-CORPUS.py is what `benchmarks/jax_models.py` takes. What is compiled is the user's own function in `train_step`,
+CORPUS.py is what `benchmarks/jax_models.py` takes. Compiled is the user's own function in `train_step`
 with the plan's shardings, not our program; `memory` and `compute` are our prediction over the compiler's, and
 `moved` has bytes that a device puts into collectives, by kind and group size (`layoutopt verify`). Every step
 is a process of its own: libraries patch each other. Nothing is fitted to these programs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -132,8 +133,13 @@ def test_what_was_gathered_is_gathered_again_for_backward() -> None:
     under = model.under(mtf.Mesh("data:2"), mtf.Layout("batch:data"), mtf.Options(stages), abstract)
     split = len(under.placing.split_stored)
     assert split > 0
-    forward, both = (str(jax.make_jaxpr(f)(*given)) for f in (under.apply(), jax.grad(under.apply())))
-    assert (forward.count("name=gathered"), both.count("name=gathered")) == (split, 2 * split)
+
+    def gathers(function: Any) -> int:
+        text = str(jax.make_jaxpr(function)(*given))
+        return len(re.findall(r"spec=P\((?:None,? ?){1,2}\)", text))
+
+    # In forward, of the gradients, and in backward again.
+    assert gathers(under.apply()) == split and gathers(jax.grad(under.apply())) >= 3 * split
 
 
 # -- microbatches --------------------------------------------------------------------------------------------

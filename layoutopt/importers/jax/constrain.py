@@ -37,6 +37,7 @@ class Constrained:
       split: ids of parameters that are stored otherwise than operations read them.
       shared: of these, those that loops take apart: each layer's part is gathered inside of the loop.
       met: of `recompute`, those that a loop was found for.
+      gathers: PartitionSpecs that parameters were gathered to.
     """
 
     placing: Placing
@@ -45,6 +46,7 @@ class Constrained:
     split: frozenset[int]
     shared: set[int]
     met: set[str] = field(default_factory=set)
+    gathers: set[Any] = field(default_factory=set)
 
     def run(self, closed: Any, whole: Any, args: Sequence[Any], block: Block) -> list[Any]:
         """The results of a closed jaxpr.
@@ -70,9 +72,8 @@ class Constrained:
 
     def gathered(self, x: Any, v: Operand) -> Any:
         """A parameter that is stored split, as operations read it; not saved for backward."""
-        from jax.ad_checkpoint import checkpoint_name
-
-        return checkpoint_name(self.placed(x, v), _GATHERED)
+        self.gathers.add(partition_spec(self.placing.value(v)))
+        return self.placed(x, v)
 
     def placed(self, x: Any, v: Operand) -> Any:
         """A value where the plan has it."""
@@ -152,7 +153,7 @@ class Constrained:
         if again:
             run = jax_module().checkpoint(run, prevent_cse=False)
         elif self.gathered in places:
-            run = jax_module().checkpoint(run, prevent_cse=False, policy=_all_but_gathered())
+            run = jax_module().checkpoint(run, prevent_cse=False, policy=_all_but(self.gathers))
         return calls.bind_scan(eqn, inner, run, ins)
 
     def _unsure(self, e: Equation, v: Var) -> bool:
@@ -166,11 +167,14 @@ class Constrained:
         return len(alike) < len(operands) or any(s != spec for s in alike) or e.prim not in elementwise.TABLE
 
 
-_GATHERED = "gathered"
+def _all_but(gathers: set[Any]) -> Callable[..., bool]:
+    """What is saved for backward: all but what constraints to these specs give."""
 
+    def saved(prim: Any, *_: Any, **params: Any) -> bool:
+        constrains = str(prim) == "sharding_constraint"
+        return not constrains or getattr(params["sharding"], "spec", None) not in gathers
 
-def _all_but_gathered() -> Any:
-    return jax_module().checkpoint_policies.save_anything_except_these_names(_GATHERED)
+    return saved
 
 
 def _as_it_is(x: Any, _: Operand) -> Any:
@@ -200,7 +204,7 @@ def constrained(
       split: see `Constrained`.
     """
     origin: Origin = placing.origin
-    shared = split & layered(origin.block)
+    shared, gathers = split & layered(origin.block), set[Any]()
 
     def applied(*args: Any) -> Any:
         calls = Calls()
@@ -211,7 +215,7 @@ def constrained(
         ]
         # Only a part of the batch has other numbers than the whole.
         whole = closed if sizes[0] == sizes[1] else calls.traced(loss, origin.arguments)[0]
-        run = Constrained(placing, mesh, recompute, split, set(shared))
+        run = Constrained(placing, mesh, recompute, split, set(shared), gathers=gathers)
         flat = run.run(closed, whole, jax.tree_util.tree_leaves(args), origin.block)
         missing = recompute - run.met
         if missing:
@@ -223,5 +227,5 @@ def constrained(
 
     if split == shared:
         return applied
-    whole: Callable[..., Any] = jax_module().checkpoint(applied, policy=_all_but_gathered())
+    whole: Callable[..., Any] = jax_module().checkpoint(applied, policy=_all_but(gathers))
     return whole
