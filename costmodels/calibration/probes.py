@@ -220,6 +220,7 @@ def elements(quick: bool) -> Iterator[Probe]:
         image = tensor(r // 8, 8, c // 8, 8)
         yield _local("copy.pad", label, Pad("b", 1, 1, 0.0), image)
         yield _local("copy.slice", label, SliceDim("b", 1, 6), image)
+        yield _local("copy.narrow", label, SliceDim("d", 1, 4), image)
 
 
 PRODUCTS = (
@@ -239,9 +240,12 @@ BATCHES = (
 )
 """batch x m x k x n: logits and mixtures of attention, layers of experts, and their gradients."""
 MORE_BATCHES = "64x128x64x128 32x128x128x64 4x256x256x256 128x64x64x16"
-CONVOLUTIONS = "32x18x16x3x16 8x18x32x3x32 8x10x64x3x64 8x6x16x3x32 16x16x32x1x64 16x18x8x16x16 4x10x4x3x16"
+CONVOLUTIONS = (
+    "32x18x16x3x16 8x18x32x3x32 8x10x64x3x64 8x6x16x3x32 16x16x32x1x64 16x18x8x16x16 4x10x4x3x16 "
+    "32x18x16x3x2 16x18x32x16x2 64x6x32x4x8 16x10x32x8x32"
+)
 """batch x image x channels x window x channels made: layers, narrow to wide, one of windows of one element,
-and a gradient of weights, whose window is nearly all of the image."""
+one that makes few channels, and gradients of weights, whose windows are nearly all of the image."""
 
 
 def products(quick: bool) -> Iterator[Probe]:

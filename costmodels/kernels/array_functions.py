@@ -14,7 +14,8 @@ is priced by these calls:
 (3) a matrix product costs curve(`kernel.matmul`)(FLOPs) + curve(`kernel.matmul.PART`)(bytes) of its parts
     (`PARTS`): libraries pack factors before they multiply, and slower where they read along columns. A batch
     of products takes `kernel.batch` instead; a convolution `kernel.matmul.conv`, whose first factor are the
-    windows
+    windows. Its FLOPs count the channels that it makes in whole vectors: 2 take as long as 16 (oneDNN works
+    on blocks of `VECTOR` channels: "Understanding Memory Formats" in its developer guide)
 (4) what follows from constants alone, up to 100 KB, is computed when a step is traced (TensorFlow's constant
     folding, grappler/optimizers/constant_folding.cc) and costs nothing
 (5) every call takes `kernel.launch` more: to hand a kernel to a thread, find memory for its result and fetch
@@ -50,6 +51,10 @@ rows of less than `FAR` bytes and of more."""
 FAR = 2048
 """Bytes from one row to the next from which on a column's elements share few places of a cache, and its pages
 few of the table of pages."""
+VECTOR = 16
+"""Numbers of float32 that processors of today work on at once."""
+NARROW = 64
+"""Bytes in a row below which a copy goes number by number, not by whole lines of a cache."""
 SCALAR = "kernel.scalar"
 """Class of what works on single numbers."""
 
@@ -237,7 +242,10 @@ class Tally:
 
     def slice(self, x: Piece, begin: Sequence[Any], sizes: Sequence[int]) -> Piece:
         part = replace(x, shape=tuple(sizes))
-        return x if x.shape == part.shape else self._note("copy.slice", sizes, x.dtype, part)
+        if x.shape[1:] == part.shape[1:]:
+            return part  # of whole rows from some row on: nothing is copied
+        kind = "copy.narrow" if narrow(x.shape, part.shape, x.dtype) else "copy.slice"
+        return self._note(kind, sizes, x.dtype, part)
 
     def put(self, x: Piece, piece: Piece, axis: int, place: Any) -> Piece:
         """Written where x lies: only the piece is touched."""
@@ -325,8 +333,11 @@ class Tally:
         counts = [(n - r) // s + 1 for n, r, s in zip(x.shape[1:], reach, strides, strict=False)]
         shape, taken = (x.shape[0], *counts, w.shape[-1]), math.prod(w.shape[:-1])
         windows = float(math.prod(shape[:-1]) * taken * itemsize(x.dtype))
-        flops = 2.0 * math.prod(shape) * taken
-        return self._note("matmul.conv", shape, x.dtype, x, w, flops=flops, packed=(windows, 0.0, 0.0, 0.0))
+        made = -(-shape[-1] // VECTOR) * VECTOR
+        flops, weights = 2.0 * math.prod(shape[:-1]) * made * taken, float(taken * made * itemsize(w.dtype))
+        return self._note(
+            "matmul.conv", shape, x.dtype, x, w, flops=flops, packed=(windows, weights, 0.0, 0.0)
+        )
 
     def _summed(self, x: Piece, term: str, kept: str) -> tuple[Piece, str]:
         axes = [i for i, c in enumerate(term) if c not in kept]
@@ -392,6 +403,16 @@ def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     n = max(len(a), len(b))
     a, b = (1,) * (n - len(a)) + a, (1,) * (n - len(b)) + b
     return tuple(max(x, y) for x, y in zip(a, b, strict=True))
+
+
+def narrow(whole: Sequence[int], part: Sequence[int], dtype: str) -> bool:
+    """Whether a part of an array lies in it in rows of less than `NARROW` bytes."""
+    row = itemsize(dtype)
+    for n, all_of_it in zip(reversed(part), reversed(whole), strict=True):
+        row *= n
+        if n != all_of_it:
+            break
+    return row < NARROW
 
 
 def _pattern(shape: tuple[int, ...], *operands: Piece) -> str:

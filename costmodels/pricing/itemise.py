@@ -28,16 +28,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from costmodels.hardware import Cluster, Hardware
-from costmodels.kernels.array_functions import NoArrayFunctionError
+from costmodels.kernels.array_functions import NoArrayFunctionError, narrow
 from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
 from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.partition import Kernel, Types
-from costmodels.kernels.quantities import of_copy, of_kernel, of_local
+from costmodels.kernels.quantities import of_copy, of_kernel, of_local, quantity_of
 from costmodels.network.collectives import full_bytes
 from costmodels.pricing.items import Called, Computed, Item, Sent, Started
 from costmodels.pricing.op_by_op import array_functions, is_measured
 from costmodels.pricing.overlap import ACTIVATION, classes
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
@@ -51,12 +51,14 @@ from mesh_tf_core.ir.program import (
     Origin,
     Permute,
     Program,
+    ReduceScatter,
     WriteVariable,
     wire_bytes,
 )
 from mesh_tf_core.ir.values import Value
 from mesh_tf_core.lower.combine import SMALL_BYTES
 from mesh_tf_core.ops.binary import Binary
+from mesh_tf_core.ops.shape import SliceDim
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,8 @@ class Itemiser:
     ) -> tuple[Item, ...]:
         """The items of a collective; `types` are those of what a device puts in."""
         sent = _sent(instr, sending, [t.bytes for t in types], mesh)
+        if self.in_parts:
+            return (sent, *_cut(instr, types, mesh.group_size(instr.axes)))
         if not self.copies or not isinstance(instr, AllToAll) or mesh.group_size(instr.axes) == 1:
             return (sent,)
         return (sent, *[Computed(of_copy(t, 2), 0.0) for t in types])
@@ -286,6 +290,20 @@ def _sent(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh
         max(1, instr.crossings(n)) if isinstance(instr, Permute) else 1,
         sending.joins and small,
     )
+
+
+def _cut(instr: Collective, types: Sequence[TensorType], n: int) -> Iterator[Called]:
+    """The slices that a collective makes of narrow rows, one for each device of its group."""
+    if not isinstance(instr, ReduceScatter | AllToAll) or n == 1:
+        return
+    name = instr.dim if isinstance(instr, ReduceScatter) else instr.split
+    for whole in types:
+        dims = (Dim(d.name, d.size // n) if d.name == name else d for d in whole.shape)
+        part = TensorType(Shape(dims), whole.dtype)
+        if narrow(whole.shape.sizes, part.shape.sizes, part.dtype):
+            op = SliceDim(name, 0, 1)
+            quantity = quantity_of(op, (whole,), (part,))
+            yield from [Called(op, (whole,), (part,), frozenset(), False, quantity)] * n
 
 
 def stays(phase: str) -> bool:

@@ -16,6 +16,7 @@ from mesh_tf_core.ops.conv import Conv
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.norm import Normalize
 from mesh_tf_core.ops.reduce import Reduce
+from mesh_tf_core.ops.shape import SliceDim
 from mesh_tf_core.ops.softmax import Softmax
 from mesh_tf_core.ops.windows import Window
 
@@ -149,8 +150,25 @@ def test_a_convolution_packs_its_windows():
     op = Conv((Window("y", 3, 1, 1, 0, 0), Window("x", 5, 2, 1, 0, 0)), ("v", "u"), C.name)
     (found,) = calls(op, (x, w), (op.infer(x, w),), frozenset())
     places, taken = B.size * 8 * 4, 3 * 5 * C.size
-    assert (found.op_class, found.flops) == ("kernel.matmul.conv", 2.0 * places * taken * 7)
-    assert found.parts == (4.0 * places * taken, 0.0, 4.0 * places * 7, 0.0, 0.0)
+    assert found.op_class == "kernel.matmul.conv"
+    assert found.parts == (4.0 * places * taken, 4.0 * taken * 16, 4.0 * places * 7, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("made", "counted"), [(2, 16), (16, 16), (17, 32)])
+def test_a_convolution_makes_whole_vectors_of_channels(made, counted):
+    x, w = tensor(B, Dim("y", 10), C), tensor(Dim("v", 3), C, Dim("o", made))
+    op = Conv((Window("y", 3, 1, 1, 0, 0),), ("v",), C.name)
+    (found,) = calls(op, (x, w), (op.infer(x, w),), frozenset())
+    assert found.flops == 2.0 * B.size * 8 * 3 * C.size * counted
+
+
+def test_slices_are_views_or_of_narrow_or_of_long_rows():
+    """Of [8, 16, 4] in float32: rows from one on, half of the last axis (8 bytes), half of the middle one."""
+    found = []
+    for dim, size in (("a", 3), ("c", 2), ("b", 8)):
+        op, x = SliceDim(dim, 1, size), tensor(Dim("a", 8), Dim("b", 16), Dim("c", 4))
+        found.append([c.op_class for c in calls(op, (x,), (op.infer(x),), frozenset())])
+    assert found == [[], ["kernel.copy.narrow"], ["kernel.copy.slice"]]
 
 
 def test_an_array_function_that_is_not_known_is_said():

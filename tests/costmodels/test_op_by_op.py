@@ -7,11 +7,15 @@ import dataclasses
 import pytest
 
 from costmodels.hardware import CollectiveCurve, Curve, Number, preset_content, write_profile
+from costmodels.pricing.items import Called
 from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
+from examples.resnet import model as resnet
 from examples.transformer_lm import model as transformer
 from layoutopt.api import search
 from mesh_tf_core import Layout, Mesh
+from mesh_tf_core.ir.program import ReduceScatter
+from mesh_tf_core.ops.shape import SliceDim
 
 MESH = Mesh("data:2;model:2")
 
@@ -63,7 +67,12 @@ def processes(machine):
 
 
 @pytest.mark.parametrize(
-    "model", [mlp(batch=16, hidden=64), transformer(layers=3, d_model=64, batch=8, length=32)]
+    "model",
+    [
+        mlp(batch=16, hidden=64),
+        transformer(layers=3, d_model=64, batch=8, length=32),
+        resnet(batch=4, size=8, channels=4, stages=1, blocks=1, groups=2),
+    ],
 )
 @pytest.mark.parametrize("home", ["machine", "processes"])
 def test_tables_add_up_to_the_price(request, home, model):
@@ -83,6 +92,18 @@ def test_a_step_has_a_part_that_no_layout_changes(machine):
         prices.fixed_seconds(model.lower(MESH, Layout()))
     }
     assert len({c.step_seconds for c in costs}) == 3
+
+
+@pytest.mark.parametrize(("channels", "cut"), [(4, 2), (32, 0)])
+def test_narrow_rows_are_cut_one_by_one(machine, channels, cut):
+    """Scattered between two devices, rows of 4 channels are cut at 8 bytes; those of 32 at 64, a line."""
+    model = resnet(batch=4, size=8, channels=channels, stages=1, blocks=1, groups=2)
+    program = model.lower(MESH, Layout("channels:data"))
+    scattered = sum(isinstance(instr, ReduceScatter) for instr, _ in program.walk())
+    copies = [x for x in pricer(machine, MESH).lines(program) if isinstance(x.item, Called)]
+    copies = [x for x in copies if isinstance(x.item.op, SliceDim)]
+    assert scattered == 2
+    assert len(copies) == cut * scattered
 
 
 def test_stacks_of_a_forward_loop_are_never_joined(machine):
