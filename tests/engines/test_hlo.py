@@ -44,6 +44,16 @@ def found(*lines: str) -> tuple[Found, ...]:
             Found("all_reduce", 8, 1, 128, 1),
         ),
         (
+            "%r = f32[8,4]{1,0} all-reduce(%p), channel_id=1, "
+            "replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_3'=4] {'axis_0','axis_1'}, to_apply=%add.1",
+            Found("all_reduce", 2, 1, 128, 1),
+        ),
+        (
+            "%r = f32[8,4]{1,0} all-reduce(%p), "
+            "replica_groups=mesh['a'=2,'b'=8] {'a','b':(2)4}, to_apply=%add.1",
+            Found("all_reduce", 8, 1, 128, 1),
+        ),
+        (
             "%r = (f32[8,4]{1,0}, /*index=1*/bf16[6]{0}) all-reduce(%p, /*index=1*/%q), "
             "replica_groups={}, to_apply=%add.1",
             Found("all_reduce", 0, 2, 140, 1),

@@ -32,6 +32,9 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|called_computation)=%?([^\s,}]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([^\s,}]+))")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
+_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
+_AXIS_SIZE = re.compile(r"'([^']+)'=(\d+)")
+_GROUP_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(-?\d+)"')
 _CHAIN = re.compile(r'\bchain_id="([^"]*)"')
@@ -252,6 +255,10 @@ def _group_size(text: str) -> int:
     iota = _IOTA.search(text)
     if iota:
         return int(iota[2])
+    axes = _AXES.search(text)
+    if axes:  # a mesh with the axes that a group lies along, or parts of them
+        sizes = dict(_AXIS_SIZE.findall(axes[1]))
+        return math.prod(int(part or sizes[name]) for name, part in _GROUP_AXIS.findall(axes[2]))
     listed = _LISTED.search(text)
     if listed:
         return len(listed[1].split(","))
