@@ -227,14 +227,16 @@ def compared(model: Any, loss: Callable[..., Any], given: tuple[Any, ...], layou
     made = mtf.gradients(model.loss, [model.graph.read(v) for v in variables])
     results = {"loss": model.loss, **{v.name: g for v, g in zip(variables, made, strict=True)}}
     feeds = {leaf.path: np.asarray(leaf.value) for leaf in leaves_of(given[-1])[0]}
+    arrays = model.origin.parameters
     off = dict.fromkeys(("loss", *wanted), 0.0)
-    assert set(results) == set(off)
+    assert set(results) == {"loss", *(arrays[path].variable for path in wanted)}
     for mesh, layout in [("data:1", ""), *layouts]:
         engine = LockstepEngine(mtf.lower(model.graph, mtf.Mesh(mesh), mtf.Layout(layout), results))
         engine.initialize()
         found = engine.step(feeds)
         off["loss"] = max(off["loss"], abs(float(found["loss"]) - float(value)) / abs(float(value)))
         for path, want in wanted.items():
-            got = np.asarray(found[path]).reshape(want.shape)
+            whole = np.asarray(found[arrays[path].variable])
+            got = (whole if arrays[path].layer is None else whole[arrays[path].layer]).reshape(want.shape)
             off[path] = max(off[path], float(np.linalg.norm(got - want) / np.linalg.norm(want)))
     return off

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layoutopt.importers.jax.equations import Block, Equation, Operand, Var, has_fractions
@@ -116,6 +116,7 @@ def classes(
     batch: Sequence[Var],
     hints: Iterable[Sequence[Axis]] = (),
     alike: Iterable[Sequence[Axis]] = (),
+    stacks: Collection[Var] = (),
 ) -> Classes:
     """The dimensions of a block.
 
@@ -123,6 +124,7 @@ def classes(
       parameters, batch: those of its variables that are.
       hints: axes that are the same because somebody says so.
       alike: axes that are the same where all else leaves it open.
+      stacks: parameters of several layers, one behind the other.
     """
     found = Classes(factors)
     for operand in factors.operands.values():
@@ -142,9 +144,9 @@ def classes(
             for a, b in pairs:
                 found.unite(a, b)
         if level == _CERTAIN:
-            _templates(found, parameters)
+            _templates(found, parameters, stacks)
     _counts(found)
-    _templates(found, parameters)
+    _templates(found, parameters, stacks)
     _twins(found, {c for v in parameters for c in found.all(v)})
     for axes in alike:
         for axis in axes[1:]:
@@ -274,22 +276,23 @@ def _counts(found: Classes) -> None:
 
 def template(path: str) -> str:
     """A path without its numbers: that of the same parameter in every layer (Keras leaves out the first)."""
-    return re.sub(r"_?\d+", "", path)
+    return re.sub(r"_?\d+(-\d+)?", "", path)
 
 
-def _templates(found: Classes, parameters: Sequence[Var]) -> None:
+def _templates(found: Classes, parameters: Sequence[Var], stacks: Collection[Var]) -> None:
     """Parameters whose paths differ by a number only have the same dimensions, where that is possible."""
-    alike: dict[tuple[object, ...], list[Var]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[list[Axis]]] = defaultdict(list)
     for v in parameters:
-        sizes = tuple(found.factors.sizes[id(v), a] for a in range(len(v.shape)))
-        alike[template(v.path), sizes].append(v)
-    for first, *others in alike.values():
-        for a in range(len(first.shape)):
-            nodes = list(zip(*(found.of(v, a) for v in (first, *others)), strict=True))
+        axes = [(v, a) for a in range(int(v in stacks), len(v.shape))]
+        sizes = tuple(found.factors.of(*axis) for axis in axes)
+        alike[template(v.path), sizes].append(axes)
+    for layers in alike.values():
+        for first, *others in zip(*layers, strict=True):
+            nodes = list(zip(*(found.of(*axis) for axis in (first, *others)), strict=True))
             # Layers that feed each other have dimensions of their own, all of them.
             if not any(x in found.apart(y) for group in nodes for x in group for y in group):
-                for v in others:
-                    _unite_axes(found, (first, a), (v, a))
+                for other in others:
+                    _unite_axes(found, first, other)
 
 
 def _twins(found: Classes, of_parameters: set[Node]) -> None:

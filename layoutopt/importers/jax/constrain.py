@@ -1,18 +1,21 @@
 """The user's function with its values placed as a plan says: the same equations, with constraints in between.
 
 The function is traced again and read as the importer reads it (`internals`), equation by equation, so each
-value meets the one that was imported. A constraint stands where XLA's own propagation from the operands could
-choose otherwise: not behind an element-wise operation whose operands lie as its result does, and not on the
-parts that a loop takes of what lies so already. What forward hands to backward is saved as it lies, so each
-constraint more could be one array more that is saved.
+value meets the one that was imported. Layers that the importer made a loop of (`reroll`) run one after the
+other as they are written, each as a loop's body would. A constraint stands where XLA's own propagation from
+the operands could choose otherwise: not behind an element-wise operation whose operands lie as its result
+does, and not on the parts that a loop takes of what lies so already. What forward hands to backward is saved
+as it lies, so each constraint more could be one array more that is saved.
 
-A parameter that is stored split (ZeRO 3) is gathered where it is used, a layer at a time in a loop, and again
-for backward: what was gathered is not among what is saved.
+A parameter that is stored split (ZeRO 3) is gathered where it is used, a layer at a time, and again for
+backward: what was gathered is not among what is saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +28,33 @@ from layoutopt.importers.jax.origin import Origin
 from layoutopt.importers.jax.placing import Placing, Spec, partition_spec
 from layoutopt.importers.jax.replay import Calls
 from mesh_tf_core.errors import UserError
+
+Ref = int
+"""A value of the function that runs: a number of its own, also where one jaxpr is called twice."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One equation of the function that runs.
+
+    Attributes:
+      same: the equation of the whole batch.
+      equations: what was imported of it; several where JAX's own function runs as it is.
+      ins: values, or references to them.
+    """
+
+    eqn: Any
+    same: Any
+    equations: tuple[Equation, ...]
+    ins: tuple[Ref | Known, ...]
+    outs: tuple[Ref, ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A value that is there before the function runs."""
+
+    value: Any
 
 
 @dataclass
@@ -47,6 +77,8 @@ class Constrained:
     shared: set[int]
     met: set[str] = field(default_factory=set)
     gathers: set[Any] = field(default_factory=set)
+    refs: Iterator[Ref] = field(default_factory=itertools.count)
+    values: dict[Ref, Operand] = field(default_factory=dict)
 
     def run(self, closed: Any, whole: Any, args: Sequence[Any], block: Block) -> list[Any]:
         """The results of a closed jaxpr.
@@ -56,13 +88,25 @@ class Constrained:
             divides by the size of the whole.
           block: the same function as it was imported.
         """
-        calls = Calls()
         begin = [self.entry(x, v) for x, v in zip(args, block.ins, strict=True)]
-        equations = iter(block.equations)
-        found = self._inline(calls, closed, whole, begin, equations)
-        if next(equations, None) is not None:
-            raise _differs("it ends before the imported one does")
+        return self._results(Calls(), closed, whole, begin, block, self._layers(block))
+
+    def _layers(self, block: Block) -> dict[int, tuple[int, bool]]:
+        """Number of an equation -> the layer that it is of, and whether this is recomputed."""
+        number = {id(y): n for n, e in enumerate(block.equations) for y in e.outs}
+        found: dict[int, tuple[int, bool]] = {}
+        for run in self.placing.origin.rerolled.runs:
+            again = self._again(run.loop)
+            for layer in run.layers:
+                numbers = [number[id(e.out)] for e in layer]
+                found.update((n, (numbers[0], again)) for n in numbers)
         return found
+
+    def _again(self, loop: Equation) -> bool:
+        """Whether a loop's body runs again in backward."""
+        again = self.placing.origin.loop_dims(loop) & self.recompute
+        self.met |= again
+        return bool(again)
 
     def entry(self, x: Any, v: Var) -> Any:
         """An argument, as operations read it."""
@@ -86,40 +130,123 @@ class Constrained:
         sharding = jax.sharding.NamedSharding(self.mesh, partition_spec(spec))
         return jax.lax.with_sharding_constraint(x, sharding)
 
-    def _inline(
-        self, calls: Calls, closed: Any, whole: Any, args: Sequence[Any], equations: Iterator[Equation]
+    def _results(
+        self,
+        calls: Calls,
+        closed: Any,
+        whole: Any,
+        args: Sequence[Any],
+        block: Block,
+        layers: Mapping[int, tuple[int, bool]],
     ) -> list[Any]:
-        known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        """Runs a closed jaxpr of these arguments, layer by layer."""
+        begin = [next(self.refs) for _ in args]
+        self.values.update(zip(begin, block.ins, strict=True))
+        steps: list[Step] = []
+        equations = iter(block.equations)
+        outs = self._steps(calls, closed, whole, begin, equations, steps)
+        if next(equations, None) is not None:
+            raise _differs("it ends before the imported one does")
+        known = dict(zip(begin, args, strict=True))
+        number = {id(e): n for n, e in enumerate(block.equations)}
+        parts = itertools.groupby(
+            steps, key=lambda s: layers.get(number[id(s.equations[0])]) if s.equations else None
+        )
+        listed = [(layer, list(part)) for layer, part in parts]
+        read = Counter(x for s in steps for x in s.ins if not isinstance(x, Known))
+        read.update(x for x in outs if not isinstance(x, Known))
+        for layer, part in listed:
+            read.subtract(x for s in part for x in s.ins if not isinstance(x, Known))
+            if layer is None:
+                self._run(calls, part, known)
+            else:
+                self._layer(calls, part, known, +read, layer[1])
+        return [x.value if isinstance(x, Known) else known[x] for x in outs]
+
+    def _layer(
+        self,
+        calls: Calls,
+        part: Sequence[Step],
+        known: dict[Ref, Any],
+        later: Mapping[Ref, int],
+        again: bool,
+    ) -> None:
+        """Runs the steps of one layer, whose parameters are placed here as a loop's are inside of it."""
+        made = [y for s in part for y in s.outs]
+        own = set(made)
+        given = list(
+            dict.fromkeys(x for s in part for x in s.ins if not isinstance(x, Known) and x not in own)
+        )
+        left = [y for y in made if y in later]
+
+        gathers = {ref for ref in given if id(self.values.get(ref)) in self.shared}
+
+        def run(*xs: Any) -> list[Any]:
+            inside = dict(zip(given, xs, strict=True))
+            inside.update((ref, self.gathered(inside[ref], self.values[ref])) for ref in gathers)
+            self._run(calls, part, inside)
+            return [inside[y] for y in left]
+
+        saving = self._saving(run, again, bool(gathers), prevent_cse=True)
+        known.update(zip(left, saving(*(known[x] for x in given)), strict=True))
+
+    def _steps(
+        self,
+        calls: Calls,
+        closed: Any,
+        whole: Any,
+        args: Sequence[Ref | Known],
+        equations: Iterator[Equation],
+        steps: list[Step],
+    ) -> list[Ref | Known]:
+        """Appends the equations of a closed jaxpr, calls inlined; its results."""
+        known: dict[Any, Ref | Known] = {
+            v: Known(value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        }
         known.update(zip(closed.jaxpr.invars, args, strict=True))
         if len(closed.jaxpr.eqns) != len(whole.jaxpr.eqns):
             raise _differs("a part of the batch is computed by other operations than the whole")
         for eqn, same in zip(closed.jaxpr.eqns, whole.jaxpr.eqns, strict=True):
             ins = [
-                calls.literal(x, y) if calls.is_literal(x) else known[x]
+                Known(calls.literal(x, y)) if calls.is_literal(x) else known[x]
                 for x, y in zip(eqn.invars, same.invars, strict=True)
             ]
-            outs = self._equation(calls, eqn, same, ins, equations)
+            if calls.kind(eqn) == "inline":
+                inner = calls.inner(eqn)
+                outs = self._steps(calls, inner, calls.inner(same), ins, equations, steps)
+            else:
+                outs = [next(self.refs) for _ in eqn.outvars]
+                own = self._imported(calls, eqn, equations)
+                if calls.kind(eqn) == "one":
+                    self.values.update(zip(outs, own[0].outs, strict=True))
+                steps.append(Step(eqn, same, own, tuple(ins), tuple(outs)))
             known.update(zip(eqn.outvars, outs, strict=True))
-        return [x.val if calls.is_literal(x) else known[x] for x in closed.jaxpr.outvars]
+        return [Known(x.val) if calls.is_literal(x) else known[x] for x in closed.jaxpr.outvars]
 
-    def _equation(
-        self, calls: Calls, eqn: Any, same: Any, ins: list[Any], equations: Iterator[Equation]
-    ) -> Sequence[Any]:
-        kind = calls.kind(eqn)
-        if kind == "inline":
-            inner = calls.inner(eqn)
-            return self._inline(calls, inner, calls.inner(same), ins, equations)
-        if kind == "kept":
-            # JAX's own function with its own derivative: as it is, its equations are passed over.
-            for _ in range(calls.count(eqn)):
-                next(equations)
-            return calls.bind(eqn, ins)
+    def _imported(self, calls: Calls, eqn: Any, equations: Iterator[Equation]) -> tuple[Equation, ...]:
+        """What was imported of an equation."""
+        if calls.kind(eqn) == "kept":
+            # JAX's own function with its own derivative runs as it is.
+            return tuple(next(equations) for _ in range(calls.count(eqn)))
         e = next(equations, None)
         if e is None or e.prim != calls.name(eqn):
             raise _differs(
                 f"{e.where if e else 'its end'} had {e.prim if e else 'nothing'}, now {calls.name(eqn)}"
             )
-        outs = self._scan(calls, eqn, same, ins, e) if e.prim == "scan" else calls.bind(eqn, ins)
+        return (e,)
+
+    def _run(self, calls: Calls, steps: Sequence[Step], known: dict[Ref, Any]) -> None:
+        for step in steps:
+            ins = [x.value if isinstance(x, Known) else known[x] for x in step.ins]
+            known.update(zip(step.outs, self._step(calls, step, ins), strict=True))
+
+    def _step(self, calls: Calls, step: Step, ins: list[Any]) -> Sequence[Any]:
+        if calls.kind(step.eqn) == "kept":
+            return calls.bind(step.eqn, ins)
+        (e,) = step.equations
+        outs = (
+            self._scan(calls, step.eqn, step.same, ins, e) if e.prim == "scan" else calls.bind(step.eqn, ins)
+        )
         if any(id(x) in self.shared for x in e.ins) and e.prim in _PASSING:
             self.shared.update(map(id, e.outs))
             return outs
@@ -141,20 +268,21 @@ class Constrained:
 
         def run(*xs: Any) -> list[Any]:
             placed = [place(x, v) for place, x, v in zip(places, xs, body.ins, strict=True)]
-            equations = iter(body.equations)
-            return self._inline(calls, inner, whole, placed, equations)
+            return self._results(calls, inner, whole, placed, body, {})
 
-        stacks = [*e.ins[last:], *e.outs[e.params["carry"] :]]
-        classes, names = self.placing.origin.classes, self.placing.origin.names
-        dims = {names[c] for x in stacks if x.shape for c in classes.of(x, 0)}
-        again = dims & self.recompute
-        self.met |= again
         # In a loop nothing is computed twice by mistake: backward is another loop.
-        if again:
-            run = jax_module().checkpoint(run, prevent_cse=False)
-        elif self.gathered in places:
-            run = jax_module().checkpoint(run, prevent_cse=False, policy=_all_but(self.gathers))
+        run = self._saving(run, self._again(e), self.gathered in places, prevent_cse=False)
         return calls.bind_scan(eqn, inner, run, ins)
+
+    def _saving(
+        self, run: Callable[..., Any], again: bool, gathers: bool, prevent_cse: bool
+    ) -> Callable[..., Any]:
+        """A layer that saves for backward what it should: nothing if it runs again, never what it gathers."""
+        if not again and not gathers:
+            return run
+        policy = None if again else _all_but(self.gathers)
+        saving: Callable[..., Any] = jax_module().checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+        return saving
 
     def _unsure(self, e: Equation, v: Var) -> bool:
         """Whether propagation could place a result otherwise than the plan."""
@@ -204,7 +332,8 @@ def constrained(
       split: see `Constrained`.
     """
     origin: Origin = placing.origin
-    shared, gathers = split & layered(origin.block), set[Any]()
+    layers = layered(origin.block) | {id(v) for own in origin.rerolled.stacks.values() for v in own}
+    shared, gathers = split & layers, set[Any]()
 
     def applied(*args: Any) -> Any:
         calls = Calls()
@@ -220,8 +349,8 @@ def constrained(
         missing = recompute - run.met
         if missing:
             raise UserError(
-                f"plan.jax: the plan recomputes {', '.join(sorted(missing))}, which is no jax.lax.scan of "
-                "the function; write the layers as a scan, or search again with --recompute never"
+                f"plan.jax: the plan recomputes {', '.join(sorted(missing))}, which are no layers of the "
+                "function; write them as jax.lax.scan, or search again with --recompute never"
             )
         return jax.tree_util.tree_unflatten(tree, flat)
 

@@ -37,6 +37,7 @@ CALLS = (
     "remat",
     "core_closed_call",
 )
+REMAT = ("remat2", "checkpoint", "remat")
 RANDOM = {"_uniform": "random_uniform", "_normal_real": "random_normal", "_normal": "random_normal"}
 """Functions of jax.random that are taken as a whole."""
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
@@ -67,10 +68,12 @@ class Traced:
 
     Attributes:
       results: pytree of the results, with numbers of the block's results as leaves.
+      notes: what the function says that is not kept.
     """
 
     block: Block
     results: Any
+    notes: Sequence[str]
 
 
 def traced(fn: Callable[..., Any], args: Sequence[Any]) -> Traced:
@@ -80,7 +83,8 @@ def traced(fn: Callable[..., Any], args: Sequence[Any]) -> Traced:
     reader = Reader(jax)
     ins = [reader.var(v) for v in closed.jaxpr.invars]
     flat, tree = jax.tree_util.tree_flatten(shapes)
-    return Traced(reader.block(closed, ins), jax.tree_util.tree_unflatten(tree, range(len(flat))))
+    block = reader.block(closed, ins)
+    return Traced(block, jax.tree_util.tree_unflatten(tree, range(len(flat))), tuple(reader.notes))
 
 
 class Reader:
@@ -91,6 +95,7 @@ class Reader:
         import jax.extend.core as core
 
         self.core = core
+        self.notes: dict[str, None] = {}
         self._constants: dict[tuple[Any, ...], Constant] = {}
 
     def var(self, v: Any) -> Var:
@@ -152,7 +157,12 @@ class Reader:
             if function in RANDOM and ins and ins[0].dtype in (KEY, "uint32"):
                 out.append(Equation(RANDOM[function], ins, outs, {}, where, scope))
                 return outs
-            return self.inline(out, inner, ins, scope, where)
+            before = len(out)
+            found = self.inline(out, inner, ins, scope, where)
+            if name in REMAT and self.saves_nothing(params, where):
+                for made in out[before:]:
+                    made.recomputed = True
+            return found
         if name in CUSTOM:
             inner = self.called(params)
             if name == "custom_jvp_call" and is_jax_own(inner):
@@ -168,6 +178,16 @@ class Reader:
             made.body = self.block(inner, [self.var(v) for v in inner.jaxpr.invars], scope, where)
         out.append(made)
         return outs
+
+    def saves_nothing(self, params: dict[str, Any], where: str) -> bool:
+        """Whether a jax.checkpoint recomputes all that it computes."""
+        policy = getattr(params.get("policy"), "__name__", params.get("policy"))
+        if policy in (None, "nothing_saveable"):
+            return True
+        self.notes[
+            f"{where}: jax.checkpoint with the policy {policy} is left out: layers are recomputed whole or not"
+        ] = None
+        return False
 
     def called(self, params: dict[str, Any]) -> Any:
         """The closed jaxpr of a call."""

@@ -4,7 +4,7 @@ Every decision of the plan is applied, or refused by name:
   layout        shardings of arguments, constraints of values (`constrain`)
   storage       shardings of parameters, gradients and the optimizer's state; parameters that are stored split
                 are gathered where they are used
-  recompute     jax.checkpoint of a loop's body
+  recompute     jax.checkpoint of a loop's body, or of each layer that is written out
   microbatches  a loop over parts of the batch that adds up gradients
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.jax.equations import KEY
+from layoutopt.importers.jax.equations import KEY, Var
 from layoutopt.importers.jax.internals import dtype_of, jax_module
 from mesh_tf_core.errors import UserError
 
@@ -59,6 +59,18 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
         value = None if abstract or dtype == KEY else leaf
         leaves.append(Leaf(name, tuple(map(int, leaf.shape)), dtype, value, noted))
     return leaves, jax.tree_util.tree_unflatten(structure(tree), types)
+
+
+def stacked_leaf(v: Var, layers: Sequence[Leaf]) -> Leaf:
+    """The arrays of several layers, one behind the other."""
+    value = None
+    if all(leaf.value is not None for leaf in layers):
+        value = np.stack([np.asarray(leaf.value) for leaf in layers])
+        value.setflags(write=False)
+    noted = layers[0].noted
+    if noted is not None:
+        noted = Noted((None, *noted.names), noted.logical)
+    return Leaf(v.path, v.shape, v.dtype, value, noted)
 
 
 def _array(leaf: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ different sizes, and are no names.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ def _text(names: Sequence[str | None]) -> str:
     return f"({', '.join(map(str, names))})"
 
 
-def same_dimensions(axes: Sequence[LogicalAxis], apart: Mapping[str, Any]) -> list[list[Axis]]:
+def same_dimensions(axes: Sequence[LogicalAxis], apart: Collection[str]) -> list[list[Axis]]:
     """Axes of one logical name and one size, those of arrays in `apart` left out: the user names them."""
     found: dict[tuple[str, int], list[Axis]] = defaultdict(list)
     for x in axes:

@@ -23,7 +23,7 @@ from layoutopt.importers.jax.equations import (
 from layoutopt.importers.jax.factors import Factors, factors
 from layoutopt.importers.jax.internals import traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
-from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, structure
+from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, stacked_leaf, structure
 from layoutopt.importers.jax.logical import logical_axes, said_of, same_dimensions
 from layoutopt.importers.jax.naming import Arrays, named
 from layoutopt.importers.jax.optax_of import optax_of
@@ -31,6 +31,7 @@ from layoutopt.importers.jax.origin import ArrayAxes, Origin
 from layoutopt.importers.jax.parts import why_whole
 from layoutopt.importers.jax.placing import inner_dims
 from layoutopt.importers.jax.relations import Axis
+from layoutopt.importers.jax.reroll import Rerolled, rerolled
 from layoutopt.importers.jax.writer import Handler, Keys, Writer, beginning, our_dtype
 from layoutopt.plan.build import Plan, check_plan_model
 from mesh_tf_core.errors import UserError
@@ -136,8 +137,7 @@ def from_jax(
         raise UserError("from_jax: params has no arrays; give the pytree that is trained")
     said, noted = said_of(names, [leaf for listed in found.values() for leaf in listed])
     trace = traced(loss, types)
-    block = trace.block
-    variables = iter(block.ins)
+    variables = iter(trace.block.ins)
     pairs = {
         role: [(next(variables), replace(x, noted=noted.get(x.path, x.noted))) for x in listed]
         for role, listed in found.items()
@@ -145,39 +145,49 @@ def from_jax(
     for listed in pairs.values():
         for v, leaf in listed:
             v.path = leaf.path
-    arrays = Arrays(pairs["params"], pairs.get("state", []), pairs["batch"])
-    cut, notes = factors(block), list[str]()
+    given_arrays = Arrays(pairs["params"], pairs.get("state", []), pairs["batch"])
+    results = _Results(trace.results, state, trace.block, [v for v, _ in given_arrays.state])
+    again, arrays = _in_loops(trace.block, given_arrays, pairs.get("rng", []), results)
+    block, cut, notes = again.block, factors(again.block), list(trace.notes)
     logical = logical_axes(list(arrays.all()), notes)
     parameters, inputs = [v for v, _ in arrays.parameters], [v for v, _ in arrays.batch]
-    hints = _hints(said, arrays, cut)
-    dims = classes(block, cut, parameters, inputs, hints, same_dimensions(logical, said))
+    named_alike = same_dimensions(logical, {v.path for leaf, v, _ in arrays.given() if leaf.path in said})
+    dims = classes(block, cut, parameters, inputs, _hints(said, arrays, cut), named_alike, again.stacks)
     called = named(block, dims, arrays, said, logical, notes)
+    again.alias(dims)
     title = name or str(getattr(loss, "__name__", "")).strip("<>") or "model"
     writer = Writer(Graph(title), dims, called, TABLE)
     _arguments(writer, block, arrays, pairs.get("rng", []))
     writer.block(block)
-    result = _Results(trace.results, state, block, writer)
-    for (v, leaf), value in zip(arrays.state, result.new_state(), strict=False):
-        _store(writer, v, leaf, value)
+    for v, leaf in arrays.state:
+        member = again.stacks.get(v, (v,))[0]
+        if member in results.new_state:
+            _store(writer, v, leaf, block.outs[results.new_state[member]])
     tokens = _tokens(writer, arrays)
     origin = Origin(
         loss,
         tuple(types),
         tuple(found),
-        {leaf.path: _axes(writer, v, leaf) for v, leaf in arrays.parameters},
-        {leaf.path: _axes(writer, v, leaf) for v, leaf in arrays.state},
-        {leaf.path: _axes(writer, v, leaf) for v, leaf in arrays.batch},
+        _axes(writer, arrays, arrays.parameters),
+        _axes(writer, arrays, arrays.state, "state/"),
+        _axes(writer, arrays, arrays.batch),
         writer.sources,
         (*notes, *writer.notes),
-        block,
+        trace.block,
         dims,
         called,
+        again,
     )
     writer.graph.unsplit.update(
         inner_dims([*origin.parameters.values(), *origin.state.values(), *origin.batch.values()])
     )
     return JaxModel(
-        result.loss(), _optimizer(optimizer), result.metrics(), title, token_dims=tokens, origin=origin
+        writer.tensor(block.outs[results.first]),
+        _optimizer(optimizer),
+        results.metrics(writer, block),
+        title,
+        token_dims=tokens,
+        origin=origin,
     )
 
 
@@ -193,6 +203,31 @@ def _optimizer(optimizer: str | Optimizer) -> Optimizer:
     return by_name(optimizer, 1e-3)
 
 
+def _in_loops(
+    block: Block, arrays: Arrays, keys: Sequence[tuple[Var, Leaf]], results: _Results
+) -> tuple[Rerolled, Arrays]:
+    """The block with its equal layers as loops, and its arguments then."""
+    state = {v: results.new_state.get(v, -1) for v, _ in arrays.state}
+    again = rerolled(block, [v for v, _ in arrays.parameters], state, [v for v, _ in keys])
+    return again, _stacked(arrays, again)
+
+
+def _stacked(arrays: Arrays, again: Rerolled) -> Arrays:
+    """The arguments, with those of several layers as one."""
+    if not again.stacks:
+        return arrays
+    leaves = {v: leaf for v, leaf in (*arrays.parameters, *arrays.state)}
+    owns = {stack: [leaves[v] for v in members] for stack, members in again.stacks.items()}
+    gone = {v for members in again.stacks.values() for v in members}
+
+    def kept(listed: Sequence[tuple[Var, Leaf]]) -> list[tuple[Var, Leaf]]:
+        own = {v for v, _ in listed}
+        rest = [(v, leaf) for v, leaf in listed if v not in gone]
+        return rest + [(s, stacked_leaf(s, owns[s])) for s, m in again.stacks.items() if m[0] in own]
+
+    return Arrays(kept(arrays.parameters), kept(arrays.state), arrays.batch, owns)
+
+
 def _hints(names: Mapping[str, Any], arrays: Arrays, cut: Factors) -> Iterable[list[Axis]]:
     """Axes to which the user gives one name; and arrays of whole numbers of one shape in the batch (tokens,
     masks, labels) have the same axes."""
@@ -201,11 +236,11 @@ def _hints(names: Mapping[str, Any], arrays: Arrays, cut: Factors) -> Iterable[l
     for v, _ in arrays.batch:
         if v.dtype.startswith("int"):
             tables[v.shape].append(v)
-    for v, leaf in arrays.all():
+    for leaf, v, first in arrays.given():
         said = names.get(leaf.path)
-        if not isinstance(said, tuple | list) or len(said) != len(v.shape):
+        if not isinstance(said, tuple | list) or len(said) != len(leaf.shape):
             continue
-        for a, text in enumerate(said):
+        for a, text in enumerate(said, first):
             if isinstance(text, str) and len(cut.of(v, a)) == 1:
                 same[text, v.shape[a]].append((v, a))
     found = list(same.values())
@@ -309,10 +344,14 @@ def _trained(block: Block) -> set[int]:
 
 
 class _Results:
-    """The function's results: the loss, metrics, new state."""
+    """The function's results: the loss, metrics, new state.
 
-    def __init__(self, tree: Any, state: Any, block: Block, writer: Writer) -> None:
-        self.block, self.writer = block, writer
+    Attributes:
+      first: which result of the block the loss is.
+      new_state: variable of the state -> which result is its new value; empty if the function returns none.
+    """
+
+    def __init__(self, tree: Any, state: Any, block: Block, variables: Sequence[Var]) -> None:
         self.aux: Any = None
         first = tree
         if isinstance(tree, tuple | list):
@@ -323,41 +362,37 @@ class _Results:
             first, self.aux = tree[0], tree[1] if len(tree) == 2 else None
         if not isinstance(first, int):
             raise UserError("from_jax: the loss must return a scalar, or (scalar, auxiliary)")
-        self.first = block.outs[first]
-        if self.first.shape != () or not has_fractions(self.first):
+        self.first, found = first, block.outs[first]
+        if found.shape != () or not has_fractions(found):
             raise UserError(
-                f"from_jax: the loss must return a scalar with fractions, found {self.first.dtype}"
-                f"{list(self.first.shape)}; take jnp.mean of it"
+                f"from_jax: the loss must return a scalar with fractions, found {found.dtype}"
+                f"{list(found.shape)}; take jnp.mean of it"
             )
-        self.state = state
+        self.new_state: dict[Var, int] = dict(zip(variables, self._new_state(state), strict=False))
 
-    def loss(self) -> Tensor:
-        return self.writer.tensor(self.first)
-
-    def new_state(self) -> list[Operand]:
-        """The new values of the state, in its order; none if the function returns none."""
-        if self.state is None or self.aux is None:
+    def _new_state(self, state: Any) -> list[int]:
+        """Which results are new values of the state, in its order; none if the function returns none."""
+        if state is None or self.aux is None:
             return []
-        wanted = structure(self.state)
+        wanted = structure(state)
         parts = [self.aux, *(self.aux if isinstance(self.aux, tuple | list) else ())]
         parts += list(self.aux.values()) if isinstance(self.aux, Mapping) else []
-        for part in parts:
-            if structure(part) == wanted:
-                return [self.block.outs[i] for i in leaves(part)]
-        return []
+        return next((leaves(part) for part in parts if structure(part) == wanted), [])
 
-    def metrics(self) -> dict[str, Tensor]:
+    def metrics(self, writer: Writer, block: Block) -> dict[str, Tensor]:
+        """The numbers of the auxiliary's mappings."""
         out: dict[str, Tensor] = {}
         for part in (self.aux, *(self.aux if isinstance(self.aux, tuple | list) else ())):
             if isinstance(part, Mapping):
                 for name, i in part.items():
-                    found = self.block.outs[i] if isinstance(i, int) else None
+                    found = block.outs[i] if isinstance(i, int) else None
                     if found is not None and found.shape == () and has_fractions(found):
-                        out[str(name)] = self.writer.tensor(found)
+                        out[str(name)] = writer.tensor(found)
         return out
 
 
 def _store(w: Writer, v: Var, leaf: Leaf, value: Operand) -> None:
+    """Stores the new value of a state."""
     variable = w.graph.variables.get(f"state/{leaf.path}")
     if variable is None or value is v or isinstance(w.value(value), Keys):
         return
@@ -375,7 +410,23 @@ def _tokens(w: Writer, arrays: Arrays) -> tuple[str, ...]:
     return ()
 
 
-def _axes(w: Writer, v: Var, leaf: Leaf) -> ArrayAxes:
-    dims = [w.dims(v, a) if v.dtype != KEY else () for a in range(len(v.shape))]
-    names = tuple(tuple(d.name for d in axis) for axis in dims)
-    return ArrayAxes(leaf.path, v.shape, v.dtype, names, tuple(tuple(d.size for d in axis) for axis in dims))
+def _axes(
+    w: Writer, arrays: Arrays, listed: Sequence[tuple[Var, Leaf]], prefix: str = ""
+) -> dict[str, ArrayAxes]:
+    """The user's arrays by path, those of layers that became one too."""
+    found = {}
+    for v, whole in listed:
+        dims = [w.dims(v, a) if v.dtype != KEY else () for a in range(len(v.shape))]
+        stacked = v in arrays.stacks
+        own = dims[int(stacked) :]
+        for n, leaf in enumerate(arrays.stacks.get(v, (whole,))):
+            found[leaf.path] = ArrayAxes(
+                leaf.path,
+                leaf.shape,
+                v.dtype,
+                tuple(tuple(d.name for d in axis) for axis in own),
+                tuple(tuple(d.size for d in axis) for axis in own),
+                prefix + whole.path or "params",
+                n if stacked else None,
+            )
+    return found

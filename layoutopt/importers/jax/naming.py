@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layoutopt.importers.jax.classes import PARAMETER, Classes, Node, template
 from layoutopt.importers.jax.equations import Block, Equation, Operand, Var
@@ -30,16 +30,27 @@ _KINDS = ("kernel", "weight", "w", "bias", "b", "scale", "embedding", "embedding
 
 @dataclass(frozen=True)
 class Arrays:
-    """The arguments: variables of the block with the arrays that they stand for."""
+    """The arguments: variables of the block with the arrays that they stand for.
+
+    Attributes:
+      stacks: variable that several layers' arrays became -> these.
+    """
 
     parameters: Sequence[tuple[Var, Leaf]]
     state: Sequence[tuple[Var, Leaf]]
     batch: Sequence[tuple[Var, Leaf]]
+    stacks: Mapping[Var, Sequence[Leaf]] = field(default_factory=dict)
 
     def all(self) -> Iterator[tuple[Var, Leaf]]:
         yield from self.parameters
         yield from self.state
         yield from self.batch
+
+    def given(self) -> Iterator[tuple[Leaf, Var, int]]:
+        """The arrays as the user gives them: their variable, and which of its axes is their first."""
+        for v, leaf in self.all():
+            for own in self.stacks.get(v, (leaf,)):
+                yield own, v, int(v in self.stacks)
 
 
 def named(
@@ -117,7 +128,7 @@ class _Naming:
     # -- what is said --------------------------------------------------------------------------------------
 
     def _given(self) -> None:
-        leaves = {leaf.path: v for v, leaf in self.arrays.all()}
+        leaves = {leaf.path: (leaf, v, first) for leaf, v, first in self.arrays.given()}
         for path, said in self.given.items():
             if isinstance(said, str):
                 continue
@@ -125,15 +136,15 @@ class _Naming:
                 raise UserError(
                     f"from_jax: names has {path!r}, which is no array; {known_names(path, leaves)}"
                 )
-            v = leaves[path]
+            leaf, v, first = leaves[path]
             axes = list(said) if isinstance(said, tuple | list) else [said]
-            if len(axes) != len(v.shape):
+            if len(axes) != len(leaf.shape):
                 raise UserError(
-                    f"from_jax: names[{path!r}] has {len(axes)} entries, the array {len(v.shape)} axes "
-                    f"{v.shape}; give one name per axis, None to leave one as it is"
+                    f"from_jax: names[{path!r}] has {len(axes)} entries, the array {len(leaf.shape)} axes "
+                    f"{leaf.shape}; give one name per axis, None to leave one as it is"
                 )
             for a, name in enumerate(axes):
-                self._said(path, a, self.classes.of(v, a), name)
+                self._said(path, a, self.classes.of(v, a + first), name)
 
     def _said(self, path: str, axis: int, nodes: Sequence[Node], name: object) -> None:
         if name is None:
@@ -419,14 +430,14 @@ def _reached(equations: Sequence[Equation], sources: set[int]) -> set[int]:
 def _last(path: str, numbered: bool = False) -> str:
     """The part of a path that says most about an array, with the number of its layer."""
     parts = [p for p in path.split("/") if p]
-    names = [i for i, p in enumerate(parts) if not p.isdigit()]
+    names = [i for i, p in enumerate(parts) if not re.fullmatch(r"\d+(-\d+)?", p)]
     kept = [i for i in names if parts[i].lower() not in _KINDS] or names
     if not kept:
         return "dim"
     at = kept[-1]
     found = parts[at]
     if not numbered:
-        return re.sub(r"_?\d+$", "", found) or found
+        return re.sub(r"_?\d+(-\d+)?$", "", found) or found
     return f"{found}_{parts[at + 1]}" if at + 1 < len(parts) and parts[at + 1].isdigit() else found
 
 

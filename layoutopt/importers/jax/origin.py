@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layoutopt.importers.jax.classes import Classes, Node
-from layoutopt.importers.jax.equations import Block
+from layoutopt.importers.jax.equations import Block, Equation
+from layoutopt.importers.jax.reroll import PRODUCTS, Rerolled
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class ArrayAxes:
       path: of the array in its pytree.
       axes: per axis the names of its factors, from the outermost; none for an axis of one element.
       sizes: of these factors.
+      variable: of the graph that holds it.
+      layer: where layers became a loop, and the variable is the stack of all of theirs, which of them.
     """
 
     path: str
@@ -25,6 +28,8 @@ class ArrayAxes:
     dtype: str
     axes: tuple[tuple[str, ...], ...]
     sizes: tuple[tuple[int, ...], ...]
+    variable: str = ""
+    layer: int | None = None
 
     def __str__(self) -> str:
         parts = (a[0] if len(a) == 1 else f"({' '.join(a)})" if a else "1" for a in self.axes)
@@ -42,6 +47,7 @@ class Origin:
       sources: number of a node of the graph -> file and line of the user's code.
       notes: what was left out.
       block, classes, names: the traced function, and the class and name of every factor of every axis.
+      rerolled: the same with its equal layers as loops, of which the graph is made.
     """
 
     loss: Callable[..., Any] = field(repr=False)
@@ -55,3 +61,20 @@ class Origin:
     block: Block = field(repr=False)
     classes: Classes = field(repr=False)
     names: Mapping[Node, str] = field(repr=False)
+    rerolled: Rerolled = field(repr=False)
+
+    def loop_dims(self, loop: Equation) -> frozenset[str]:
+        """What a loop's iterations are called."""
+        carry = loop.params["carry"]
+        stacks = [*loop.ins[loop.params["consts"] + carry :], *loop.outs[carry:]]
+        return frozenset(self.names[c] for x in stacks if x.shape for c in self.classes.of(x, 0))
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """Dimensions of the loops that the function itself recomputes in backward (jax.checkpoint)."""
+        found: set[str] = set()
+        for e in self.rerolled.block.walk():
+            if e.prim == "scan" and e.body is not None:
+                products = [inner.recomputed for inner in e.body.equations if inner.prim in PRODUCTS]
+                found |= self.loop_dims(e) if products and all(products) else frozenset()
+        return frozenset(found)

@@ -89,11 +89,13 @@ class Placing:
             if s.variable.slot_of and len(s.splits) == len(splits.get(s.variable.slot_of, ()))
         }
         for path, array in self.origin.parameters.items():
-            own = splits.get(path or "params")
+            # Storage splits what a layer has, never the layers.
+            first = int(array.layer is not None)
+            own = splits.get(array.variable)
             if own is None:
-                own = tuple(() for names in array.axes for _ in names)
-            found[path, False] = self._said(array, own)
-            found[path, True] = self._said(array, slots.get(path or "params", own))
+                own = ((),) * (first + sum(map(len, array.axes)))
+            found[path, False] = self._said(array, own[first:])
+            found[path, True] = self._said(array, slots.get(array.variable, own)[first:])
         return found
 
     def _said(self, array: ArrayAxes, splits: Sequence[Axes]) -> Spec:

@@ -67,7 +67,7 @@ class Shardings:
         return self._tree(
             params,
             self.origin.parameters,
-            lambda a: self.placing.stored(a.path, slot=stages.get(a.path or "params", 0) >= SPLIT_GRADIENTS),
+            lambda a: self.placing.stored(a.path, slot=stages.get(a.variable, 0) >= SPLIT_GRADIENTS),
             "parameter",
         )
 

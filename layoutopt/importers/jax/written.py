@@ -45,7 +45,7 @@ def written(origin: Origin, mesh: Mesh, parameters: Any, batch: Any) -> Written:
     fed = list(_splits(batch, origin.batch, mesh, "input"))
     own = list(_splits(parameters, origin.parameters, mesh, "parameter"))
     rows = {a for _, _, axes in fed for a in axes}
-    storage = {array.path: STORED for array, _, axes in own if rows.intersection(axes)}
+    storage = {array.variable: STORED for array, _, axes in own if rows.intersection(axes)}
     read = [(array, dim, tuple(a for a in axes if a not in rows)) for array, dim, axes in own]
     votes: dict[str, Counter[Axes]] = defaultdict(Counter)
     where: dict[tuple[str, Axes], str] = {}
@@ -64,7 +64,7 @@ def written(origin: Origin, mesh: Mesh, parameters: Any, batch: Any) -> Written:
                     f"{dim!r} is {_over(split[0])} in {where[dim, split[0]]}, but {_over(other)} in "
                     f"{where[dim, other]}: where they meet, one of them is moved"
                 )
-    return Written(Layout(rules), Options(storage=storage), doubts)
+    return Written(Layout(rules), Options(storage=storage, recompute=origin.recomputed), doubts)
 
 
 def _over(axes: Axes) -> str:

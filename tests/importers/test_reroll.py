@@ -1,0 +1,232 @@
+"""Unrolled layers are imported as the loop that they are: the same numbers, the same proven answer as of a scan,
+and a plan's recompute in the function as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import layoutopt
+import mesh_tf_core as mtf
+from tests.importers.jax_models import compared, numbers
+from tests.importers.jax_plans import plan_of
+
+LAYERS, MODEL, HIDDEN, BATCH = 3, 8, 12, 4
+
+Params = Any
+Layer = Callable[..., Any]
+
+
+def blocks(count: int = LAYERS) -> list[dict[str, Any]]:
+    f = numbers()
+    return [{"scale": 1 + f(MODEL), "up": f(MODEL, HIDDEN), "down": f(HIDDEN, MODEL)} for _ in range(count)]
+
+
+def block(h: Any, p: Params, *more: Any) -> Any:
+    x = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6) * p["scale"]
+    return h + jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def batch(*shape: int) -> dict[str, Any]:
+    return {"x": numbers(1)(*(shape or (BATCH, MODEL)))}
+
+
+def unrolled(params: Params, batch: Any, layer: Layer = block) -> Any:
+    h = batch["x"]
+    for p in params["blocks"]:
+        h = layer(h, p)
+    return (h**2).mean()
+
+
+def scanned(params: Params, batch: Any, layer: Layer = block) -> Any:
+    h, _ = jax.lax.scan(lambda h, p: (layer(h, p), None), batch["x"], params["blocks"])
+    return (h**2).mean()
+
+
+def stacked(layers: list[Any]) -> Any:
+    return jax.tree.map(lambda *x: jnp.stack(x), *layers)
+
+
+def loops(model: Any) -> list[int]:
+    return [node.op.dim.size for node in model.graph.nodes if node.body is not None]
+
+
+# -- functions that are loops --------------------------------------------------------------------------------
+
+
+def narrow(params: Params, batch: Any) -> Any:
+    """Parameters in another element type from the beginning."""
+    return unrolled(jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params), batch)
+
+
+def indexed(params: Params, batch: Any) -> Any:
+    """A loop over elements of stacked parameters."""
+    h = batch["x"]
+    for i in range(LAYERS):
+        h = block(h, {k: w[i] for k, w in params["blocks"].items()})
+    return (h**2).mean()
+
+
+def penalized(params: Params, batch: Any) -> Any:
+    """A penalty on all weights, and every layer's output beside the last."""
+    h, outs = batch["x"], []
+    for p in params["blocks"]:
+        h = block(h, p)
+        outs.append(h.mean())
+    penalty = sum(jnp.sum(w * w) for w in jax.tree.leaves(params))
+    return (h**2).mean() + 0.1 * penalty + sum(outs)
+
+
+def first_differs(params: Params, batch: Any) -> Any:
+    """Layers of which the first makes what all share."""
+    h, shared = batch["x"], None
+    for p in params["blocks"]:
+        if shared is None:
+            shared = jnp.sin(h).sum()
+        h = block(h, p) * jnp.cos(shared)
+    return (h**2).mean()
+
+
+def two_stacks(params: Params, batch: Any) -> Any:
+    h = batch["x"]
+    for p in params["encoder"]:
+        h = block(h, p)
+    middle = h
+    for p in params["decoder"]:
+        h = block(h, p) + middle
+    return (h**2).mean()
+
+
+F = numbers()
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Params, list[int]]] = {
+    "plain": (unrolled, {"blocks": blocks()}, [3]),
+    "narrow": (narrow, {"blocks": blocks()}, [3]),
+    "indexed": (indexed, {"blocks": stacked(blocks())}, [3]),
+    "penalized": (penalized, {"blocks": blocks()}, [3, 3]),
+    "first differs": (first_differs, {"blocks": blocks(4)}, [4]),
+    "two stacks": (two_stacks, {"encoder": blocks(2), "decoder": blocks(3)}, [2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_layers_are_a_loop_that_computes_what_the_function_does(name: str) -> None:
+    loss, params, found = FUNCTIONS[name]
+    model = layoutopt.from_jax(loss, params, batch())
+    assert loops(model)[: len(found)] == found
+    off = compared(model, loss, (params, batch()), [("data:2", "batch:data")])
+    assert {path: by for path, by in off.items() if not by <= 1e-5} == {}
+
+
+def test_parameters_of_layers_are_one_variable_and_stay_arrays_of_their_own() -> None:
+    model = layoutopt.from_jax(unrolled, {"blocks": blocks()}, batch())
+    assert model.graph.variables["blocks/0-2/up"].shape.names[0] == "layers"
+    array = model.origin.parameters["blocks/1/up"]
+    assert (array.variable, array.layer, array.shape) == ("blocks/0-2/up", 1, (MODEL, HIDDEN))
+    named = layoutopt.from_jax(
+        unrolled, {"blocks": blocks()}, batch(), names={"blocks/1/up": ("embed", "mlp")}
+    )
+    assert str(named.origin.parameters["blocks/2/down"]) == "blocks/2/down [mlp embed]"
+
+
+def test_state_of_layers_is_stored_as_one() -> None:
+    def loss(params: Params, state: Any, batch: Any) -> Any:
+        h, new = batch["x"], []
+        for p, s in zip(params["blocks"], state, strict=True):
+            h = block(h, p)
+            new.append({"mean": 0.9 * s["mean"] + 0.1 * h.mean(0)})
+            h = h - jax.lax.stop_gradient(s["mean"])
+        return (h**2).mean(), new
+
+    state = [{"mean": F(MODEL)} for _ in range(LAYERS)]
+    params = {"blocks": blocks()}
+    model = layoutopt.from_jax(loss, params, batch(), state=state)
+    assert loops(model)[0] == LAYERS
+    assert [n.op.variable.name for n in model.graph.nodes if n.op.name == "assign"] == ["state/0-2/mean"]
+    assert max(compared(model, loss, (params, state, batch()), []).values()) <= 1e-5
+    trainer = mtf.Trainer(model, mtf.Mesh("data:1"), mtf.Layout(""), engine="lockstep")
+    trainer.step({k: np.asarray(v) for k, v in batch().items()})
+    wanted = loss(params, state, batch())[1]
+    found = trainer.engine.read("state/0-2/mean")
+    assert np.allclose(found, [np.asarray(s["mean"]) for s in wanted], rtol=1e-5)
+
+
+def test_draws_of_layers_are_one_draw_of_the_loop() -> None:
+    def loss(params: Params, batch: Any, key: Any) -> Any:
+        h = batch["x"]
+        for i, p in enumerate(params["blocks"]):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, h.shape)
+            h = jnp.where(kept, block(h, p) / 0.5, 0.0)
+        return (h**2).mean()
+
+    model = layoutopt.from_jax(loss, {"blocks": blocks()}, batch(), rng=jax.random.PRNGKey(0))
+    assert loops(model)[0] == LAYERS
+    assert sum(node.op.name == "dropout" for node, _ in model.graph.walk()) == 1
+
+
+def test_layers_that_hand_on_other_dimensions_stay_apart() -> None:
+    """As a loop, all of a perceptron's layers would be laid out alike, and none could follow another."""
+
+    def loss(params: Params, batch: Any) -> Any:
+        h = batch["x"]
+        for w in params:
+            h = jnp.tanh(h @ w)
+        return (h**2).mean()
+
+    params = [F(MODEL, MODEL) for _ in range(4)]
+    model = layoutopt.from_jax(loss, params, batch())
+    assert loops(model) == []
+    assert max(compared(model, loss, (params, batch()), [("data:2", "batch:data")]).values()) <= 1e-5
+
+
+# -- what a loop gives ---------------------------------------------------------------------------------------
+
+
+def test_the_proven_answer_is_that_of_the_scan() -> None:
+    asked = {"mesh": "data:2", "hardware": "tpu-v5e", "microbatches": [1]}
+    layers = blocks()
+    plans = [
+        layoutopt.search(layoutopt.from_jax(loss, {"blocks": own}, batch(64, MODEL), name="m"), **asked)
+        for loss, own in ((unrolled, layers), (scanned, stacked(layers)))
+    ]
+    assert [p.solver.status for p in plans] == ["OPTIMAL"] * 2
+    assert plans[0].solver.objective == plans[1].solver.objective
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_plan_recomputes_layers_as_they_are_written(again: bool) -> None:
+    params = jax.tree.map(lambda w: w, {"blocks": blocks()})
+    model = layoutopt.from_jax(unrolled, params, batch())
+    plan = plan_of(model, "data:1", "", recompute=["layers"] if again else [])
+    applied = jax.value_and_grad(plan.jax.apply(unrolled))
+    checkpoints = str(jax.make_jaxpr(applied)(params, batch())).count("prevent_cse")
+    assert checkpoints == (LAYERS if again else 0)
+    wanted = jax.value_and_grad(unrolled)(params, batch())
+    for x, y in zip(jax.tree.leaves(jax.jit(applied)(params, batch())), jax.tree.leaves(wanted), strict=True):
+        assert np.allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_a_functions_own_checkpoints_are_known(loss: Callable[..., Any]) -> None:
+    params = {"blocks": blocks() if loss is unrolled else stacked(blocks())}
+    for layer, found in ((block, set()), (jax.checkpoint(block), {"layers"})):
+
+        def own(params: Params, batch: Any, layer: Layer = layer) -> Any:
+            return loss(params, batch, layer)
+
+        assert layoutopt.from_jax(own, params, batch()).origin.recomputed == found
+
+
+def test_a_checkpoint_that_saves_a_part_is_named() -> None:
+    policy = jax.checkpoint_policies.dots_saveable
+
+    def loss(params: Params, batch: Any) -> Any:
+        return unrolled(params, batch, jax.checkpoint(block, policy=policy))
+
+    origin = layoutopt.from_jax(loss, {"blocks": blocks()}, batch()).origin
+    assert not origin.recomputed
+    assert any("jax.checkpoint with the policy dots_saveable" in note for note in origin.notes)
