@@ -112,12 +112,12 @@ def checked(loss, args, batch: int) -> dict:
     found = engine.step({leaf.path: np.asarray(leaf.value) for leaf in leaves_of(given[2])[0]})
     off = {}
     for leaf in leaves_of(grads)[0]:
-        if leaf.path in found:
+        own = model.origin.parameters[leaf.path]
+        if own.variable in found:
             want = np.asarray(leaf.value, np.float64)
-            norm = np.linalg.norm(want)
-            off[leaf.path] = float(
-                np.linalg.norm(np.asarray(found[leaf.path]).reshape(want.shape) - want) / norm
-            )
+            whole = np.asarray(found[own.variable])
+            got = (whole if own.layer is None else whole[own.layer]).reshape(want.shape)
+            off[leaf.path] = float(np.linalg.norm(got - want) / np.linalg.norm(want))
     by_loss = abs(float(found["loss"]) - float(value)) / abs(float(value))
     worst = max(off, key=off.get)
     return {"loss": by_loss, "gradients": off[worst], "of": worst, "parameters": len(off), "rows": batch}
@@ -135,6 +135,7 @@ def one(corpus: str, name: str, mesh: str, search: bool) -> dict:
     model = layoutopt.from_jax(loss, params, batch, name=name, **given)
     row["import_cpu_seconds"] = round(time.process_time() - start, 2)
     row["equations"] = sum(1 for _ in model.origin.block.walk())
+    row["layers"] = [len(run.layers) for run in model.origin.rerolled.runs]
     row["nodes"] = len(list(model.graph.walk()))
     row["parameters"] = model.parameters
     row["dims"] = {n: sorted(s) for n, s in sorted(model.graph.dims().items()) if not n.startswith("_")}

@@ -104,7 +104,7 @@ RecomputeOption = Annotated[
         "--recompute",
         metavar="DIM",
         help="Recompute the loop over DIM in backward.",
-        show_default="none",
+        show_default="none; of JAX, what the program does",
     ),
 ]
 MicrobatchesOption = Annotated[
@@ -307,7 +307,7 @@ def read_layout(
     """
     from mesh_tf_core import Layout
 
-    options = read_options(loaded, storage or (), recompute or (), microbatches)
+    options = read_options(loaded, storage or (), recompute, microbatches)
     if layout is None or not is_plan(layout):
         return Given(read_mesh(mesh), Layout(layout or ""), options)
     plan = read_plan(loaded, layout)
@@ -327,9 +327,12 @@ def read_layout(
 
 
 def read_options(
-    loaded: Loaded, storage: Sequence[str], recompute: Sequence[str], microbatches: int
+    loaded: Loaded, storage: Sequence[str], recompute: Sequence[str] | None, microbatches: int
 ) -> Options:
-    """What is decided beside the layout; a stage without a variable is for all trained ones."""
+    """What is decided beside the layout; a stage without a variable is for all trained ones.
+
+    Where nothing is said of recomputation, it is what a JAX program says itself (jax.checkpoint).
+    """
     from mesh_tf_core import Options, UserError
     from mesh_tf_core.errors import known_names
     from mesh_tf_core.lower.storage import stage_number
@@ -344,6 +347,8 @@ def read_options(
         for name in [variable] if variable else trained:
             stages[name] = stage_number(stage)
     loops = {block.dim.name for block in graph.blocks if block.dim is not None}
+    if recompute is None:
+        recompute = sorted(getattr(getattr(loaded.model, "origin", None), "recomputed", ()))
     for dim in recompute:
         if dim not in loops:
             raise UserError(f"--recompute {dim}: no loop runs over {dim!r}; {known_names(dim, loops)}")

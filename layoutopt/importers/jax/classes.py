@@ -283,7 +283,7 @@ def _templates(found: Classes, parameters: Sequence[Var], stacks: Collection[Var
     """Parameters whose paths differ by a number only have the same dimensions, where that is possible."""
     alike: dict[tuple[object, ...], list[list[Axis]]] = defaultdict(list)
     for v in parameters:
-        axes = [(v, a) for a in range(int(v in stacks), len(v.shape))]
+        axes: list[Axis] = [(v, a) for a in range(int(v in stacks), len(v.shape))]
         sizes = tuple(found.factors.of(*axis) for axis in axes)
         alike[template(v.path), sizes].append(axes)
     for layers in alike.values():

@@ -215,11 +215,12 @@ class Constrained:
                 inner = calls.inner(eqn)
                 outs = self._steps(calls, inner, calls.inner(same), ins, equations, steps)
             else:
-                outs = [next(self.refs) for _ in eqn.outvars]
+                made = [next(self.refs) for _ in eqn.outvars]
                 own = self._imported(calls, eqn, equations)
                 if calls.kind(eqn) == "one":
-                    self.values.update(zip(outs, own[0].outs, strict=True))
-                steps.append(Step(eqn, same, own, tuple(ins), tuple(outs)))
+                    self.values.update(zip(made, own[0].outs, strict=True))
+                steps.append(Step(eqn, same, own, tuple(ins), tuple(made)))
+                outs = list[Ref | Known](made)
             known.update(zip(eqn.outvars, outs, strict=True))
         return [Known(x.val) if calls.is_literal(x) else known[x] for x in closed.jaxpr.outvars]
 

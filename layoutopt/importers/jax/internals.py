@@ -181,12 +181,12 @@ class Reader:
 
     def saves_nothing(self, params: dict[str, Any], where: str) -> bool:
         """Whether a jax.checkpoint recomputes all that it computes."""
-        policy = getattr(params.get("policy"), "__name__", params.get("policy"))
-        if policy in (None, "nothing_saveable"):
+        given = params.get("policy")
+        policy = str(getattr(given, "__name__", given))
+        if policy == "None" or re.match(r"nothing_?saveable", policy, re.IGNORECASE):
             return True
-        self.notes[
-            f"{where}: jax.checkpoint with the policy {policy} is left out: layers are recomputed whole or not"
-        ] = None
+        text = f"{where}: jax.checkpoint with the policy {policy} is left out"
+        self.notes[f"{text}: layers are recomputed whole or not at all"] = None
         return False
 
     def called(self, params: dict[str, Any]) -> Any:

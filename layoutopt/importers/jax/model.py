@@ -216,7 +216,7 @@ def _stacked(arrays: Arrays, again: Rerolled) -> Arrays:
     """The arguments, with those of several layers as one."""
     if not again.stacks:
         return arrays
-    leaves = {v: leaf for v, leaf in (*arrays.parameters, *arrays.state)}
+    leaves = dict((*arrays.parameters, *arrays.state))
     owns = {stack: [leaves[v] for v in members] for stack, members in again.stacks.items()}
     gone = {v for members in again.stacks.values() for v in members}
 

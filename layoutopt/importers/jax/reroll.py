@@ -1,11 +1,12 @@
 """Unrolled layers as loops again.
 
-A Python loop over equal layers traces to one sequence of equations again and again. Such a run becomes one `scan`
-over stacked parameters, as if its author had written it so: what one layer hands to the next is carried,
-parameters of corresponding paths are stacks, what all layers read stays outside. Candidates are sequences of
-equal equations (primitive, its parameters, shapes, constants); a run is taken only if every operand of every
-layer then is in the same place: computed by the same equation of its own layer or of the one before, the same
-value in all, or a parameter whose path differs by numbers only. So the loop computes what the function does.
+A Python loop over equal layers traces to one sequence of equations again and again. Such a run becomes one
+`scan` over stacked parameters, as if its author had written it so: what one layer hands to the next is
+carried, parameters of corresponding paths are stacks, what all layers read stays outside. Candidates are
+sequences of equal equations (primitive, its parameters, shapes, constants); a run is taken only if every
+operand of every layer then is in the same place: computed by the same equation of its own layer or of the
+one before, the same value in all, or a parameter whose path differs by numbers only. So the loop computes
+what the function does.
 """
 
 from __future__ import annotations
