@@ -347,7 +347,7 @@ def read_options(
         for name in [variable] if variable else trained:
             stages[name] = stage_number(stage)
     loops = {block.dim.name for block in graph.blocks if block.dim is not None}
-    if recompute is None:
+    if not recompute:
         recompute = sorted(getattr(getattr(loaded.model, "origin", None), "recomputed", ()))
     for dim in recompute:
         if dim not in loops:

@@ -2,6 +2,7 @@
 
 internals   what is asked of JAX itself
 equations   the traced function as plain data, calls inlined
+reroll      equal layers that are written one after the other, as the loop that they are
 relations   which axes of an operation's operands and results mean the same
 indexing    what gathers and scatters do to axes
 ranges      what numbers count: experts that a router chose
