@@ -168,8 +168,8 @@ def from_jax(
         loss,
         tuple(types),
         tuple(found),
-        _axes(writer, arrays, arrays.parameters),
-        _axes(writer, arrays, arrays.state, "state/"),
+        _in_order(given_arrays.parameters, _axes(writer, arrays, arrays.parameters)),
+        _in_order(given_arrays.state, _axes(writer, arrays, arrays.state, "state/")),
         _axes(writer, arrays, arrays.batch),
         writer.sources,
         (*notes, *writer.notes),
@@ -430,3 +430,8 @@ def _axes(
                 n if stacked else None,
             )
     return found
+
+
+def _in_order(given: Sequence[tuple[Var, Leaf]], found: Mapping[str, ArrayAxes]) -> dict[str, ArrayAxes]:
+    """Arrays in the order of the function's arguments."""
+    return {leaf.path: found[leaf.path] for _, leaf in given}

@@ -64,7 +64,7 @@ def written(origin: Origin, mesh: Mesh, parameters: Any, batch: Any) -> Written:
                     f"{dim!r} is {_over(split[0])} in {where[dim, split[0]]}, but {_over(other)} in "
                     f"{where[dim, other]}: where they meet, one of them is moved"
                 )
-    return Written(Layout(rules), Options(storage=storage, recompute=origin.recomputed), doubts)
+    return Written(Layout(rules), Options(storage=storage), doubts)
 
 
 def _over(axes: Axes) -> str:
