@@ -2,11 +2,11 @@
 searches them.
 
     python benchmarks/jax_models.py CORPUS.py [NAME...] [--out FILE] [--mesh "data:8;model:8"] [--no-search]
-    python benchmarks/jax_models.py CORPUS.py NAME... --check ROWS
+    python benchmarks/jax_models.py benchmarks/jax_models_small.py [NAME...] --check [--out FILE]
 
 CORPUS.py has `ENTRIES` and `build(name)`, which returns a loss, its abstract arguments (parameters, perhaps
 state, the batch, perhaps a random key) and a note. Every model is a process of its own: libraries patch each
-other.
+other. `--check` compares the loss and the gradient of every parameter with those of JAX.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 EXPECTED = json.loads((HERE / "jax_models_expected.json").read_text(encoding="utf-8"))
 HARDWARE = "tpu-v5p"
+CHECKED = "data:2;model:2"
+"""The mesh under which numbers are compared, of virtual CPU devices."""
+SMALLEST = 1e-6
+"""Norm of a gradient, relative to that of all, below which it is 0 but for rounding."""
 
 
 def corpus_of(path: str):
@@ -70,24 +74,43 @@ def together(found: dict[str, list[list[str]]], expected: dict[str, str]) -> tup
     return good, total, list(dict.fromkeys(wrong))
 
 
-def arrays_like(tree, random, batch: int | None = None):
-    """Arrays of a pytree's types: small random numbers, whole numbers below 8, of at most so many rows."""
+def arrays_like(tree, random):
+    """Arrays of a pytree's types: small random numbers, whole numbers below 8, random keys."""
     import jax
-    import numpy as np
 
     def array(x):
-        shape = tuple(x.shape)
-        if batch is not None and shape:
-            shape = (min(batch, shape[0]), *shape[1:])
-        if x.dtype.kind in "iu":
-            return random.integers(1, 8, shape).astype(x.dtype)
-        return (random.normal(size=shape) * 0.05 + (len(shape) == 1) * 0.5).astype(np.float32).astype(x.dtype)
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), x.shape) if x.shape else jax.random.key(0)
+        if x.dtype.kind in "iub":
+            return random.integers(1, 8, x.shape).astype(x.dtype)
+        return (random.normal(size=x.shape) * 0.15 + (len(x.shape) == 1) * 0.5).astype(x.dtype)
 
     return jax.tree.map(array, tree)
 
 
-def checked(loss, args, batch: int) -> dict:
-    """Loss and gradients against JAX's own, on one device, of float32 arrays and a batch of few rows."""
+def splits(model, mesh, results):
+    """A layout that splits the batch over `data`, and as many dimensions of parameters over `model`, from the
+    largest on, as can be split together."""
+    import mesh_tf_core as mtf
+
+    found = "batch:data"
+    axes = [
+        zip(n, s, strict=True)
+        for a in model.origin.parameters.values()
+        for n, s in zip(a.axes, a.sizes, strict=True)
+    ]
+    dims = sorted({pair for listed in axes for pair in listed}, key=lambda x: (-x[1], x[0]))
+    for name, _ in dims:
+        try:
+            mtf.lower(model.graph, mesh, mtf.Layout(f"{found};{name}:model"), results)
+        except mtf.UserError:
+            continue
+        found += f";{name}:model"
+    return found
+
+
+def checked(loss, args) -> dict:
+    """Loss and gradients against JAX's own, in float32, on one device and under a layout of four."""
     import jax
     import numpy as np
 
@@ -96,31 +119,43 @@ def checked(loss, args, batch: int) -> dict:
     from layoutopt.importers.jax.leaves import leaves_of
     from mesh_tf_core.engines.jax.engine import JaxEngine
 
-    params, state, rows, rng = roles(args)
+    params, state, batch, rng = roles(args)
     if rng is not None:
         raise SystemExit("draws random numbers: ours are not those that JAX makes")
     random = np.random.default_rng(0)
-    given = [arrays_like(params, random), arrays_like(state, random), arrays_like(rows, random, batch)]
+    given = [arrays_like(tree, random) for tree in (params, state, batch)]
     model = layoutopt.from_jax(loss, given[0], given[2], state=given[1])
-    call = [x for x in given if x is not None]
-    value, grads = jax.jit(jax.value_and_grad(loss))(*call)
+    value, grads = jax.jit(jax.value_and_grad(loss))(*(x for x in given if x is not None))
+    wanted = {leaf.path: np.asarray(leaf.value, np.float64) for leaf in leaves_of(grads)[0]}
+    whole = np.sqrt(sum((g**2).sum() for g in wanted.values()))
     variables = [v for v in model.graph.variables.values() if v.trainable]
     made = mtf.gradients(model.loss, [model.graph.read(v) for v in variables])
     results = {"loss": model.loss, **{v.name: g for v, g in zip(variables, made, strict=True)}}
-    engine = JaxEngine(mtf.lower(model.graph, mtf.Mesh("data:1"), mtf.Layout(""), results))
-    engine.initialize()
-    found = engine.step({leaf.path: np.asarray(leaf.value) for leaf in leaves_of(given[2])[0]})
-    off = {}
-    for leaf in leaves_of(grads)[0]:
-        own = model.origin.parameters[leaf.path]
-        if own.variable in found:
-            want = np.asarray(leaf.value, np.float64)
-            whole = np.asarray(found[own.variable])
-            got = (whole if own.layer is None else whole[own.layer]).reshape(want.shape)
-            off[leaf.path] = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-    by_loss = abs(float(found["loss"]) - float(value)) / abs(float(value))
-    worst = max(off, key=off.get)
-    return {"loss": by_loss, "gradients": off[worst], "of": worst, "parameters": len(off), "rows": batch}
+    feeds = {leaf.path: np.asarray(leaf.value) for leaf in leaves_of(given[2])[0]}
+    row: dict = {"parameters": len(wanted), "compared": 0}
+    four = mtf.Mesh(CHECKED)
+    row["split"] = splits(model, four, results)
+    for place, mesh, layout in (("one device", mtf.Mesh("data:1"), ""), ("layout", four, row["split"])):
+        engine = JaxEngine(mtf.lower(model.graph, mesh, mtf.Layout(layout), results))
+        engine.initialize()
+        found = engine.step(feeds)
+        off, noise = {}, 0.0
+        for path, want in wanted.items():
+            own = model.origin.parameters[path]
+            got = np.asarray(found.get(own.variable, 0.0), np.float64)
+            got = got if own.layer is None or own.variable not in found else got[own.layer]
+            got = got.reshape(want.shape) if got.shape else 0 * want
+            norm, by = np.linalg.norm(want), float(np.linalg.norm(got - want))
+            # What is 0 but for rounding, as of a bias that a normalization takes off again.
+            if norm > SMALLEST * whole:
+                off[path] = by / norm
+            else:
+                noise = max(noise, by / whole)
+        worst = max(off, key=off.get)
+        by_loss = abs(float(found["loss"]) - float(value)) / abs(float(value))
+        row["compared"] = len(off)
+        row[place] = {"loss": by_loss, "gradients": off[worst], "of": worst, "of_zeros": noise}
+    return row
 
 
 def one(corpus: str, name: str, mesh: str, search: bool) -> dict:
@@ -162,26 +197,27 @@ def main() -> None:
     parser.add_argument("--out")
     parser.add_argument("--mesh", default="data:8;model:8")
     parser.add_argument("--no-search", action="store_true")
-    parser.add_argument(
-        "--check", type=int, metavar="ROWS", help="compare numbers with JAX's, of so many rows"
-    )
+    parser.add_argument("--check", action="store_true", help="compare numbers with those of JAX")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.check:
-        for name in args.names:
-            loss, given, _ = corpus_of(args.corpus).build(name)
-            print(json.dumps({"name": name, "check": checked(loss, given, args.check)}), flush=True)
-        return
     if args.one:
-        print("ROW " + json.dumps(one(args.corpus, args.one, args.mesh, not args.no_search)))
+        if args.check:
+            loss, given, _ = corpus_of(args.corpus).build(args.one)
+            row = {"name": args.one, **checked(loss, given)}
+        else:
+            row = one(args.corpus, args.one, args.mesh, not args.no_search)
+        print("ROW " + json.dumps(row))
         return
+    if args.check:
+        args.mesh = CHECKED
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     names = args.names or list(corpus_of(args.corpus).ENTRIES)
     rows = {}
     if args.out and os.path.exists(args.out):
         rows = {r["name"]: r for r in json.loads(Path(args.out).read_text(encoding="utf-8"))["rows"]}
     for name in names:
         command = [sys.executable, __file__, args.corpus, "--one", name, "--mesh", args.mesh]
-        command += ["--no-search"] if args.no_search else []
+        command += ["--no-search"] * args.no_search + ["--check"] * args.check
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         line = next((x for x in done.stdout.splitlines() if x.startswith("ROW ")), None)
         error = (done.stderr.strip().splitlines() or ["?"])[-1]
@@ -189,9 +225,8 @@ def main() -> None:
         rows[name] = row
         print(json.dumps({k: v for k, v in row.items() if k not in ("arrays", "dims")}), flush=True)
         if args.out:
-            text = json.dumps(
-                {"hardware": HARDWARE, "mesh": args.mesh, "rows": list(rows.values())}, indent=1
-            )
+            head = {"mesh": args.mesh} if args.check else {"hardware": HARDWARE, "mesh": args.mesh}
+            text = json.dumps({**head, "rows": list(rows.values())}, indent=1)
             Path(args.out).write_text(text + "\n", encoding="utf-8")
 
 
