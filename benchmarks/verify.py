@@ -8,8 +8,9 @@ prediction over the compiler's, with the preset as it comes and without attentio
 kernel that the compiler estimates nothing of; `calibrated` is `compute` with the profile of
 `layoutopt calibrate --target`, from the estimates that ship. Nothing is fitted to these programs.
 
-What the compiler said is kept in FILE with the program that it was given: a pair is compiled again only if
-its program or the compiler has changed. `--rescore` compiles nothing, and leaves out what would have to be.
+What the compiler said is kept in FILE with a digest of what it was given, so that a pair is compiled again
+only if that (its StableHLO) or the compiler has changed; prices are always today's. `--rescore` compiles
+nothing: rows that would have to be are marked `stale` and are no part of the summary, which counts them.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from layoutopt.analysis.verify import collectives, estimated, generation, moved,
 from layoutopt.evaluator import Evaluation, evaluate  # noqa: E402
 from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Layout, Mesh, Options  # noqa: E402
+from mesh_tf_core.engines.jax.compile import stablehlo  # noqa: E402
 from mesh_tf_core.engines.jax.hlo import Found  # noqa: E402
-from mesh_tf_core.ir.program import Program, text  # noqa: E402
+from mesh_tf_core.ir.program import Program  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "results" / "verify.json"
 SIDES = (
@@ -66,10 +68,12 @@ def main() -> None:
         before = known.get(key(described(PAIRS[number])))
         found = row(PAIRS[number], before and before["compiler"], args.rescore)
         if found is None:
-            print(f"{number:>2} not compiled, or its program has changed since")
-            continue
-        known[key(found)] = found
-        print(f"{number:>2} {line(found)}", flush=True)
+            print(f"{number:>2} not compiled, or the compiler would be given something else now", flush=True)
+            if before:
+                known[key(before)] = {**before, "stale": True}
+        else:
+            known[key(found)] = found
+            print(f"{number:>2} {line(found)}", flush=True)
         write(args.out, [known[k] for p in PAIRS if (k := key(described(p))) in known])
     print(summary([known[k] for p in PAIRS if (k := key(described(p))) in known]))
 
@@ -103,11 +107,11 @@ def row(pair: Pair, said: dict[str, Any] | None, rescore: bool) -> dict[str, Any
     trained = [v.name for v in model.graph.variables.values() if v.trainable and len(v.shape)]
     options = Options(dict.fromkeys(trained, pair.stage)) if pair.stage else Options()
     evaluation = evaluate(model, Mesh(pair.mesh), Layout(pair.layout), hardware, options)
-    program = digest(evaluation.program)
-    if said is None or said["program"] != program or not (rescore or said["versions"] == versions()):
+    given = digest(evaluation.program)
+    if said is None or said["given"] != given or not (rescore or said["versions"] == versions()):
         if rescore:
             return None
-        said = compared(pair, evaluation, hardware, program)
+        said = compared(pair, evaluation, hardware, given)
     found = tuple(Found(*c) for c in said.get("collectives", ()))
     rows = moved(collectives(evaluation.program), found)
     libraries = said.get("libraries", 0)
@@ -136,13 +140,14 @@ def row(pair: Pair, said: dict[str, Any] | None, rescore: bool) -> dict[str, Any
 
 
 def digest(program: Program) -> str:
-    return hashlib.sha256(text(program).encode()).hexdigest()[:16]
+    """Of what the compiler is given."""
+    return hashlib.sha256(stablehlo(program).encode()).hexdigest()[:16]
 
 
-def compared(pair: Pair, evaluation: Evaluation, hardware: Hardware, program: str) -> dict[str, Any]:
-    """What the compiler says of a program (whose digest is `program`), as JSON."""
+def compared(pair: Pair, evaluation: Evaluation, hardware: Hardware, given: str) -> dict[str, Any]:
+    """What the compiler says of a program (whose digest is `given`), as JSON."""
     found = verify(evaluation, pair.topology, hardware)
-    said = {"date": date.today().isoformat(), "versions": versions(), "program": program}
+    said = {"date": date.today().isoformat(), "versions": versions(), "given": given}
     if found.compiled is None:
         return {**said, "refused": found.refusal and found.refusal.reason}
     made, clock = found.compiled, generation(pair.topology).clock(hardware)
@@ -204,9 +209,11 @@ def ninety(errors: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    compiled = [r for r in rows if "refused" not in r["compiler"]]
+    compiled = [r for r in rows if "refused" not in r["compiler"] and "stale" not in r]
     same = sum(r["same_collectives"] for r in compiled)
     parts = [f"{len(compiled)} of {len(rows)} compiled, {same} with the predicted collectives"]
+    if stale := sum("stale" in r for r in rows):
+        parts[0] += f", {stale} left out that the compiler would be given otherwise now"
     for name, side in SIDES:
         errors = [abs(math.log(found)) for r in compiled if (found := ratio(r, name, side))]
         if errors:
