@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.ir.dtypes import FLOAT8, itemsize
-from mesh_tf_core.ir.kernel import At, Attending, Step
+from mesh_tf_core.ir.kernel import At, Attending, Edge, Step
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.kernels.contraction import cheapest_pair, matmul, parse, same_order
 
@@ -338,6 +338,11 @@ class Tally:
         return self._note(
             "matmul.conv", shape, x.dtype, x, w, flops=flops, packed=(windows, weights, 0.0, 0.0)
         )
+
+    def padded_conv(
+        self, x: Piece, w: Piece, strides: Sequence[int], dilations: Sequence[int], edges: Sequence[Edge]
+    ) -> None:
+        return None
 
     def _summed(self, x: Piece, term: str, kept: str) -> tuple[Piece, str]:
         axes = [i for i, c in enumerate(term) if c not in kept]

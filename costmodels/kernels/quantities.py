@@ -153,7 +153,7 @@ def of_kernel(kernel: Kernel, local: Types) -> Quantity:
     return replace(own, flops=flops, bytes=moved, vector=vector, elements=most, tiled=kernel.tiled)
 
 
-def of_copy(type: TensorType, passes: float, through: bool = True) -> Quantity:
+def of_copy(type: TensorType, passes: int, through: bool = True) -> Quantity:
     """What it takes to write an array elsewhere.
 
     Args:

@@ -15,9 +15,7 @@
     its layer: XLA joins such messages up to 30 MiB (openxla/xla, xla/debug_options_flags.cc), PyTorch's FSDP
     lays a layer's weights end to end (Zhao et al. 2023, section 3.2). So a small one (a bias, a scale) pays
     for its bytes, not for a message of its own. The TPU compiler sends each alone (`benchmarks/verify.py`).
-(5) On TPUs, gradients of a convolution with strides are laid out with zeros between them before they are
-    convolved (`Op.spread`): kernels of their own.
-(6) On TPUs, what an all-to-all brings lies device by device: a kernel of its own writes it in the order of
+(5) On TPUs, what an all-to-all brings lies device by device: a kernel of its own writes it in the order of
     its dimensions (XLA's copies around `lax.all_to_all`, `benchmarks/verify.py`).
 """
 
@@ -120,7 +118,7 @@ class Itemiser:
       overlaps: the class of a collective matters.
       tiles: arrays lie in tiles.
       joins: small messages of weights and of their gradients travel with large ones, rule (4).
-      copies: arrays are laid out anew by kernels of their own, rules (2), (5) and (6): so the TPU compiler
+      copies: arrays are laid out anew by kernels of their own, rules (2) and (5): so the TPU compiler
         does it, and nobody has looked at others.
     """
 
@@ -233,14 +231,10 @@ class Itemiser:
         return self.of_collective(unit, sending, [local(i) for i in unit.inputs], mesh)
 
     def _of_kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
-        """Of a kernel, and of what is laid out for it. On GPUs what works on statistics alone is part of what
-        reads them."""
+        """Of a kernel. On GPUs what works on statistics alone is part of what reads them."""
         if not kernel.between or self.tiles:
             flops = sum([of_local(instr, local).flops for instr in kernel.ends])
             yield Computed(of_kernel(kernel, local), flops)
-        if self.copies and kernel.product is not None:
-            for type, read in kernel.product.op.spread(*map(local, kernel.product.inputs)):
-                yield Computed(of_copy(type, 1 + read), 0.0)
 
     def of_collective(
         self, instr: Collective, sending: Sending, types: Sequence[TensorType], mesh: Mesh
@@ -320,8 +314,6 @@ def label(unit: Unit, item: Item) -> tuple[str, str, Origin]:
     """Name, text and origin of an item of a unit, for its line."""
     if isinstance(unit, Kernel):
         first = unit.product or unit.instrs[0]
-        if isinstance(item, Computed) and item.kind == "data":
-            return "copy", "", first.origin
         text = " + ".join(instr.name for instr in unit.instrs) if len(unit.instrs) > 1 else ""
         return first.name, text, first.origin
     if isinstance(unit, Stack):

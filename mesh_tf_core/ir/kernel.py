@@ -19,6 +19,20 @@ Step = Callable[[Any, Sequence[T]], tuple[list[T], list[T]]]
 """One iteration of `Kernel.loop`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """How an axis is padded: `apart` - 1 zeros between its elements, `before` ahead of them (cut off if
+    negative), as many behind (or cut off) as make `length`."""
+
+    apart: int
+    before: int
+    length: int
+
+    def after(self, size: int) -> int:
+        """Zeros behind `size` elements, negative if some are cut off."""
+        return self.length - self.before - ((size - 1) * self.apart + 1)
+
+
 class Kernel(Protocol):
     """Array functions of one library. `fn` names are those of `UNARY`, `BINARY` and `REDUCE`.
 
@@ -50,6 +64,13 @@ class Kernel(Protocol):
 
     def conv(self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int]) -> T:
         """Correlation without padding of x [n, 1 to 3 spatial axes, in] with w [spatial axes, in, out]."""
+        ...
+
+    def padded_conv(
+        self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int], edges: Sequence[Edge]
+    ) -> T | None:
+        """The same of x with its spatial axes padded, where the library needs no padded array in memory; None
+        if it does."""
         ...
 
     def softmax(self, x: T, axis: int) -> T: ...

@@ -134,7 +134,6 @@ class Op:
         "added",
         "blocked",
         "refused",
-        "spread",
         "unreduced",
         "summand",
         "distributes",
@@ -261,11 +260,6 @@ class Op:
         on blocks, and elements of operands and results that are made ready for it; without it, it is no such
         kernel."""
         return None
-
-    def spread(self, *local: TensorType) -> tuple[tuple[TensorType, float], ...]:
-        """Arrays that XLA writes by kernels of their own before it, and how much of each these read; else
-        none."""
-        return ()
 
     def refused(self, platform: str, *local: TensorType) -> str:
         """Why no library has the kernel on a 'tpu' or a 'gpu' as which it is priced, so that it takes longer

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from mesh_tf_core.ir.dtypes import FLOAT8
-from mesh_tf_core.ir.kernel import Attending, Step
+from mesh_tf_core.ir.kernel import Attending, Edge, Step
 from mesh_tf_core.kernels.contraction import parse
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
@@ -149,12 +149,18 @@ class JaxKernel:
         return jnp.einsum(spec, *xs)
 
     def conv(self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int]) -> T:
+        return self.padded_conv(x, w, strides, dilations, [Edge(1, 0, n) for n in x.shape[1:-1]])
+
+    def padded_conv(
+        self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int], edges: Sequence[Edge]
+    ) -> T:
         space = _SPATIAL[-len(strides) :]
         return lax.conv_general_dilated(
             x,
             w,
             tuple(strides),
-            "VALID",
+            [(e.before, e.after(n)) for e, n in zip(edges, x.shape[1:-1], strict=True)],
+            lhs_dilation=tuple(e.apart for e in edges),
             rhs_dilation=tuple(dilations),
             dimension_numbers=(f"N{space}C", f"{space}IO", f"N{space}C"),
         )

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from mesh_tf_core.ir.dtypes import FLOAT8
-from mesh_tf_core.ir.kernel import Attending, Step
+from mesh_tf_core.ir.kernel import Attending, Edge, Step
 from mesh_tf_core.kernels.contraction import Factor, cheapest_pair, matmul, parse, same_order
 
 T = Any
@@ -156,6 +156,11 @@ class TfKernel:
         steps = [1] * len(strides) if apart else list(strides)
         y = tf.nn.convolution(x, w, strides=steps, padding="VALID", dilations=list(dilations))
         return y[(slice(None), *(slice(None, None, s) for s in strides))] if apart else y
+
+    def padded_conv(
+        self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int], edges: Sequence[Edge]
+    ) -> None:
+        return None
 
     def softmax(self, x: T, axis: int) -> T:
         if x.dtype.size == 2:

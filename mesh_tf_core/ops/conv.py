@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.kernel import At, Edge, Kernel
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing, same_dtype
 from mesh_tf_core.ops.convgrid import Grid, correlated, finish, ordered, taps_met
 from mesh_tf_core.ops.pieces import window
 from mesh_tf_core.ops.shape import reshape
-from mesh_tf_core.ops.windows import Pads, Window, fitted, spread, windows
+from mesh_tf_core.ops.windows import Pads, Window, windows
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,9 @@ class Conv(Op):
         (x, w), (xs, ws), grid = slices, (t.shape for t in at.inputs), self.grid
         out, outs = at.outputs[0].shape, grid.outs(ws)
         x = grid.images(k, x, xs, [self.channel])
-        for i, v in enumerate(self.windows):
-            before = v.before if self.base is None else v.before + self.base[i]
-            length = (out.dim(v.dim).size - 1) * v.stride + v.reach
-            x = fitted(k, x, 1 + i, before, length)
         w = grid.filters(k, w, ws, [self.channel], outs)
-        y = correlated(k, x, w, [v.stride for v in self.windows], [v.dilation for v in self.windows])
+        edges = _edges(self.windows, self.base, out)
+        y = correlated(k, x, w, [v.stride for v in self.windows], [v.dilation for v in self.windows], edges)
         return grid.restored(k, y, out, outs)
 
     def flops(self, *local: TensorType) -> float:
@@ -157,14 +154,14 @@ class ConvInputGrad(Op):
         (dy, w), (ds, ws), grid = slices, (t.shape for t in at.inputs), self.grid
         out, outs = at.outputs[0].shape, grid.outs(ws)
         dy = grid.images(k, dy, ds, outs)
-        for i, v in enumerate(self.windows):
-            base = 0 if self.base is None else self.base[i]
+        edges = []
+        for v, base in zip(self.windows, self.base or [0] * len(self.windows), strict=True):
             before = v.reach - 1 - v.before + base * v.stride
-            dy = fitted(k, spread(k, dy, 1 + i, v.stride), 1 + i, before, out.dim(v.dim).size + v.reach - 1)
+            edges.append(Edge(v.stride, before, out.dim(v.dim).size + v.reach - 1))
         w = grid.filters(k, w, ws, outs, [self.channel])
         for i in range(len(self.windows)):
             w = k.flip(w, i)
-        dx = correlated(k, dy, w, [1] * len(self.windows), [v.dilation for v in self.windows])
+        dx = correlated(k, dy, w, [1] * len(self.windows), [v.dilation for v in self.windows], edges)
         return grid.restored(k, dx, out, [self.channel])
 
     def flops(self, *local: TensorType) -> float:
@@ -179,15 +176,6 @@ class ConvInputGrad(Op):
     def added(self, *local: TensorType) -> tuple[int, int]:
         w = local[1].shape
         return self.grid.added(self.flops(*local), w, w.dim(self.channel).size)
-
-    def spread(self, *local: TensorType) -> tuple[tuple[TensorType, float], ...]:
-        """Gradients with zeros between them, along one strided dimension after the other."""
-        found, shape = [], local[0].shape
-        for v in self.windows:
-            if v.stride > 1:
-                shape = Shape(Dim(d.name, d.size * v.stride) if d.name == v.dim else d for d in shape)
-                found.append((TensorType(shape, local[0].dtype), 1 / v.stride))
-        return tuple(found)
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         dy, w = inputs[0], low.without(inputs[1], self.taps)
@@ -249,14 +237,12 @@ class ConvFilterGrad(Op):
         out, outs = at.outputs[0].shape, grid.outs(self.filters)
         images = list(grid.images_of(xs))
         x = grid.images(k, x, xs, [self.channel])
-        for i, v in enumerate(self.windows):
-            before = v.before if self.base is None else v.before + self.base[i]
-            x = fitted(k, x, 1 + i, before, (ds.dim(v.dim).size - 1) * v.stride + v.reach)
         # The images of both in the same order.
         same = Shape(ds.dim(n) for n in (*images, *grid.names, *self.groups, *outs))
         dy = grid.images(k, ordered(k, dy, ds, same.names), same, outs)
-        taps = [out.dim(t).size for t in self.taps]
-        dw = taps_met(k, x, dy, taps, [v.stride for v in self.windows], [v.dilation for v in self.windows])
+        taps, edges = [out.dim(t).size for t in self.taps], _edges(self.windows, self.base, ds)
+        strides, dilations = [v.stride for v in self.windows], [v.dilation for v in self.windows]
+        dw = taps_met(k, x, dy, taps, strides, dilations, edges)
         made = Shape(out.dim(n) for n in (*self.taps, *self.groups, self.channel, *outs))
         return ordered(k, k.reshape(dw, made.sizes), made, out.names)
 
@@ -295,6 +281,14 @@ class ConvFilterGrad(Op):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         raise UserError("the second derivative of conv with respect to its weights is not defined")
+
+
+def _edges(windows: Sequence[Window], base: Sequence[int] | None, outputs: Shape) -> list[Edge]:
+    """How inputs are padded for the windows of some outputs, whose piece begins at `base`."""
+    return [
+        Edge(1, v.before + begin, (outputs.dim(v.dim).size - 1) * v.stride + v.reach)
+        for v, begin in zip(windows, base or [0] * len(windows), strict=True)
+    ]
 
 
 _SINGLE = Dim("_single", 1)

@@ -11,11 +11,11 @@ from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.kernel import Kernel
+from mesh_tf_core.ir.kernel import Edge, Kernel
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.program import Local
 from mesh_tf_core.ops.common import listing
-from mesh_tf_core.ops.windows import Window, strided
+from mesh_tf_core.ops.windows import Window, padded, strided
 
 
 @dataclass(frozen=True)
@@ -122,21 +122,23 @@ class Grid:
         return ordered(k, k.reshape(y, made.sizes), made, out.names)
 
 
-def correlated(k: Kernel, x: Any, w: Any, strides: Sequence[int], dilations: Sequence[int]) -> Any:
-    """Correlation of x [n, windows' dims, g, c] with w [taps, g, c, o], group by group: [n, windows' dims, g,
-    o].
+def correlated(
+    k: Kernel, x: Any, w: Any, strides: Sequence[int], dilations: Sequence[int], edges: Sequence[Edge]
+) -> Any:
+    """Correlation of x [n, windows' dims, g, c], padded by `edges`, with w [taps, g, c, o], group by group:
+    [n, windows' dims, g, o].
 
     Groups are products tap by tap; without them it is the library's convolution.
     """
     rank, groups = len(strides), w.shape[-3]
     if groups == 1:
-        y = k.conv(
-            k.reshape(x, [*x.shape[:-2], x.shape[-1]]),
-            k.reshape(w, [*w.shape[:-3], *w.shape[-2:]]),
-            strides,
-            dilations,
-        )
+        x = k.reshape(x, [*x.shape[:-2], x.shape[-1]])
+        w = k.reshape(w, [*w.shape[:-3], *w.shape[-2:]])
+        y = k.padded_conv(x, w, strides, dilations, edges)
+        if y is None:
+            y = k.conv(padded(k, x, edges), w, strides, dilations)
         return k.reshape(y, [*y.shape[:-1], 1, y.shape[-1]])
+    x = padded(k, x, edges)
     reach = [(n - 1) * d + 1 for n, d in zip(w.shape, dilations, strict=False)]
     counts = [(n - r) // s + 1 for n, r, s in zip(x.shape[1:], reach, strides, strict=False)]
     total = None
@@ -153,16 +155,23 @@ def correlated(k: Kernel, x: Any, w: Any, strides: Sequence[int], dilations: Seq
 
 
 def taps_met(
-    k: Kernel, x: Any, dy: Any, taps: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+    k: Kernel,
+    x: Any,
+    dy: Any,
+    taps: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    edges: Sequence[Edge],
 ) -> Any:
-    """For every tap the inputs x [n, windows' dims, g, c] times the outputs dy [n, windows' dims, g, o] that
-    they met: [taps, g, c, o]."""
+    """For every tap the inputs x [n, windows' dims, g, c], padded by `edges`, times the outputs dy [n,
+    windows' dims, g, o] that they met: [taps, g, c, o]."""
     rank, (g, c), o = len(strides), x.shape[-2:], dy.shape[-1]
     if g == 1:
         # Channels take the place of images and images that of channels; windows step over taps.
         turned = k.transpose(x, [rank + 2, *range(1, rank + 1), rank + 1, 0])
-        dw = correlated(k, turned, _as_filters(k, dy), dilations, strides)
+        dw = correlated(k, turned, _as_filters(k, dy), dilations, strides, edges)
         return k.transpose(dw, [*range(1, rank + 1), rank + 1, 0, rank + 2])
+    x = padded(k, x, edges)
     rows = k.reshape(dy, [math.prod(dy.shape[:-2]), g, o])
     met = []
     for _, part in _taps(k, x, taps, dy.shape[1 : rank + 1], strides, dilations):

@@ -13,7 +13,7 @@ from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.kernel import Kernel
+from mesh_tf_core.ir.kernel import Edge, Kernel
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,13 @@ def spread(k: Kernel, x: Any, axis: int, stride: int) -> Any:
     sizes = [s * stride if i == axis else s for i, s in enumerate(shape)]
     kept = [(s - 1) * stride + 1 if i == axis else s for i, s in enumerate(shape)]
     return k.slice(k.reshape(apart, sizes), [0] * len(shape), kept)
+
+
+def padded(k: Kernel, x: Any, edges: Sequence[Edge]) -> Any:
+    """x with the axes from the second on padded."""
+    for axis, edge in enumerate(edges, 1):
+        x = fitted(k, spread(k, x, axis, edge.apart), axis, edge.before, edge.length)
+    return x
 
 
 def strided(k: Kernel, x: Any, axis: int, begin: int, count: int, stride: int) -> Any:

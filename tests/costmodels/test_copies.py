@@ -59,20 +59,15 @@ def test_a_stack_of_what_a_collective_made_is_copied() -> None:
     assert stacked("f:x").count(2 * once) == 1 and stacked("f:x").count(once) == stacked("").count(once) - 1
 
 
-def test_gradients_of_strided_convolutions_are_spread() -> None:
+def test_gradients_of_strided_convolutions_are_not_written_apart() -> None:
     n, h, w, c, o = (Dim(*d) for d in (("n", 8), ("h", 16), ("w", 16), ("c", 128), ("o", 256)))
     taps = [Dim("th", 3), Dim("tw", 3)]
 
-    def program(stride: int) -> mtf.Program:
-        g = mtf.Graph("m")
-        x = g.input("x", [n, h, w, c], "float32")
-        y = mtf.conv(x, g.variable("k", [*taps, c, o], mtf.Normal(0.1)), [h, w], taps, c, stride)
-        (dx,) = mtf.gradients(mtf.reduce_sum(y * y), [x])
-        return lower(g, Mesh("x:1"), Layout(), {"dx": dx})
-
-    gradient = 4.0 * n.size * 8 * 8 * o.size
-    assert [line.bytes for line in copies(program(2), "tpu-v5e")] == [gradient * (1 + 2), gradient * (2 + 4)]
-    assert not copies(program(1), "tpu-v5e") and not copies(program(2), "a100-eager")
+    g = mtf.Graph("m")
+    x = g.input("x", [n, h, w, c], "float32")
+    y = mtf.conv(x, g.variable("k", [*taps, c, o], mtf.Normal(0.1)), [h, w], taps, c, 2)
+    (dx,) = mtf.gradients(mtf.reduce_sum(y * y), [x])
+    assert not copies(lower(g, Mesh("x:1"), Layout(), {"dx": dx}), "tpu-v5e")
 
 
 def test_what_follows_a_reduction_alone_is_a_kernel_of_its_own_on_tpus() -> None:

@@ -14,9 +14,11 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.ir.kernel import BINARY, REDUCE, UNARY
+from mesh_tf_core.ir.kernel import BINARY, REDUCE, UNARY, Edge
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
+from mesh_tf_core.ops.convgrid import correlated
+from mesh_tf_core.ops.windows import padded
 from tests.conformance.helper import Built, Sample, check_close, legal_layouts
 from tests.conformance.samples import SAMPLES
 from tests.kernels.test_tf_kernel import (
@@ -149,6 +151,28 @@ def test_conv(
     dilations: tuple[int, ...],
 ) -> None:
     both("conv", sample(dtype, (2, *spatial, 3)), sample(dtype, (*taps, 3, 4), 1), strides, dilations)
+
+
+@pytest.mark.parametrize(
+    ("edges", "strides", "dilations"),
+    [
+        ([(1, 1, 11), (1, 2, 9)], (1, 2), (1, 1)),
+        ([(2, 2, 19), (3, 1, 20)], (1, 1), (2, 1)),
+        ([(1, -2, 7), (2, -1, 10)], (1, 1), (1, 1)),
+    ],
+)
+def test_padded_conv(
+    edges: list[tuple[int, int, int]], strides: tuple[int, ...], dilations: tuple[int, ...]
+) -> None:
+    """It is the convolution of what is padded before, and no padded array is made."""
+    x, w = sample("float32", (2, 9, 7, 3)), sample("float32", (3, 2, 3, 4), 1)
+    found = [Edge(*e) for e in edges]
+    assert NP.padded_conv(x, w, strides, dilations, found) is None
+    expected = NP.conv(padded(NP, x, found), w, strides, dilations)
+    agree(expected, JAX.padded_conv(jnp.asarray(x), jnp.asarray(w), strides, dilations, found))
+    made = jax.make_jaxpr(lambda x, w: correlated(JAX, x, w, strides, dilations, found))
+    said = str(made(x[..., None, :], w[..., None, :, :]))
+    assert "conv_general_dilated" in said and " pad[" not in said
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
