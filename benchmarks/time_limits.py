@@ -40,7 +40,7 @@ MODELS: dict[str, list[dict[str, Any]]] = {
     "unet3d.py": [{}, {"size": 128, "channels": 32, "levels": 3}],
 }
 HARDWARE = ("tpu-v2", "tpu-v4", "tpu-v5e", "tpu-v5p", "h100", "a100", "v100", "b200")
-SPARE, LONG = 2.0, 600.0
+SPARE, LONG = 2.0, 60.0
 """Seconds after its limit in which a search has to end; the limit of a second look."""
 BY_CPU = "import time; time.monotonic = time.process_time; from layoutopt.__main__ import main; main()"
 

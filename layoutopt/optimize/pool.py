@@ -101,7 +101,9 @@ class Pool:
             for subproblem in self.subproblems[::-1] if lean else self.subproblems:
                 if lean and self.fitting(self.request.limit):
                     break
-                for mesh, layout, options in self._named(subproblem.mesh, {}):
+                whole, *split = self._named(subproblem.mesh, {})
+                # What splits nothing comes first, and needs the most memory.
+                for mesh, layout, options in (*split, whole) if lean else (whole, *split):
                     if clock.over:
                         return
                     parts = subproblem.microbatches

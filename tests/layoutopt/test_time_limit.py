@@ -99,6 +99,12 @@ def test_a_limit_that_is_over_at_once_leaves_time_for_any_answer(best: Plan) -> 
     check(search(EXAMPLES["mlp"](), time_limit=1e-6, **ON), best)
 
 
+def test_what_fits_most_likely_is_priced_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    stick(monkeypatch, "layoutopt.evaluator:evaluate", 1)
+    plan = search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
+    assert plan.layout.axes("batch")
+
+
 @pytest.mark.parametrize("objective", ["memory", "pareto"])
 def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = search(EXAMPLES["mlp"](), objective=objective, **ON, **PLAIN)
