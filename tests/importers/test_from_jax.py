@@ -44,8 +44,8 @@ EXPECTED = {
         "blocks/first_norm": "[layers d_model]",
     },
     "convolutions": {
-        "stem": "[height_taps width_taps channels depthwise]",
-        "head": "[(height width depthwise) head]",
+        "stem": "[height_taps width_taps channels stem]",
+        "head": "[(height width stem) head]",
         "image": "[batch height width channels]",
     },
     "perceptron": {
@@ -113,6 +113,22 @@ def test_grouped_queries_have_dimensions_of_their_own() -> None:
     assert found["q"] == "[d_model (kv_heads query_group) d_kv]" and found["k"] == "[d_model kv_heads d_kv]"
     off = compared(model, loss, (params, {"x": f(2, 5, 6)}), [("data:2", "kv_heads:data")])
     assert max(off.values()) <= 1e-5
+
+
+def test_ends_of_edges_are_no_tokens() -> None:
+    """Numbers that are places in other values count edges, those that look up parameters a text."""
+
+    def loss(params, batch):
+        h = batch["nodes"] @ params["w"]
+        sent = jax.vmap(lambda x, at: x[at])(h, batch["senders"])
+        got = jax.vmap(lambda x, at: jnp.zeros((6, 4)).at[at].add(x))(sent, batch["receivers"])
+        return (got**2).mean()
+
+    f = numbers()
+    ends = {k: jnp.zeros((2, 5), jnp.int32) for k in ("senders", "receivers")}
+    model = layoutopt.from_jax(loss, {"w": f(3, 4)}, {"nodes": f(2, 6, 3), **ends})
+    assert "length" not in model.graph.dims()
+    assert str(model.origin.batch["receivers"]) == "receivers [batch receivers]"
 
 
 def test_stacks_and_strides_and_reversals() -> None:

@@ -216,6 +216,7 @@ class _Naming:
 
     def _batch(self) -> None:
         leaves = [(v, leaf) for v, leaf in self.arrays.batch if v.shape]
+        places = self._places()
         for v, _ in sorted(leaves, key=lambda x: -len(x[0].shape)):
             for node in self.classes.of(v, 0)[:1]:
                 if "batch" not in self.taken:
@@ -223,9 +224,26 @@ class _Naming:
         for v, leaf in leaves:
             for node in self.classes.of(v, 0)[:1]:
                 self.give(node, f"{_last(leaf.path)}_batch")
-            if v.dtype.startswith("int") and len(v.shape) >= 2:
+            if v.dtype.startswith("int") and len(v.shape) >= 2 and id(v) not in places:
                 for node in self.classes.of(v, 1)[:1]:
                     self.give(node, "length" if "length" not in self.taken else f"{_last(leaf.path)}_length")
+
+    def _places(self) -> set[int]:
+        """ids of inputs whose numbers are places in other values, as the ends of a graph's edges are: none of
+        tokens, which look up parameters."""
+        found = set()
+        for v, _ in self.arrays.batch:
+            numbers = {id(v)}
+            for e in self.block.walk() if v.dtype.startswith("int") else ():
+                if e.prim.startswith(("gather", "scatter")) and id(e.ins[1]) in numbers:
+                    at = indexing(e)
+                    rows = e.ins[0] if e.prim == "gather" else e.ins[2]
+                    made_of = self.classes.made_of.get(id(rows), 0)
+                    if len(at.looked_up) == 1 and at.others and made_of & ~PARAMETER:
+                        found.add(id(v))
+                if any(id(x) in numbers for x in e.ins):
+                    numbers.update(id(y) for y in e.outs if y.dtype.startswith("int"))
+        return found
 
     def _roles(self) -> None:
         equations = list(self.block.walk())
@@ -406,6 +424,11 @@ class _Naming:
                     if id(operand) in weights:
                         free = [a for a in range(len(operand.shape)) if a not in used]
                         yield weights[id(operand)][0], [n for a in free for n in self.classes.of(operand, a)]
+            elif e.prim == "conv_general_dilated" and id(e.ins[1]) in weights:
+                if e.params["feature_group_count"] > 1:
+                    continue
+                made = self.classes.of(e.ins[1], e.params["dimension_numbers"].rhs_spec[0])
+                yield weights[id(e.ins[1])][0], made
 
     def _by_path(self, v: Var, name: str) -> None:
         """Names what an array has: its last axis is what it makes, the one before what it takes."""
