@@ -4,7 +4,6 @@ failure."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -16,8 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS, PROCESSES
 from mesh_tf_core.errors import ClusterError, UserError
 
 POLL = 0.05
@@ -85,7 +85,6 @@ class Attempt:
 def launch(
     command: Sequence[str],
     processes: int,
-    devices_per_process: int | None = None,
     restarts: int = 3,
     checkpoint: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -103,7 +102,7 @@ def launch(
     """
     tried, newest = 0, _newest(checkpoint)
     while True:
-        attempt = run_once(command, processes, devices_per_process)
+        attempt = run_once(command, processes)
         if attempt.culprit is None or attempt.exit_code in FINAL:
             if attempt.culprit:  # worker 0 has said its own error
                 say(attempt.reason())
@@ -120,24 +119,19 @@ def launch(
         say(f"{attempt.reason()}; starting again {where} (restart {tried} of {restarts})")
 
 
-def run_once(command: Sequence[str], processes: int, devices_per_process: int | None) -> Attempt:
+def run_once(command: Sequence[str], processes: int) -> Attempt:
     """Starts all workers and waits until all have ended."""
     with contextlib.ExitStack() as stack:
         leash, held = os.pipe()
         stack.callback(os.close, held)
         stack.callback(os.close, leash)
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(processes)]
+        address = f"127.0.0.1:{free_port()}"
         workers: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, workers)
         notes = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(processes)]
         for index in range(processes):
-            config: dict[str, Any] = {
-                "cluster": {"worker": addresses},
-                "task": {"type": "worker", "index": index},
-            }
-            if devices_per_process is not None:
-                config["devices_per_process"] = devices_per_process
-            workers.append(_started(command, config, leash, None if index == 0 else notes[index]))
+            place = {ADDRESS: address, PROCESSES: str(processes), PROCESS: str(index)}
+            workers.append(_started(command, place, leash, None if index == 0 else notes[index]))
         try:
             stuck = _watched(workers)
         except KeyboardInterrupt:
@@ -148,12 +142,12 @@ def run_once(command: Sequence[str], processes: int, devices_per_process: int | 
 
 
 def _started(
-    command: Sequence[str], config: Mapping[str, Any], leash: int, notes: IO[bytes] | None
+    command: Sequence[str], place: Mapping[str, str], leash: int, notes: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
     """One worker, in a session of its own: Ctrl-C reaches the launcher alone, which ends them all."""
     return subprocess.Popen(
         [sys.executable, "-m", "layoutopt.cli.worker", str(leash), *command],
-        env={**os.environ, "TF_CONFIG": json.dumps(config)},
+        env={**os.environ, **place},
         stdin=subprocess.DEVNULL,
         stdout=None if notes is None else subprocess.DEVNULL,
         stderr=notes,
@@ -194,23 +188,19 @@ def _end(workers: Sequence[subprocess.Popen[bytes]], seconds: float | None = Non
                 worker.wait(None if until is None else max(0.0, until - time.monotonic()))
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; the one above the first is free too (`Members.meeting_point`)."""
-    found: list[int] = []
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        beside = [port + 1] if not found else []
-        if port not in (*found, found[0] + 1 if found else 0) and all(map(_is_free, [port, *beside])):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise UserError(f"launch: no {count} free ports between {PORTS.start} and {PORTS.stop}")
+        if _is_free(port):
+            return port
+    raise UserError(f"launch: no free port between {PORTS.start} and {PORTS.stop}")
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            probe.bind(("127.0.0.1", port))
         except OSError:
             return False
     return True

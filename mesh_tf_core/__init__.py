@@ -132,8 +132,8 @@ from mesh_tf_core.tracing.reversible import reversible_scan
 from mesh_tf_core.tracing.scan import scan
 
 if TYPE_CHECKING:
-    from mesh_tf_core.cluster import Cluster
     from mesh_tf_core.eager import Eager
+    from mesh_tf_core.engines import Cluster
     from mesh_tf_core.training import Source, Trainer
 
 __all__ = [
@@ -320,7 +320,7 @@ def __getattr__(name: str) -> Any:
     found: Any
     match name:
         case "Cluster":
-            from mesh_tf_core.cluster import Cluster as found
+            from mesh_tf_core.engines import Cluster as found
         case "Eager":
             from mesh_tf_core.eager import Eager as found
         case "Trainer":

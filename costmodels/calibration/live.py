@@ -12,7 +12,7 @@ from costmodels.calibration.probes import Probe, groups, probes
 from costmodels.calibration.profile import profile
 from costmodels.calibration.runner import Partial, Progress, measure, noise_of
 from costmodels.calibration.team import assemble
-from mesh_tf_core.cluster import Cluster
+from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 

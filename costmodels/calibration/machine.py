@@ -48,10 +48,10 @@ def memory_bytes() -> int:
 
 
 def gpu_memory_bytes() -> int:
-    """Memory that TensorFlow takes of this machine's smallest GPU."""
-    from tensorflow.python.client import device_lib
+    """Memory that JAX takes of this machine's smallest accelerator."""
+    import jax
 
-    return min(d.memory_limit for d in device_lib.list_local_devices() if d.device_type == "GPU")
+    return min(int(d.memory_stats()["bytes_limit"]) for d in jax.local_devices())
 
 
 def _processor() -> str:

@@ -145,8 +145,8 @@ def _memory(chip: dict[str, Any], team: Team, source: str, date: str) -> None:
     """A device's memory, and the cores that devices share."""
     if team.gpus:
         chip.pop("host_cores", None)
-        chip["memory"] = _number(gpu_memory_bytes(), "B", "what TensorFlow takes of a GPU's memory", date)
-        chip["memory_reserve"] = _number(0.0, "B", "what TensorFlow does not take is left out already", date)
+        chip["memory"] = _number(gpu_memory_bytes(), "B", "what JAX takes of a GPU's memory", date)
+        chip["memory_reserve"] = _number(0.0, "B", "what JAX does not take is left out already", date)
         return
     chip["host_cores"] = _number(team.machine["cores"], "count", source, date)
     total = team.machine["memory_bytes"] / team.mesh.devices

@@ -12,8 +12,7 @@ from typing import Any
 
 from costmodels.calibration.clock import Sample, combined, sample
 from costmodels.calibration.machine import machine, together
-from mesh_tf_core.cluster import Cluster
-from mesh_tf_core.engines import Engine, chosen, open_engine, prepare, start_cluster
+from mesh_tf_core.engines import Cluster, Engine, chosen, open_engine, prepare
 from mesh_tf_core.engines.tf.devices import cpus
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -88,12 +87,13 @@ def assemble(mesh: Mesh, cluster: Cluster | None = None, engine: str = "auto") -
       UserError: the mesh cannot be dealt out to the processes, or a library already runs with fewer devices.
       ClusterError: a process did not come.
     """
-    engine = chosen(engine)
+    engine = chosen(engine, cluster)
     if cluster is None:
         return Team(mesh, prepare(mesh.devices, engine), machine(), engine=engine)
-    devices = start_cluster(cluster, mesh.devices)
+    own = mesh.devices // cluster.processes
+    devices = tuple(map(str, cluster.start(mesh.devices)[:own]))
     found = cluster.gather("the machines", [machine(), sorted(cpus())])
-    hosts = cluster.members.hosts
+    hosts = cluster.hosts
     homes: dict[str, tuple[dict[str, Any], set[int]]] = {}
     for host, (own, usable) in zip(hosts, found, strict=True):
         homes.setdefault(host, (own, set()))[1].update(usable)

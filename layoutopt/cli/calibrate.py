@@ -13,10 +13,13 @@ from layoutopt.cli.calibrate_tpu import for_tpu
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ClusterOption,
+    CoordinatorOption,
     EngineName,
     EngineOption,
     JsonOption,
     MeshOption,
+    ProcessesOption,
+    ProcessOption,
     QuietOption,
     StartTimeoutOption,
     TimeoutOption,
@@ -26,14 +29,14 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.running import kept, start_devices
+from layoutopt.cli.running import kept, open_cluster, start_devices
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from mesh_tf_core import Mesh
-    from mesh_tf_core.cluster import Cluster
+    from mesh_tf_core.engines import Cluster
 
 EXAMPLES = examples(
     "layoutopt calibrate",
@@ -74,7 +77,10 @@ def calibrate(
     ] = None,
     engine: EngineOption = EngineName.auto,
     cluster: ClusterOption = False,
-    timeout: TimeoutOption = 120.0,
+    coordinator: CoordinatorOption = None,
+    processes: ProcessesOption = None,
+    process: ProcessOption = None,
+    timeout: TimeoutOption = 25.0,
     start_timeout: StartTimeoutOption = 300.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -90,7 +96,7 @@ def calibrate(
                 f"--mesh and --thorough measure this machine, --target {target} compiles for a TPU; "
                 "leave out one or the other"
             )
-        if cluster:
+        if cluster or coordinator:
             raise UserError(
                 f"--target {target} compiles for a TPU in one process; leave out --cluster (or launch -n)"
             )
@@ -103,17 +109,15 @@ def calibrate(
             f"{THIS_MACHINE} stands for the engine local; name a file for what --engine jax takes with "
             "--out PROFILE.json"
         )
-    if cluster and out is None:
+    if (cluster or coordinator) and out is None:
         raise UserError(
             f"--cluster measures several processes, and {THIS_MACHINE} stands for one; name a file of their "
             "own with --out PROFILE.json"
         )
-    from mesh_tf_core.cluster import Cluster
-
     where = read_mesh(DEFAULT_MESH if mesh is None else mesh)
     with contextlib.ExitStack() as stack:
-        members = (
-            stack.enter_context(Cluster(timeout=timeout, start_timeout=start_timeout)) if cluster else None
+        members = stack.enter_context(
+            open_cluster(cluster, coordinator, processes, process, timeout, start_timeout, as_json)
         )
         if members is None:
             _this_machine(terminal, where, thorough, out, engine)

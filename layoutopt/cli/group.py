@@ -39,7 +39,8 @@ class Group(TyperGroup):
         words = sys.argv[1:] if given is None else given
         as_json = "--json" in words
         # But for `train`, which hears all, a worker of several has nothing to save by itself.
-        numbers = (signal.SIGINT,) if "--cluster" in words else signals.ENDING
+        several = any(word.partition("=")[0] in ("--cluster", "--coordinator") for word in words)
+        numbers = (signal.SIGINT,) if several else signals.ENDING
         try:
             with signals.command(numbers):
                 code = super().main(*args, **kwargs)
@@ -66,11 +67,16 @@ class Group(TyperGroup):
 
 
 def _fail(message: str, code: int, as_json: bool) -> NoReturn:
+    tell(message, code, as_json)
+    sys.exit(code)
+
+
+def tell(message: str, code: int, as_json: bool) -> None:
+    """Says what was wrong, as every command does."""
     line = _LONG.sub(_shortened, " ".join(message.split()))
     told = json.dumps({"error": line, "exit": code}) if as_json else f"error: {clean(line)}"
     with contextlib.suppress(OSError):  # the code says it too
-        print(told, file=sys.stderr)
-    sys.exit(code)
+        print(told, file=sys.stderr, flush=True)
 
 
 def _shortened(found: re.Match[str]) -> str:

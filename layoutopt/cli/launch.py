@@ -13,7 +13,7 @@ from layoutopt.cli.terminal import Terminal
 EXAMPLES = examples(
     'layoutopt launch -n 2 -- train examples/mlp.py --mesh "data:4" --layout "batch:data" --steps 100',
     'layoutopt launch -n 2 -- calibrate --mesh "data:2;model:2" --out build/two.json',
-    "layoutopt launch -n 4 --devices-per-process 2 -- train examples/transformer_lm.py "
+    "layoutopt launch -n 4 -- train examples/transformer_lm.py "
     '--mesh "data:4;model:2" --layout "batch:data;d_ff:model" --checkpoint build/run',
 )
 
@@ -39,12 +39,6 @@ def launch(
     processes: Annotated[
         int, typer.Option("-n", "--processes", min=1, max=MOST, help="Worker processes.")
     ] = 2,
-    devices_per_process: Annotated[
-        int | None,
-        typer.Option(
-            "--devices-per-process", min=1, help="Devices of each.", show_default="the mesh's, dealt out"
-        ),
-    ] = None,
     restarts: Annotated[
         int,
         typer.Option(min=0, help="Restarts in a row after failures, if no checkpoint is made between them."),
@@ -68,7 +62,6 @@ def launch(
     code = run(
         whole,
         processes,
-        devices_per_process,
         restarts,
         _checkpoint(command),
         lambda text: say(f"launch: {text}"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from layoutopt.cli.options import Given
     from layoutopt.models.loading import Loaded
     from mesh_tf_core import Model
-    from mesh_tf_core.cluster import Cluster
+    from mesh_tf_core.engines import Cluster
     from mesh_tf_core.training import Trainer
 
 
@@ -33,6 +33,36 @@ def open_trainer(
     from mesh_tf_core.training import Trainer
 
     return Trainer(loaded.model, given.mesh, given.layout, given.options, engine, cluster)
+
+
+def open_cluster(
+    wanted: bool,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    timeout: float,
+    start_timeout: float,
+    as_json: bool,
+) -> contextlib.AbstractContextManager[Cluster | None]:
+    """The processes of the job, as `--cluster` and `--coordinator` say; None for this one alone."""
+    if not wanted and coordinator is None:
+        if processes is not None or process is not None:
+            from mesh_tf_core.errors import UserError
+
+            raise UserError("--processes and --process go with --coordinator HOST:PORT; add it")
+        return contextlib.nullcontext()
+    from layoutopt.cli.group import tell
+    from mesh_tf_core.engines import Cluster
+    from mesh_tf_core.errors import ClusterError
+
+    return Cluster(
+        coordinator,
+        processes,
+        process,
+        timeout=timeout,
+        start_timeout=start_timeout,
+        tell=lambda text: tell(text, ClusterError.exit_code, as_json),
+    )
 
 
 def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> bool:
@@ -49,19 +79,16 @@ def start_devices(
     terminal: Terminal, count: int, engine: str = "auto", cluster: Cluster | None = None
 ) -> None:
     """Makes this process's devices, before a library is used for anything else; meets the others."""
-    if cluster is not None:
-        from mesh_tf_core.engines import start_cluster
-
-        cluster.members.devices_of(count)  # refused before anything takes time
-        with hushed():
-            import tensorflow  # noqa: F401  (it writes when it is imported, and the others' absence is told)
-        if not cluster.joined:
-            terminal.say(f"starting {count} devices in {len(cluster.members.addresses)} processes")
-        start_cluster(cluster, count)
-        return
     from mesh_tf_core.engines import chosen, prepare
 
-    kind = chosen(engine)
+    kind = chosen(engine, cluster)
+    if cluster is not None:
+        cluster.devices_of(count)  # refused before anything takes time
+        terminal.say(f"starting {count} devices in {cluster.processes} processes")
+        _keep_compiled()
+        with hushed():
+            cluster.start(count)
+        return
     terminal.say(f"starting {count} devices{OTHERS.get(kind, '')}")
     with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
         if kind == "jax":

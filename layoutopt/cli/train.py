@@ -17,6 +17,7 @@ from layoutopt import signals
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ClusterOption,
+    CoordinatorOption,
     EngineName,
     EngineOption,
     Given,
@@ -25,6 +26,8 @@ from layoutopt.cli.options import (
     MeshOption,
     MicrobatchesOption,
     ModelArgument,
+    ProcessesOption,
+    ProcessOption,
     QuietOption,
     RecomputeOption,
     SetHardwareOption,
@@ -40,7 +43,14 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Bounds, Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import evaluated_model, items_of, open_trainer, restored, start_devices
+from layoutopt.cli.running import (
+    evaluated_model,
+    items_of,
+    open_cluster,
+    open_trainer,
+    restored,
+    start_devices,
+)
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text
 
@@ -49,7 +59,7 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from layoutopt.plan.results import TrainResult
-    from mesh_tf_core.cluster import Cluster
+    from mesh_tf_core.engines import Cluster
     from mesh_tf_core.training import Trainer
 
 AUTO = "auto"
@@ -85,19 +95,21 @@ def train(
     set_hardware: SetHardwareOption = None,
     engine: EngineOption = EngineName.auto,
     cluster: ClusterOption = False,
-    timeout: TimeoutOption = 120.0,
+    coordinator: CoordinatorOption = None,
+    processes: ProcessesOption = None,
+    process: ProcessOption = None,
+    timeout: TimeoutOption = 25.0,
     start_timeout: StartTimeoutOption = 300.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Train a model on this machine's mesh, under the best layout or one of yours."""
     from layoutopt.models.loading import load_model
-    from mesh_tf_core.cluster import Cluster
 
     run: _Run | None = None
     with contextlib.ExitStack() as stack:
-        members = (
-            stack.enter_context(Cluster(timeout=timeout, start_timeout=start_timeout)) if cluster else None
+        members = stack.enter_context(
+            open_cluster(cluster, coordinator, processes, process, timeout, start_timeout, as_json)
         )
         shown = members is None or members.is_writer
         terminal = Terminal(as_json, quiet or not shown)
@@ -118,7 +130,7 @@ def train(
                 given = _searched(terminal, loaded, machine, mesh, engine, members)
             else:
                 given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
-            together = len(members.members.addresses) if members else 1
+            together = members.processes if members else 1
             where = f"{together} processes" if together > 1 else "this machine"
             run = _Run(terminal, loaded, given, machine, steps, where, checkpoint)
             run.train(open_trainer(terminal, loaded, given, engine, members), every)

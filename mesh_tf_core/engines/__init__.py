@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from mesh_tf_core.cluster import Cluster
 from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.protocol import Engine
 from mesh_tf_core.engines.tf import devices as tf_devices
-from mesh_tf_core.engines.tf.cluster import start as start_cluster
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.program import Program
 
-KINDS = ("auto", "local", "jax", "lockstep", "tpu")
+KINDS = ("auto", "local", "jax", "lockstep")
 
-__all__ = ["KINDS", "Engine", "chosen", "open_engine", "prepare", "start_cluster"]
+__all__ = ["KINDS", "Cluster", "Engine", "chosen", "open_engine", "prepare"]
 
 
-def chosen(kind: str) -> str:
-    """The engine that a kind means: `auto` is `jax` where JAX finds an accelerator, else `local`.
+def chosen(kind: str, cluster: Cluster | None = None) -> str:
+    """The engine that a kind means: `auto` is `jax` where JAX finds an accelerator and in several processes,
+    else `local`.
 
     Raises:
-      UserError: an unknown kind.
+      UserError: an unknown kind, or one that runs in one process alone.
     """
     if kind not in KINDS:
         raise UserError(f"engine {kind!r}: {known_names(kind, KINDS)}")
+    if cluster is not None:
+        if kind not in ("auto", "jax"):
+            raise UserError(f"engine {kind!r} runs in one process; several are for the engine 'jax'")
+        return "jax"
     if kind != "auto":
         return kind
     return "jax" if jax_home.accelerated() else "local"
@@ -43,33 +47,19 @@ def prepare(devices: int, kind: str = "auto") -> tuple[str, ...]:
     return tf_devices.prepare(devices)
 
 
-def open_engine(
-    program: Program,
-    kind: str = "auto",
-    devices: tuple[str, ...] | None = None,
-    cluster: Cluster | None = None,
-) -> Engine:
+def open_engine(program: Program, kind: str = "auto", cluster: Cluster | None = None) -> Engine:
     """An engine for the program.
 
     Args:
-      kind: `local` runs on this process's devices (its GPUs if there are enough of them, else virtual CPU
-        devices), `lockstep` device by device in NumPy (slow; the oracle of tests), `jax` on what JAX finds:
-        TPUs, GPUs, or as many virtual CPU devices as the mesh needs (no TensorFlow), `tpu` on a TPU through
-        TensorFlow's TPUStrategy, `auto`: see `chosen`.
-      devices: TensorFlow's names of the devices by rank; by default the first ones, and on a TPU as the
-        mesh's axes lie best on the torus.
-      cluster: the processes over which the program runs, by TensorFlow; by default this one alone.
+      kind: `local` runs on virtual CPU devices of this process by TensorFlow, `jax` on what JAX finds: TPUs,
+        GPUs, or as many virtual CPU devices as the mesh needs (no TensorFlow), `lockstep` device by device in
+        NumPy (slow; the oracle of tests), `auto`: see `chosen`.
+      cluster: the processes over which the program runs, by JAX; by default this one alone.
 
     Raises:
-      UserError: an unknown kind, not enough devices, or no TPU.
+      UserError: an unknown kind, or not enough devices.
     """
-    if cluster is not None:
-        if kind not in ("auto", "local"):
-            raise UserError(f"engine {kind!r} runs in one process; leave it out with a cluster")
-        from mesh_tf_core.engines.tf.cluster_engine import TfClusterEngine
-
-        return TfClusterEngine(program, cluster)
-    kind = chosen(kind)
+    kind = chosen(kind, cluster)
     if kind == "lockstep":
         from mesh_tf_core.engines.lockstep import LockstepEngine
 
@@ -78,16 +68,8 @@ def open_engine(
         jax_home.require()
         from mesh_tf_core.engines.jax.engine import JaxEngine
 
-        return JaxEngine(program)
-    if kind == "tpu":
-        from mesh_tf_core.engines.tf.tpu import open_tpu
-
-        return open_tpu(program, devices)
-    names = devices or tf_devices.prepare(program.mesh.devices)
-    if len(names) != program.mesh.devices:
-        raise UserError(
-            f"mesh [{program.mesh}] needs {program.mesh.devices} devices, found {len(names)} names"
-        )
+        return JaxEngine(program, cluster=cluster)
+    names = tf_devices.prepare(program.mesh.devices)
     from mesh_tf_core.engines.tf.local import TfLocalEngine
 
     return TfLocalEngine(program, names)

@@ -19,6 +19,11 @@ class Engine(Protocol):
         """Whether this process writes checkpoints and speaks for all; of several processes one does."""
         ...
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Ranks of this process's devices."""
+        ...
+
     def initialize(self) -> None:
         """Sets every variable to its initial value."""
         ...

@@ -13,6 +13,11 @@ class Stepping:
     """A step from its two halves (see `engines.protocol.Engine`)."""
 
     steps_per_call = 1
+    program: Program
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(self.program.mesh.devices)
 
     def feed(self, batch: Mapping[str, Any]) -> Any:
         raise NotImplementedError

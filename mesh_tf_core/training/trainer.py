@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.cluster import Cluster
-from mesh_tf_core.cluster.rows import rows_of, widened
-from mesh_tf_core.engines import Engine, open_engine, start_cluster
+from mesh_tf_core.engines import Cluster, Engine, open_engine
+from mesh_tf_core.engines.feeds import rows_of, widened
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -44,7 +43,7 @@ class Trainer:
         `import layoutopt`).
         A plan in place of the mesh decides everything: `Trainer(model, plan)`.
       options: storage, recomputation and microbatches.
-      engine: `auto`, `local` (TensorFlow), `jax`, `tpu` or `lockstep` (NumPy, exact and slow); see
+      engine: `auto`, `local` (TensorFlow), `jax` or `lockstep` (NumPy, exact and slow); see
         `engines.open_engine`.
       cluster: the processes that train together, each with a Trainer of its own that is told to do the same;
         by default this one alone. One writes checkpoints, all read them.
@@ -102,7 +101,7 @@ class Trainer:
         if self.cluster is None:
             found = search.best(self.model, self.mesh)
         else:
-            start_cluster(self.cluster, self.mesh.devices)
+            self.cluster.start(self.mesh.devices)
             found = self.cluster.share("the search", lambda: search.best(self.model, self.mesh))
         self.plan = search.read(found)
         return self.plan.layout, self.plan.options
@@ -319,8 +318,10 @@ class Trainer:
                     f"checkpoint {str(directory)!r}: variable {name!r} has shape {shape} there, "
                     f"{stored.variable.shape.sizes} here; use the same hyperparameters"
                 )
-        for name in self.program.variables:
-            self.engine.write(name, found.read(name))
+        reading = contextlib.nullcontext() if self.cluster is None else self.cluster.doing("reading it", True)
+        with reading:
+            for name in self.program.variables:
+                self.engine.write(name, found.read(name))
         self.step_number, self.position = found.step, found.extra.get("data")
         self.torn = False
         return True
@@ -359,11 +360,7 @@ class Trainer:
     def _own_rows(self) -> Any:
         if self.cluster is None or self.model.batch_dim is None:
             return None
-        members = self.cluster.members
-        count = members.devices_of(self.mesh.devices)
-        return rows_of(
-            self.program, self.model.batch_dim, range(members.index * count, (members.index + 1) * count)
-        )
+        return rows_of(self.program, self.model.batch_dim, self.engine.ranks)
 
     def _widened(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """A batch of this process's rows alone, as a whole one."""

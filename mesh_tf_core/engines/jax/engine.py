@@ -1,13 +1,16 @@
 """The JAX engine: a program on the devices that JAX has, as one compiled function (see `jax.program`).
 
-It runs where JAX is and TensorFlow is not. What it compiles here is what `jax.compile` gives to the TPU
+It runs where JAX is and TensorFlow is not, in one process or in the processes of a `Cluster`, each of which
+calls the same methods in the same order. What it compiles here is what `jax.compile` gives to the TPU
 compiler.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,25 +18,35 @@ import numpy as np
 
 from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
 from mesh_tf_core.engines.pieces import initial
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
-from mesh_tf_core.ir.program import Program, Stored, count_sent
+from mesh_tf_core.ir.program import Program, Stored, count_sent, text
 
 
 class JaxEngine(Stepping):
     """See `engines.protocol.Engine`. Variables are sharded arrays, replaced in place by every step.
 
     Args:
-      devices: JAX's devices by rank; by default the first ones of the process.
+      devices: JAX's devices by rank; by default those of the process, or of the cluster.
+      cluster: the processes that run the program together; by default this one alone.
+
+    Raises:
+      ClusterError: another process lowers another program; later, from every method that needs the others,
+        one of them was lost.
     """
 
-    is_chief = True
-
-    def __init__(self, program: Program, devices: Sequence[Any] | None = None) -> None:
-        self.program = program
-        self.devices = tuple(devices or jax_home.devices(program.mesh.devices))
-        self.mesh = jax_home.device_mesh(program.mesh, self.devices)
+    def __init__(
+        self, program: Program, devices: Sequence[Any] | None = None, cluster: Cluster | None = None
+    ) -> None:
+        self.program, self.cluster = program, cluster
+        if devices is None:
+            count = program.mesh.devices
+            devices = jax_home.devices(count) if cluster is None else cluster.start(count)
+        self.mesh = jax_home.device_mesh(program.mesh, devices)
+        self.devices = tuple(self.mesh.devices.flat)
+        self.is_chief = cluster is None or cluster.is_writer
         self.compile_seconds = 0.0
         self.communication_bytes: dict[str, float] = {}
         self._state: dict[str, Any] = {}
@@ -41,6 +54,15 @@ class JaxEngine(Stepping):
         self._compiled: Any = None
         self._bytes: dict[str, float] = {}
         self._wide = is_wide(program)
+        self._steps = 0
+        self._whole = jax.jit(lambda x: x, out_shardings=jax_home.sharding(self.mesh, ()))
+        if cluster is not None:
+            cluster.same("the program", hashlib.sha256(text(program).encode()).hexdigest()[:16])
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        own = jax.process_index()
+        return [rank for rank, device in enumerate(self.devices) if device.process_index == own]
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -69,27 +91,45 @@ class JaxEngine(Stepping):
         if not self._state:
             self.initialize()
 
+    def _placed(self, array: Any, sharding: Any) -> Any:
+        """A whole array on the devices; of several processes each puts its own pieces there."""
+        if self.cluster is None:
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_callback(array.shape, sharding, lambda where: array[where])
+
+    def _joined(self, array: Any) -> Any:
+        """The global value on the host; of what lies in other processes a device holds a whole copy for the
+        moment."""
+        if self.cluster is None or array.is_fully_replicated:
+            return np.asarray(array)
+        return np.asarray(self._whole(array).addressable_data(0))
+
     def read(self, name: str) -> Any:
         stored(self.program, name)
         self._ready()
-        return np.asarray(self._state[name])
+        with self._together(f"reading variable {name!r}"), jax_home.wide_numbers(self._wide):
+            return self._joined(self._state[name])
 
     def write(self, name: str, array: Any) -> None:
         value = check_array(stored(self.program, name).variable, array)
         self._ready()
         with jax_home.wide_numbers(self._wide):
-            self._state[name] = jax.device_put(value, self._sharding(self.program.variables[name]))
+            self._state[name] = self._placed(value, self._sharding(self.program.variables[name]))
 
     def snapshot(self) -> Mapping[str, Any]:
         self._ready()
-        # The next step gives the arrays' memory away.
-        kept = {name: self._state[name].copy() for name in self.program.variables}
-        return OneByOne(kept, np.asarray)
+        if self.cluster is None:
+            # The next step gives the arrays' memory away.
+            kept = {name: self._state[name].copy() for name in self.program.variables}
+            return OneByOne(kept, np.asarray)
+        # Later the other processes do something else.
+        found = {name: self.read(name) for name in self.program.variables}
+        return found if self.is_chief else {}
 
     def beside(self, program: Program) -> JaxEngine:
         check_beside(self.program, program)
         self._ready()
-        other = JaxEngine(program, self.devices)
+        other = JaxEngine(program, self.devices, self.cluster)
         other._state, other._owner = self._state, False
         return other
 
@@ -100,7 +140,7 @@ class JaxEngine(Stepping):
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        stats = [d.memory_stats() for d in self.devices]
+        stats = [self.devices[rank].memory_stats() for rank in self.ranks]
         if all(stats):
             return max(int(s["peak_bytes_in_use"]) for s in stats)
         return None if self._compiled is None else int(self._compiled.memory_analysis().peak_memory_in_bytes)
@@ -117,20 +157,45 @@ class JaxEngine(Stepping):
         values = self.program.values
         with jax_home.wide_numbers(self._wide):
             return {
-                name: jax.device_put(arrays[name], jax_home.sharding(self.mesh, values[id].splits))
+                name: self._placed(arrays[name], jax_home.sharding(self.mesh, values[id].splits))
                 for name, id in self.program.feeds.items()
             }
 
     def run(self, fed: Any) -> dict[str, Any]:
         self._ready()
         with jax_home.wide_numbers(self._wide):
-            if self._compiled is None:
-                self._compile()
-            state = {name: self._state[name] for name in self.program.variables}
-            state, results = self._compiled(state, fed)
-            self._state.update(state)
+            first = self._compiled is None
+            if first:
+                with self._together("compiling", patient=True):
+                    self._compile()
+            self._steps += 1
+            with self._together(f"step {self._steps} since the start"), self._quiet(first):
+                state = {name: self._state[name] for name in self.program.variables}
+                state, results = self._compiled(state, fed)
+                self._state.update(state)
+                if self.cluster is not None:
+                    jax.block_until_ready(state)  # the CPU's collectives deadlock with two steps in flight
+                found = {name: self._joined(array) for name, array in results.items()}
         self.communication_bytes = dict(self._bytes)
-        return {name: np.asarray(array) for name, array in results.items()}
+        return found
+
+    def _quiet(self, first: bool) -> contextlib.AbstractContextManager[None]:
+        several = self.cluster is not None and self.devices[0].platform == "cpu"
+        return jax_home.quiet_output() if first and several else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _together(self, what: str, patient: bool = False) -> Iterator[None]:
+        """Tells the others what this process does; turns what JAX says when they are missing into who is
+        missing."""
+        if self.cluster is None:
+            yield
+            return
+        with self.cluster.doing(what, patient):
+            try:
+                yield
+            except jax.errors.JaxRuntimeError:
+                self.cluster.explain(what)
+                raise
 
     def _compile(self) -> None:
         start = time.perf_counter()

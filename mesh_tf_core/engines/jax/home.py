@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
@@ -73,23 +74,31 @@ def _installed(package: str) -> bool:
     return True
 
 
-def devices(count: int) -> tuple[Any, ...]:
-    """The first `count` devices of this process; without an accelerator virtual CPU devices, made here if JAX
-    has not started.
+def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
+    """The first `count` devices of this process, or all of a job's that are dealt out equally; without an
+    accelerator virtual CPU devices, made here if JAX has not started.
 
     Raises:
-      UserError: there are fewer.
+      UserError: there are others.
     """
     require()
     if not accelerated():
         stay_on_cpu()
     import jax
 
+    own = count // processes
     # RuntimeError: JAX already runs, with the devices that it has.
     with contextlib.suppress(RuntimeError):
-        if jax.config.jax_num_cpu_devices < count:
-            jax.config.update("jax_num_cpu_devices", count)
-    found = jax.devices()
+        if jax.config.jax_num_cpu_devices < own:
+            jax.config.update("jax_num_cpu_devices", own)
+    found = sorted(jax.devices(), key=lambda d: (getattr(d, "slice_index", 0), d.process_index, d.id))
+    here = len(jax.local_devices())
+    if processes > 1 and (len(found) != count or here != own):
+        raise UserError(
+            f"the mesh needs {own} devices in each of {processes} processes, JAX has {here} "
+            f"({found[0].platform}) in this one and {len(found)} in all; give the mesh as many, or show "
+            "every process its own (JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES)"
+        )
     if len(found) < count:
         raise UserError(
             f"the mesh needs {count} devices, but JAX runs in this process with {len(found)} "
@@ -127,6 +136,21 @@ def keep_compiled(place: Path) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@contextlib.contextmanager
+def quiet_output() -> Iterator[None]:
+    """Within it what libraries print to stdout is dropped: the collectives of CPU devices announce
+    themselves there when they first meet."""
+    sys.stdout.flush()
+    saved, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def device_mesh(mesh: Mesh, found: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Devices of this process for TensorFlow: its GPUs, or virtual CPU devices.
+"""Devices of this process for TensorFlow: virtual CPU devices.
 
 TensorFlow fixes its devices and threads when it first runs anything, so `prepare` comes before that and
 happens once.
@@ -21,15 +21,13 @@ SPARE = 8
 
 
 def prepare(devices: int) -> tuple[str, ...]:
-    """Names of `devices` devices: GPUs if there are enough, else virtual CPU devices.
+    """Names of `devices` virtual CPU devices.
 
     Raises:
       UserError: TensorFlow already runs with fewer devices.
     """
     import tensorflow as tf
 
-    if len(tf.config.list_physical_devices("GPU")) >= devices > 0:
-        return tuple(d.name for d in tf.config.list_logical_devices("GPU")[:devices])
     make_virtual(devices)
     found = tf.config.list_logical_devices("CPU")
     if len(found) < devices:
@@ -41,12 +39,8 @@ def prepare(devices: int) -> tuple[str, ...]:
     return tuple(d.name for d in found[:devices])
 
 
-def make_virtual(devices: int, processes: int = 1) -> None:
-    """Makes virtual CPU devices and sets threads, unless TensorFlow already runs.
-
-    Args:
-      processes: how many processes with as many devices share this machine.
-    """
+def make_virtual(devices: int) -> None:
+    """Makes virtual CPU devices and sets threads, unless TensorFlow already runs."""
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -55,7 +49,7 @@ def make_virtual(devices: int, processes: int = 1) -> None:
         count = max(devices, SPARE)
         try:
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-            if devices * processes >= cores() > 1:
+            if devices >= cores() > 1:
                 tf.config.threading.set_intra_op_parallelism_threads(1)
         except RuntimeError:  # TensorFlow has started; the caller compares counts
             return

@@ -13,9 +13,8 @@ import tensorflow as tf
 
 from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.meter import Meter
-from mesh_tf_core.engines.pieces import Begin, joined, per_device, region
+from mesh_tf_core.engines.pieces import joined
 from mesh_tf_core.engines.stepping import Stepping, check_beside
-from mesh_tf_core.engines.tf.group_trace import GroupTrace
 from mesh_tf_core.engines.tf.trace import Trace
 from mesh_tf_core.engines.tf.variables import Variables
 from mesh_tf_core.ir.program import Collective, Program, Value, count_sent
@@ -25,26 +24,15 @@ class TfLocalEngine(Stepping):
     """See `engines.protocol.Engine`.
 
     Args:
-      devices: device names by rank (`engines.prepare` makes them).
-      exchange: how pieces travel: `direct` as operations of the graph around the devices, `group` by
-        TensorFlow's collectives; by default `direct` on CPU and `group` on GPU.
+      devices: names of virtual CPU devices by rank (`engines.prepare` makes them).
       shared: another engine's variables, to be used here too.
-      first: rank of the first of the devices; the others follow it.
     """
 
     is_chief = True
 
-    def __init__(
-        self,
-        program: Program,
-        devices: Sequence[str],
-        exchange: str | None = None,
-        shared: Variables | None = None,
-        first: int = 0,
-    ) -> None:
-        self.exchange = exchange or ("direct" if len(devices) == 1 or "CPU" in devices[0] else "group")
-        self.program, self.devices, self.first = program, tuple(devices), first
-        self.variables = Variables(program, self.devices, first, shared)
+    def __init__(self, program: Program, devices: Sequence[str], shared: Variables | None = None) -> None:
+        self.program, self.devices = program, tuple(devices)
+        self.variables = Variables(program, self.devices, shared)
         self.compile_seconds = 0.0
         self.communication_bytes: dict[str, float] = {}
         self._bytes: dict[str, float] = dict.fromkeys(program.mesh.names, 0.0)
@@ -74,7 +62,7 @@ class TfLocalEngine(Stepping):
     def beside(self, program: Program) -> TfLocalEngine:
         check_beside(self.program, program)
         self._ready()
-        return TfLocalEngine(program, self.devices, self.exchange, self.variables)
+        return TfLocalEngine(program, self.devices, self.variables)
 
     def _ready(self) -> None:
         if not self.variables.initialized:
@@ -87,11 +75,6 @@ class TfLocalEngine(Stepping):
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        if any("CPU" in d for d in self.devices):
-            return self._counted_peak()
-        return max(int(tf.config.experimental.get_memory_info(d)["peak"]) for d in self.devices)
-
-    def _counted_peak(self) -> int | None:
         """By the sizes of the tensors that were traced, in the order of the trace."""
         if self._step is None:
             return None
@@ -106,19 +89,8 @@ class TfLocalEngine(Stepping):
     # -- running ---------------------------------------------------------------------------------------------
 
     def feed(self, batch: Mapping[str, Any]) -> Any:
-        arrays, out = check_batch(self.program, batch), list[Any]()
-        if self.exchange == "direct":
-            return [tf.constant(arrays[name]) for name in self.program.feeds]
-        mesh, ranks = self.program.mesh, range(self.first, self.first + len(self.devices))
-        for name, id in self.program.feeds.items():
-            v, whole = self.program.values[id], arrays[name]
-            sizes = v.local(mesh).shape.sizes
-
-            def piece(begin: Begin, whole: Any = whole, sizes: Any = sizes) -> Any:
-                return tf.constant(whole[region(begin, sizes)])
-
-            out += per_device(v, mesh, ranks, piece)
-        return out
+        arrays = check_batch(self.program, batch)
+        return [tf.constant(arrays[name]) for name in self.program.feeds]
 
     def run(self, fed: Any) -> dict[str, Any]:
         self._ready()
@@ -132,16 +104,11 @@ class TfLocalEngine(Stepping):
         self.communication_bytes = dict(self._bytes)
         return self._results(found)
 
-    def _where(self, v: Value, rank: int) -> tuple[slice, ...]:
-        """A device's part of a global array."""
-        mesh = self.program.mesh
-        return region(v.begin(mesh, rank), v.local(mesh).shape.sizes)
-
     def _results(self, found: Sequence[Any]) -> dict[str, Any]:
         pieces, out, mesh = iter(found), {}, self.program.mesh
         for name, id in self.program.results.items():
             v = self.program.values[id]
-            held = {v.begin(mesh, self.first + at): next(pieces) for at in self._holders(v)}
+            held = {v.begin(mesh, at): next(pieces) for at in self._holders(v)}
             out[name] = joined(v, mesh, held)
         return out
 
@@ -153,15 +120,11 @@ class TfLocalEngine(Stepping):
 
     def _traced(self) -> Callable[..., Sequence[Any]]:
         start = time.perf_counter()
-        trace = self._trace()
+        returned = [self._holders(self.program.values[id]) for id in self.program.results.values()]
+        trace = Trace(self.program, self.devices, self.variables, self._count, returned)
         step, self._sizes = trace.step(), trace.sizes
         self.compile_seconds += time.perf_counter() - start
         return step
-
-    def _trace(self) -> Trace:
-        returned = [self._holders(self.program.values[id]) for id in self.program.results.values()]
-        kind = Trace if self.exchange == "direct" else GroupTrace
-        return kind(self.program, self.devices, self.variables, self._count, returned)
 
     def _count(self, instr: Collective, payload: int, times: float) -> None:
         """Adds what a collective sends, from the bytes of the pieces that it is given and how often it runs

@@ -46,7 +46,6 @@ class Trace:
       count: called with every collective, the bytes of the piece that a device puts in, and how often it
         runs.
       returned: for every result in the program's order, which of the devices' pieces the step returns.
-      first: rank of the first of the devices; the others follow it.
 
     Attributes:
       sizes: value id -> bytes of a device's piece, of every value that was traced.
@@ -59,10 +58,8 @@ class Trace:
         variables: Variables,
         count: Callable[[Collective, int, float], None],
         returned: Sequence[Sequence[int]],
-        first: int = 0,
     ) -> None:
         self.program, self.devices, self.variables = program, tuple(devices), variables
-        self.first = first
         self.count, self.returned = count, returned
         self.sizes: dict[int, int] = {}
         self.writer = GraphWriter()
@@ -74,7 +71,7 @@ class Trace:
         """The step as a function of the inputs (see `_inputs`)."""
         program = self.program
         self.feeds = {name: self._inputs(id) for name, id in program.feeds.items()}
-        self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices, self.first)]
+        self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices)]
         self.update = self._own_update()
         code = program.code[: len(program.code) - len(self.update)]
         writes = {i.variable: i.inputs[0] for i in code if isinstance(i, WriteVariable)}
@@ -117,7 +114,7 @@ class Trace:
         for axis, axes in enumerate(v.splits):
             cuts = {k: w.split(x, mesh.group_size(axes), axis, self.devices[0]) for k, x in parts.items()}
             parts = {(*k, i): x for k, xs in cuts.items() for i, x in enumerate(xs)}
-        ranks = range(self.first, self.first + len(self.devices))
+        ranks = range(len(self.devices))
         pieces = [parts[tuple(mesh.group_index(rank, axes) for axes in v.splits)] for rank in ranks]
         self.sizes[id] = _bytes(pieces)
         return pieces
@@ -284,7 +281,7 @@ class Trace:
 
     def _write_to(self, writer: GraphWriter) -> None:
         self.writer, self.exchange = writer, LocalExchange(self.program, self.devices, writer)
-        self.ranks = [writer.constant(rank, d) for rank, d in enumerate(self.devices, self.first)]
+        self.ranks = [writer.constant(rank, d) for rank, d in enumerate(self.devices)]
 
     def _join(self, parts: Sequence[Wire], rank: int) -> Wire:
         return self.writer.stack(parts, self.devices[rank])

@@ -22,16 +22,14 @@ _engines = itertools.count()
 
 
 class Variables:
-    """The shards of a program's variables on `devices`, whose ranks count from `first`.
+    """The shards of a program's variables on `devices`, by rank.
 
     Args:
       shared: another program's variables, whose shards these are too.
     """
 
-    def __init__(
-        self, program: Program, devices: Sequence[str], first: int = 0, shared: Variables | None = None
-    ) -> None:
-        self.program, self.devices, self.first = program, tuple(devices), first
+    def __init__(self, program: Program, devices: Sequence[str], shared: Variables | None = None) -> None:
+        self.program, self.devices = program, tuple(devices)
         self.prefix: str = shared.prefix if shared else f"layoutopt_{next(_engines)}"
         self._owner = shared is None
         self.values: dict[str, Value] = {name: s.value for name, s in program.variables.items()}
@@ -71,7 +69,7 @@ class Variables:
         self._fill(name, lambda begin: np.ascontiguousarray(array[region(begin, sizes)]).reshape(sizes))
 
     def _fill(self, name: str, piece: Callable[[Begin], Any]) -> None:
-        ranks = range(self.first, self.first + len(self.devices))
+        ranks = range(len(self.devices))
         made = per_device(self.values[name], self.program.mesh, ranks, piece)
         for array, device in zip(made, self.devices, strict=True):
             with tf.device(device):
@@ -90,7 +88,7 @@ class Variables:
     def pieces(self, name: str) -> dict[tuple[int, ...], Any]:
         """Index of the first element -> tensor, of all different pieces."""
         found: dict[tuple[int, ...], Any] = {}
-        for rank, device in enumerate(self.devices, self.first):
+        for rank, device in enumerate(self.devices):
             begin = self.begin(name, rank)
             if begin not in found:
                 with tf.device(device):

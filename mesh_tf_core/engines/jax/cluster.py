@@ -1,0 +1,423 @@
+"""One process's part in a job of several: who the others are, whether they live, what they agree on.
+
+JAX's distributed runtime finds the processes, starts them together and carries their collectives; its
+key-value store carries what is here. Every process writes there every second that it lives and what it does,
+and reads what the others wrote, so that each finds out by itself who is missing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax import meeting
+from mesh_tf_core.errors import ClusterError, UserError
+
+BEAT = 1.0
+"""Seconds between two signs of life."""
+SILENCE = 10.0
+"""Seconds without one after which a process counts as lost."""
+GRACE = 3.0
+"""Seconds that a process has to end by itself once the job has failed."""
+PATIENT = 3600.0
+"""Seconds that processes wait at most for something that may take long, as compiling."""
+ROOT = "layoutopt"
+
+
+@dataclass
+class _Seen:
+    """What is known about another process.
+
+    Attributes:
+      beat: the number of its last sign of life; heard: when it came.
+      doing: what it said it does, since that many seconds.
+      place: how many things it has begun that need all processes.
+      patient: whether what it does may take long.
+    """
+
+    heard: float
+    beat: int = -1
+    doing: str = "starting"
+    since: float = 0.0
+    place: int = 0
+    patient: bool = True
+
+
+@dataclass
+class _Own:
+    """What this process does."""
+
+    doing: str = "starting"
+    since: float = field(default_factory=time.monotonic)
+    place: int = 0
+    patient: bool = True
+
+
+def said(text: str) -> None:
+    """Says why the job failed, where nobody else can."""
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+class Cluster(contextlib.AbstractContextManager["Cluster"]):
+    """The processes that run one program together; every one of them makes this object, and uses it as a
+    context.
+
+    Without arguments JAX finds the processes itself, as jobs of Slurm, Kubernetes, Open MPI or a Cloud TPU.
+
+    A process that is lost, frozen or late ends the whole job: `ClusterError` says which one, in every other
+    process, and a process that has not ended `GRACE` seconds later (since it waits in a library) is ended.
+
+    Args:
+      coordinator: HOST:PORT where the processes meet, at the first of them; by default
+        JAX_COORDINATOR_ADDRESS. The service listens on that host's address alone.
+      processes: how many there are; by default JAX_NUM_PROCESSES.
+      process: number of this one, from 0; by default JAX_PROCESS_ID.
+      timeout: seconds that the others wait for a process that lives but does not come to a step.
+      start_timeout: seconds that the others wait for one that has not started yet.
+      tell: says why the job failed when the main thread cannot.
+
+    Attributes:
+      index: number of this process; `processes`: how many there are.
+      hosts: name of each process's machine.
+      is_writer: whether this process writes what is written once, as checkpoints.
+
+    Raises:
+      UserError: a number is missing or malformed.
+    """
+
+    def __init__(
+        self,
+        coordinator: str | None = None,
+        processes: int | None = None,
+        process: int | None = None,
+        *,
+        timeout: float = 25.0,
+        start_timeout: float = 300.0,
+        tell: Callable[[str], None] = said,
+    ) -> None:
+        self.place = meeting.Place.of(coordinator, processes, process)
+        self.timeout, self.start_timeout, self.tell = max(timeout, 3 * BEAT), start_timeout, tell
+        self.index, self.processes = self.place.process or 0, self.place.processes or 1
+        self.hosts: tuple[str, ...] = ()
+        self.failure = ""
+        self._devices = 0
+        self._client: Any = None
+        self._seen: dict[int, _Seen] = {}
+        self._own = _Own()
+        self._rounds = 0
+        self._changed = threading.Condition()
+        self._answered = 0.0
+        self._asks = self._stopping = False
+        self._begun = 0
+        self._last: int | None = None
+        self._ended = threading.Event()
+
+    @property
+    def is_writer(self) -> bool:
+        return self.index == 0
+
+    @property
+    def joined(self) -> bool:
+        return self._client is not None
+
+    # -- coming and going ------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Waits until every process is there.
+
+        Raises:
+          ClusterError: one did not come.
+          UserError: the processes cannot be found, or the coordinator's port is in use.
+        """
+        if self.joined:
+            return
+        self._client, self.index, self.processes = meeting.join(self.place, self.start_timeout)
+        now = time.monotonic()
+        self._answered = now
+        self._seen = {i: _Seen(now) for i in range(self.processes) if i != self.index}
+        for run, name in ((self._beat, "signs of life"), (self._judge, "others' signs of life")):
+            threading.Thread(target=run, name=name, daemon=True).start()
+        atexit.register(self._at_exit)
+        self.hosts = tuple(self.gather("the start", socket.gethostname(), patient=True))
+
+    def start(self, mesh_devices: int) -> tuple[Any, ...]:
+        """JAX's devices by rank, those of this process among them; joins the others first.
+
+        Raises:
+          UserError: the mesh cannot be dealt out equally, or a process has other devices than its part.
+        """
+        self.join()
+        self._devices = self.devices_of(mesh_devices)
+        with self.doing("starting its devices", patient=True):
+            return jax_home.devices(mesh_devices, self.processes)
+
+    def devices_of(self, mesh_devices: int) -> int:
+        """Devices of one process, if the mesh has `mesh_devices`; UserError if they cannot be dealt out."""
+        count, left = divmod(mesh_devices, self.processes)
+        if left or not count:
+            raise UserError(
+                f"the mesh has {mesh_devices} devices, the job {self.processes} processes; give every "
+                "process equally many and the mesh all of them"
+            )
+        return count
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves: with the others, or because of an error, which they are told."""
+        if not self.joined or self._ended.is_set():
+            return
+        try:
+            if error is None and not self.failure:
+                self.gather("the end", None, patient=True)
+                self._ended.set()
+                meeting.leave()
+        finally:
+            self._ended.set()
+            if error is not None and not self.failure:
+                self._report(_text(error))
+
+    def __enter__(self) -> Self:
+        self.join()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close(error)
+
+    def _at_exit(self) -> None:
+        with contextlib.suppress(ClusterError):
+            self.close(getattr(sys, "last_value", None))
+        if self.failure:  # a library may wait for the others
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ClusterError.exit_code)
+
+    # -- while it runs ---------------------------------------------------------------------------------------
+
+    def gather(self, what: str, value: Any, patient: bool = False) -> list[Any]:
+        """Every process's value, by index. All processes must call it, in the same order.
+
+        Args:
+          what: says in messages what is waited for.
+          value: what JSON holds.
+          patient: wait up to an hour for a process that lives, not `timeout` seconds.
+        """
+        number, self._rounds = self._rounds, self._rounds + 1
+        with self.doing(what, patient):
+            self._put(f"round/{number}/{self.index}", json.dumps(value))
+            found = [self._wanted(f"round/{number}/{i}") for i in range(self.processes)]
+            if number:  # everybody has read it before coming here
+                self._try(lambda: self._client.key_value_delete(f"{ROOT}/round/{number - 1}/{self.index}"))
+        return found
+
+    def share(self, what: str, make: Callable[[], Any]) -> Any:
+        """What worker 0 makes, for all; it may take its time."""
+        return self.gather(what, make() if self.is_writer else None, patient=True)[0]
+
+    def same(self, what: str, value: Any) -> None:
+        """Raises ClusterError unless `value` is equal in all processes."""
+        values = self.gather(what, value, patient=True)
+        for i, other in enumerate(values):
+            if other != values[0]:
+                raise ClusterError(
+                    f"{what} differs: {values[0]!r} in {self.name(0)}, {other!r} in {self.name(i)}; give "
+                    "every process the same command and the same files"
+                )
+
+    def name(self, index: int) -> str:
+        """How messages call a process."""
+        parts = [self.hosts[index]] if self.hosts else []
+        if self._devices:
+            first, last = index * self._devices, (index + 1) * self._devices - 1
+            parts.append(f"device {first}" if first == last else f"devices {first} to {last}")
+        return f"worker {index} ({', '.join(parts)})" if parts else f"worker {index}"
+
+    @contextlib.contextmanager
+    def doing(self, what: str, patient: bool = False) -> Iterator[None]:
+        """What needs all processes, or makes them wait; all must do it in the same order.
+
+        Args:
+          patient: it may take long.
+        """
+        self.check()
+        self._own = _Own(f"in {what}", time.monotonic(), self._own.place + 1, patient)
+        yield
+        self._own = _Own(f"after {what}", time.monotonic(), self._own.place, patient)
+
+    def check(self) -> None:
+        """Raises ClusterError if the job has failed, or this process is no part of it."""
+        if not self.joined:
+            raise ClusterError("this process is not part of the job: it has not joined, or has left")
+        if self.failure:
+            raise ClusterError(self.failure)
+
+    def explain(self, what: str) -> None:
+        """Raises the job's failure as ClusterError, if there is one, after JAX said that `what` failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure, SILENCE + GRACE)
+        if self.failure:
+            raise ClusterError(f"{self.failure}; {self.name(self.index)} waited in {what}")
+
+    # -- an end after the same step --------------------------------------------------------------------------
+
+    def ask_to_stop(self) -> None:
+        """Asks all processes to end after the same step (`begins`); a handler of signals may call it."""
+        self._asks = True
+
+    def begins(self, step: int) -> bool:
+        """Whether all processes go on with a step, which this one is about to begin; the same answer in all.
+
+        A collective needs every process, so none may end before a step that another has begun. Once one asked
+        to stop, each says what it has begun and begins nothing until the last such step is known.
+        """
+        with self._changed:
+            if self._stopping:
+                self._changed.wait_for(lambda: self.failure or self._last is not None)
+            self.check()
+            if self._last is not None and step > self._last:
+                return False
+            self._begun = max(self._begun, step)
+            return True
+
+    # -- signs of life ---------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Says what this process does, and reads what the others do; in a thread."""
+        number = 0
+        while not self._ended.is_set():
+            number += 1
+            own, now = self._own, time.monotonic()
+            state = [number, own.doing, now - own.since, own.place, own.patient]
+            asks = self._asks and not self._stopping
+            found = self._try(lambda state=state, asks=asks: self._exchanged(state, asks))  # type: ignore[misc]
+            if found is not None:
+                self._heard(found)
+                self._answered = time.monotonic()
+            self._ended.wait(BEAT / 10 if self._stopping and self._last is None else self._pace)
+
+    @property
+    def _pace(self) -> float:
+        """Many processes speak more seldom, so that the one that listens keeps up."""
+        return BEAT * max(1.0, min(3.0, self.processes / 128))
+
+    def _exchanged(self, state: list[Any], asks: bool) -> dict[str, str]:
+        self._put(f"now/{self.index}", json.dumps(state))
+        if asks:
+            self._put("now/stop", "1")
+        read = self._client.key_value_dir_get(f"{ROOT}/now/")
+        return {key.removeprefix(f"{ROOT}/now/"): value for key, value in read}
+
+    def _heard(self, found: dict[str, str]) -> None:
+        now = time.monotonic()
+        for i, seen in self._seen.items():
+            state = json.loads(found.get(str(i), "null"))
+            if state is not None and state[0] != seen.beat:
+                self._seen[i] = _Seen(now, *state)
+        if "stop" in found and not self._stopping:
+            with self._changed:
+                self._stopping, begun = True, self._begun
+            self._try(lambda: self._put(f"now/begun {self.index}", str(begun)))
+        last = [int(value) for key, value in found.items() if key.startswith("begun ")]
+        if self._last is None and len(last) == self.processes:
+            with self._changed:
+                self._last = max(last)
+                self._changed.notify_all()
+        if "failure" in found:
+            self._fail(found["failure"])
+
+    def _judge(self) -> None:
+        """Finds out who is missing; in a thread of its own, since `_beat` may hang with the service."""
+        awake = time.monotonic()
+        while not self._ended.wait(BEAT / 2):
+            now, before = time.monotonic(), awake
+            awake = now
+            if now - before > SILENCE / 2:  # this process stood still, perhaps with all the others
+                self._answered = now
+                for seen in self._seen.values():
+                    seen.heard = now
+                continue
+            if text := self._missing(now):
+                self._fail(text)
+                return
+
+    def _missing(self, now: float) -> str:
+        """Who is missing, in words; nothing if nobody is."""
+        if now - self._answered > SILENCE:
+            return (
+                f"{self.name(0)} was lost: the service that it started has not answered for {SILENCE:.0f} s"
+            )
+        own, waited = self._own, now - self._own.since
+        for i, seen in list(self._seen.items()):
+            lasting = now - seen.heard + seen.since
+            doing = f"{seen.doing} for {lasting:.0f} s" if lasting >= SILENCE else seen.doing
+            if now - seen.heard > SILENCE:
+                return (
+                    f"{self.name(i)} was lost: no sign of life for {SILENCE:.0f} s, its process ended, is "
+                    f"frozen or cut off (last heard: {doing})"
+                )
+            limit = PATIENT if seen.patient or own.patient else self.timeout
+            if seen.place < own.place and own.doing.startswith("in ") and waited > limit:
+                return (
+                    f"{self.name(i)} did not come to {own.doing.removeprefix('in ')} within {limit:.0f} s "
+                    f"(it lives: {doing}); if that is no fault, raise --timeout"
+                )
+        return ""
+
+    def _report(self, text: str) -> None:
+        """Tells everybody that this process fails, and gives them the time to hear it."""
+        self._try(lambda: self._put("now/failure", f"{self.name(self.index)} failed: {text}", False))
+
+    def _fail(self, text: str) -> None:
+        """Ends what waits for others, then the process if need be."""
+        with self._changed:
+            if self._ended.is_set() or self.failure:
+                return
+            self.failure = text
+            self._changed.notify_all()
+        # The last resort, also while Python ends: no thread of ours runs then.
+        signal.alarm(int(4 * GRACE))
+        telling = threading.Thread(target=lambda: self._try(lambda: self._put("now/failure", text, False)))
+        telling.daemon = True
+        telling.start()
+        threading.Thread(target=self._end, args=(text,), name="end of the job", daemon=True).start()
+
+    def _end(self, text: str) -> None:
+        if not self._ended.wait(GRACE):
+            self.tell(text)
+            os._exit(ClusterError.exit_code)
+
+    # -- JAX's key-value store -------------------------------------------------------------------------------
+
+    def _put(self, key: str, value: str, again: bool = True) -> None:
+        self._client.key_value_set(f"{ROOT}/{key}", value, allow_overwrite=again)
+
+    def _wanted(self, key: str) -> Any:
+        """A value that another process writes, once it is there."""
+        while True:
+            self.check()
+            text = self._try(lambda: self._client.blocking_key_value_get(f"{ROOT}/{key}", int(BEAT * 1000)))
+            if text is not None:
+                return json.loads(text)
+
+    def _try(self, call: Callable[[], Any]) -> Any:
+        """None where the service refuses or does not answer: `_judge` finds out why."""
+        try:
+            return call()
+        except RuntimeError:
+            return None
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "it was stopped"
+    said = " ".join(str(error).split())
+    return said if isinstance(error, ClusterError) and said else f"{type(error).__name__}: {said[:500]}"

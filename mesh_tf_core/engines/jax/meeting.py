@@ -1,0 +1,183 @@
+"""How the processes of a job meet: JAX's distributed runtime, started so that it listens no wider than it
+must and says who is missing. What no release of JAX promises to keep is in `join`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from mesh_tf_core.engines.jax import coordinator
+from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax.coordinator import HEARTBEAT
+from mesh_tf_core.errors import ClusterError, UserError
+
+ADDRESS, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the processes of a job meet, how many there are, and which this is; JAX finds what is None."""
+
+    coordinator: str | None
+    processes: int | None
+    process: int | None
+
+    @classmethod
+    def of(cls, coordinator: str | None, processes: int | None, process: int | None) -> Place:
+        """With what the environment says in the place of what is None; UserError if that makes no sense."""
+        coordinator = coordinator or os.environ.get(ADDRESS) or None
+        processes = _number(PROCESSES) if processes is None else processes
+        process = _number(PROCESS) if process is None else process
+        if coordinator is None:
+            if (processes, process) != (None, None):
+                raise UserError(
+                    "cluster: there is no coordinator; give HOST:PORT of process 0 with --coordinator or "
+                    f"{ADDRESS}"
+                )
+            return cls(None, None, None)
+        host, colon, port = coordinator.rpartition(":")
+        if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+            raise UserError(f"cluster: coordinator {coordinator!r} is not HOST:PORT, as host0:12345")
+        if processes is None or process is None:
+            raise UserError(
+                f"cluster: coordinator {coordinator} does not say how many processes there are and which of "
+                f"them this is; give --processes and --process, or {PROCESSES} and {PROCESS}"
+            )
+        if not 0 <= process < processes:
+            raise UserError(
+                f"cluster: this process is number {process} of {processes}; count from 0 to {processes - 1}"
+            )
+        return cls(coordinator, processes, process)
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 7):
+        raise UserError(f"cluster: {name} is {text[:40]!r}, which is not a number of processes")
+    return int(text)
+
+
+def join(place: Place, timeout: float) -> tuple[Any, int, int]:
+    """Meets the other processes; JAX's client of the key-value store, this process's number, and how many
+    there are.
+
+    What listens then: the coordinator at its own address, and in every process the collectives of CPU devices
+    at the address by which it reaches the coordinator. On one machine that is loopback.
+
+    Raises:
+      UserError: JAX finds no other processes, or the port is in use.
+      ClusterError: not all came within `timeout` seconds.
+    """
+    jax_home.require()
+    if not jax_home.accelerated():
+        jax_home.stay_on_cpu()
+    import jax
+    from jax._src import distributed
+    from jaxlib import _jax
+
+    jax.config.update("jax_enable_preemption_service", False)  # signals have an owner
+    state = distributed.global_state
+    own: list[str | None] = [None]
+
+    def serve(bind: str, processes: int, **_: Any) -> _Coordinator:
+        address = _own_address(state.coordinator_address or bind)
+        port = bind.rpartition(":")[2]
+        if address is not None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+            bind = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        return _Coordinator(bind, processes)
+
+    def connect(*args: Any, **options: Any) -> Any:
+        return client(*args, **options, shutdown_on_destruction=False)
+
+    service, client = _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client
+    _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client = serve, connect
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.processes,
+            place.process,
+            cluster_detection_method=None if place.coordinator is None else "deactivate",
+            initialization_timeout=max(1, round(timeout)),
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=10,
+        )
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            "cluster: JAX finds no other processes here (of Slurm, Kubernetes, Open MPI or a Cloud TPU); say "
+            "where they meet with --coordinator HOST:PORT --processes N --process I, or start local ones "
+            "with `layoutopt launch`"
+        ) from None
+    except RuntimeError as error:
+        raise ClusterError(
+            f"not all processes of the job met at {state.coordinator_address} within {timeout:.0f} s "
+            f"({' '.join(str(error).split())[:200]})"
+        ) from None
+    finally:
+        _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client = service, client
+    own[0] = _own_address(state.coordinator_address)
+    gloo = _jax.make_gloo_tcp_collectives
+    _jax.make_gloo_tcp_collectives = lambda distributed_client: gloo(distributed_client, hostname=own[0])
+    return state.client, state.process_id, state.num_processes
+
+
+def leave() -> None:
+    """Leaves the job with the others."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):
+        jax.distributed.shutdown()
+
+
+def _own_address(coordinator: str) -> str | None:
+    """The address of this machine by which it reaches the coordinator; None if a name in a network leads to
+    loopback here, as a machine's own name may."""
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family, kind, *_, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            found = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    is_local = host == "localhost" or where[0] == host
+    return found if is_local or not ipaddress.ip_address(found).is_loopback else None
+
+
+class _Coordinator:
+    """The coordination service in a process of its own; see `engines.jax.coordinator`."""
+
+    def __init__(self, bind: str, processes: int) -> None:
+        command = [sys.executable, "-P", coordinator.__file__, bind, str(processes)]
+        with tempfile.TemporaryFile() as notes:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=notes, start_new_session=True
+            )
+            assert self._process.stdout is not None
+            if not self._process.stdout.readline():
+                notes.seek(0)
+                lines = notes.read().decode(errors="replace").split("\n")
+                told = next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
+                raise UserError(
+                    f"cluster: process 0 cannot listen on {bind} ({told[:200]}); is another job there?"
+                )
+
+    def shutdown(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(coordinator.DONE.encode())
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
