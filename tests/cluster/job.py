@@ -59,9 +59,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
                 state, parent = stat.read_text().rpartition(")")[2].split()[:2]
                 if int(parent) == self.process.pid and state != "Z":
                     environment = (stat.parent / "environ").read_bytes().split(b"\0")
-                    config = next(e for e in environment if e.startswith(b"TF_CONFIG="))
-                    index = json.loads(config.partition(b"=")[2])["task"]["index"]
-                    found[index] = int(stat.parent.name)
+                    index = next(e for e in environment if e.startswith(b"JAX_PROCESS_ID="))
+                    found[int(index.partition(b"=")[2])] = int(stat.parent.name)
         return found
 
     def alive(self, pid: int) -> bool:

@@ -19,7 +19,7 @@ from tests.cluster.job import ROOT, Job, wait_for
 from tests.marks import by_day
 
 WAITS = "import os, time\nopen(f'{os.path.dirname(__file__)}/{os.getpid()}', 'w').close()\ntime.sleep(600)\n"
-LEAVES = "import json, os\nif json.loads(os.environ['TF_CONFIG'])['task']['index']: os._exit(7)\n"
+LEAVES = "import os\nif int(os.environ['JAX_PROCESS_ID']): os._exit(7)\n"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_job_is_started_again_from_its_checkpoint(
 
     said: list[str] = []
     attempts([killed, saved(5), killed, saved(10), killed, done])
-    assert launch(["train"], 2, None, 2, tmp_path, said.append) == 0
+    assert launch(["train"], 2, 2, tmp_path, said.append) == 0
     assert [text.partition("; ")[2] for text in said] == [
         "starting again from the beginning, for nothing is saved yet (restart 1 of 2)",
         "starting again from step-000000005 (restart 1 of 2)",
@@ -86,10 +86,10 @@ def test_a_job_is_started_again_from_its_checkpoint(
 def test_it_is_given_up(attempts: Callable[[list[Callable[[], Attempt]]], None], tmp_path: Path) -> None:
     said: list[str] = []
     attempts([killed] * 3)
-    assert launch(["train"], 2, None, 2, tmp_path, said.append) == 137
+    assert launch(["train"], 2, 2, tmp_path, said.append) == 137
     assert said[-1] == "worker 1 was ended by SIGKILL; given up after 2 restarts without a new checkpoint"
     attempts([killed])
-    assert launch(["train"], 2, None, 2, None, said.append) == 137
+    assert launch(["train"], 2, 2, None, said.append) == 137
     assert said[-1] == "worker 1 was ended by SIGKILL; add --checkpoint DIR to go on after a failure"
 
 
@@ -98,10 +98,10 @@ def test_wrong_input_is_not_tried_again(
 ) -> None:
     said: list[str] = []
     attempts([lambda: Attempt((5, 2), (), ("", "error: no such file"))])
-    assert launch(["train"], 2, None, 2, tmp_path, said.append) == 2
+    assert launch(["train"], 2, 2, tmp_path, said.append) == 2
     assert said == ["worker 1 ended with exit code 2: error: no such file"]
     attempts([lambda: Attempt((2, 2), (), ("", "error: no such file"))])
-    assert launch(["train"], 2, None, 2, tmp_path, said.append) == 2
+    assert launch(["train"], 2, 2, tmp_path, said.append) == 2
     assert len(said) == 1  # worker 0 has shown it
 
 
@@ -110,7 +110,7 @@ def test_the_others_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(ROOT)
     file = tmp_path / "model.py"
     file.write_text(LEAVES + WAITS, encoding="utf-8")
-    attempt = run_once(["train", "--cluster", str(file), "--mesh", "data:2"], 2, 1)
+    attempt = run_once(["train", "--cluster", str(file), "--mesh", "data:2"], 2)
     assert (attempt.codes[1], attempt.stuck, attempt.culprit) == (7, (0,), 1)
 
 
@@ -151,8 +151,34 @@ def test_launch_tells_what_it_takes() -> None:
     assert "error: launch runs `train` or `calibrate` in several processes, found 'measure'" in found.stderr
 
 
-def test_a_cluster_needs_its_description(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    found = CliRunner().invoke(app, ["train", str(ROOT / "examples/mlp.py"), "--cluster", "--mesh", "data:2"])
-    assert found.exit_code == 2
-    assert found.stderr.startswith("error: cluster: TF_CONFIG is not set; set it as {")
+@pytest.mark.parametrize(
+    ("environment", "words", "why"),
+    [
+        ({}, [], "error: cluster: JAX finds no other processes here"),
+        ({"JAX_COORDINATOR_ADDRESS": "host0"}, [], "error: cluster: coordinator 'host0' is not HOST:PORT"),
+        (
+            {},
+            ["--coordinator", "host0:1"],
+            "coordinator host0:1 does not say how many",
+        ),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "two"}, [], "error: cluster: JAX_PROCESS_ID is 'two'"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, [], "error: cluster: there is no coordinator"),
+        ({}, ["--coordinator", "h:1", "--processes", "2", "--process", "2"], "this process is number 2 of 2"),
+    ],
+)
+def test_a_cluster_needs_its_description(
+    environment: dict[str, str], words: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if not environment and not words:  # what JAX says in a process that has not used it yet
+        monkeypatch.setattr("jax.distributed.initialize", refuse)
+    file = str(ROOT / "examples/mlp.py")
+    found = CliRunner().invoke(app, ["train", file, "--cluster", "--mesh", "data:2", *words])
+    assert (found.exit_code, why in found.stderr) == (2, True), found.stderr
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise ValueError("coordinator_address should be defined.")

@@ -48,7 +48,7 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     words = ["train", str(file), "--mesh", MESH, "--layout", LAYOUT, "--storage", STORAGE, "--json"]
     numbers = ["--steps", str(STEPS), "--every", str(EVERY), "--held-out", "0", "--checkpoint", str(saved)]
-    with Job(["-n", "2", "--devices-per-process", "2"], [*words, *numbers], saved) as job:
+    with Job(["-n", "2"], [*words, *numbers], saved) as job:
         for worker, step in ((1, EVERY), (0, 4 * EVERY)):
             wait_for(lambda step=step: job.newest() >= step, 100, f"step {step}")
             if worker == 0:
@@ -61,7 +61,7 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
         log, left = job.log(), job.workers()
     assert code == 0, log
     assert not left
-    assert '{"error": "worker 1 (127.0.0.1:' in log and "devices 2 to 3) was lost: its process ended" in log
+    assert '{"error": "worker 1 (' in log and "devices 2 to 3) was lost: no sign of life for 10 s" in log
     assert log.count("launch: worker 1 was ended by SIGKILL; starting again from step-") == 1
     assert log.count("launch: worker 0 was ended by SIGKILL; starting again from step-") == 1
 
@@ -80,7 +80,7 @@ def test_a_signal_ends_all_after_the_same_step(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     words = ["train", "examples/mlp.py", "--mesh", MESH, "--layout", LAYOUT, "--checkpoint", str(saved)]
     numbers = ["--steps", "100000", "--every", str(EVERY), "--held-out", "0"]
-    with Job(["-n", "2", "--devices-per-process", "2"], [*words, *numbers], saved) as job:
+    with Job(["-n", "2"], [*words, *numbers], saved) as job:
         wait_for(lambda: job.newest() >= EVERY, 100, "a checkpoint")
         job.process.send_signal(signal.SIGTERM)
         code, _ = job.end(30)

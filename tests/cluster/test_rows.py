@@ -9,7 +9,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from layoutopt.models.loading import load_model
-from mesh_tf_core.cluster.rows import rows_of, widened
+from mesh_tf_core.engines.feeds import rows_of, widened
 from tests.cluster.job import ROOT
 from tests.engines.programs import language_model
 

@@ -18,11 +18,10 @@ from tests.conformance.helper import check_bytes
 from tests.engines.control import PROGRAMS, A, N, batches, branches, until
 
 
-@pytest.mark.parametrize("exchange", ["direct", "group"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_tensorflow_equals_lockstep(name: str, exchange: str, devices: Any) -> None:
+def test_tensorflow_equals_lockstep(name: str, devices: Any) -> None:
     program = PROGRAMS[name]()
-    engine, oracle = TfLocalEngine(program, devices[:4], exchange), open_engine(program, "lockstep")
+    engine, oracle = TfLocalEngine(program, devices[:4]), open_engine(program, "lockstep")
     for batch in batches(program):
         found, expected = engine.step(batch), oracle.step(batch)
         for key, array in expected.items():

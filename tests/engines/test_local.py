@@ -53,39 +53,6 @@ def test_numbers_at_the_edges_of_their_types(name: str) -> None:
     number_cases.check(name, "local")
 
 
-@pytest.mark.parametrize(("mesh", "axes"), by_day(AXES, every=3))
-def test_group_collectives_equal_lockstep(mesh, axes, devices):
-    program = every_collective(mesh, axes)
-    grouped = TfLocalEngine(program, devices[: program.mesh.devices], "group")
-    batch = numbers(program)
-    same(grouped.step(batch), open_engine(program, "lockstep").step(batch))
-    assert grouped.communication_bytes == program.communication_bytes()
-
-
-@pytest.mark.parametrize(
-    ("mesh", "layout"), by_day([("a:2", "batch:a"), ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b")])
-)
-def test_training_by_group_collectives(mesh, layout, devices):
-    """Collectives inside the loop over layers, forward and backward."""
-    program = language_model(mesh, layout, optimizer="sgd", layers=3)
-    grouped = TfLocalEngine(program, devices[: program.mesh.devices], "group")
-    batches = [tokens(program, seed) for seed in range(3)]
-    for found, expected in zip(grouped.steps(batches), open_engine(program).steps(batches), strict=True):
-        same(found, expected, 2e-5)
-    assert grouped.communication_bytes == program.communication_bytes()
-
-
-def test_every_device_joins_in_what_only_one_returns(devices):
-    """Nothing is written and the result is the same on all devices."""
-    g = mtf.Graph()
-    b, d = mtf.Dim("b", 8), mtf.Dim("d", 4)
-    x = g.input("x", [b, d], dtype="float32")
-    program = mtf.lower(g, mtf.Mesh("a:2;b:2"), mtf.Layout("b:a;d:b"), {"y": mtf.reduce_sum(x)})
-    grouped = TfLocalEngine(program, devices[:4], "group")
-    batch = numbers(program)
-    same(grouped.step(batch), open_engine(program, "lockstep").step(batch), 1e-5)
-
-
 def nested(mesh, layout):
     """A loop in a loop, with a sum over devices in the inner one, and a variable of both loops."""
     g = mtf.Graph()
@@ -101,10 +68,9 @@ def nested(mesh, layout):
     return mtf.lower(g, mtf.Mesh(mesh), mtf.Layout(layout), {"y": outer})
 
 
-@pytest.mark.parametrize("exchange", ["direct", "group"])
-def test_loops_in_loops(exchange, devices):
+def test_loops_in_loops(devices):
     program = nested("a:4", "b:a")
-    engine = TfLocalEngine(program, devices[:4], exchange)
+    engine = TfLocalEngine(program, devices[:4])
     batch = numbers(program)
     same(engine.step(batch), open_engine(program, "lockstep").step(batch), 1e-6)
     assert engine.communication_bytes == program.communication_bytes()
@@ -174,9 +140,8 @@ def test_write_then_read(layout):
         np.testing.assert_array_equal(engine.read(name), array)
 
 
-@pytest.mark.parametrize("exchange", ["direct", "group"])
 @pytest.mark.parametrize("phase", ["update", "forward"])
-def test_variables_change_places(phase, exchange, devices):
+def test_variables_change_places(phase, devices):
     """An update that reads nothing but variables: both are read before either is stored."""
     g, dim = mtf.Graph(), mtf.Dim("n", 4)
     one, two = (g.variable(name, [dim], mtf.ONES) for name in ("one", "two"))
@@ -185,7 +150,7 @@ def test_variables_change_places(phase, exchange, devices):
         g.assign(g.lookup("one"), two * 2.0)
         g.assign(g.lookup("two"), one)
     program = mtf.lower(g, mtf.Mesh("a:2"), mtf.Layout("n:a"), {"total": total})
-    engine = TfLocalEngine(program, devices[:2], exchange)
+    engine = TfLocalEngine(program, devices[:2])
     assert [float(engine.step({})["total"]) for _ in range(4)] == [4, 8, 8, 16]
     np.testing.assert_array_equal(engine.read("one"), [4, 4, 4, 4])
     np.testing.assert_array_equal(engine.read("two"), [4, 4, 4, 4])
@@ -300,8 +265,6 @@ def test_errors_say_what_to_do():
         engine.step({**batch, "tokens": batch["tokens"] * 1.0})
     with pytest.raises(UserError, match="engine 'loca': did you mean 'local'"):
         open_engine(program, "loca")
-    with pytest.raises(UserError, match="needs 2 devices, found 1 names"):
-        open_engine(program, devices=("/CPU:0",))
 
 
 LATER = """

@@ -23,10 +23,9 @@ def test_lockstep(name: str) -> None:
     CASES[name].check(lockstep)
 
 
-@pytest.mark.parametrize("exchange", ["direct", "group"])
 @pytest.mark.parametrize("name", CASES)
-def test_tensorflow(name: str, exchange: str, devices: Any) -> None:
-    CASES[name].check(lambda program, batch: TfLocalEngine(program, devices[:2], exchange).step(batch))
+def test_tensorflow(name: str, devices: Any) -> None:
+    CASES[name].check(lambda program, batch: TfLocalEngine(program, devices[:2]).step(batch))
 
 
 @pytest.mark.parametrize("name", ["forward, runs 1011", "counted until 3"])

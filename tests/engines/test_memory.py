@@ -76,11 +76,10 @@ def test_lockstep_holds_what_the_program_says(name: str) -> None:
     assert len(peaks) > 3
 
 
-@pytest.mark.parametrize("exchange", ["direct", "group"])
 @pytest.mark.parametrize(("name", "which"), [("mlp", 7), ("loop", 0), ("loop", 4), ("loop", 8)])
-def test_tensorflow_holds_what_the_program_says(name: str, which: int, exchange: str, devices) -> None:
+def test_tensorflow_holds_what_the_program_says(name: str, which: int, devices) -> None:
     program = next(itertools.islice(programs(name), which, None))
-    engine = TfLocalEngine(program, devices[:4], exchange)
+    engine = TfLocalEngine(program, devices[:4])
     assert engine.peak_memory_bytes is None
     engine.step(batch(program))
     assert engine.peak_memory_bytes == memory(program).peak

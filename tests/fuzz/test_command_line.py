@@ -81,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         "layoutopt.analysis.verify.verify",
         "costmodels.calibration.tpu.calibrate_tpu",
         "mesh_tf_core.engines.jax.compile.stablehlo",
-        "mesh_tf_core.cluster.Cluster",
+        "mesh_tf_core.engines.Cluster",
     ):
         monkeypatch.setattr(what, reached)
     shutil.copytree(folder, folder / ".whole")

@@ -19,7 +19,6 @@ from layoutopt.plan.build import load_plan
 from layoutopt.plan.schema import load_json
 from layoutopt.problem import load
 from layoutopt.problem.files import to_json
-from mesh_tf_core.cluster.members import from_environment
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import checkpoint
 from reports.page.answers import answers
@@ -39,11 +38,6 @@ CONTEST = {
         },
         "edges": {"nodes": [[0, 1]], "costs": [[30, 40]]},
     }
-}
-CLUSTER = {
-    "cluster": {"chief": ["host:2220"], "worker": ["host0:2222", "host1:2222"]},
-    "task": {"type": "worker", "index": 1},
-    "devices_per_process": 2,
 }
 KEY = {"mesh": "data:2", "processes": 1}
 
@@ -77,10 +71,6 @@ def read_plan_without_details(path: Path) -> None:
 
 def read_validation(path: Path) -> None:
     validation_of(load_json(path, "the validation", "write it again"))
-
-
-def read_cluster(path: Path) -> None:
-    from_environment({"TF_CONFIG": path.read_bytes().decode("utf-8", "surrogateescape")})
 
 
 def read_checkpoint(path: Path) -> None:
@@ -117,7 +107,6 @@ FORMATS: dict[str, Format] = {
     "validation": (100, lambda _: sample.validation(), read_validation),
     "partial results": (50, lambda _: {"key": KEY, "measurements": [{"name": "x", "seconds": 1}]},
                         lambda path: Partial(path, KEY)),
-    "TF_CONFIG": (100, lambda _: CLUSTER, read_cluster),
     "checkpoint": (100, manifest, read_checkpoint),
     **{f"configuration of {name}": (25, lambda _, name=name: configuration(name), from_huggingface)
        for name in ("llama", "gemma3", "qwen3_moe", "deepseek_v2", "bert", "vit")},

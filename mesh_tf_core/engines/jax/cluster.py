@@ -383,14 +383,14 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                 return
             self.failure = text
             self._changed.notify_all()
-        # The last resort, also while Python ends: no thread of ours runs then.
-        signal.alarm(int(4 * GRACE))
         telling = threading.Thread(target=lambda: self._try(lambda: self._put("now/failure", text, False)))
         telling.daemon = True
         telling.start()
         threading.Thread(target=self._end, args=(text,), name="end of the job", daemon=True).start()
 
     def _end(self, text: str) -> None:
+        # The last resort, also while Python ends: no thread of ours runs then.
+        signal.alarm(int(4 * GRACE))
         if not self._ended.wait(GRACE):
             self.tell(text)
             os._exit(ClusterError.exit_code)

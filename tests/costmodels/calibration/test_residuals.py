@@ -16,7 +16,8 @@ from costmodels.hardware import Hardware, load_hardware, write_profile
 from mesh_tf_core import Cluster
 from tests.costmodels.calibration.test_fit import MESH, fitted, measured
 
-CLUSTER = Cluster(["a:1", "b:1"], 0)
+CLUSTER = Cluster("a:1", 2, 0)
+CLUSTER.hosts = "a", "b"
 
 
 @pytest.fixture(scope="module", params=[0.0, 0.1])

@@ -25,7 +25,7 @@ class Written(Cluster):
     """A cluster of this process and another one, which says what is written here."""
 
     def __init__(self, index: int, said: list[Any]) -> None:
-        super().__init__(["a:1", "b:1"], index)
+        super().__init__("a:1", 2, index)
         self.said, self.asked = said, list[str]()
 
     def gather(self, what: str, value: Any, patient: bool = False) -> list[Any]:
@@ -71,10 +71,11 @@ def test_cores_and_memory_of_all_machines_count() -> None:
 
 def test_cores_of_neighbours_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler may give every process its own ones, or all of them the same."""
-    monkeypatch.setattr("costmodels.calibration.team.start_cluster", lambda cluster, n: ("/CPU:0", "/CPU:1"))
     monkeypatch.setattr("costmodels.calibration.team.machine", lambda: HERE)
     monkeypatch.setattr("costmodels.calibration.team.cpus", lambda: {0, 1, 2})
-    cluster = Cluster(["a:1", "a:2"], 0)
+    cluster = Cluster("a:1", 2, 0)
+    cluster.hosts = "a", "a"
+    monkeypatch.setattr(cluster, "start", lambda devices: ("cpu:0", "cpu:1", "cpu:2", "cpu:3"))
     monkeypatch.setattr(cluster, "gather", lambda what, value: [value, [HERE, [2, 3]]])
     found = assemble(MESH, cluster)
     assert (found.cores, found.machine["cores"], found.processes) == ({"a": 4}, 4, 2)

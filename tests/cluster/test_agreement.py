@@ -1,0 +1,209 @@
+"""Processes that watch each other and agree, as threads of this one over a key-value store like JAX's; a
+failure names who is to blame."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines.jax import cluster as clusters
+from mesh_tf_core.engines.jax import meeting
+from mesh_tf_core.engines.jax.cluster import Cluster
+
+N = 3
+SOON = 20.0
+"""Seconds after which a test has failed; what it waits for takes a fraction of one."""
+
+
+class Store:
+    """The part of JAX's key-value store that is used."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+        self.silent = False
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        with self.changed:
+            self._answers()
+            if key in self.values and not allow_overwrite:
+                raise RuntimeError(f"ALREADY_EXISTS: {key}")
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        with self.changed:
+            self._answers()
+            return [(k, v) for k, v in self.values.items() if k.startswith(key)]
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        with self.changed:
+            self._answers()
+            if not self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+    def key_value_delete(self, key: str) -> None:
+        with self.changed:
+            self.values.pop(key, None)
+
+    def _answers(self) -> None:
+        if self.silent:
+            raise RuntimeError("UNAVAILABLE: the service is gone")
+
+
+class Job:
+    """Members of a job, by number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.told = Store(), list[str]()
+        self.members: list[Cluster] = []
+        monkeypatch.setattr(meeting, "join", lambda place, timeout: (self.store, place.process, N))
+        monkeypatch.setattr(meeting, "leave", lambda: None)
+        monkeypatch.setattr(clusters.atexit, "register", lambda call: None)
+        monkeypatch.setattr(Cluster, "_end", lambda one, text: self.told.append(text))
+
+    def join(self, *numbers: int, timeout: float = SOON) -> list[Cluster]:
+        made = [Cluster("127.0.0.1:1", N, i, timeout=timeout) for i in numbers]
+        self.members += made
+        with ThreadPoolExecutor(len(made)) as pool:
+            list(pool.map(Cluster.join, made))
+        for one in made:
+            one._devices = 2
+        return made
+
+    def together(self, call: Callable[[Cluster], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self.members)) as pool:
+            return list(pool.map(call, self.members))
+
+    def silence(self, one: Cluster) -> None:
+        """As a process that was killed or stopped."""
+        one._ended.set()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(clusters, "BEAT", 0.05)
+    monkeypatch.setattr(clusters, "SILENCE", 1.0)
+    monkeypatch.setattr(clusters, "GRACE", 1.0)
+    made = Job(monkeypatch)
+    yield made
+    for one in made.members:
+        one._ended.set()
+
+
+def failure(one: Cluster) -> str:
+    """How the job failed, as one of its processes has it."""
+    until = time.monotonic() + SOON
+    while not one.failure and time.monotonic() < until:
+        time.sleep(0.01)
+    return one.failure
+
+
+def test_values_go_round(job: Job) -> None:
+    job.join(0, 1, 2)
+    assert job.together(lambda one: one.gather("a", one.index)) == [[0, 1, 2]] * N
+    assert job.together(lambda one: one.gather("b", {"x": [1.5, None]})) == [[{"x": [1.5, None]}] * N] * N
+    assert job.together(lambda one: one.share("c", lambda: one.index)) == [0] * N
+    assert len([key for key in job.store.values if "/round/" in key]) <= 2 * N  # what was read is let go
+    with pytest.raises(mtf.ClusterError, match=r"the program differs: 'x' in worker 0 .*, 'y' in worker 2 "):
+        job.together(lambda one: one.same("the program", "y" if one.index == 2 else "x"))
+    job.together(lambda one: one.close())
+    assert job.told == []
+
+
+def test_all_end_after_the_same_step(job: Job) -> None:
+    """Whoever is asked in a step, or between two: nobody ends before a step that another has begun."""
+    job.join(0, 1, 2)
+
+    def train(one: Cluster) -> int:
+        step = 0
+        while one.begins(step + 1):
+            step += 1
+            if one.index == 1 and step == 7:
+                one.ask_to_stop()
+            one.gather(f"step {step}", None)  # as a collective: it needs all
+        return step
+
+    ends = job.together(train)
+    assert ends[0] >= 7 and ends == [ends[0]] * N
+    assert job.told == []
+
+
+def test_a_silent_process_is_named_with_what_it_did(job: Job) -> None:
+    first, second, third = job.join(0, 1, 2)
+    with third.doing("step 7"):
+        time.sleep(0.2)
+        job.silence(third)
+    for one in (first, second):
+        text = failure(one)
+        assert text.startswith("worker 2 (") and "devices 4 to 5) was lost: no sign of life for 1 s" in text
+        assert "last heard: in step 7" in text
+        with pytest.raises(mtf.ClusterError, match="worker 2"):
+            one.gather("values", None)
+        with pytest.raises(mtf.ClusterError, match=r"worker 2 .*; worker . .* waited in step 8"):
+            one.explain("step 8")
+
+
+def test_a_silent_service_is_worker_0(job: Job) -> None:
+    (first, *_) = job.join(1, 0, 2)
+    job.store.silent = True
+    assert failure(first).startswith("worker 0 (") and "has not answered" in first.failure
+
+
+def test_one_that_lives_but_does_not_come_is_named(job: Job) -> None:
+    first, second, third = job.join(0, 1, 2, timeout=0.3)
+    third.timeout = SOON
+    with third.doing("step 3"):
+        pass
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(one.gather, "step 4", None) for one in (first, second)]
+        first._own.place = second._own.place = 9
+        for each in found:
+            with pytest.raises(mtf.ClusterError, match=r"worker 2 .* did not come to step 4 within .* lives"):
+                each.result()
+
+
+def test_whoever_compiles_may_take_its_time(job: Job) -> None:
+    first, second, third = job.join(0, 1, 2, timeout=0.1)
+    job.together(lambda one: one.gather("step 1", None))
+
+    def step(one: Cluster) -> None:
+        with one.doing("compiling", patient=True):
+            time.sleep(1.0 if one is third else 0.0)
+        one.gather("step 2", None)
+
+    job.together(step)
+    assert [one.failure for one in (first, second, third)] == [""] * N
+
+
+def test_an_error_of_one_is_told_to_all(job: Job) -> None:
+    first, second, third = job.join(0, 1, 2)
+    second.close(FileNotFoundError("no such file"))
+    for one in (first, third):
+        text = failure(one)
+        assert text.startswith("worker 1 (") and text.endswith("failed: FileNotFoundError: no such file")
+    assert second.failure == ""  # it says its own error
+
+
+def test_a_machine_that_slept_blames_nobody(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes stood still together, as on a laptop that was closed."""
+    job.join(0, 1, 2)
+    real, slept = time.monotonic, [0.0]
+    monkeypatch.setattr(clusters.time, "monotonic", lambda: real() + slept[0])
+    slept[0] = 100.0
+    time.sleep(0.5)
+    assert [one.failure for one in job.members] == [""] * N
+
+
+def test_the_address_to_listen_on_is_one() -> None:
+    """Loopback stays loopback; a port is no part of it."""
+    assert meeting._own_address("127.0.0.1:12345") == "127.0.0.1"
+    assert meeting._own_address("localhost:12345") in ("127.0.0.1", "::1")
+    assert meeting._own_address("no-such-host.invalid:1") is None
