@@ -1,7 +1,7 @@
 """Workers killed or frozen at random moments of a training over several processes: does it end in time, start
 again, and learn the same?
 
-    python benchmarks/kill_workers.py [--kills 24] [--frozen 4] [--processes 2] [--devices 2]
+    python benchmarks/kill_workers.py [--kills 24] [--frozen 4] [--processes 2]
 
 Every job suffers a few failures, one after the other: at its start, in a step, while a checkpoint is written
 (these moments in turn; which worker and when exactly is random). A row tells how long the other workers lived
@@ -90,7 +90,7 @@ def run(
     failures: list[Failure], args: argparse.Namespace, rng: random.Random, start_seconds: float, folder: Path
 ) -> dict[str, Any]:
     """One job; its final digest, losses of its last start, and seconds until its first checkpoint."""
-    options = ["-n", str(args.processes), "--devices-per-process", str(args.devices), "--restarts", str(EACH)]
+    options = ["-n", str(args.processes), "--restarts", str(EACH)]
     began = time.monotonic()
     with Job(options, command(args.mesh, args.layout, folder), folder) as job:
         for failure in failures:
@@ -114,7 +114,6 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--frozen", type=int, default=4, help="of which so many are frozen instead (SIGSTOP)")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=2, help="of each process")
     parser.add_argument("--mesh", default="data:2;model:2")
     parser.add_argument("--layout", default="batch:data;hidden:model")
     parser.add_argument("--seed", type=int, default=0)
@@ -130,7 +129,7 @@ def main() -> None:
         whole = run([], args, rng, 0.0, folder / "undisturbed")
         far = max(abs(a - b) for a, b in zip(one["loss"], whole["loss"], strict=True))
         print(
-            f"{args.processes} processes x {args.devices} devices, {STEPS} steps: the largest difference of "
+            f"mesh {args.mesh} in {args.processes} processes, {STEPS} steps: the largest difference of "
             f"a loss from one process's is {far:.1e}; held out {whole['held_out']} and {one['held_out']}"
         )
         print("signal   worker  moment                     ended s  again s  went on from", flush=True)

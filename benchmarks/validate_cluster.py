@@ -24,9 +24,11 @@ from costmodels.calibration.machine import machine, versions  # noqa: E402
 from costmodels.hardware import read_hardware  # noqa: E402
 from costmodels.pricing.pricer import pricer  # noqa: E402
 from layoutopt.analysis.validate import Candidate, result, run, seconds_of  # noqa: E402
-from layoutopt.launching import free_ports  # noqa: E402
+from layoutopt.launching import free_port  # noqa: E402
 from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Cluster, Layout, Mesh  # noqa: E402
+from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS  # noqa: E402
+from mesh_tf_core.engines.jax.meeting import PROCESSES as COUNT  # noqa: E402
 
 MESH, PROCESSES, SAMPLES = Mesh("data:2;model:2"), 2, 8
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -64,18 +66,15 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="of such processes (default: measure one now)")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "validate_cluster.json")
     args = parser.parse_args()
-    if "TF_CONFIG" in os.environ:
+    if ADDRESS in os.environ:
         work(args.profile, args.out)
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     profile = args.profile or calibrated(args.out.with_name("two-processes.json"))
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(PROCESSES)]
+    place = {ADDRESS: f"127.0.0.1:{free_port()}", COUNT: str(PROCESSES)}
     words = [sys.executable, __file__, "--profile", str(profile), "--out", str(args.out)]
     workers = [
-        subprocess.Popen(
-            words, env={**os.environ, "TF_CONFIG": config(addresses, i), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        )
-        for i in range(PROCESSES)
+        subprocess.Popen(words, env={**os.environ, **place, PROCESS: str(i)}) for i in range(PROCESSES)
     ]
     sys.exit(max(worker.wait() for worker in workers))
 
@@ -84,10 +83,6 @@ def calibrated(profile: Path) -> Path:
     words = ["launch", "-n", str(PROCESSES), "--", "calibrate", "--mesh", str(MESH), "--out", str(profile)]
     subprocess.run([sys.executable, "-m", "layoutopt", *words], check=True, cwd=ROOT)
     return profile
-
-
-def config(addresses: list[str], index: int) -> str:
-    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
 
 
 def work(profile: Path, out: Path) -> None:
@@ -104,7 +99,7 @@ def work(profile: Path, out: Path) -> None:
             if cluster.is_writer:
                 show(found[-1])
     if cluster.is_writer:
-        content = {"machine": machine(), "versions": versions(), "results": found}
+        content = {"machine": machine(), "versions": versions("jax"), "results": found}
         out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {out}")
 
