@@ -53,6 +53,8 @@ def open_cluster(
         return contextlib.nullcontext()
     from layoutopt.cli.group import tell
     from mesh_tf_core.engines import Cluster
+
+    _own_output()
     from mesh_tf_core.errors import ClusterError
 
     return Cluster(
@@ -63,6 +65,18 @@ def open_cluster(
         start_timeout=start_timeout,
         tell=lambda text: tell(text, ClusterError.exit_code, as_json),
     )
+
+
+def _own_output() -> None:
+    """Keeps stdout for our results: the collectives of CPU devices announce themselves there."""
+    if sys.stdout is not sys.__stdout__:
+        return
+    sys.stdout.flush()
+    out = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    sys.stdout = out
 
 
 def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> bool:

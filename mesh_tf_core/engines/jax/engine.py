@@ -164,12 +164,11 @@ class JaxEngine(Stepping):
     def run(self, fed: Any) -> dict[str, Any]:
         self._ready()
         with jax_home.wide_numbers(self._wide):
-            first = self._compiled is None
-            if first:
+            if self._compiled is None:
                 with self._together("compiling", patient=True):
                     self._compile()
             self._steps += 1
-            with self._together(f"step {self._steps} since the start"), self._quiet(first):
+            with self._together(f"step {self._steps} since the start"):
                 state = {name: self._state[name] for name in self.program.variables}
                 state, results = self._compiled(state, fed)
                 self._state.update(state)
@@ -178,10 +177,6 @@ class JaxEngine(Stepping):
                 found = {name: self._joined(array) for name, array in results.items()}
         self.communication_bytes = dict(self._bytes)
         return found
-
-    def _quiet(self, first: bool) -> contextlib.AbstractContextManager[None]:
-        several = self.cluster is not None and self.devices[0].platform == "cpu"
-        return jax_home.quiet_output() if first and several else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _together(self, what: str, patient: bool = False) -> Iterator[None]:

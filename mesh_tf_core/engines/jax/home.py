@@ -7,8 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
@@ -136,21 +135,6 @@ def keep_compiled(place: Path) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-
-
-@contextlib.contextmanager
-def quiet_output() -> Iterator[None]:
-    """Within it what libraries print to stdout is dropped: the collectives of CPU devices announce
-    themselves there when they first meet."""
-    sys.stdout.flush()
-    saved, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.close(nothing)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
 
 
 def device_mesh(mesh: Mesh, found: Sequence[Any]) -> Any:
