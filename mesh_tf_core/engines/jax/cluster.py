@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -196,7 +195,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
     def _at_exit(self) -> None:
         with contextlib.suppress(ClusterError):
             self.close(getattr(sys, "last_value", None))
-        if self.failure:  # a library may wait for the others
+        if self.failure:  # at its end, a library may wait for the others
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(ClusterError.exit_code)
@@ -389,8 +388,6 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         threading.Thread(target=self._end, args=(text,), name="end of the job", daemon=True).start()
 
     def _end(self, text: str) -> None:
-        # The last resort, also while Python ends: no thread of ours runs then.
-        signal.alarm(int(4 * GRACE))
         if not self._ended.wait(GRACE):
             self.tell(text)
             os._exit(ClusterError.exit_code)
