@@ -69,10 +69,11 @@ def open_cluster(
 
 def _own_output() -> None:
     """Keeps stdout for our results: the collectives of CPU devices announce themselves there."""
-    if sys.stdout is not sys.__stdout__:
+    old = sys.__stdout__
+    if old is None or sys.stdout is not old:
         return
-    sys.stdout.flush()
-    out = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
+    old.flush()
+    out = open(os.dup(1), "w", encoding=old.encoding, errors=old.errors)  # noqa: SIM115
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.close(nothing)
