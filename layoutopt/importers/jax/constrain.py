@@ -7,8 +7,8 @@ the operands could choose otherwise: not behind an element-wise operation whose 
 does, and not on the parts that a loop takes of what lies so already. What forward hands to backward is saved
 as it lies, so each constraint more could be one array more that is saved.
 
-A parameter that is stored split (ZeRO 3) is gathered where it is used, a layer at a time, and again for
-backward: what was gathered is not among what is saved.
+A parameter that is stored split (ZeRO 3) is gathered where it is used, a layer at a time, and layers again
+for backward: what was gathered is not among what is saved.
 """
 
 from __future__ import annotations
@@ -271,8 +271,7 @@ class Constrained:
             placed = [place(x, v) for place, x, v in zip(places, xs, body.ins, strict=True)]
             return self._results(calls, inner, whole, placed, body, {})
 
-        # In a loop nothing is computed twice by mistake: backward is another loop.
-        run = self._saving(run, self._again(e), self.gathered in places, prevent_cse=False)
+        run = self._saving(run, self._again(e), self.gathered in places, prevent_cse=True)
         return calls.bind_scan(eqn, inner, run, ins)
 
     def _saving(
@@ -355,7 +354,4 @@ def constrained(
             )
         return jax.tree_util.tree_unflatten(tree, flat)
 
-    if split == shared:
-        return applied
-    whole: Callable[..., Any] = jax_module().checkpoint(applied, policy=_all_but(gathers))
-    return whole
+    return applied
