@@ -28,6 +28,8 @@ CHECKED = "data:2;model:2"
 """The mesh under which numbers are compared, of virtual CPU devices."""
 SMALLEST = 1e-6
 """Norm of a gradient, relative to that of all, below which it is 0 but for rounding."""
+BOUND = 1e-5
+"""What a gradient may differ from JAX's in float32, relative to its norm."""
 
 
 def corpus_of(path: str):
@@ -110,8 +112,10 @@ def splits(model, mesh, results):
 
 
 def checked(loss, args) -> dict:
-    """Loss and gradients against JAX's own, in float32, on one device and under a layout of four."""
+    """Loss and gradients against JAX's own, in float32, on one device and under a layout of four. Where a
+    gradient differs by more than BOUND, ours and JAX's against JAX's in float64 too."""
     import jax
+    import jax_float64
     import numpy as np
 
     import layoutopt
@@ -135,16 +139,17 @@ def checked(loss, args) -> dict:
     row: dict = {"parameters": len(wanted), "compared": 0}
     four = mtf.Mesh(CHECKED)
     row["split"] = splits(model, four, results)
+    exact: dict = {}
     for place, mesh, layout in (("one device", mtf.Mesh("data:1"), ""), ("layout", four, row["split"])):
         engine = JaxEngine(mtf.lower(model.graph, mesh, mtf.Layout(layout), results))
         engine.initialize()
         found = engine.step(feeds)
-        off, noise = {}, 0.0
+        off, noise, ours = {}, 0.0, {}
         for path, want in wanted.items():
             own = model.origin.parameters[path]
             got = np.asarray(found.get(own.variable, 0.0), np.float64)
             got = got if own.layer is None or own.variable not in found else got[own.layer]
-            got = got.reshape(want.shape) if got.shape else 0 * want
+            ours[path] = got = got.reshape(want.shape) if got.shape else 0 * want
             norm, by = np.linalg.norm(want), float(np.linalg.norm(got - want))
             # What is 0 but for rounding, as of a bias that a normalization takes off again.
             if norm > SMALLEST * whole:
@@ -155,6 +160,14 @@ def checked(loss, args) -> dict:
         by_loss = abs(float(found["loss"]) - float(value)) / abs(float(value))
         row["compared"] = len(off)
         row[place] = {"loss": by_loss, "gradients": off[worst], "of": worst, "of_zeros": noise}
+        if off[worst] > BOUND:
+            if not exact:
+                _, grads = jax_float64.gradients(loss, [x for x in given if x is not None])
+                exact = dict(zip(wanted, grads, strict=True))
+            row[place]["to_float64"] = {
+                who: max(float(np.linalg.norm(g[p] - exact[p]) / np.linalg.norm(exact[p])) for p in off)
+                for who, g in (("ours", ours), ("jax", wanted))
+            }
     return row
 
 

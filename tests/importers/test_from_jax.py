@@ -82,6 +82,11 @@ def test_state_is_stored_and_metrics_are_reported() -> None:
     assert not model.graph.variables["state/mean"].trainable
 
 
+def test_channels_that_a_filter_keeps_apart_are_one_dimension() -> None:
+    model, _ = imported("convolutions")
+    assert {n for n in model.graph.dims() if n.startswith("_")} == {"_single"}
+
+
 def test_layers_of_a_scan_are_one_block_of_stacked_parameters() -> None:
     model, _ = imported("scanned transformer")
     assert model.graph.variables["blocks/down"].stacked == 1

@@ -8,7 +8,7 @@ indexing    what gathers and scatters do to axes
 ranges      what numbers count: experts that a router chose
 factors     every axis as a product of factors
 classes     which factors are one dimension
-naming      names for dimensions
+naming      names for dimensions; `roles` reads them off operations, `names` keeps them
 writer      values and dimensions while a graph is written; elementwise, shapes, products, indexed and
             loops have what every primitive becomes
 model       `from_jax`, from all of these

@@ -25,7 +25,8 @@ from layoutopt.importers.jax.internals import traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, stacked_leaf, structure
 from layoutopt.importers.jax.logical import logical_axes, said_of, same_dimensions
-from layoutopt.importers.jax.naming import Arrays, named
+from layoutopt.importers.jax.names import Arrays
+from layoutopt.importers.jax.naming import named
 from layoutopt.importers.jax.optax_of import optax_of
 from layoutopt.importers.jax.origin import ArrayAxes, Origin
 from layoutopt.importers.jax.parts import why_whole

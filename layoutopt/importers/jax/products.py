@@ -162,8 +162,10 @@ def _conv(w: Writer, e: Equation) -> None:
     if groups == 1:
         names.update((a.name, b.name) for a, b in zip(outs, w.dims(y, d.out_spec[1]), strict=True))
     else:
-        made, flat = w.as_one(made, [*grouped, *outs])
-        made = w.onto(made, flat, w.dims(y, d.out_spec[1]), names)
+        flat = grouped[0]
+        if outs:
+            made, flat = w.as_one(made, [*grouped, *outs])
+        made, names = _back(w, made, flat, w.dims(y, d.out_spec[1]), names)
     w.put(y, w.renamed(made, names).cast(our_dtype(y.dtype)))
 
 

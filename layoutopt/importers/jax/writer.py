@@ -240,7 +240,7 @@ class Writer:
         return self.as_one(t, own)
 
     def as_one(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
-        """t with some of its dimensions, in this order, as one that no layout splits."""
+        """t with some of its dimensions, in this order, as one under a name of its own."""
         rest = [d for d in t.shape if d not in own]
         name = f"_anonymous_{self.fresh('axis')}"
         one = Dim(name, math.prod(d.size for d in own))
