@@ -43,7 +43,7 @@ class _Roles:
     def _places(self) -> set[int]:
         """ids of inputs whose numbers are places in other values, as the ends of a graph's edges are: none of
         tokens, which look up parameters."""
-        found = set()
+        found, tokens = set[int](), set[int]()
         for v, _ in self.arrays.batch:
             numbers = {id(v)}
             for e in self.block.walk() if v.dtype.startswith("int") else ():
@@ -51,11 +51,11 @@ class _Roles:
                     at = indexing(e)
                     rows = e.ins[0] if e.prim == "gather" else e.ins[2]
                     made_of = self.classes.made_of.get(id(rows), 0)
-                    if len(at.looked_up) == 1 and at.others and made_of & ~PARAMETER:
-                        found.add(id(v))
+                    if len(at.looked_up) == 1 and at.others:
+                        (tokens if made_of == PARAMETER else found).add(id(v))
                 if any(id(x) in numbers for x in e.ins):
                     numbers.update(id(y) for y in e.outs if y.dtype.startswith("int"))
-        return found
+        return found - tokens
 
     def operations(self) -> None:
         equations = list(self.block.walk())
