@@ -31,7 +31,9 @@ if (
     and threading.current_thread() is threading.main_thread()
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TF_CONFIG"):
+TERMINAL = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")
+JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+for _name in TERMINAL + JOB:
     os.environ.pop(_name, None)
 
 # Two busy cores make any deadline a coin toss; derandomised, a failure is the same failure everywhere.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from costmodels.hardware.profiles import profiles_directory
 from layoutopt.cli.options import read_hardware
+from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS, PROCESSES
 
 
 def test_profiles_of_the_user_are_not_seen() -> None:
@@ -23,5 +24,5 @@ def test_nor_by_commands() -> None:
     assert told.stdout.strip() == str(profiles_directory())
 
 
-def test_nor_the_terminal() -> None:
-    assert not {"COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TF_CONFIG"} & set(os.environ)
+def test_nor_the_terminal_nor_a_job() -> None:
+    assert not {"COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", ADDRESS, PROCESSES, PROCESS} & set(os.environ)

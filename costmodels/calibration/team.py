@@ -90,8 +90,8 @@ def assemble(mesh: Mesh, cluster: Cluster | None = None, engine: str = "auto") -
     engine = chosen(engine, cluster)
     if cluster is None:
         return Team(mesh, prepare(mesh.devices, engine), machine(), engine=engine)
-    own = mesh.devices // cluster.processes
-    devices = tuple(map(str, cluster.start(mesh.devices)[:own]))
+    each = mesh.devices // cluster.processes
+    devices = tuple(map(str, cluster.start(mesh.devices)[cluster.index * each :][:each]))
     found = cluster.gather("the machines", [machine(), sorted(cpus())])
     hosts = cluster.hosts
     homes: dict[str, tuple[dict[str, Any], set[int]]] = {}

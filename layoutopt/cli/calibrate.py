@@ -88,6 +88,7 @@ def calibrate(
     """Measure this machine's mesh, or that of several processes, or compile for a TPU, and fit the profile
     that predictions are made from."""
     from mesh_tf_core import UserError
+    from mesh_tf_core.engines import chosen
 
     terminal = Terminal(as_json, quiet)
     if target is not None:
@@ -104,12 +105,13 @@ def calibrate(
         return
     if refresh:
         raise UserError("--refresh compiles for a TPU anew; say which one, for example --target tpu-v5e")
-    if engine == EngineName.jax and out is None:
+    several = cluster or coordinator
+    if not several and out is None and (kind := chosen(engine)) != "local":
         raise UserError(
-            f"{THIS_MACHINE} stands for the engine local; name a file for what --engine jax takes with "
+            f"{THIS_MACHINE} stands for the engine local; name a file for what --engine {kind} takes with "
             "--out PROFILE.json"
         )
-    if (cluster or coordinator) and out is None:
+    if several and out is None:
         raise UserError(
             f"--cluster measures several processes, and {THIS_MACHINE} stands for one; name a file of their "
             "own with --out PROFILE.json"
@@ -123,9 +125,8 @@ def calibrate(
             _this_machine(terminal, where, thorough, out, engine)
             return
         shown = Terminal(as_json, quiet or not members.is_writer)
-        start_devices(
-            shown, where.devices, engine, members
-        )  # first of all: what fails then ends the others too
+        # First of all: what fails then ends the others too.
+        start_devices(shown, where.devices, engine, members)
         if members.is_writer:
             _this_machine(shown, where, thorough, out, engine, members)
         else:

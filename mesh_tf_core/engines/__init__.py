@@ -41,7 +41,7 @@ def prepare(devices: int, kind: str = "auto") -> tuple[str, ...]:
     """
     kind = chosen(kind)
     if kind == "lockstep":
-        return tuple(f"NumPy:{rank}" for rank in range(devices))
+        return tuple(f"CPU:{rank}" for rank in range(devices))
     if kind == "jax":
         return tuple(map(str, jax_home.devices(devices)))
     return tf_devices.prepare(devices)

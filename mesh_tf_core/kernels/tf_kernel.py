@@ -183,7 +183,9 @@ class TfKernel:
             found = flat - tf.math.log(tf.reduce_max(self.softmax(x, axis), axis))
             # Of infinities nothing can be subtracted; then the sum is one, or nothing.
             return tf.where(tf.math.is_inf(flat), flat, found)
-        return _logsumexp(x, top, axis)
+        top = tf.where(tf.math.is_finite(top), top, tf.zeros((), top.dtype))
+        total = tf.math.log(tf.reduce_sum(tf.exp(x - top), axis))
+        return total + tf.reshape(top, total.shape)
 
     def exp_less(self, x: T, total: T, axis: int, own: bool) -> T:
         if own:
@@ -291,7 +293,7 @@ class TfKernel:
     def together(self, fn: Callable[..., T], *xs: T) -> T:
         if fn not in _TOGETHER:
             # Once for all devices, which then share what is compiled.
-            _TOGETHER[fn] = tf.function(partial(fn, XlaKernel()), autograph=False, jit_compile=True)
+            _TOGETHER[fn] = tf.function(partial(fn, TfKernel()), autograph=False, jit_compile=True)
         return _TOGETHER[fn](*xs)
 
     def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
@@ -332,37 +334,6 @@ def _places(x: T) -> T:
     # Of negative numbers, larger bits are smaller numbers; -0.0 is 0.0.
     bits = tf.where(bits < 0, kind.min - bits, bits)
     return tf.where(tf.math.is_nan(x), kind.max, bits)
-
-
-def _logsumexp(x: T, top: T, axis: int) -> T:
-    top = tf.where(tf.math.is_finite(top), top, tf.zeros((), top.dtype))
-    total = tf.math.log(tf.reduce_sum(tf.exp(x - top), axis))
-    return total + tf.reshape(top, total.shape)
-
-
-class XlaKernel(TfKernel):
-    """Where XLA compiles what is traced: it makes one kernel of element-wise work and its neighbours, but not
-    of a scatter or a softmax, which would be passes of their own."""
-
-    compares = True
-
-    def together(self, fn: Callable[..., T], *xs: T) -> T:
-        return fn(self, *xs)
-
-    def logsumexp(self, x: T, axis: int) -> T:
-        if x.dtype.size == 2:
-            return tf.cast(self.logsumexp(tf.cast(x, tf.float32), axis), x.dtype)
-        return _logsumexp(x, tf.reduce_max(x, axis, keepdims=True), axis)
-
-    def exp_less(self, x: T, total: T, axis: int, own: bool) -> T:
-        return super().exp_less(x, total, axis, False)
-
-    def add_at(self, x: T, values: T, ids: T, axis: int) -> T:
-        sizes = [x.shape[i] if i == axis else 1 for i in range(len(x.shape))]
-        here = tf.equal(
-            tf.expand_dims(ids, axis), tf.reshape(tf.range(x.shape[axis], dtype=ids.dtype), sizes)
-        )
-        return x + tf.where(here, tf.expand_dims(values, axis), tf.zeros((), x.dtype))
 
 
 def _summed(x: T, term: str, kept: str) -> tuple[T, str]:

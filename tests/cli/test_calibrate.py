@@ -78,6 +78,10 @@ def test_wrong_input(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "mesh [data:1] has one device" in refused("calibrate", "--mesh", "data:1", "--quiet")
     assert "'data' is not NAME:SIZE" in refused("calibrate", "--mesh", "data")
     assert "it is a folder; name a file" in refused("calibrate", "--out", str(tmp_path))
+    line = refused("calibrate", "--engine", "lockstep", "--quiet")
+    assert line.startswith(
+        "cpu-local stands for the engine local; name a file for what --engine lockstep takes"
+    )
     partial = tmp_path / "mine.partial.json"
     partial.write_text("{}", encoding="utf-8")
     line = refused("calibrate", "--mesh", "data:2", "--out", str(tmp_path / "mine.json"), "--quiet")
@@ -87,18 +91,15 @@ def test_wrong_input(refused: Callable[..., str], tmp_path: Path) -> None:
 def test_wrong_input_about_several_processes(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("TF_CONFIG", raising=False)
     out = ("--out", str(tmp_path / "two.json"), "--quiet")
-    line = refused("calibrate", "--cluster", "--mesh", "data:2", *out)
-    assert line.startswith("cluster: TF_CONFIG is not set; set it as {")
     assert "name a file of their own with --out" in refused("calibrate", "--cluster", "--mesh", "data:2")
     line = refused("calibrate", "--cluster", "--target", "tpu-v5e")
     assert line == "--target tpu-v5e compiles for a TPU in one process; leave out --cluster (or launch -n)"
-    workers = {"worker": ["127.0.0.1:20001", "127.0.0.1:20003"]}
-    config = {"cluster": workers, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    line = refused("calibrate", "--cluster", "--mesh", "data:3", *out)
-    assert line.startswith("the mesh has 3 devices, the cluster 2 processes; give every process equally many")
+    line = refused("calibrate", "--processes", "2", "--mesh", "data:2", *out)
+    assert line == "--processes and --process go with --coordinator HOST:PORT; add it"
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host0:12345")
+    line = refused("calibrate", "--cluster", "--mesh", "data:2", *out)
+    assert line.startswith("cluster: coordinator host0:12345 does not say how many processes there are")
 
 
 def test_a_profile_of_a_tpu(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -158,10 +158,10 @@ def test_odd_rows_and_scalars() -> None:
 def test_every_kernel_draws_the_same() -> None:
     """To the last bit, whatever compiles them."""
     from mesh_tf_core.kernels.jax_kernel import JaxKernel
-    from mesh_tf_core.kernels.tf_kernel import TfKernel, XlaKernel
+    from mesh_tf_core.kernels.tf_kernel import TfKernel
 
     op = random_ops.RandomUniform(mtf.Shape([N, M]), 0.0, 1.0, "float32")
     at = At((), (TensorType(op.shape, "float32"),), frozenset(), lambda name: 0)
     want = op.kernel(NumpyKernel(), at, np.int32(7))
-    for k in (TfKernel(), XlaKernel(), JaxKernel()):
+    for k in (TfKernel(), JaxKernel()):
         np.testing.assert_array_equal(np.asarray(op.kernel(k, at, k.scalar(7, "int32"))), want)

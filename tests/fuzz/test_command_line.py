@@ -186,7 +186,7 @@ MESHES = ["data:2", "data:2;model:2", "data:4", "none:2", "data:²", "data:0", "
           "'\":2", "data", ":2", "-:2", "data:-2", "x:1"]  # fmt: skip
 RULES = ["batch:data", "batch:none", "d:model", "batch:data;d:data", "none:data", "batch:nowhere", "batch",
          "batch:data+data", "plan.json", "out:data+model", "batch:-", ":", "²:²"]  # fmt: skip
-COUNTS = ("every", "warm_up", "held_out", "devices_per_process", "processes", "restarts")
+COUNTS = ("every", "warm_up", "held_out", "processes", "restarts")
 RIGHT = {
     "mesh": ["data:2", "data:2;model:2", "data:4", "x:1"],
     "layout": ["batch:data", "d:data", "batch:data;out:model", "", "auto", "plan.json"],

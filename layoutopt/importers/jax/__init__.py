@@ -1,6 +1,7 @@
 """JAX functions as models: traced once, dimensions inferred, written as a graph.
 
 internals   what is asked of JAX itself
+leaves      the arrays of pytrees: paths, types, names of axes that libraries note
 equations   the traced function as plain data, calls inlined
 reroll      equal layers that are written one after the other, as the loop that they are
 relations   which axes of an operation's operands and results mean the same
@@ -8,12 +9,14 @@ indexing    what gathers and scatters do to axes
 ranges      what numbers count: experts that a router chose
 factors     every axis as a product of factors
 classes     which factors are one dimension
+logical     which of the names that were noted are dimensions, and whose
 naming      names for dimensions; `roles` reads them off operations, `names` keeps them
 writer      values and dimensions while a graph is written; elementwise, shapes, products, indexed and
             loops have what every primitive becomes
 model       `from_jax`, from all of these
 
 jax_plan    a plan back in the user's program: `placing` says where values lie, `shardings` where
-            arguments do, `constrain` and `replay` run the function so, `step` is a training step
+            arguments do, `constrain` and `replay` run the function so, `step` is a training step, and
+            `parts` says whether it may have microbatches
 written     the layout that a user's own shardings say
 """

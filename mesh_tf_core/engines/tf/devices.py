@@ -5,9 +5,8 @@ happens once.
 
 Threads: all virtual CPU devices share one pool of intra-op threads. With at least as many devices as cores,
 every operation runs on one thread: the devices give the parallelism (a prototype's step took 12-19 % less
-  time
-than with the default), and a virtual device then behaves like one core, which is what calibration assumes.
-With fewer devices than cores, TensorFlow's default (all cores) stays.
+time than with the default), and a virtual device then behaves like one core, which is what calibration
+assumes. With fewer devices than cores, TensorFlow's default (all cores) stays.
 """
 
 from __future__ import annotations

@@ -73,13 +73,18 @@ def test_cores_of_neighbours_are_counted_once(monkeypatch: pytest.MonkeyPatch) -
     """A scheduler may give every process its own ones, or all of them the same."""
     monkeypatch.setattr("costmodels.calibration.team.machine", lambda: HERE)
     monkeypatch.setattr("costmodels.calibration.team.cpus", lambda: {0, 1, 2})
-    cluster = Cluster("a:1", 2, 0)
+    cluster = Cluster("a:1", 2, 1)
     cluster.hosts = "a", "a"
     monkeypatch.setattr(cluster, "start", lambda devices: ("cpu:0", "cpu:1", "cpu:2", "cpu:3"))
     monkeypatch.setattr(cluster, "gather", lambda what, value: [value, [HERE, [2, 3]]])
     found = assemble(MESH, cluster)
     assert (found.cores, found.machine["cores"], found.processes) == ({"a": 4}, 4, 2)
     assert "machines" not in found.machine
+    assert found.devices == ("cpu:2", "cpu:3")
+
+
+def test_devices_of_numpy_share_the_cores() -> None:
+    assert not assemble(MESH, engine="lockstep").gpus
 
 
 def test_a_profile_says_how_devices_are_dealt_out(tmp_path: Path) -> None:
