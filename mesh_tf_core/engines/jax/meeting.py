@@ -75,16 +75,21 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
     at the address by which it reaches the coordinator. On one machine that is loopback.
 
     Raises:
-      UserError: JAX finds no other processes, or the port is in use.
+      UserError: JAX finds no other processes or runs already, or the port is in use.
       ClusterError: not all came within `timeout` seconds.
     """
     jax_home.require()
     if not jax_home.accelerated():
         jax_home.stay_on_cpu()
     import jax
-    from jax._src import distributed
+    from jax._src import distributed, xla_bridge
     from jaxlib import _jax
 
+    if xla_bridge.backends_are_initialized():
+        raise UserError(
+            "cluster: JAX has started in this process, and joins others only before that; open the cluster "
+            "before anything runs on JAX"
+        )
     jax.config.update("jax_enable_preemption_service", False)  # signals have an owner
     state = distributed.global_state
     own: list[str | None] = [None]
