@@ -51,6 +51,7 @@ CLIPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT": ("bert.py", {**LARGE, "dtype": "bfloat16"}),
     "Reformer": ("reformer_lm.py", {**LARGE, "dtype": "bfloat16"}),
     "perceptron": ("mlp.py", {"batch": 512, "hidden": 4096, "layers": 6, "dtype": "bfloat16"}),
+    "DLRM": ("dlrm.py:criteo", {"batch": 65536}),
 }
 LAYERED = ("language model", "encoder-decoder", "mixture of experts", "BERT", "Reformer")
 HARDWARE = "tpu-v4"
