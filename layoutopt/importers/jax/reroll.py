@@ -65,7 +65,7 @@ class Rerolled:
         sizes = classes.factors.sizes
         for number, twin in self.twins.items():
             for a in range(len(twin.shape)):
-                if (id(twin), a) in classes.nodes:
+                if (id(twin), a) in sizes and (id(twin), a) in classes.nodes:  # axes of keys have no factors
                     classes.nodes[number, a] = classes.nodes[id(twin), a]
                     sizes[number, a] = sizes[id(twin), a]
         for stack, members in self.stacks.items():
