@@ -1,7 +1,7 @@
-"""Workers killed or frozen at random moments of a training over several processes: does it end in time, start
-again, and learn the same?
+"""Workers killed, frozen or asked to end at random moments of a training over several processes: does it end
+in time, start again, and learn the same?
 
-    python benchmarks/kill_workers.py [--kills 24] [--frozen 4] [--processes 2]
+    python benchmarks/kill_workers.py [--kills 24] [--frozen 4] [--asked 4] [--processes 2]
 
 Every job suffers a few failures, one after the other: at its start, in a step, while a checkpoint is written
 (these moments in turn; which worker and when exactly is random). A row tells how long the other workers lived
@@ -33,7 +33,7 @@ EACH = 3
 """Failures of one job."""
 STEPS, EVERY = 240, 10
 SIZES = ("--set", "layers=2", "--set", "hidden=512")
-PATIENCE = 120.0
+PATIENCE = 300.0
 
 
 @dataclass
@@ -113,13 +113,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--frozen", type=int, default=4, help="of which so many are frozen instead (SIGSTOP)")
+    parser.add_argument("--asked", type=int, default=4, help="of which so many are asked to end (SIGTERM)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--mesh", default="data:2;model:2")
     parser.add_argument("--layout", default="batch:data;hidden:model")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
-    numbers = [signal.SIGSTOP] * args.frozen + [signal.SIGKILL] * (args.kills - args.frozen)
+    numbers = [signal.SIGSTOP] * args.frozen + [signal.SIGTERM] * args.asked
+    numbers += [signal.SIGKILL] * (args.kills - len(numbers))
     rng.shuffle(numbers)
     failures = [Failure(MOMENTS[i % len(MOMENTS)], number) for i, number in enumerate(numbers)]
     with tempfile.TemporaryDirectory() as name:

@@ -218,7 +218,8 @@ def _last_line(notes: IO[bytes]) -> str:
     size = notes.seek(0, os.SEEK_END)
     notes.seek(max(0, size - 4096))
     lines = notes.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    found = [line.strip() for line in reversed(lines) if line.strip()]
+    return next((line for line in found if not line.startswith(("@", "***"))), "")  # addresses of a stack
 
 
 def _signal_name(number: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from layoutopt.cli import app
+from mesh_tf_core.engines.jax import home
 
 MLP = "examples/mlp.py"
 ON = ("--mesh", "data:2;model:4", "--layout", "batch:data;hidden:model")
@@ -28,6 +29,28 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
+def torn(place: Path) -> list[float]:
+    """Sizes of a kept program that was cut off, as by a killed writer, and compiled twice since; the whole is
+    1."""
+    import jax
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+    def small(x: Any) -> Any:
+        return x + 1.0
+
+    def made() -> Path:
+        jax.clear_caches()
+        home.compiled(jax.jit(small).lower(1.0))
+        (path,) = place.glob("jit_small-*-cache")
+        return path
+
+    path = made()
+    whole = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: whole // 2])
+    return [made().stat().st_size / whole for _ in range(2)]
+
+
 def main() -> None:
     said: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -37,6 +60,7 @@ def main() -> None:
             said[name] = json.loads(done.stdout) if done.exit_code == 0 else done.output
         place = Path(cache) / "layoutopt" / "compiled"
         said["kept"] = [oct(place.stat().st_mode & 0o777), len(list(place.iterdir()))]
+        said["again"] = torn(place)
     said["libraries"] = sorted({"jax", "tensorflow"} & set(sys.modules))
     print(json.dumps(said))
 

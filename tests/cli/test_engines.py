@@ -45,6 +45,10 @@ def test_compiled_steps_are_kept_for_the_user_alone(said: dict[str, Any]) -> Non
     assert (mode, files > 0) == ("0o700", True)
 
 
+def test_what_was_cut_off_is_written_anew(said: dict[str, Any]) -> None:
+    assert said["again"] == pytest.approx([1.0, 1.0], abs=0.05)
+
+
 def test_no_tensorflow_is_loaded(said: dict[str, Any]) -> None:
     assert said["libraries"] == ["jax"]
 

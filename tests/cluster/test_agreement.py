@@ -13,7 +13,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.jax import cluster as clusters
-from mesh_tf_core.engines.jax import meeting
+from mesh_tf_core.engines.jax import meeting, watch
 from mesh_tf_core.engines.jax.cluster import Cluster
 
 N = 3
@@ -90,12 +90,16 @@ class Job:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(clusters, "BEAT", 0.05)
-    monkeypatch.setattr(clusters, "SILENCE", 1.0)
+    monkeypatch.setattr(watch, "SILENCE", 1.0)
     monkeypatch.setattr(clusters, "GRACE", 1.0)
     made = Job(monkeypatch)
     yield made
     for one in made.members:
         one._ended.set()
+    for thread in threading.enumerate():  # none may go on into other tests
+        if "signs of life" in thread.name:
+            thread.join(SOON)
+            assert not thread.is_alive()
 
 
 def failure(one: Cluster) -> str:
@@ -159,12 +163,13 @@ def test_a_silent_service_is_worker_0(job: Job) -> None:
 
 def test_one_that_lives_but_does_not_come_is_named(job: Job) -> None:
     first, second, third = job.join(0, 1, 2, timeout=0.3)
-    third.timeout = SOON
+    third._watch._timeout = SOON
     with third.doing("step 3"):
         pass
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(one.gather, "step 4", None) for one in (first, second)]
-        first._own.place = second._own.place = 9
+        for one in (first, second):
+            one._watch.does("in step 4", 9, False)
         for each in found:
             with pytest.raises(mtf.ClusterError, match=r"worker 2 .* did not come to step 4 within .* lives"):
                 each.result()

@@ -144,6 +144,13 @@ def runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def test_an_abort_is_told_by_its_message(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.write_text("F1122 no answer\n*** Check failure stack trace: ***\n    @   0x7f00 (unknown)\n\n")
+    with notes.open("rb") as file:
+        assert launching._last_line(file) == "F1122 no answer"
+
+
 def test_launch_tells_what_it_takes() -> None:
     words = [sys.executable, "-m", "layoutopt", "launch", "-n", "2", "--", "measure", "examples/mlp.py"]
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -16,51 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 from mesh_tf_core.engines.jax import home as jax_home
-from mesh_tf_core.engines.jax import meeting
+from mesh_tf_core.engines.jax import meeting, watch
+from mesh_tf_core.engines.jax.watch import Watch
 from mesh_tf_core.errors import ClusterError, UserError
 
 BEAT = 1.0
 """Seconds between two signs of life."""
-SILENCE = 10.0
-"""Seconds without one after which a process counts as lost."""
 GRACE = 3.0
 """Seconds that a process has to end by itself once the job has failed."""
-PATIENT = 3600.0
-"""Seconds that processes wait at most for something that may take long, as compiling."""
 ROOT = "layoutopt"
-
-
-@dataclass
-class _Seen:
-    """What is known about another process.
-
-    Attributes:
-      beat: the number of its last sign of life; heard: when it came.
-      doing: what it said it does, since that many seconds.
-      place: how many things it has begun that need all processes.
-      patient: whether what it does may take long.
-    """
-
-    heard: float
-    beat: int = -1
-    doing: str = "starting"
-    since: float = 0.0
-    place: int = 0
-    patient: bool = True
-
-
-@dataclass
-class _Own:
-    """What this process does."""
-
-    doing: str = "starting"
-    since: float = field(default_factory=time.monotonic)
-    place: int = 0
-    patient: bool = True
 
 
 def said(text: str) -> None:
@@ -112,11 +79,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         self.failure = ""
         self._devices = 0
         self._client: Any = None
-        self._seen: dict[int, _Seen] = {}
-        self._own = _Own()
+        self._watch = Watch((), self.timeout)
         self._rounds = 0
         self._changed = threading.Condition()
-        self._answered = 0.0
         self._asks = self._stopping = False
         self._begun = 0
         self._last: int | None = None
@@ -142,9 +107,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         if self.joined:
             return
         self._client, self.index, self.processes = meeting.join(self.place, self.start_timeout)
-        now = time.monotonic()
-        self._answered = now
-        self._seen = {i: _Seen(now) for i in range(self.processes) if i != self.index}
+        self._watch = Watch([i for i in range(self.processes) if i != self.index], self.timeout)
         for run, name in ((self._beat, "signs of life"), (self._judge, "others' signs of life")):
             threading.Thread(target=run, name=name, daemon=True).start()
         atexit.register(self._at_exit)
@@ -248,9 +211,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
           patient: it may take long.
         """
         self.check()
-        self._own = _Own(f"in {what}", time.monotonic(), self._own.place + 1, patient)
+        self._watch.does(f"in {what}", 1, patient)
         yield
-        self._own = _Own(f"after {what}", time.monotonic(), self._own.place, patient)
+        self._watch.does(f"after {what}", 0, patient)
 
     def check(self) -> None:
         """Raises ClusterError if the job has failed, or this process is no part of it."""
@@ -262,7 +225,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
     def explain(self, what: str) -> None:
         """Raises the job's failure as ClusterError, if there is one, after JAX said that `what` failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.failure, SILENCE + GRACE)
+            self._changed.wait_for(lambda: self.failure, watch.SILENCE + GRACE)
         if self.failure:
             raise ClusterError(f"{self.failure}; {self.name(self.index)} waited in {what}")
 
@@ -294,13 +257,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         number = 0
         while not self._ended.is_set():
             number += 1
-            own, now = self._own, time.monotonic()
-            state = [number, own.doing, now - own.since, own.place, own.patient]
+            state = [number, *self._watch.own.told()]
             asks = self._asks and not self._stopping
             found = self._try(lambda state=state, asks=asks: self._exchanged(state, asks))  # type: ignore[misc]
             if found is not None:
                 self._heard(found)
-                self._answered = time.monotonic()
             self._ended.wait(BEAT / 10 if self._stopping and self._last is None else self._pace)
 
     @property
@@ -316,11 +277,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         return {key.removeprefix(f"{ROOT}/now/"): value for key, value in read}
 
     def _heard(self, found: dict[str, str]) -> None:
-        now = time.monotonic()
-        for i, seen in self._seen.items():
-            state = json.loads(found.get(str(i), "null"))
-            if state is not None and state[0] != seen.beat:
-                self._seen[i] = _Seen(now, *state)
+        self._watch.hears({int(key): json.loads(state) for key, state in found.items() if key.isdigit()})
         if "stop" in found and not self._stopping:
             with self._changed:
                 self._stopping, begun = True, self._begun
@@ -339,37 +296,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         while not self._ended.wait(BEAT / 2):
             now, before = time.monotonic(), awake
             awake = now
-            if now - before > SILENCE / 2:  # this process stood still, perhaps with all the others
-                self._answered = now
-                for seen in self._seen.values():
-                    seen.heard = now
-                continue
-            if text := self._missing(now):
+            if now - before > watch.SILENCE / 2:  # this process stood still, perhaps with all the others
+                self._watch.starts_anew()
+            elif text := self._watch.missing(self.name):
                 self._fail(text)
                 return
-
-    def _missing(self, now: float) -> str:
-        """Who is missing, in words; nothing if nobody is."""
-        if now - self._answered > SILENCE:
-            return (
-                f"{self.name(0)} was lost: the service that it started has not answered for {SILENCE:.0f} s"
-            )
-        own, waited = self._own, now - self._own.since
-        for i, seen in list(self._seen.items()):
-            lasting = now - seen.heard + seen.since
-            doing = f"{seen.doing} for {lasting:.0f} s" if lasting >= SILENCE else seen.doing
-            if now - seen.heard > SILENCE:
-                return (
-                    f"{self.name(i)} was lost: no sign of life for {SILENCE:.0f} s, its process ended, is "
-                    f"frozen or cut off (last heard: {doing})"
-                )
-            limit = PATIENT if seen.patient or own.patient else self.timeout
-            if seen.place < own.place and own.doing.startswith("in ") and waited > limit:
-                return (
-                    f"{self.name(i)} did not come to {own.doing.removeprefix('in ')} within {limit:.0f} s "
-                    f"(it lives: {doing}); if that is no fault, raise --timeout"
-                )
-        return ""
 
     def _report(self, text: str) -> None:
         """Tells everybody that this process fails, and gives them the time to hear it."""

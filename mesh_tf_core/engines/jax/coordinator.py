@@ -17,6 +17,9 @@ LINGER = 20.0
 """Seconds that the service outlives a first process that ended without a word."""
 HEARTBEAT = 3600
 """Seconds of silence after which JAX gives a process up: `cluster.Cluster` is the one that watches."""
+LEAVE = 5.0
+"""Seconds that it outlives the first process of a job that is done: JAX aborts one that is still leaving when
+the service goes."""
 DONE = "done"
 
 
@@ -32,8 +35,7 @@ def main() -> None:
     )
     print("ready", flush=True)
     said = sys.stdin.read()
-    if said != DONE:
-        time.sleep(LINGER)
+    time.sleep(LEAVE if said == DONE else LINGER)
     del service
     sys.stdout.flush()
 

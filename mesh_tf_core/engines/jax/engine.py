@@ -195,7 +195,7 @@ class JaxEngine(Stepping):
     def _compile(self) -> None:
         start = time.perf_counter()
         made = JaxProgram(self.program, self.mesh, self.mesh.devices.flat[0].platform)
-        self._compiled = made.lowered().compile()
+        self._compiled = jax_home.compiled(made.lowered())
         self._bytes = dict.fromkeys(self.program.mesh.names, 0.0)
         for sent in made.sent.values():
             count_sent(self._bytes, self.program.mesh, *sent)

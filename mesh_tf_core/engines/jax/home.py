@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
@@ -135,6 +136,30 @@ def keep_compiled(place: Path) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def compiled(lowered: Any) -> Any:
+    """The executable of what was lowered: compiled, or read from what was kept.
+
+    An entry that cannot be read, as one whose writer was killed, leaves its place to the new one, which JAX
+    would not write over it; the entries of other programs of the same name leave with it.
+    """
+    import jax
+
+    def say(message: Warning | str, *rest: Any) -> None:
+        text = str(message)
+        if not text.startswith("Error reading persistent compilation cache"):
+            shown(message, *rest)
+            return
+        name = text.split("'")[1]
+        for entry in Path(jax.config.jax_compilation_cache_dir).glob(f"{name}-*-cache"):
+            entry.unlink(missing_ok=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", "Error reading persistent compilation cache")
+        shown = warnings.showwarning
+        warnings.showwarning = say  # type: ignore[assignment]
+        return lowered.compile()
 
 
 def device_mesh(mesh: Mesh, found: Sequence[Any]) -> Any:

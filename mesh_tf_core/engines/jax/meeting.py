@@ -114,7 +114,7 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
             cluster_detection_method=None if place.coordinator is None else "deactivate",
             initialization_timeout=max(1, round(timeout)),
             heartbeat_timeout_seconds=HEARTBEAT,
-            shutdown_timeout_seconds=10,
+            shutdown_timeout_seconds=60,  # all have come to the end; JAX aborts those that it does not see
         )
     except ValueError as error:
         if isinstance(error, UserError):
@@ -180,9 +180,8 @@ class _Coordinator:
                 )
 
     def shutdown(self) -> None:
+        """It ends by itself a little later."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(coordinator.DONE.encode())
             self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)

@@ -1,0 +1,97 @@
+"""What a process of a job knows of the others by their signs of life: what each does, and who is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SILENCE = 10.0
+"""Seconds without a sign of life after which a process counts as lost."""
+PATIENT = 3600.0
+"""Seconds that processes wait at most for something that may take long, as compiling."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a process does.
+
+    Attributes:
+      what: in words, since the moment `since` of this process's clock.
+      place: how many things it has begun that need all processes.
+      patient: whether it may take long.
+    """
+
+    what: str
+    since: float
+    place: int = 0
+    patient: bool = True
+
+    def told(self) -> list[Any]:
+        """What the others are told, which have another clock."""
+        return [self.what, time.monotonic() - self.since, self.place, self.patient]
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """The last sign of life of another process: its number, and when it came."""
+
+    number: int
+    at: float
+    doing: Doing
+
+
+class Watch:
+    """One process's book of them all.
+
+    Args:
+      others: numbers of the other processes.
+      timeout: seconds that this one waits for another that lives but does not come.
+
+    Attributes:
+      own: what this process does.
+    """
+
+    def __init__(self, others: Iterable[int], timeout: float) -> None:
+        now = time.monotonic()
+        self.own, self._timeout, self._answered = Doing("starting", now), timeout, now
+        self._heard = {i: _Heard(-1, now, Doing("starting", now)) for i in others}
+
+    def does(self, what: str, places: int, patient: bool) -> None:
+        """This process goes on to something else, `places` further."""
+        self.own = Doing(what, time.monotonic(), self.own.place + places, patient)
+
+    def hears(self, states: Mapping[int, Sequence[Any]]) -> None:
+        """The service answered with the newest sign of each process: its number, then `Doing.told`."""
+        self._answered = now = time.monotonic()
+        for i, (number, what, seconds, place, patient) in states.items():
+            if i in self._heard and number != self._heard[i].number:
+                self._heard[i] = _Heard(number, now, Doing(what, now - seconds, place, patient))
+
+    def starts_anew(self) -> None:
+        """Nobody was silent until now."""
+        self._answered = now = time.monotonic()
+        self._heard = {i: _Heard(heard.number, now, heard.doing) for i, heard in self._heard.items()}
+
+    def missing(self, name: Callable[[int], str]) -> str:
+        """Who is missing, in words; nothing if nobody is."""
+        now, own = time.monotonic(), self.own
+        if now - self._answered > SILENCE:
+            return f"{name(0)} was lost: the service that it started has not answered for {SILENCE:.0f} s"
+        for i, heard in list(self._heard.items()):
+            doing, lasting = heard.doing.what, now - heard.doing.since
+            if lasting >= SILENCE:
+                doing += f" for {lasting:.0f} s"
+            if now - heard.at > SILENCE:
+                return (
+                    f"{name(i)} was lost: no sign of life for {SILENCE:.0f} s, its process ended, is "
+                    f"frozen or cut off (last heard: {doing})"
+                )
+            limit = PATIENT if heard.doing.patient or own.patient else self._timeout
+            if heard.doing.place < own.place and own.what.startswith("in ") and now - own.since > limit:
+                return (
+                    f"{name(i)} did not come to {own.what.removeprefix('in ')} within {limit:.0f} s "
+                    f"(it lives: {doing}); if that is no fault, raise --timeout"
+                )
+        return ""
