@@ -122,6 +122,21 @@ def test_what_one_logical_name_unites_is_apart_without_it() -> None:
     assert found["table"] == "[vocab d_model]" and found["head"] == "[d_model vocab_2]"
 
 
+def test_one_logical_name_unites_no_factor_with_a_whole_axis() -> None:
+    def halves(params: Any, batch: Any) -> Any:
+        p = unboxed(params)
+        cut = (batch["x"] @ p["up"]).reshape(-1, 2, 6)
+        return (jnp.tanh(cut[:, :1] * cut[:, 1:]) ** 2).mean() + (
+            jnp.tanh(batch["x"] @ p["other"]) ** 2
+        ).mean()
+
+    params = {k: Logical(jnp.ones((8, 12)), ("embed", "mlp")) for k in ("up", "other")}
+    model = layoutopt.from_jax(halves, params, {"x": jnp.ones((4, 8))})
+    assert model.origin.parameters["up"].sizes[1] == (2, 6)
+    other = model.origin.parameters["other"]
+    assert other.sizes[1] == (12,) and other.axes[1][0] not in model.origin.parameters["up"].axes[1]
+
+
 def test_specs_beside_plain_arrays_say_the_same() -> None:
     params, batch = arguments()
     specs = {k: P(*names) for k, names in NAMES.items()}

@@ -248,14 +248,20 @@ def _sizes(found: Classes, nodes: Sequence[Node]) -> list[int]:
 
 
 def _unite_axes(found: Classes, a: Axis, b: Axis) -> None:
-    for x, y in zip(found.of(*a), found.of(*b), strict=False):
+    for x, y in _alike(found, a, b):
         found.unite(x, y)
 
 
 def _unite_if_free(found: Classes, a: Axis, b: Axis) -> None:
-    for x, y in zip(found.of(*a), found.of(*b), strict=False):
+    for x, y in _alike(found, a, b):
         if y not in found.apart(x):
             found.unite(x, y)
+
+
+def _alike(found: Classes, a: Axis, b: Axis) -> list[tuple[Node, Node]]:
+    """The factors of two axes of one size, pair by pair; none where they are cut differently."""
+    pairs = list(zip(found.of(*a), found.of(*b), strict=False))
+    return pairs if all(found.size[x] == found.size[y] for x, y in pairs) else []
 
 
 def _counts(found: Classes) -> None:
