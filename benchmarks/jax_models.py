@@ -1,12 +1,13 @@
 """Imports models of other libraries, compares their dimensions with what was written down before, and
 searches them.
 
-    python benchmarks/jax_models.py CORPUS.py [NAME...] [--out FILE] [--mesh "data:8;model:8"] [--limit S] [--no-search]
+    python benchmarks/jax_models.py CORPUS.py [NAME...] [--out FILE] [--mesh "data:8;model:8"] [--limit S]
     python benchmarks/jax_models.py benchmarks/jax_models_small.py [NAME...] --check [--out FILE]
 
 CORPUS.py has `ENTRIES` and `build(name)`, which returns a loss, its abstract arguments (parameters, perhaps
 state, the batch, perhaps a random key) and a note. Every model is a process of its own: libraries patch each
-other; one that takes `--limit` and a minute more is given up. `--check` compares the loss and the gradient of every parameter with those of JAX.
+other; one that takes a minute longer than `--limit` is given up. `--check` compares the loss and the gradient
+of every parameter with those of JAX, `--no-search` ends with the import.
 """
 
 from __future__ import annotations
