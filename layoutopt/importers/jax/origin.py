@@ -8,7 +8,8 @@ from typing import Any
 
 from layoutopt.importers.jax.classes import Classes, Node
 from layoutopt.importers.jax.equations import Block, Equation
-from layoutopt.importers.jax.reroll import PRODUCTS, Rerolled
+from layoutopt.importers.jax.layers import PRODUCTS
+from layoutopt.importers.jax.reroll import Rerolled
 
 
 @dataclass(frozen=True)
