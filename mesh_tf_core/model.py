@@ -138,6 +138,11 @@ class Model:
         apply_updates(graph, self.optimizer, pairs)
         return TrainingStep(graph, {n: found[n] for n in whole.results}, tuple(pairs))
 
+    def notes(self, options: Options) -> tuple[str, ...]:
+        """What readers of a plan with these options should know of the model: where it was imported, what is
+        not as its author wrote it."""
+        return ()
+
     def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT, *, check: bool = True) -> Program:
         """The training step as an SPMD program; `check` as in `lower`."""
         step = self.training_step(options.microbatches)

@@ -72,7 +72,8 @@ def cost(
     opened = opened_lines(found.cost, found.prices) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)
-    more: dict[str, Any] = {"notes": list(found.notes)} if found.notes else {}
+    notes = [*loaded.model.notes(given.options), *found.notes]
+    more: dict[str, Any] = {"notes": notes} if notes else {}
     if lines:
         more["lines"] = opened
     terminal.result(
@@ -93,7 +94,7 @@ def cost(
 
             terminal.show("", line_table(opened))
         show_doubts(terminal, doubts)
-        for note in found.notes:
+        for note in notes:
             terminal.show("", f"note: {note}")
 
 

@@ -237,6 +237,8 @@ def _tell(
             terminal.show(f"with the plan's {own.in_short()} too: {step} a step, {peak} of memory")
     if changed is not None:
         changed.show(terminal)
+    for note in found.loaded.model.notes(found.plan.options):
+        terminal.show("", f"note: {note}")
 
 
 def _binds(found: Planned, evaluation: Evaluation, answers: dict[str, list[Answer]]) -> tuple[str, str]:

@@ -104,6 +104,7 @@ def make_plan(
         alternatives=[*beside.found, *ranked(request, others, searched_mesh)],
         frontier=[point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=[
+            *request.model.notes(best.options),
             *best.evaluation.notes,
             *_notes(proof, bound, missing, unsplit),
             *beside.notes(),

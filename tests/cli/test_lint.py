@@ -86,3 +86,48 @@ def test_a_layout_that_takes_longer_says_where(run: Callable[..., Result], jax_f
     said = " ".join(done.stdout.split())
     assert "zero3 ×2" in said
     assert "slower: train.py(7) takes " in said and "no likely mistake" not in said
+
+
+CHECKPOINTED = """
+import jax, jax.numpy as jnp
+import layoutopt
+
+def part(h, w):
+    return jnp.tanh(h @ w)
+
+def layer(h, p):
+    return h + jax.checkpoint(part)(h, p["up"]) @ p["down"]
+
+def model(whole=True, batch=64):
+    def loss(params, batch):
+        h = batch["x"]
+        for p in params["layers"]:
+            h = (jax.checkpoint(layer) if whole else layer)(h, p)
+        return jnp.square(h).mean()
+
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    params = {"blocks": [{"up": of(256, 1024), "down": of(1024, 256)} for _ in range(2)]}
+    return layoutopt.from_jax(loss, params, {"x": of(batch, 256)}, optimizer="sgd")
+"""
+
+
+def test_every_command_knows_a_programs_own_checkpoints(
+    result: Callable[..., dict[str, Any]], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    file, plan, on = (
+        tmp_path / "train.py",
+        tmp_path / "plan.json",
+        ("--mesh", "data:2", "--layout", "batch:data"),
+    )
+    file.write_text(CHECKPOINTED)
+    priced = result("cost", str(file), *on, "--hardware", "tpu-v5e")
+    assert priced["recompute"] == ["layers"] and "notes" not in priced
+    assert result("lint", str(file), *on, "--hardware", "tpu-v5e")["recompute"] == ["layers"]
+    words = ("--mesh", "data:2", "--hardware", "tpu-v5e", "--recompute", "never", "--out", str(plan))
+    assert run("search", str(file), *words).exit_code == 0
+    said = " ".join(run("explain", str(plan)).stdout.split())
+    assert "note: the function's own jax.checkpoint of layers is left out" in said
+    parts = result("cost", str(file), *on, "--hardware", "tpu-v5e", "--set", "whole=false")
+    line = 1 + CHECKPOINTED.splitlines().index('    return h + jax.checkpoint(part)(h, p["up"]) @ p["down"]')
+    assert parts["recompute"] == []
+    assert any(f"train.py:{line}: jax.checkpoint of a part is left out" in n for n in parts["notes"])

@@ -55,7 +55,7 @@ class Equation:
       scope: names that the model's library gave, from the outermost to the innermost.
       body: of a loop (scan), or of a function with a derivative of its own (custom).
       backward: of the latter: operands, results, their gradients -> gradients of the operands.
-      recomputed: it is inside of the user's own jax.checkpoint.
+      recomputed: file and line of the user's own jax.checkpoint that it is inside of.
     """
 
     prim: str
@@ -66,7 +66,7 @@ class Equation:
     scope: str = ""
     body: Block | None = None
     backward: Block | None = None
-    recomputed: bool = False
+    recomputed: str = ""
 
     @property
     def out(self) -> Var:

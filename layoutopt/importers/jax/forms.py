@@ -63,7 +63,7 @@ class Forms:
         begun = names is None and e.prim == "add" and e.out.shape == ()
         ins = tuple((x.shape, x.dtype) if begun else self._operand(x, names or {}) for x in e.ins)
         bodies = tuple(b if b is None else self._block(b) for b in (e.body, e.backward))
-        return e.prim, params, ins, bodies, e.recomputed
+        return e.prim, params, ins, bodies, bool(e.recomputed)
 
     def _operand(self, x: Operand, names: dict[int, int]) -> object:
         if isinstance(x, Constant):

@@ -161,7 +161,7 @@ class Reader:
             found = self.inline(out, inner, ins, scope, where)
             if name in REMAT and self.saves_nothing(params, where):
                 for made in out[before:]:
-                    made.recomputed = True
+                    made.recomputed = where or "?"
             return found
         if name in CUSTOM:
             inner = self.called(params)

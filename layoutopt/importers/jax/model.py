@@ -76,6 +76,15 @@ class JaxModel(mtf.Model):
             )
         return self.under(plan.mesh, plan.layout, plan.options)
 
+    def notes(self, options: mtf.Options) -> tuple[str, ...]:
+        """What of the function is not in the graph, and what of its own these options do otherwise."""
+        assert self.origin is not None
+        whole = "layers are recomputed whole or not at all"
+        parts = [f"{w}: jax.checkpoint of a part is left out: {whole}" for w in self.origin.parts_recomputed]
+        own = sorted(self.origin.recomputed - options.recompute)
+        left = [f"the function's own jax.checkpoint of {', '.join(own)} is left out: nothing recomputes it"]
+        return (*self.origin.notes, *parts, *(left if own else ()))
+
     def _in_parts(self, microbatches: int) -> TrainingStep:
         """Only where the user's own step can be run so too: no search finds what `plan.jax` would refuse."""
         origin, batch = self.origin, self.batch_dim

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,9 +73,18 @@ class Origin:
     @property
     def recomputed(self) -> frozenset[str]:
         """Dimensions of the loops that the function itself recomputes in backward (jax.checkpoint)."""
-        found: set[str] = set()
+        return frozenset(dim for loop in self._recomputed() for dim in self.loop_dims(loop))
+
+    @property
+    def parts_recomputed(self) -> list[str]:
+        """File and line of every jax.checkpoint of the function that is around less than a loop's body."""
+        whole = {id(e) for loop in self._recomputed() if loop.body for e in loop.body.equations}
+        parts = (e for e in self.rerolled.block.walk() if e.prim in PRODUCTS and id(e) not in whole)
+        return list(dict.fromkeys(e.recomputed for e in parts if e.recomputed))
+
+    def _recomputed(self) -> Iterator[Equation]:
         for e in self.rerolled.block.walk():
             if e.prim == "scan" and e.body is not None:
                 products = [inner.recomputed for inner in e.body.equations if inner.prim in PRODUCTS]
-                found |= self.loop_dims(e) if products and all(products) else frozenset()
-        return frozenset(found)
+                if products and all(products):
+                    yield e
