@@ -170,14 +170,28 @@ def test_state_of_layers_is_stored_as_one() -> None:
     assert np.allclose(found, [np.asarray(s["mean"]) for s in wanted], rtol=1e-5)
 
 
-def test_draws_of_layers_are_one_draw_of_the_loop() -> None:
-    def loss(params: Params, batch: Any, key: Any) -> Any:
-        h = batch["x"]
-        for i, p in enumerate(params["blocks"]):
-            kept = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, h.shape)
-            h = jnp.where(kept, block(h, p) / 0.5, 0.0)
-        return (h**2).mean()
+def dropped(h: Any, p: Params, key: Any) -> Any:
+    return jnp.where(jax.random.bernoulli(key, 0.5, h.shape), block(h, p) / 0.5, 0.0)
 
+
+def a_key_for_each_layer(params: Params, batch: Any, key: Any) -> Any:
+    h = batch["x"]
+    for i, p in enumerate(params["blocks"]):
+        h = dropped(h, p, jax.random.fold_in(key, i))
+    return (h**2).mean()
+
+
+def keys_for_each_example(params: Params, batch: Any, key: Any) -> Any:
+    def one(h: Any, key: Any) -> Any:
+        for p, own in zip(params["blocks"], jax.random.split(key, LAYERS), strict=True):
+            h = dropped(h, p, own)
+        return h
+
+    return (jax.vmap(one)(batch["x"], jax.random.split(key, BATCH)) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [a_key_for_each_layer, keys_for_each_example])
+def test_draws_of_layers_are_one_draw_of_the_loop(loss: Callable[..., Any]) -> None:
     model = layoutopt.from_jax(loss, {"blocks": blocks()}, batch(), rng=jax.random.PRNGKey(0))
     assert loops(model)[0] == LAYERS
     assert sum(node.op.name == "dropout" for node, _ in model.graph.walk()) == 1
