@@ -101,7 +101,7 @@ def layer(h, p):
 def model(whole=True, batch=64):
     def loss(params, batch):
         h = batch["x"]
-        for p in params["layers"]:
+        for p in params["blocks"]:
             h = (jax.checkpoint(layer) if whole else layer)(h, p)
         return jnp.square(h).mean()
 
@@ -125,7 +125,7 @@ def test_every_command_knows_a_programs_own_checkpoints(
     assert result("lint", str(file), *on, "--hardware", "tpu-v5e")["recompute"] == ["layers"]
     words = ("--mesh", "data:2", "--hardware", "tpu-v5e", "--recompute", "never", "--out", str(plan))
     assert run("search", str(file), *words).exit_code == 0
-    said = " ".join(run("explain", str(plan)).stdout.split())
+    said = " ".join(run("explain", str(plan), "--model", str(file)).stdout.split())
     assert "note: the function's own jax.checkpoint of layers is left out" in said
     parts = result("cost", str(file), *on, "--hardware", "tpu-v5e", "--set", "whole=false")
     line = 1 + CHECKPOINTED.splitlines().index('    return h + jax.checkpoint(part)(h, p["up"]) @ p["down"]')
