@@ -28,7 +28,7 @@ from layoutopt.cli.options import (
     is_plan,
     read_layout,
 )
-from layoutopt.cli.running import open_trainer, restored
+from layoutopt.cli.running import open_trainer, restored, start_jax
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import seconds_text
 
@@ -64,6 +64,7 @@ def generate(
     """Continue texts with a trained model, under any layout."""
     terminal = Terminal(as_json, quiet)
     mesh = mesh if mesh or is_plan(layout) else ONE_DEVICE
+    start_jax(terminal, mesh, layout, engine)
     loaded, given = _loaded(model, settings or [], len(prompt), mesh, layout)
     feeds, begun = _feeds(loaded, prompt, seed)
     trainer = open_trainer(terminal, loaded, given, engine)

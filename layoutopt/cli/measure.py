@@ -28,7 +28,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import Timed, batches, items_of, open_trainer, timed_steps
+from layoutopt.cli.running import Timed, batches, items_of, open_trainer, start_jax, timed_steps
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
 
@@ -68,6 +68,7 @@ def measure(
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware, set_hardware)
+    start_jax(terminal, mesh, layout, engine)
     loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
     predicted = given.priced(loaded, machine)
     trainer = open_trainer(terminal, loaded, given, engine)

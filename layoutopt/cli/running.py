@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     from mesh_tf_core.training import Trainer
 
 
+def start_jax(
+    terminal: Terminal, mesh: str | None, layout: str | None, engine: str, cluster: Cluster | None = None
+) -> None:
+    """Makes JAX's devices before the model's file is read, for that may use JAX, which keeps the devices that
+    it starts with; nothing for other engines, or where the options name no mesh."""
+    from layoutopt.cli.options import mesh_asked
+    from mesh_tf_core.engines import chosen
+
+    asked = mesh_asked(mesh, layout) if chosen(engine, cluster) == "jax" else None
+    if asked is not None:
+        start_devices(terminal, asked.devices, engine, cluster)
+
+
 def open_trainer(
     terminal: Terminal, loaded: Loaded, given: Given, engine: str = "auto", cluster: Cluster | None = None
 ) -> Trainer:
@@ -94,17 +107,18 @@ def start_devices(
     terminal: Terminal, count: int, engine: str = "auto", cluster: Cluster | None = None
 ) -> None:
     """Makes this process's devices, before a library is used for anything else; meets the others."""
-    from mesh_tf_core.engines import chosen, prepare
+    from mesh_tf_core.engines import chosen, prepare, running
 
     kind = chosen(engine, cluster)
+    say = terminal.say if not running(kind, cluster) else lambda _: None
     if cluster is not None:
         cluster.devices_of(count)  # refused before anything takes time
-        terminal.say(f"starting {count} devices in {cluster.processes} processes")
+        say(f"starting {count} devices in {cluster.processes} processes")
         _keep_compiled()
         with hushed():
             cluster.start(count)
         return
-    terminal.say(f"starting {count} devices{OTHERS.get(kind, '')}")
+    say(f"starting {count} devices{OTHERS.get(kind, '')}")
     with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
         if kind == "jax":
             _keep_compiled()

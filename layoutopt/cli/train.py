@@ -50,6 +50,7 @@ from layoutopt.cli.running import (
     open_trainer,
     restored,
     start_devices,
+    start_jax,
 )
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text
@@ -123,6 +124,7 @@ def train(
             stack.enter_context(signals.nothing_to_keep(stopped))
         try:
             machine = read_hardware(hardware, set_hardware)
+            start_jax(terminal, mesh, layout, engine, members)
             loaded = load_model(model, settings or ())
             loaded.needed("data")  # before any work is done for it
             if layout == AUTO:

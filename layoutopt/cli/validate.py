@@ -27,7 +27,7 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.running import batches, start_devices
+from layoutopt.cli.running import batches, start_devices, start_jax
 from layoutopt.cli.terminal import Terminal, facts, plain, table
 from layoutopt.plan.units import seconds_text
 
@@ -67,6 +67,7 @@ def validate(
     check_out(out)
     machine = read_hardware(hardware, set_hardware)
     where = read_mesh(mesh)
+    start_jax(terminal, mesh, None, engine)
     loaded = load_model(model, settings or ())
     start_devices(terminal, where.devices, engine)
     with Steps(terminal, "validating", 1) as bar:

@@ -11,7 +11,7 @@ from mesh_tf_core.ir.program import Program
 
 KINDS = ("auto", "local", "jax", "lockstep")
 
-__all__ = ["KINDS", "Cluster", "Engine", "chosen", "open_engine", "prepare"]
+__all__ = ["KINDS", "Cluster", "Engine", "chosen", "open_engine", "prepare", "running"]
 
 
 def chosen(kind: str, cluster: Cluster | None = None) -> str:
@@ -30,6 +30,11 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
     if kind != "auto":
         return kind
     return "jax" if jax_home.accelerated() else "local"
+
+
+def running(kind: str, cluster: Cluster | None = None) -> bool:
+    """Whether this process has the devices of an engine that keeps those that it starts with."""
+    return cluster.joined if cluster is not None else kind == "jax" and jax_home.running()
 
 
 def prepare(devices: int, kind: str = "auto") -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -64,6 +65,15 @@ def accelerated() -> bool:
         return named != "cpu"
     here = (packages for pattern, packages in _CHIPS.items() if any(Path("/dev").glob(pattern)))
     return any(_installed(package) for packages in here for package in packages)
+
+
+def running() -> bool:
+    """Whether JAX has its devices in this process already; starts nothing."""
+    if "jax" not in sys.modules:
+        return False
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
 
 
 def _installed(package: str) -> bool:

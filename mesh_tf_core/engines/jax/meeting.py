@@ -82,10 +82,10 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
     if not jax_home.accelerated():
         jax_home.stay_on_cpu()
     import jax
-    from jax._src import distributed, xla_bridge
+    from jax._src import distributed
     from jaxlib import _jax
 
-    if xla_bridge.backends_are_initialized():
+    if jax_home.running():
         raise UserError(
             "cluster: JAX has started in this process, and joins others only before that; open the cluster "
             "before anything runs on JAX"
