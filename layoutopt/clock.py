@@ -8,12 +8,13 @@ A call into C is ended once it returns.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 AGAIN, SOON = 0.5, 0.02
@@ -78,6 +79,18 @@ class Clock:
     def part(self, share: float) -> Clock:
         """Counts down a part of what is left."""
         return Clock(None if self.left is None else share * self.left)
+
+    @contextlib.contextmanager
+    def at_most(self, seconds: float) -> Iterator[None]:
+        """Leaves so many seconds inside of the block, where there is no limit at all."""
+        before, limit = self.limit, self.elapsed + seconds
+        if before is None:
+            self.limit = limit
+        try:
+            yield
+        finally:
+            if before is None and self.limit == limit:  # nobody was in a hurry
+                self.limit = None
 
     def hurry(self) -> None:
         """Leaves no time from now on."""

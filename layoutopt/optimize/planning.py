@@ -26,7 +26,7 @@ from layoutopt.optimize.alternatives import (
     ranked,
 )
 from layoutopt.optimize.baselines import axis_names, by_name
-from layoutopt.optimize.request import EXACT, PLANNED, Request
+from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, EXACT, PLANNED, Request
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
@@ -88,7 +88,8 @@ def make_plan(
         repeats.extend(repeated_work(request, best.evaluation, names))
         beside.look(subproblem)
 
-    request.clock.within(PLANNED, look)
+    with request.clock.at_most(max(BESIDE, BESIDE_SHARE * request.clock.elapsed)):
+        request.clock.within(PLANNED, look)
     missing = [*beside.missing]
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]

@@ -45,6 +45,9 @@ size."""
 SEARCHED, ANSWERED, PLANNED = 0.6, 1.3, 1.2
 """Seconds after the time limit in which solvers end and their answers are evaluated; in which any layout that
 fits is looked for, where none is known; in which what stands beside the answer is priced."""
+BESIDE, BESIDE_SHARE = 20.0, 4.0
+"""Seconds that what stands beside the answer takes at most where no limit was given, and how often the time
+of the answer if that is more: a name's best plan can be harder to find than the best of all."""
 Rules = str | Mapping[str, Axes] | None
 
 

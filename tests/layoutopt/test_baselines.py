@@ -12,6 +12,7 @@ from costmodels.hardware import load_hardware
 from layoutopt.api import search
 from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.shared import SharedContext
+from layoutopt.optimize import planning
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of
@@ -41,6 +42,15 @@ def test_without_time_only_the_layouts_by_name_stay(monkeypatch: pytest.MonkeyPa
     assert names >= {"replicated", "data parallel"} and not names & set(HEURISTICS)
     (note,) = [n for n in plan.data.notes if "no time was left" in n]
     assert all(name in note for name in HEURISTICS)
+
+
+def test_what_stands_beside_an_answer_does_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit too; the answer is what it is."""
+    monkeypatch.setattr(planning, "BESIDE", 1e-6)
+    monkeypatch.setattr(planning, "BESIDE_SHARE", 0.0)
+    plan = search(EXAMPLES["mlp"](), mesh="x:2;y:2", hardware=V3)
+    assert plan.solver.status == "OPTIMAL" and not {a.name for a in plan.alternatives} & set(HEURISTICS)
+    assert [n for n in plan.data.notes if "no time was left" in n]
 
 
 def test_with_time_all_are_there() -> None:

@@ -125,6 +125,17 @@ def test_no_time_is_left_after_a_hurry() -> None:
     assert UNLIMITED.left is UNLIMITED.rest is None
 
 
+@pytest.mark.parametrize("limit", [None, 5.0])
+def test_a_limit_for_a_while_is_for_those_without_one(limit: float | None) -> None:
+    clock = Clock(limit)
+    with clock.at_most(100):
+        assert clock.left is not None and (clock.left > 90) == (limit is None)
+    assert clock.limit == limit
+    with clock.at_most(100):
+        clock.hurry()
+    assert clock.over
+
+
 def test_ctrl_c_in_work_leaves_no_alarm() -> None:
     def stopped() -> None:
         raise KeyboardInterrupt
