@@ -208,8 +208,11 @@ def test_nothing_fits(refused: Callable[..., str]) -> None:
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)
 
 
-def test_no_time_for_anything(refused: Callable[..., str]) -> None:
-    line = refused("search", LM, "--mesh", "data:2;model:4", "--time-limit", "0.000001", code=4)
+def test_no_time_for_anything(run: Callable[..., Result], refused: Callable[..., str]) -> None:
+    """A layout that is named without a search is still found, where one fits."""
+    hurried = ("search", LM, "--mesh", "data:2;model:4", "--time-limit", "0.000001")
+    assert run(*hurried).exit_code == 0
+    line = refused(*hurried, "--memory", "2MiB", code=4)
     assert "nothing was found in the time given; raise --time-limit" in line
 
 

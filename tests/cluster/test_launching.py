@@ -182,6 +182,7 @@ def test_a_cluster_needs_its_description(
         monkeypatch.setenv(name, value)
     if not environment and not words:  # what JAX says in a process that has not used it yet
         monkeypatch.setattr("jax.distributed.initialize", refuse)
+        monkeypatch.setattr("mesh_tf_core.engines.jax.home.running", lambda: False)
     file = str(ROOT / "examples/mlp.py")
     found = CliRunner().invoke(app, ["train", file, "--cluster", "--mesh", "data:2", *words])
     assert (found.exit_code, why in found.stderr) == (2, True), found.stderr

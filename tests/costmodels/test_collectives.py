@@ -24,6 +24,8 @@ from mesh_tf_core.ir.mesh import Mesh
 
 SIZES = st.sampled_from((1, 2, 3, 4, 6, 8, 16, 32))
 BYTES = st.floats(min_value=1, max_value=1e11)
+MEASURED = "cpu-jax"
+"""XLA's virtual CPU devices reduce-scatter by an all-reduce, and gather in less."""
 
 
 def _seconds(name: str, mesh: Mesh, kind: str, axes: tuple[str, ...], size: float) -> float:
@@ -56,7 +58,8 @@ def test_an_all_reduce_takes_at_least_a_reduce_scatter(
     whole = _seconds(name, mesh, "all_reduce", axes, size)
     scatter = _seconds(name, mesh, "reduce_scatter", axes, size)
     assert whole >= scatter
-    assert scatter == _seconds(name, mesh, "all_gather", axes, size)
+    if name != MEASURED:
+        assert scatter == _seconds(name, mesh, "all_gather", axes, size)
 
 
 @settings(max_examples=100)
