@@ -282,17 +282,6 @@ def is_plan(layout: str | None) -> bool:
     return layout is not None and (layout.endswith(".json") or os.path.isfile(layout))
 
 
-def mesh_asked(mesh: str | None, layout: str | None) -> Mesh | None:
-    """The mesh that the options name, by itself or in a plan file, before any model is read; None: neither
-    does."""
-    if mesh is None and is_plan(layout):
-        from layoutopt.plan.build import load_plan
-
-        assert layout is not None
-        return load_plan(layout).mesh
-    return None if mesh is None else read_mesh(mesh)
-
-
 @dataclass(frozen=True)
 class Given:
     """What `--mesh` and `--layout` say; `plan` if the layout is a plan file's."""

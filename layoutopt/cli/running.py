@@ -30,12 +30,16 @@ def start_jax(
 ) -> None:
     """Makes JAX's devices before the model's file is read, for that may use JAX, which keeps the devices that
     it starts with; nothing for other engines, or where the options name no mesh."""
-    from layoutopt.cli.options import mesh_asked
+    from layoutopt.cli.options import is_plan, read_mesh
+    from layoutopt.plan.build import load_plan
     from mesh_tf_core.engines import chosen
 
-    asked = mesh_asked(mesh, layout) if chosen(engine, cluster) == "jax" else None
-    if asked is not None:
-        start_devices(terminal, asked.devices, engine, cluster)
+    if chosen(engine, cluster) != "jax":
+        return
+    if mesh is not None:
+        start_devices(terminal, read_mesh(mesh).devices, engine, cluster)
+    elif layout is not None and is_plan(layout):
+        start_devices(terminal, load_plan(layout).mesh.devices, engine, cluster)
 
 
 def open_trainer(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from mesh_tf_core.engines import chosen
+from layoutopt.cli.options import EngineName
+from mesh_tf_core.engines import KINDS, chosen
 from mesh_tf_core.engines.jax import home
 from tests.cli.engine_cases import TRAIN
 from tests.jax_process import printed
@@ -19,6 +20,11 @@ from tests.jax_process import printed
 def said() -> dict[str, Any]:
     found: dict[str, Any] = printed("tests.cli.engine_cases")
     return found
+
+
+def test_the_option_names_the_engines_that_there_are() -> None:
+    """The command line lists them without loading any."""
+    assert tuple(name.value for name in EngineName) == KINDS
 
 
 def test_losses_are_those_of_local(said: dict[str, Any], result: Callable[..., dict[str, Any]]) -> None:

@@ -187,7 +187,7 @@ class Constrained:
             self._run(calls, part, inside)
             return [inside[y] for y in left]
 
-        saving = self._saving(run, again, bool(gathers), prevent_cse=True)
+        saving = self._saving(run, again, bool(gathers))
         known.update(zip(left, saving(*(known[x] for x in given)), strict=True))
 
     def _steps(
@@ -271,17 +271,15 @@ class Constrained:
             placed = [place(x, v) for place, x, v in zip(places, xs, body.ins, strict=True)]
             return self._results(calls, inner, whole, placed, body, {})
 
-        run = self._saving(run, self._again(e), self.gathered in places, prevent_cse=True)
+        run = self._saving(run, self._again(e), self.gathered in places)
         return calls.bind_scan(eqn, inner, run, ins)
 
-    def _saving(
-        self, run: Callable[..., Any], again: bool, gathers: bool, prevent_cse: bool
-    ) -> Callable[..., Any]:
+    def _saving(self, run: Callable[..., Any], again: bool, gathers: bool) -> Callable[..., Any]:
         """A layer that saves for backward what it should: nothing if it runs again, never what it gathers."""
         if not again and not gathers:
             return run
         policy = None if again else _all_but(self.gathers)
-        saving: Callable[..., Any] = jax_module().checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+        saving: Callable[..., Any] = jax_module().checkpoint(run, policy=policy)
         return saving
 
     def _unsure(self, e: Equation, v: Var) -> bool:
