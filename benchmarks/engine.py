@@ -1,10 +1,12 @@
-"""Step times of the local engine against peers, interleaved in one run.
+"""Step times of our engines against peers, interleaved in one run.
 
     python benchmarks/engine.py [--rounds 5] [--steps 3] [--only ours plain_tf] [--meshes one data model 2x4]
+    python benchmarks/engine.py --rounds 10 --only ours_jax jax_gspmd --meshes data model 2x4
 
 Every (peer, mesh) is a process of its own that waits until it is asked for some steps, so that all see the
-same machine at the same time. Prints a table, our ratios to every peer and one JSON line: median wall and CPU
-milliseconds per step, seconds to the first step, losses of the first steps. Fails if losses differ.
+same machine at the same time. Prints a table, our ratios to every peer with their geometric means, and one
+JSON line: median wall and CPU milliseconds per step, seconds to the first step, losses of the first steps.
+Fails if losses differ.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.engine_peers.sizes import MESHES, Sizes  # noqa: E402
 
-PEERS = ("ours", "plain_tf", "dtensor", "jax_gspmd", "mesh_tensorflow")
+PEERS = ("ours", "ours_jax", "plain_tf", "dtensor", "jax_gspmd", "mesh_tensorflow")
 WARM = 3
 APART = 1e-3
 """By how much losses may differ."""
@@ -131,13 +133,26 @@ def main() -> None:
 
 
 def show_ratios(rows: list[dict]) -> None:
-    """What ours takes of a peer's time on the same mesh, and of its own on one device."""
-    ours = {r["mesh"]: r for r in rows if r["peer"] == "ours"}
-    pairs = [(ours[r["mesh"]], r) for r in rows if r["peer"] != "ours" and r["mesh"] in ours]
-    pairs += [(r, ours["one"]) for mesh, r in ours.items() if mesh != "one" and "one" in ours]
-    for a, b in pairs:
-        wall, cpu = (a[key] / b[key] for key in ("wall_ms", "cpu_ms"))
-        print(f"{_name(a)} / {_name(b)}: wall {wall:.2f}, CPU {cpu:.2f}")
+    """What ours take of a peer's time on the same mesh, with the geometric mean over the meshes, and of their
+    own on one device."""
+    times = {(r["peer"], r["mesh"]): r for r in rows}
+    meshes = list(dict.fromkeys(r["mesh"] for r in rows))
+    for own in (p for p in dict.fromkeys(r["peer"] for r in rows) if p.startswith("ours")):
+        for peer in (p for p in dict.fromkeys(r["peer"] for r in rows) if p != own):
+            shared = [m for m in meshes if (own, m) in times and (peer, m) in times]
+            found = [_ratio(times[own, m], times[peer, m]) for m in shared]
+            if len(found) > 1:
+                wall, cpu = (statistics.geometric_mean(ratio[i] for ratio in found) for i in (0, 1))
+                print(f"{own} / {peer}, geometric mean: wall {wall:.3f}, CPU {cpu:.3f}")
+        for mesh in meshes:
+            if mesh != "one" and (own, "one") in times and (own, mesh) in times:
+                _ratio(times[own, mesh], times[own, "one"])
+
+
+def _ratio(a: dict, b: dict) -> tuple[float, float]:
+    wall, cpu = a["wall_ms"] / b["wall_ms"], a["cpu_ms"] / b["cpu_ms"]
+    print(f"{_name(a)} / {_name(b)}: wall {wall:.3f}, CPU {cpu:.3f}")
+    return wall, cpu
 
 
 def _name(row: dict) -> str:

@@ -1,4 +1,4 @@
-"""The model of examples/transformer_lm.py on the local engine."""
+"""The model of examples/transformer_lm.py on our engines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NAMES = {
 }
 
 
-def make(s: Sizes, mesh: dict[str, int]) -> Callable[[], float]:
-    """One training step per call."""
+def make(s: Sizes, mesh: dict[str, int], kind: str = "local") -> Callable[[], float]:
+    """One training step per call, by an engine of that kind."""
     built = model(
         layers=s.layers,
         d_model=s.d_model,
@@ -37,7 +37,7 @@ def make(s: Sizes, mesh: dict[str, int]) -> Callable[[], float]:
     program = built.lower(
         mtf.Mesh({a: n for a, n in mesh.items() if n > 1} or {"data": 1}), mtf.Layout(layout)
     )
-    engine = open_engine(program, "local")
+    engine = open_engine(program, kind)
     engine.initialize()
     values = parameters(s)
     for name in program.variables:

@@ -47,7 +47,7 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def gpu_memory_bytes() -> int:
+def accelerator_memory_bytes() -> int:
     """Memory that JAX takes of this machine's smallest accelerator."""
     import jax
 

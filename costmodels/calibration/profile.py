@@ -9,7 +9,7 @@ from typing import Any
 
 from costmodels.calibration.clock import Noise
 from costmodels.calibration.fit import Fit, Fitted
-from costmodels.calibration.machine import gpu_memory_bytes, versions
+from costmodels.calibration.machine import accelerator_memory_bytes, versions
 from costmodels.calibration.team import Team
 from costmodels.hardware import preset_content
 
@@ -54,7 +54,7 @@ def profile(
             curves[name] = curves[like]
     content["summary"] = f"{_summary(team)}, measured on {date}"
     content["calibrated"] = True
-    if team.gpus:
+    if team.accelerated:
         content["kind"], content["device"] = "gpu", "one GPU"
     content["compute_curves"] = [
         {
@@ -119,14 +119,14 @@ def held_out(found: Fit) -> float:
 
 
 def _summary(team: Team) -> str:
-    what = "GPUs" if team.gpus else "cores as virtual devices"
+    what = "GPUs" if team.accelerated else "cores as virtual devices"
     where = f"{team.machine['machines']} machines'" if "machines" in team.machine else "This machine's"
     return f"{where} {what}" + (f" of {team.processes} processes" if team.processes > 1 else "")
 
 
 def _chip(chip: dict[str, Any], found: Fit, team: Team, source: str, date: str) -> None:
     """Rates of one device while all work, times the devices that share a core: a core's rates."""
-    shared = 1.0 if team.gpus else max(1.0, team.mesh.devices / team.machine["cores"])
+    shared = 1.0 if team.accelerated else max(1.0, team.mesh.devices / team.machine["cores"])
     _memory(chip, team, source, date)
     product = found.curves.get("kernel.matmul")
     if product is not None:
@@ -143,9 +143,9 @@ def _chip(chip: dict[str, Any], found: Fit, team: Team, source: str, date: str) 
 
 def _memory(chip: dict[str, Any], team: Team, source: str, date: str) -> None:
     """A device's memory, and the cores that devices share."""
-    if team.gpus:
+    if team.accelerated:
         chip.pop("host_cores", None)
-        chip["memory"] = _number(gpu_memory_bytes(), "B", "what JAX takes of a GPU's memory", date)
+        chip["memory"] = _number(accelerator_memory_bytes(), "B", "what JAX takes of a GPU's memory", date)
         chip["memory_reserve"] = _number(0.0, "B", "what JAX does not take is left out already", date)
         return
     chip["host_cores"] = _number(team.machine["cores"], "count", source, date)

@@ -45,7 +45,7 @@ class Team:
         return len(self.hosts)
 
     @property
-    def gpus(self) -> bool:
+    def accelerated(self) -> bool:
         return "CPU" not in self.devices[0].upper()
 
     @property
@@ -56,7 +56,7 @@ class Team:
     @property
     def devices_per_process(self) -> int | None:
         """None if devices exchange data through the memory of one process, without messages."""
-        return len(self.devices) if self.cluster is not None or self.gpus else None
+        return len(self.devices) if self.cluster is not None or self.accelerated else None
 
     def open(self, program: Program) -> Engine:
         return open_engine(program, self.engine, cluster=self.cluster)
@@ -68,8 +68,8 @@ class Team:
     def sample(self, run: Callable[[], object], steps: int) -> Sample:
         """Runs `steps` steps in every process, once all have come here."""
         found = sample(run, steps)
-        if self.gpus:
-            found = replace(found, foreign=0.0)  # whoever uses the cores takes nothing from a GPU
+        if self.accelerated:
+            found = replace(found, foreign=0.0)  # whoever uses the cores takes nothing from an accelerator
         if self.cluster is None:
             return found
         times = self.cluster.gather("a sample", [found.wall, found.own, found.foreign])

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from costmodels.calibration import (
+    Drift,
     Sample,
     Team,
     assemble,
@@ -27,6 +29,7 @@ from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.analysis.validation import Row, sample_layouts, summary
 from layoutopt.optimize.baselines import by_name
+from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -59,6 +62,7 @@ def validate(
     seed: int = 0,
     on_progress: Progress | None = None,
     engine: str = "auto",
+    cluster: Cluster | None = None,
 ) -> dict[str, Any]:
     """Runs layouts of a model on this machine's mesh and compares.
 
@@ -69,6 +73,7 @@ def validate(
       batch: what every step is fed (None: zeros).
       seed: of the random layouts.
       engine: what runs the steps (see `mesh_tf_core.engines.open_engine`).
+      cluster: the processes that run them together; one chooses the layouts for all.
 
     Returns:
       rows (layout, predicted_seconds, measured_seconds, name, spread), mape, kendall_tau, spearman, regret,
@@ -85,15 +90,29 @@ def validate(
         given = [Layout(x) if isinstance(x, str) else x for x in layouts]
         chosen = [Candidate("given", x, seconds_of(model, mesh, x, prices)) for x in dict.fromkeys(given)]
     else:
-        chosen = choose(model, mesh, machine, count, seed)
+        chosen = _chosen(lambda: choose(model, mesh, machine, count, seed), mesh, cluster)
     if len(chosen) < 2:
         raise UserError(
             f"validate needs at least two layouts on mesh [{mesh}], found {len(chosen)}; use a larger mesh"
         )
-    team = assemble(mesh, engine=engine)
-    with open_drift(mesh, machine, team.engine) as drift:
+    team = assemble(mesh, cluster, engine)
+    # The references of a profile run in one process.
+    watched = open_drift(mesh, machine, team.engine) if cluster is None else nullcontext(Drift((), ()))
+    with watched as drift:
         samples = run(model, team, chosen, steps, batch, on_progress, drift.measure)
         return result(chosen, samples, drift.ratio)
+
+
+def _chosen(choose: Callable[[], list[Candidate]], mesh: Mesh, cluster: Cluster | None) -> list[Candidate]:
+    """What one process chooses, for all."""
+    if cluster is None:
+        return choose()
+    cluster.start(mesh.devices)
+
+    def told() -> list[tuple[str, str, float]]:
+        return [(c.name, str(c.layout), c.seconds) for c in choose()]
+
+    return [Candidate(n, Layout(x), s) for n, x, s in cluster.share("the choice of layouts", told)]
 
 
 def result(

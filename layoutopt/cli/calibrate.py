@@ -3,33 +3,27 @@ predict from."""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from layoutopt.cli.calibrate_tpu import for_tpu
+from layoutopt.cli.job import ALONE, Job, in_job
 from layoutopt.cli.options import (
     THIS_MACHINE,
-    ClusterOption,
-    CoordinatorOption,
     EngineName,
     EngineOption,
     JsonOption,
     MeshOption,
-    ProcessesOption,
-    ProcessOption,
     QuietOption,
-    StartTimeoutOption,
-    TimeoutOption,
     check_out,
     examples,
     path_option,
     read_mesh,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.running import kept, open_cluster, start_devices
+from layoutopt.cli.running import kept, start_devices
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text, seconds_text
 
@@ -47,6 +41,7 @@ EXAMPLES = examples(
 DEFAULT_MESH = "data:2;model:4"
 
 
+@in_job
 def calibrate(
     mesh: MeshOption = None,
     thorough: Annotated[
@@ -76,12 +71,7 @@ def calibrate(
         ),
     ] = None,
     engine: EngineOption = EngineName.auto,
-    cluster: ClusterOption = False,
-    coordinator: CoordinatorOption = None,
-    processes: ProcessesOption = None,
-    process: ProcessOption = None,
-    timeout: TimeoutOption = 25.0,
-    start_timeout: StartTimeoutOption = 300.0,
+    job: Job = ALONE,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -90,47 +80,39 @@ def calibrate(
     from mesh_tf_core import UserError
     from mesh_tf_core.engines import chosen
 
-    terminal = Terminal(as_json, quiet)
     if target is not None:
         if mesh is not None or thorough:
             raise UserError(
                 f"--mesh and --thorough measure this machine, --target {target} compiles for a TPU; "
                 "leave out one or the other"
             )
-        if cluster or coordinator:
+        if job.several:
             raise UserError(
                 f"--target {target} compiles for a TPU in one process; leave out --cluster (or launch -n)"
             )
-        for_tpu(terminal, target, refresh, out)
+        for_tpu(Terminal(as_json, quiet), target, refresh, out)
         return
     if refresh:
         raise UserError("--refresh compiles for a TPU anew; say which one, for example --target tpu-v5e")
-    several = cluster or coordinator
-    if not several and out is None and (kind := chosen(engine)) != "local":
+    if not job.several and out is None and (kind := chosen(engine)) != "local":
         raise UserError(
             f"{THIS_MACHINE} stands for the engine local; name a file for what --engine {kind} takes with "
             "--out PROFILE.json"
         )
-    if several and out is None:
+    if job.several and out is None:
         raise UserError(
             f"--cluster measures several processes, and {THIS_MACHINE} stands for one; name a file of their "
             "own with --out PROFILE.json"
         )
     where = read_mesh(DEFAULT_MESH if mesh is None else mesh)
-    with contextlib.ExitStack() as stack:
-        members = stack.enter_context(
-            open_cluster(cluster, coordinator, processes, process, timeout, start_timeout, as_json)
-        )
-        if members is None:
-            _this_machine(terminal, where, thorough, out, engine)
-            return
-        shown = Terminal(as_json, quiet or not members.is_writer)
-        # First of all: what fails then ends the others too.
-        start_devices(shown, where.devices, engine, members)
-        if members.is_writer:
-            _this_machine(shown, where, thorough, out, engine, members)
+    with job.open(engine, as_json, quiet) as (members, terminal):
+        if members is not None:
+            # First of all: what fails then ends the others too.
+            start_devices(terminal, where.devices, engine, members)
+        if members is None or members.is_writer:
+            _this_machine(terminal, where, thorough, out, engine, members)
         else:
-            _measured(shown, where, thorough, None, engine, members)
+            _measured(terminal, where, thorough, None, engine, members)
 
 
 def _this_machine(

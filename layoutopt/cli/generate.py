@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli.job import ALONE, Job, in_job
 from layoutopt.cli.options import (
     EngineName,
     EngineOption,
@@ -47,6 +48,7 @@ EXAMPLES = examples(
 ONE_DEVICE = "device:1"
 
 
+@in_job
 def generate(
     model: ModelArgument,
     checkpoint: Annotated[Path, checkpoint_option("What `train --checkpoint` wrote.")],
@@ -58,40 +60,41 @@ def generate(
         int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of the draws, if the model draws.")
     ] = 0,
     engine: EngineOption = EngineName.auto,
+    job: Job = ALONE,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Continue texts with a trained model, under any layout."""
-    terminal = Terminal(as_json, quiet)
-    mesh = mesh if mesh or is_plan(layout) else ONE_DEVICE
-    start_jax(terminal, mesh, layout, engine)
-    loaded, given = _loaded(model, settings or [], len(prompt), mesh, layout)
-    feeds, begun = _feeds(loaded, prompt, seed)
-    trainer = open_trainer(terminal, loaded, given, engine)
-    step = _restored(terminal, trainer, checkpoint)
-    began = time.perf_counter()
-    with terminal.waiting("generating"):
-        found = trainer.step(feeds)
-    seconds = time.perf_counter() - began
     from layoutopt.plan.build import axes_of, model_info
     from layoutopt.plan.results import Continued, GenerateResult
 
-    texts = [
-        Continued(prompt=text, continuations=_continuations(loaded, found, row, begun[row]))
-        for row, text in enumerate(prompt)
-    ]
-    terminal.result(
-        GenerateResult(
-            model=model_info(loaded.model),
-            mesh=given.mesh.as_dict(),
-            layout=axes_of(given.layout),
-            step=step,
-            seconds=seconds,
-            texts=texts,
+    mesh = mesh if mesh or is_plan(layout) else ONE_DEVICE
+    with job.open(engine, as_json, quiet) as (members, terminal):
+        start_jax(terminal, mesh, layout, engine, members)
+        loaded, given = _loaded(model, settings or [], len(prompt), mesh, layout)
+        feeds, begun = _feeds(loaded, prompt, seed)
+        trainer = open_trainer(terminal, loaded, given, engine, members)
+        step = _restored(terminal, trainer, checkpoint)
+        began = time.perf_counter()
+        with terminal.waiting("generating"):
+            found = trainer.step(feeds)
+        seconds = time.perf_counter() - began
+        texts = [
+            Continued(prompt=text, continuations=_continuations(loaded, found, row, begun[row]))
+            for row, text in enumerate(prompt)
+        ]
+        terminal.result(
+            GenerateResult(
+                model=model_info(loaded.model),
+                mesh=given.mesh.as_dict(),
+                layout=axes_of(given.layout),
+                step=step,
+                seconds=seconds,
+                texts=texts,
+            )
         )
-    )
-    terminal.say(f"step {step} of {checkpoint}, {seconds_text(seconds)} with compiling")
-    _show(terminal, texts)
+        terminal.say(f"step {step} of {checkpoint}, {seconds_text(seconds)} with compiling")
+        _show(terminal, texts)
 
 
 def _loaded(

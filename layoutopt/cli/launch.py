@@ -17,11 +17,16 @@ EXAMPLES = examples(
     '--mesh "data:4;model:2" --layout "batch:data;d_ff:model" --checkpoint build/run',
 )
 
+AGAIN = "the same command may be run again"
 AFTER_FAILURE = {
     "train": "add --checkpoint DIR to go on after a failure",
     "calibrate": "the same command goes on from what was measured",
+    "measure": AGAIN,
+    "validate": AGAIN,
+    "generate": AGAIN,
 }
 """What can be run, and what is said if it failed and is not started again."""
+TOGETHER = ", ".join(AFTER_FAILURE)
 START = 60
 """Seconds that workers wait for one that has not started: all start at once on one machine."""
 
@@ -33,7 +38,9 @@ def launch(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="-- train MODEL …", help="What every worker runs: train or calibrate.", show_default=False
+            metavar="-- train MODEL …",
+            help=f"What every worker runs: {TOGETHER}.",
+            show_default=False,
         ),
     ],
     processes: Annotated[
@@ -44,8 +51,7 @@ def launch(
         typer.Option(min=0, help="Restarts in a row after failures, if no checkpoint is made between them."),
     ] = 3,
 ) -> None:
-    """Start local workers that train one model together, and start them again if one fails; or that measure
-    their mesh together.
+    """Start local workers that run one command together; training starts again if one fails.
 
     Shows what the first worker shows. Training needs --checkpoint in the command to go on after a failure.
     """
@@ -54,8 +60,8 @@ def launch(
 
     if command[0] not in AFTER_FAILURE:
         raise UserError(
-            f"launch runs `train` or `calibrate` in several processes, found {command[0]!r}; write launch "
-            f"-n {processes} -- train MODEL …"
+            f"launch runs {TOGETHER} in several processes, found {command[0]!r}; write "
+            f"launch -n {processes} -- train MODEL …"
         )
     whole = [command[0], "--cluster", "--start-timeout", str(START), *command[1:]]
     say = Terminal().say
@@ -63,7 +69,7 @@ def launch(
         whole,
         processes,
         restarts,
-        _checkpoint(command),
+        _checkpoint(command) if command[0] == "train" else None,
         lambda text: say(f"launch: {text}"),
         AFTER_FAILURE[command[0]],
     )

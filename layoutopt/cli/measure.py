@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli.job import ALONE, Job, in_job
 from layoutopt.cli.options import (
     THIS_MACHINE,
     EngineName,
@@ -28,7 +29,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import Timed, batches, items_of, open_trainer, start_jax, timed_steps
+from layoutopt.cli.running import Timed, batches, items_of, open_trainer, start_jax, timed_steps, where
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
 
@@ -46,6 +47,7 @@ BATCHES = 100
 """At most so many are held; further steps are fed with the same ones."""
 
 
+@in_job
 def measure(
     model: ModelArgument,
     mesh: MeshOption = None,
@@ -59,6 +61,7 @@ def measure(
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
     engine: EngineOption = EngineName.auto,
+    job: Job = ALONE,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -66,29 +69,29 @@ def measure(
     from layoutopt.plan.build import axes_of, refined_of
     from layoutopt.plan.results import MeasureResult
 
-    terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware, set_hardware)
-    start_jax(terminal, mesh, layout, engine)
-    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
-    predicted = given.priced(loaded, machine)
-    trainer = open_trainer(terminal, loaded, given, engine)
-    timed = _timed(terminal, loaded, trainer, warm_up, steps)
-    ran = trainer.engine
-    terminal.result(
-        MeasureResult(
-            mesh=given.mesh.as_dict(),
-            layout=axes_of(given.layout),
-            refined=refined_of(given.layout),
-            step_seconds=timed.median,
-            step_seconds_all=list(timed.seconds),
-            compile_seconds=ran.compile_seconds,
-            loss=list(timed.losses),
-            communication_bytes_per_device=ran.communication_bytes,
-            peak_memory_bytes=ran.peak_memory_bytes,
+    with job.open(engine, as_json, quiet) as (members, terminal):
+        start_jax(terminal, mesh, layout, engine, members)
+        loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
+        predicted = given.priced(loaded, machine)
+        trainer = open_trainer(terminal, loaded, given, engine, members)
+        timed = _timed(terminal, loaded, trainer, warm_up, steps)
+        ran = trainer.engine
+        terminal.result(
+            MeasureResult(
+                mesh=given.mesh.as_dict(),
+                layout=axes_of(given.layout),
+                refined=refined_of(given.layout),
+                step_seconds=timed.median,
+                step_seconds_all=list(timed.seconds),
+                compile_seconds=ran.compile_seconds,
+                loss=list(timed.losses),
+                communication_bytes_per_device=ran.communication_bytes,
+                peak_memory_bytes=ran.peak_memory_bytes,
+            )
         )
-    )
-    if not as_json:
-        _show(terminal, loaded, predicted, timed, ran, machine.name)
+        if not as_json:
+            _show(terminal, loaded, predicted, timed, trainer, machine.name)
 
 
 def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, steps: int) -> Timed:
@@ -105,9 +108,9 @@ def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, s
 
 
 def _show(
-    terminal: Terminal, loaded: Loaded, predicted: Evaluation, timed: Timed, engine: Any, hardware: str
+    terminal: Terminal, loaded: Loaded, predicted: Evaluation, timed: Timed, trainer: Trainer, hardware: str
 ) -> None:
-    seconds, step = timed.seconds, timed.median
+    seconds, step, engine = timed.seconds, timed.median, trainer.engine
     items, name = items_of(loaded.model)
     said = predicted.cost.step_seconds
     sent = predicted.program.communication_bytes()
@@ -118,7 +121,7 @@ def _show(
                 ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
                 (
                     "mesh",
-                    f"{predicted.program.mesh} ({predicted.program.mesh.devices} devices of this machine)",
+                    f"{trainer.mesh} ({trainer.mesh.devices} devices of {where(trainer.cluster)})",
                 ),
                 ("layout", layout_text(predicted.program.layout)),
                 (

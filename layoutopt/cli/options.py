@@ -159,49 +159,6 @@ EngineOption = Annotated[
         "or the CPU, lockstep NumPy, for tests; auto is jax where there is an accelerator, else local.",
     ),
 ]
-ClusterOption = Annotated[
-    bool,
-    typer.Option(
-        "--cluster",
-        help="Run with the other processes of the job, as JAX finds them (see docs/clusters.md).",
-    ),
-]
-CoordinatorOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="Where they meet, at the first of them.",
-        show_default=False,
-    ),
-]
-ProcessesOption = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="With --coordinator: how many there are.", show_default=False),
-]
-ProcessOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0, metavar="I", help="With --coordinator: which is this one, from 0.", show_default=False
-    ),
-]
-TimeoutOption = Annotated[
-    float,
-    typer.Option(
-        min=1,
-        max=LONGEST,
-        metavar="SECONDS",
-        help="With --cluster: how long to wait for a process that lives but does not come to a step.",
-    ),
-]
-StartTimeoutOption = Annotated[
-    float,
-    typer.Option(
-        min=1,
-        max=LONGEST,
-        metavar="SECONDS",
-        help="With --cluster: how long to wait for one to start.",
-    ),
-]
 
 
 def _path(text: str | Path) -> Path:

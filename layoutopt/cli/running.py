@@ -49,52 +49,8 @@ def open_trainer(
     start_devices(terminal, given.mesh.devices, engine, cluster)
     from mesh_tf_core.training import Trainer
 
-    return Trainer(loaded.model, given.mesh, given.layout, given.options, engine, cluster)
-
-
-def open_cluster(
-    wanted: bool,
-    coordinator: str | None,
-    processes: int | None,
-    process: int | None,
-    timeout: float,
-    start_timeout: float,
-    as_json: bool,
-) -> contextlib.AbstractContextManager[Cluster | None]:
-    """The processes of the job, as `--cluster` and `--coordinator` say; None for this one alone."""
-    if not wanted and coordinator is None:
-        if processes is not None or process is not None:
-            from mesh_tf_core.errors import UserError
-
-            raise UserError("--processes and --process go with --coordinator HOST:PORT; add it")
-        return contextlib.nullcontext()
-    from layoutopt.cli.group import tell
-    from mesh_tf_core.engines import Cluster
-
-    _own_output()
-    from mesh_tf_core.errors import ClusterError
-
-    return Cluster(
-        coordinator,
-        processes,
-        process,
-        timeout=timeout,
-        start_timeout=start_timeout,
-        tell=lambda text: tell(text, ClusterError.exit_code, as_json),
-    )
-
-
-def _own_output() -> None:
-    """Keeps stdout for our results: the collectives of CPU devices announce themselves there."""
-    old = sys.__stdout__
-    if old is None or sys.stdout is not old:
-        return
-    old.flush()
-    out = open(os.dup(1), "w", encoding=old.encoding, errors=old.errors)  # noqa: SIM115
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.close(nothing)
-    sys.stdout = out
+    slices = None if given.plan is None else given.plan.slices
+    return Trainer(loaded.model, given.mesh, given.layout, given.options, engine, cluster, slices)
 
 
 def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> bool:
@@ -142,6 +98,11 @@ def _keep_compiled() -> None:
     place = cache_directory("compiled")
     if place is not None:
         home.keep_compiled(place)
+
+
+def where(cluster: Cluster | None) -> str:
+    """Whose devices a mesh has, in words."""
+    return "this machine" if cluster is None or cluster.processes == 1 else f"{cluster.processes} processes"
 
 
 @contextlib.contextmanager

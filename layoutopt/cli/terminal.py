@@ -39,10 +39,11 @@ class Terminal:
     Args:
       as_json: print one JSON object and nothing else on stdout.
       quiet: no progress and no messages on stderr.
+      shown: False: another process of the job says all that there is to say.
     """
 
-    def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
-        self.as_json, self.quiet = as_json, quiet
+    def __init__(self, as_json: bool = False, quiet: bool = False, shown: bool = True) -> None:
+        self.as_json, self.quiet, self.shown = as_json, quiet or not shown, shown
         self.out = _console(sys.stdout)
         self.err = _console(sys.stderr)
 
@@ -68,7 +69,7 @@ class Terminal:
 
     def show(self, *parts: RenderableType) -> None:
         """Results for people, on stdout; nothing with `--json`."""
-        if not self.as_json:
+        if self.shown and not self.as_json:
             for part in parts:
                 self.out.print(Text(part) if isinstance(part, str) else part, highlight=False)
 
@@ -78,7 +79,7 @@ class Terminal:
         cannot be written is raised once all of that is shown. Gives whether it was written."""
         from mesh_tf_core.errors import UserError
 
-        failed = None
+        failed, out = None, out if self.shown else None
         if out is not None:
             try:
                 save(out)
@@ -92,7 +93,7 @@ class Terminal:
 
     def result(self, data: Data) -> None:
         """The result for programs; nothing without `--json`."""
-        if self.as_json:
+        if self.shown and self.as_json:
             ascii = not has_unicode(sys.stdout)
             sys.stdout.write(json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=ascii) + "\n")
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt import signals
+from layoutopt.cli.job import ALONE, Job, in_job
 from layoutopt.cli.options import (
     THIS_MACHINE,
-    ClusterOption,
-    CoordinatorOption,
     EngineName,
     EngineOption,
     Given,
@@ -26,15 +25,11 @@ from layoutopt.cli.options import (
     MeshOption,
     MicrobatchesOption,
     ModelArgument,
-    ProcessesOption,
-    ProcessOption,
     QuietOption,
     RecomputeOption,
     SetHardwareOption,
     SetOption,
-    StartTimeoutOption,
     StorageOption,
-    TimeoutOption,
     checkpoint_option,
     examples,
     read_hardware,
@@ -46,11 +41,11 @@ from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import (
     evaluated_model,
     items_of,
-    open_cluster,
     open_trainer,
     restored,
     start_devices,
     start_jax,
+    where,
 )
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text
@@ -73,6 +68,7 @@ LINES = 10
 """Messages of progress where there is no terminal to draw a bar on."""
 
 
+@in_job
 def train(
     model: ModelArgument,
     layout: Annotated[
@@ -95,12 +91,7 @@ def train(
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
     engine: EngineOption = EngineName.auto,
-    cluster: ClusterOption = False,
-    coordinator: CoordinatorOption = None,
-    processes: ProcessesOption = None,
-    process: ProcessOption = None,
-    timeout: TimeoutOption = 25.0,
-    start_timeout: StartTimeoutOption = 300.0,
+    job: Job = ALONE,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -109,12 +100,8 @@ def train(
 
     run: _Run | None = None
     with contextlib.ExitStack() as stack:
-        members = stack.enter_context(
-            open_cluster(cluster, coordinator, processes, process, timeout, start_timeout, as_json)
-        )
-        shown = members is None or members.is_writer
-        terminal = Terminal(as_json, quiet or not shown)
-        if checkpoint is not None and shown:
+        members, terminal = stack.enter_context(job.open(engine, as_json, quiet))
+        if checkpoint is not None and terminal.shown:
             _own(stack, terminal, checkpoint)  # before any work is done for it
 
         def stopped() -> None:
@@ -132,17 +119,14 @@ def train(
                 given = _searched(terminal, loaded, machine, mesh, engine, members)
             else:
                 given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
-            together = members.processes if members else 1
-            where = f"{together} processes" if together > 1 else "this machine"
-            run = _Run(terminal, loaded, given, machine, steps, where, checkpoint)
+            run = _Run(terminal, loaded, given, machine, steps, where(members), checkpoint)
             run.train(open_trainer(terminal, loaded, given, engine, members), every)
             run.evaluate(held_out)
         except KeyboardInterrupt:
             stopped()
             raise
-    if shown:
-        terminal.result(run.result())
-        run.show()
+    terminal.result(run.result())
+    run.show()
 
 
 def _own(stack: contextlib.ExitStack, terminal: Terminal, checkpoint: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from layoutopt.cli.job import ALONE, Job, in_job
 from layoutopt.cli.options import (
     THIS_MACHINE,
     EngineName,
@@ -40,6 +41,7 @@ MOST = 1000
 """Layouts that are run: each takes an engine of its own."""
 
 
+@in_job
 def validate(
     model: ModelArgument,
     mesh: MeshOption = None,
@@ -54,6 +56,7 @@ def validate(
         Path | None,
         path_option("FILE.json", "Write the JSON there, for `report`."),
     ] = None,
+    job: Job = ALONE,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -63,30 +66,31 @@ def validate(
     from layoutopt.plan.results import ValidateResult
     from mesh_tf_core.files import write_file
 
-    terminal = Terminal(as_json, quiet)
     check_out(out)
     machine = read_hardware(hardware, set_hardware)
-    where = read_mesh(mesh)
-    start_jax(terminal, mesh, None, engine)
-    loaded = load_model(model, settings or ())
-    start_devices(terminal, where.devices, engine)
-    with Steps(terminal, "validating", 1) as bar:
-        found = run(
-            loaded.model,
-            where,
-            machine,
-            count=layouts,
-            steps=steps,
-            batch=next(batches(terminal, loaded)),
-            seed=seed,
-            engine=engine,
-            on_progress=lambda what, done, total: bar.update(done, what, total),
-        )
-    result = ValidateResult.model_validate(found)
-    text = json.dumps(plain(result), indent=1) + "\n"
-    with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the validation"):
-        terminal.result(result)
-        _show(terminal, found, machine.name)
+    devices = read_mesh(mesh)
+    with job.open(engine, as_json, quiet) as (members, terminal):
+        start_jax(terminal, mesh, None, engine, members)
+        loaded = load_model(model, settings or ())
+        start_devices(terminal, devices.devices, engine, members)
+        with Steps(terminal, "validating", 1) as bar:
+            found = run(
+                loaded.model,
+                devices,
+                machine,
+                count=layouts,
+                steps=steps,
+                batch=next(batches(terminal, loaded)),
+                seed=seed,
+                engine=engine,
+                cluster=members,
+                on_progress=lambda what, done, total: bar.update(done, what, total),
+            )
+        result = ValidateResult.model_validate(found)
+        text = json.dumps(plain(result), indent=1) + "\n"
+        with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the validation"):
+            terminal.result(result)
+            _show(terminal, found, machine.name)
 
 
 def _show(terminal: Terminal, found: dict[str, Any], hardware: str) -> None:

@@ -12,9 +12,11 @@ layout dearer than the ones at hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from costmodels.hardware import Hardware
+from costmodels.network.topology import place
 from costmodels.repeated import near_sizes, repeated
 from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.alternatives import (
@@ -100,6 +102,7 @@ def make_plan(
         layout=axes_of(best.layout.renamed(names)),
         **decided(best.options, best.layout).model_dump(),
         hardware=request.hardware.name,
+        slices={names.get(axis, axis): n for axis, n in _slices(request.hardware, best.mesh)},
         predicted=predicted_of(best.evaluation, names),
         solver=_solver(request, best, proof, bound, considered, seconds),
         alternatives=[*beside.found, *ranked(request, others, searched_mesh)],
@@ -115,6 +118,13 @@ def make_plan(
         ],
     )
     return Plan(data, stopped)
+
+
+def _slices(hardware: Hardware, mesh: Mesh) -> Iterator[tuple[str, int]]:
+    """Axes that lie over several slices."""
+    placed = place(hardware, mesh)
+    factors = ((axis, placed.factor(axis, "slice")) for axis in mesh.names)
+    return ((axis, n) for axis, n in factors if n > 1)
 
 
 @dataclass(frozen=True)

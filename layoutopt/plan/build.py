@@ -52,6 +52,11 @@ class Plan:
         self._jax: Any = None
 
     @property
+    def slices(self) -> dict[str, int]:
+        """Mesh axis -> over how many slices of the machine it lies, where that are several."""
+        return self.data.slices
+
+    @property
     def predicted(self) -> Predicted:
         return self.data.predicted
 

@@ -168,6 +168,7 @@ class PlanFile(Decided):
 
     Attributes:
       layout: dimension to the mesh axes it is split over, the outermost first.
+      slices: mesh axis to over how many slices of the machine it lies; left out where it is one.
       refinement: of a layout that is `refined`.
     """
 
@@ -176,6 +177,7 @@ class PlanFile(Decided):
     mesh: dict[str, Size]
     layout: dict[str, Names]
     hardware: str = ""
+    slices: dict[str, Size] = Field(default_factory=dict)
     predicted: Predicted
     solver: SolverInfo | None = None
     alternatives: list[Alternative] = Field(default_factory=list)
@@ -195,7 +197,7 @@ class PlanFile(Decided):
     def to_json(self) -> dict[str, Any]:
         """The plan file's object; `details` are what was said of them."""
         found = self.model_dump(mode="json", exclude={"details"})
-        for absent in ("frontier", "notes", "refinement"):
+        for absent in ("frontier", "notes", "refinement", "slices"):
             if not found.get(absent):
                 found.pop(absent, None)
         if self.details.model_fields_set:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.protocol import Engine
@@ -25,7 +27,7 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
         raise UserError(f"engine {kind!r}: {known_names(kind, KINDS)}")
     if cluster is not None:
         if kind not in ("auto", "jax"):
-            raise UserError(f"engine {kind!r} runs in one process; several are for the engine 'jax'")
+            raise UserError(f"engine '{kind}' runs in one process; several are for the engine 'jax'")
         return "jax"
     if kind != "auto":
         return kind
@@ -52,7 +54,12 @@ def prepare(devices: int, kind: str = "auto") -> tuple[str, ...]:
     return tf_devices.prepare(devices)
 
 
-def open_engine(program: Program, kind: str = "auto", cluster: Cluster | None = None) -> Engine:
+def open_engine(
+    program: Program,
+    kind: str = "auto",
+    cluster: Cluster | None = None,
+    slices: Mapping[str, int] | None = None,
+) -> Engine:
     """An engine for the program.
 
     Args:
@@ -60,6 +67,7 @@ def open_engine(program: Program, kind: str = "auto", cluster: Cluster | None = 
         GPUs, or as many virtual CPU devices as the mesh needs (no TensorFlow), `lockstep` device by device in
         NumPy (slow; the oracle of tests), `auto`: see `chosen`.
       cluster: the processes over which the program runs, by JAX; by default this one alone.
+      slices: mesh axis -> over how many slices of a machine it lies (see `engines.jax.placing`).
 
     Raises:
       UserError: an unknown kind, or not enough devices.
@@ -73,7 +81,7 @@ def open_engine(program: Program, kind: str = "auto", cluster: Cluster | None = 
         jax_home.require()
         from mesh_tf_core.engines.jax.engine import JaxEngine
 
-        return JaxEngine(program, cluster=cluster)
+        return JaxEngine(program, cluster=cluster, slices=slices)
     names = tf_devices.prepare(program.mesh.devices)
     from mesh_tf_core.engines.tf.local import TfLocalEngine
 

@@ -3,7 +3,7 @@ moves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mesh_tf_core.ir.program import Program
@@ -29,9 +29,9 @@ class Engine(Protocol):
         ...
 
     @property
-    def steps_per_call(self) -> int:
-        """How many batches `steps` is best given at once: more than 1 where one call runs several steps and
-        a call is dear (a TPU). On CPU, loops over the traced step measured no faster than calls of it."""
+    def in_flight(self) -> int:
+        """How many steps may be begun before the results of the first one are asked for; more than 1 where
+        `begin` does not wait for the devices, so that they find the next step waiting."""
         ...
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,15 +43,16 @@ class Engine(Protocol):
         """
         ...
 
-    def steps(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Runs one step per batch."""
-        ...
-
     def feed(self, batch: Mapping[str, Any]) -> Any:
         """Checks a batch and hands its pieces to the devices, for `run`.
 
         May be called in another thread while a step runs.
         """
+        ...
+
+    def begin(self, fed: Any) -> Callable[[], dict[str, Any]]:
+        """Begins a step on what `feed` returned; what it gives waits for the results, and is called in the
+        order of the steps."""
         ...
 
     def run(self, fed: Any) -> dict[str, Any]:

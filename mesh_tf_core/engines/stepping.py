@@ -12,7 +12,7 @@ from mesh_tf_core.ir.program import Program
 class Stepping:
     """A step from its two halves (see `engines.protocol.Engine`)."""
 
-    steps_per_call = 1
+    in_flight = 1
     program: Program
 
     @property
@@ -25,11 +25,12 @@ class Stepping:
     def run(self, fed: Any) -> dict[str, Any]:
         raise NotImplementedError
 
+    def begin(self, fed: Any) -> Callable[[], dict[str, Any]]:
+        found = self.run(fed)
+        return lambda: found
+
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return self.run(self.feed(batch))
-
-    def steps(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [self.step(batch) for batch in batches]
 
 
 class OneByOne(Mapping[str, Any]):

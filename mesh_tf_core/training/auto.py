@@ -25,6 +25,11 @@ class Planned(Protocol):
     @property
     def options(self) -> Options: ...
 
+    @property
+    def slices(self) -> Mapping[str, int]:
+        """Mesh axis -> over how many slices of a machine it lies."""
+        ...
+
 
 class Search(Protocol):
     """Finds layouts for this machine."""

@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,23 +22,6 @@ def position(stream: Any) -> Any:
     """Where an iterator stands, if it can tell (`get_state`, as iterators of the library Grain have it), or
     None."""
     return stream.get_state() if hasattr(stream, "get_state") and hasattr(stream, "set_state") else None
-
-
-class Groups(Iterator[list[Any]]):
-    """The stream's elements in lists of the given sizes; the last one may be shorter."""
-
-    def __init__(self, stream: Iterator[Any], sizes: Iterable[int]) -> None:
-        self._stream, self._sizes = stream, iter(sizes)
-
-    def __next__(self) -> list[Any]:
-        found = list(itertools.islice(self._stream, next(self._sizes)))
-        if not found:
-            raise StopIteration
-        return found
-
-    def position(self) -> Any:
-        """Where the stream stands."""
-        return position(self._stream)
 
 
 @dataclass(frozen=True)
@@ -85,9 +68,7 @@ class Prefetch:
                     batch = next(self._stream)
                 except StopIteration:
                     break
-                prepared, stream = self._prepare(batch), self._stream
-                place = stream.position() if isinstance(stream, Groups) else position(stream)
-                if not self._put(Ready(prepared, place)):
+                if not self._put(Ready(self._prepare(batch), position(self._stream))):
                     return
             self._put(None)
         except BaseException as error:

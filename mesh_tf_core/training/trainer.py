@@ -9,7 +9,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
 from mesh_tf_core.training.auto import Planned, installed
 from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, running_means
-from mesh_tf_core.training.prefetch import Groups, Prefetch
+from mesh_tf_core.training.prefetch import Prefetch, Ready
 from mesh_tf_core.training.saving import Saver
 from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_weights
 
@@ -47,6 +47,7 @@ class Trainer:
         `engines.open_engine`.
       cluster: the processes that train together, each with a Trainer of its own that is told to do the same;
         by default this one alone. One writes checkpoints, all read them.
+      slices: mesh axis -> over how many slices of a machine it lies (see `engines.jax.placing`); a plan says.
 
     Attributes:
       layout: the layout in use; plan: the plan that it came from, if it was searched.
@@ -66,6 +67,7 @@ class Trainer:
         options: Options = DEFAULT,
         engine: str = "auto",
         cluster: Cluster | None = None,
+        slices: Mapping[str, int] | None = None,
     ) -> None:
         self.model, self.cluster = model, cluster
         self.plan: Any = None
@@ -85,7 +87,9 @@ class Trainer:
         self.layout = Layout(layout) if isinstance(layout, str) else layout
         self.options = options
         self.program = model.lower(self.mesh, self.layout, options)
-        self.engine: Engine = open_engine(self.program, engine, cluster=cluster)
+        if slices is None and self.plan is not None:
+            slices = self.plan.slices
+        self.engine: Engine = open_engine(self.program, engine, cluster, slices)
         self.engine.initialize()
         self.rows = self._own_rows()
         self.step_number = 0
@@ -108,40 +112,48 @@ class Trainer:
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """One training step; returns the loss and the model's metrics (of before the update) as numbers."""
-        (found,) = self._run(self._prepared([batch]), self.position)
-        return found
+        return self._begun(self._prepared(batch), self.position)()
 
-    def _run(self, steps: Callable[[], list[dict[str, Any]]], position: Any) -> list[dict[str, Any]]:
-        """Runs steps and counts them, as one: what ends it in between, as Ctrl-C can, leaves it `torn`."""
+    def _begun(self, fed: Any, position: Any) -> Callable[[], dict[str, Any]]:
+        """Begins a step and counts it; what ends that in between, as Ctrl-C can, leaves it `torn`. What it
+        gives waits for the results."""
         torn, self.torn = self.torn, True
         try:
-            found = steps()
+            results = self.engine.begin(fed)
         except Exception:
             self.torn = torn  # engines keep the state of before
             raise
-        self.step_number, self.position = self.step_number + len(found), position
+        self.step_number, self.position = self.step_number + 1, position
         self.torn = torn
+
+        def found() -> dict[str, Any]:
+            try:
+                return _plain(results())
+            except Exception:
+                self.torn = True  # it had begun, and later ones may have
+                raise
+
         return found
 
-    def _prepared(self, batches: Sequence[Mapping[str, Any]]) -> Callable[[], list[dict[str, Any]]]:
-        """One step per batch, as one call; the batches are checked and, if it is one, handed over already."""
-        shaped = []
-        for batch in map(self._widened, batches):
-            self._check(batch)
-            shaped.append(self._shaped(batch))
-        if len(shaped) > 1:
-            return lambda: [_plain(found) for found in self.engine.steps(shaped)]
-        fed = self.engine.feed(shaped[0])
-        return lambda: [_plain(self.engine.run(fed))]
+    def _steps(self, ready: Iterable[Ready], every: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Runs a step per batch, as many in flight as the engine likes; the number and the results of each.
+        After every `every` steps all are done before the next one begins."""
+        begun: collections.deque[tuple[int, Callable[[], dict[str, Any]]]] = collections.deque()
+        for item in ready:
+            results = self._begun(item.fed, item.position)
+            begun.append((self.step_number, results))
+            most = self.engine.in_flight - 1 if self.step_number % every else 0
+            while len(begun) > most:
+                step, results = begun.popleft()
+                yield step, results()
+        for step, results in begun:
+            yield step, results()
 
-    def _groups(self, steps: int, every: int) -> Iterator[int]:
-        """How many steps each call runs: as many as the engine likes at once, or one, so that calls end
-        where checkpoints are due."""
-        done, most = self.step_number, self.engine.steps_per_call
-        while done < steps:
-            fits = most <= min(steps, done + every - done % every) - done
-            yield most if fits else 1
-            done += most if fits else 1
+    def _prepared(self, batch: Mapping[str, Any]) -> Any:
+        """The batch, checked and handed to the devices."""
+        whole = self._widened(batch)
+        self._check(whole)
+        return self.engine.feed(self._shaped(whole))
 
     def fit(
         self,
@@ -192,26 +204,22 @@ class Trainer:
         stop: Callable[[], bool],
     ) -> list[dict[str, Any]]:
         history: list[dict[str, Any]] = []
-        sizes = list(self._groups(steps, every if checkpoint is not None else steps))
-        stream = Groups(self._continued(iter(batches)), sizes)
+        stream, left = self._continued(iter(batches)), max(0, steps - self.step_number)
         began = last = time.perf_counter()
         saved = self.step_number
         try:
-            with Prefetch(stream, self._prepared, len(sizes), stop) as ready:
-                for item in ready:
-                    first = self.step_number + 1
-                    found = self._run(item.fed, item.position)
+            with Prefetch(stream, self._prepared, left, stop) as ready:
+                for step, results in self._steps(ready, every if checkpoint is not None else steps):
                     now = time.perf_counter()
-                    history += found
-                    for step, results in enumerate(found, first):
-                        self._check_loss(step, results["loss"])
-                        if on_step is not None:
-                            on_step(step, results, (now - last) / len(found))
+                    history.append(results)
+                    self._check_loss(step, results["loss"])
+                    if on_step is not None:
+                        on_step(step, results, now - last)
                     last = now
                     self.waited = ready.waited / (now - began)
-                    if checkpoint is not None and self.step_number % every == 0 and self.step_number < steps:
+                    if checkpoint is not None and step % every == 0 and step < steps:
                         self.save(checkpoint, wait=False)
-                        saved = self.step_number
+                        saved = step
             if self.step_number < steps and not stop():
                 raise UserError(
                     f"the data ended after {self.step_number} of {steps} steps; "

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from layoutopt import launching
 from layoutopt.cli import app
 from layoutopt.launching import Attempt, launch, run_once
+from mesh_tf_core.engines import Cluster
 from tests.cluster.job import ROOT, Job, wait_for
 from tests.marks import by_day
 
@@ -152,10 +157,62 @@ def test_an_abort_is_told_by_its_message(tmp_path: Path) -> None:
 
 
 def test_launch_tells_what_it_takes() -> None:
-    words = [sys.executable, "-m", "layoutopt", "launch", "-n", "2", "--", "measure", "examples/mlp.py"]
-    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert found.returncode == 2
-    assert "error: launch runs `train` or `calibrate` in several processes, found 'measure'" in found.stderr
+    found = CliRunner().invoke(app, ["launch", "-n", "2", "--", "search", "examples/mlp.py"])
+    assert found.exit_code == 2
+    assert "error: launch runs train, calibrate, measure, validate, generate in several" in found.stderr
+
+
+def test_an_engine_of_one_process_is_refused_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh_tf_core.engines.Cluster.join", lambda one: pytest.fail("it waits"))
+    place = ["--coordinator", "127.0.0.1:1", "--processes", "2", "--process", "0"]
+    found = CliRunner().invoke(
+        app, ["train", "examples/mlp.py", "--mesh", "data:2", "--engine", "local", *place]
+    )
+    assert found.exit_code == 2
+    assert "error: engine 'local' runs in one process; several are for the engine 'jax'" in found.stderr
+
+
+def test_the_options_say_how_long_a_job_waits() -> None:
+    """The command line shows what `mtf.Cluster` does by default without loading it."""
+    waits = {name: p.default for name, p in inspect.signature(Cluster).parameters.items()}
+    said = {p.name: p.show_default for p in typer.main.get_command(app).commands["train"].params}  # type: ignore[attr-defined]
+    assert said["timeout"] == f"{waits['timeout']:g}"
+    assert said["start_timeout"] == f"{waits['start_timeout']:g}"
+
+
+@pytest.mark.nightly
+def test_two_processes_measure_validate_and_generate(tmp_path: Path) -> None:
+    """What one process gives, two give: losses, counted bytes, texts. One of them speaks."""
+
+    def printed(*words: str, together: bool = True) -> Any:
+        launched = ["launch", "-n", "2", "--"] if together else []
+        command = [sys.executable, "-m", "layoutopt", *launched, *words, "--json"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    where = ("examples/mlp.py", "--mesh", "data:2;model:2", "--layout", "batch:data;hidden:model")
+    alone = printed("measure", *where, "--engine", "jax", "--steps", "2", together=False)
+    found = printed("measure", *where, "--steps", "2")
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert found["communication_bytes_per_device"] == alone["communication_bytes_per_device"]
+    out = tmp_path / "validation.json"
+    rows = printed("validate", *where[:3], "--layouts", "2", "--steps", "2", "--out", str(out))["rows"]
+    assert [row["measured_seconds"] > 0 for row in rows] == [True, True]
+    assert json.loads(out.read_text())["rows"] == rows
+
+    model = ("examples/transformer_lm.py", "--mesh", "data:2", "--layout", "batch:data")
+    sizes = [f"--set={text}" for text in ("layers=1", "d_model=32", "d_ff=32", "length=16", "batch=2")]
+    saved = ("--checkpoint", str(tmp_path / "run"))
+    printed("train", *model, *sizes, *saved, "--steps", "2", "--held-out", "0")
+    asked = ("generate", *model, *sizes[:-1], *saved, "--prompt", "def ", "--prompt", "import ")
+    together, alone = (
+        [text["continuations"][0] for text in found["texts"]]
+        for found in (printed(*asked), printed(*asked, "--engine", "local", together=False))
+    )
+    assert len(together) == 2
+    assert [x["text"] for x in together] == [x["text"] for x in alone]
+    assert [x["score"] for x in together] == pytest.approx([x["score"] for x in alone], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,18 @@ def beside() -> None:
     assert not np.array_equal(runs[0].engine.read("output/weight"), before["output/weight"])
 
 
+def in_flight() -> None:
+    """A step that begins before the results of the last one are asked for, as accelerators run them."""
+    program = language_model("a:1", "", layers=1)
+    engine, oracle = open_engine(program, "jax"), open_engine(program, "lockstep")
+    assert engine.in_flight == 1  # CPU devices
+    engine.in_flight = 2  # type: ignore[misc]
+    fed = [tokens(program, seed) for seed in range(3)]
+    begun = [engine.begin(engine.feed(batch)) for batch in fed]
+    for found, batch in zip(begun, fed, strict=True):
+        equal(found(), oracle.step(batch), 2e-5)
+
+
 def refused(call: Callable[[], Any], why: str) -> None:
     try:
         call()
@@ -176,6 +188,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"numbers {name}": lambda n=name: number_cases.check(n, "jax") for name in number_cases.CASES},
     "state": state,
     "beside": beside,
+    "in flight": in_flight,
 }
 
 

@@ -118,18 +118,37 @@ def test_the_same_seed_gives_the_same_numbers() -> None:
     assert [stepped.step(next(data))["loss"] for _ in range(4)] == losses(trainer("both").fit(batches(), 4))
 
 
-def test_several_steps_per_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the engine likes it; checkpoints are where they are due, and places of data are right."""
-    whole, run, calls, told = losses(trainer().fit(Placed(), 11)), trainer(), [], []
-    steps = run.engine.steps
-    monkeypatch.setattr(run.engine, "steps_per_call", 3)
-    monkeypatch.setattr(run.engine, "steps", lambda batches: calls.append(len(batches)) or steps(batches))
+def test_several_steps_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine likes it: results come in order, and none is out where a checkpoint is due."""
+    whole, run = losses(trainer().fit(Placed(), 11)), trainer()
+    begin, flying, most, told = run.engine.begin, [], [], []
+
+    def begun(fed):
+        found = begin(fed)
+        flying.append(fed)
+        most.append(len(flying))
+        return lambda: flying.pop() and found()
+
+    monkeypatch.setattr(run.engine, "in_flight", 3)
+    monkeypatch.setattr(run.engine, "begin", begun)
     history = run.fit(Placed(), 11, tmp_path, every=4, on_step=lambda step, found, s: told.append(step))
     assert losses(history) == whole and told == list(range(1, 12))
-    assert calls == [3, 3, 3] and run.position == {"at": 11}
+    assert most == [1, 2, 3, 3, 1, 2, 3, 3, 1, 2, 3] and run.position == {"at": 11}
     assert [step for step, _ in checkpoint.listed(tmp_path)] == [11, 8, 4]
     with pytest.raises(mtf.UserError, match="the data ended after 13 of 17 steps"):
         run.fit(Placed(end=13), 17)
+
+
+def test_a_step_that_fails_after_it_began_leaves_the_state_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer()
+
+    def lost():
+        raise RuntimeError("a device was lost")
+
+    monkeypatch.setattr(run.engine, "begin", lambda fed: lost)
+    with pytest.raises(RuntimeError, match="a device was lost"):
+        run.step(next(batches()))
+    assert run.torn
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:

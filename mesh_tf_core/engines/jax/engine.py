@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,18 +20,25 @@ import numpy as np
 from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.cluster import Cluster
+from mesh_tf_core.engines.jax.placing import placed
 from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
 from mesh_tf_core.engines.pieces import initial
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.program import Program, Stored, count_sent, text
+
+IN_FLIGHT = 2
+"""Steps that an accelerator may have before it: one runs, and the next one waits for it. Those of CPU devices
+deadlock, for their collectives wait in threads that the first step needs."""
 
 
 class JaxEngine(Stepping):
     """See `engines.protocol.Engine`. Variables are sharded arrays, replaced in place by every step.
 
     Args:
-      devices: JAX's devices by rank; by default those of the process, or of the cluster.
+      devices: JAX's devices by rank; by default those of the process, or of the cluster, laid out by
+        `engines.jax.placing`.
       cluster: the processes that run the program together; by default this one alone.
+      slices: mesh axis -> over how many slices of a machine it lies.
 
     Raises:
       ClusterError: another process lowers another program; later, from every method that needs the others,
@@ -38,14 +46,21 @@ class JaxEngine(Stepping):
     """
 
     def __init__(
-        self, program: Program, devices: Sequence[Any] | None = None, cluster: Cluster | None = None
+        self,
+        program: Program,
+        devices: Sequence[Any] | None = None,
+        cluster: Cluster | None = None,
+        slices: Mapping[str, int] | None = None,
     ) -> None:
         self.program, self.cluster = program, cluster
         if devices is None:
             count = program.mesh.devices
-            devices = jax_home.devices(count) if cluster is None else cluster.start(count)
+            found = jax_home.devices(count) if cluster is None else cluster.start(count)
+            devices = placed(program.mesh, found, slices)
         self.mesh = jax_home.device_mesh(program.mesh, devices)
         self.devices = tuple(self.mesh.devices.flat)
+        self.platform = self.devices[0].platform
+        self.in_flight = 1 if self.platform == "cpu" else IN_FLIGHT
         self.is_chief = cluster is None or cluster.is_writer
         self.compile_seconds = 0.0
         self.communication_bytes: dict[str, float] = {}
@@ -161,22 +176,29 @@ class JaxEngine(Stepping):
                 for name, id in self.program.feeds.items()
             }
 
-    def run(self, fed: Any) -> dict[str, Any]:
+    def begin(self, fed: Any) -> Callable[[], dict[str, Any]]:
         self._ready()
         with jax_home.wide_numbers(self._wide):
             if self._compiled is None:
                 with self._together("compiling", patient=True):
                     self._compile()
             self._steps += 1
-            with self._together(f"step {self._steps} since the start"):
+            step = f"step {self._steps} since the start"
+            with self._together(step):
                 state = {name: self._state[name] for name in self.program.variables}
                 state, results = self._compiled(state, fed)
                 self._state.update(state)
-                if self.cluster is not None:
-                    jax.block_until_ready(state)  # the CPU's collectives deadlock with two steps in flight
-                found = {name: self._joined(array) for name, array in results.items()}
+                if self.in_flight == 1:
+                    jax.block_until_ready(state)
         self.communication_bytes = dict(self._bytes)
-        return found
+        return partial(self._found, f"the results of {step}", results)
+
+    def _found(self, what: str, results: Mapping[str, Any]) -> dict[str, Any]:
+        with self._together(what), jax_home.wide_numbers(self._wide):
+            return {name: self._joined(array) for name, array in results.items()}
+
+    def run(self, fed: Any) -> dict[str, Any]:
+        return self.begin(fed)()
 
     @contextlib.contextmanager
     def _together(self, what: str, patient: bool = False) -> Iterator[None]:
@@ -194,7 +216,7 @@ class JaxEngine(Stepping):
 
     def _compile(self) -> None:
         start = time.perf_counter()
-        made = JaxProgram(self.program, self.mesh, self.mesh.devices.flat[0].platform)
+        made = JaxProgram(self.program, self.mesh, self.platform)
         self._compiled = jax_home.compiled(made.lowered())
         self._bytes = dict.fromkeys(self.program.mesh.names, 0.0)
         for sent in made.sent.values():

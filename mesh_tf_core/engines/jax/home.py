@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mesh_tf_core.engines.jax.placing import placed
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 
@@ -197,7 +198,7 @@ def topology_mesh(topology: str, mesh: Mesh) -> Any:
     """
     require("libtpu")
     stay_on_cpu()
-    from jax.experimental import mesh_utils, topologies
+    from jax.experimental import topologies
 
     try:
         found = topologies.get_topology_desc(
@@ -213,11 +214,7 @@ def topology_mesh(topology: str, mesh: Mesh) -> Any:
         raise UserError(
             f"topology {topology} has {len(found)} devices, the mesh [{mesh}] {mesh.devices}; make them equal"
         )
-    try:
-        placed = list(mesh_utils.create_device_mesh(mesh.shape, list(found)).flat)
-    except (NotImplementedError, ValueError):
-        placed = list(found)  # an axis that fits no combination of torus axes: in the compiler's own order
-    return device_mesh(mesh, placed)
+    return device_mesh(mesh, placed(mesh, found))
 
 
 def _chip_config(topology: str) -> dict[str, str]:

@@ -84,7 +84,7 @@ def test_cores_of_neighbours_are_counted_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_devices_of_numpy_share_the_cores() -> None:
-    assert not assemble(MESH, engine="lockstep").gpus
+    assert not assemble(MESH, engine="lockstep").accelerated
 
 
 def test_a_profile_says_how_devices_are_dealt_out(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_profile_says_how_devices_are_dealt_out(tmp_path: Path) -> None:
 
 def test_a_profile_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share no cores, have memory of their own, and exchange messages also inside of a process."""
-    monkeypatch.setattr(profiles, "gpu_memory_bytes", lambda: 80 << 30)
+    monkeypatch.setattr(profiles, "accelerator_memory_bytes", lambda: 80 << 30)
     content = profile(team(None, ("",), "/GPU:0"), fitted(measured()), [], Noise(0.0, 0.0), quick=True)
     hardware = write_profile(content, tmp_path / "gpus.json")
     assert (hardware.kind, hardware.contention(64)) == ("gpu", 1.0)

@@ -1,0 +1,137 @@
+"""The options by which several processes run one command together, and the job that they open."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layoutopt.cli.options import LONGEST
+from layoutopt.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from mesh_tf_core.engines import Cluster
+
+
+@dataclass(frozen=True)
+class Job:
+    """Which processes run a command together, as its options say; by default this one alone."""
+
+    cluster: Annotated[
+        bool,
+        typer.Option(
+            "--cluster",
+            help="Run with the other processes of the job, as JAX finds them (see docs/clusters.md).",
+        ),
+    ] = False
+    coordinator: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where they meet, at the first of them.", show_default=False),
+    ] = None
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="With --coordinator: how many there are.", show_default=False),
+    ] = None
+    process: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="I", help="With --coordinator: which is this one, from 0.", show_default=False
+        ),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=LONGEST,
+            metavar="SECONDS",
+            help="With --cluster: how long to wait for a process that lives but does not come to a step.",
+            show_default="25",
+        ),
+    ] = None
+    start_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=LONGEST,
+            metavar="SECONDS",
+            help="With --cluster: how long to wait for one to start.",
+            show_default="300",
+        ),
+    ] = None
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+        return self.cluster or self.coordinator is not None
+
+    @contextlib.contextmanager
+    def open(self, engine: str, as_json: bool, quiet: bool) -> Iterator[tuple[Cluster | None, Terminal]]:
+        """The processes, which have met, and what this one says: of several one speaks for all. None for
+        this one alone.
+
+        Raises:
+          UserError: the options make no sense together, or the engine runs in one process alone.
+          ClusterError: a process did not come, or was lost within.
+        """
+        from mesh_tf_core.errors import ClusterError, UserError
+
+        if not self.several:
+            if self.processes is not None or self.process is not None:
+                raise UserError("--processes and --process go with --coordinator HOST:PORT; add it")
+            yield None, Terminal(as_json, quiet)
+            return
+        from layoutopt.cli.group import tell
+        from mesh_tf_core.engines import Cluster, chosen
+
+        waits = {"timeout": self.timeout, "start_timeout": self.start_timeout}
+        made = Cluster(
+            self.coordinator,
+            self.processes,
+            self.process,
+            tell=lambda text: tell(text, ClusterError.exit_code, as_json),
+            **{name: seconds for name, seconds in waits.items() if seconds is not None},
+        )
+        chosen(engine, made)  # before anybody waits for anybody
+        _own_output()
+        with made:
+            yield made, Terminal(as_json, quiet, made.is_writer)
+
+
+ALONE = Job()
+
+
+def in_job(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of `Job` in the place of its parameter `job`."""
+    names = [field.name for field in fields(Job)]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(job=Job(**{name: given.pop(name) for name in names}), **given)
+
+    parameters = list(inspect.signature(command, eval_str=True).parameters.values())
+    at = [p.name for p in parameters].index("job")
+    parameters[at : at + 1] = inspect.signature(Job, eval_str=True).parameters.values()
+    named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in named}
+    return run
+
+
+def _own_output() -> None:
+    """Keeps stdout for our results: the collectives of CPU devices announce themselves there."""
+    old = sys.__stdout__
+    if old is None or sys.stdout is not old:
+        return
+    old.flush()
+    out = open(os.dup(1), "w", encoding=old.encoding, errors=old.errors)  # noqa: SIM115
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    sys.stdout = out
