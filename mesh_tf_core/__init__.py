@@ -36,6 +36,7 @@ from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast, einsum
 from mesh_tf_core.ops.filled import constant, ones, ones_like, zeros, zeros_like
 from mesh_tf_core.ops.float8 import float8_einsum
+from mesh_tf_core.ops.grouped import grouped_product
 from mesh_tf_core.ops.index import gather, mtf_range, one_hot, pick, scatter_add
 from mesh_tf_core.ops.math import (
     abs,
@@ -221,6 +222,7 @@ __all__ = [
     "gradients",
     "greater",
     "greater_equal",
+    "grouped_product",
     "halo_exchange",
     "is_finite",
     "layer_norm",

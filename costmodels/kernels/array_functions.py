@@ -344,6 +344,21 @@ class Tally:
     ) -> None:
         return None
 
+    def grouped(self, x: Piece, w: Piece, ids: Piece, groups: int) -> Piece:
+        """As if all groups had as many rows."""
+        n, inner, made = w.shape
+        rows, used = x.shape[0], x.bytes * n / groups
+        flops, packed = 2.0 * rows * n / groups * inner * made, (used, float(w.bytes), 0.0, 0.0)
+        return self._note("batch", (rows, made), x.dtype, x, w, flops=flops, packed=packed)
+
+    def grouped_outer(self, x: Piece, y: Piece, ids: Piece, n: int, groups: int) -> Piece:
+        shape, part = (n, x.shape[1], y.shape[1]), n / groups
+        flops, packed = (
+            2.0 * math.prod(shape) * x.shape[0] / groups,
+            (x.bytes * part, y.bytes * part, 0.0, 0.0),
+        )
+        return self._note("batch", shape, x.dtype, x, y, flops=flops, packed=packed)
+
     def _summed(self, x: Piece, term: str, kept: str) -> tuple[Piece, str]:
         axes = [i for i, c in enumerate(term) if c not in kept]
         return self.reduce("sum", x, axes), "".join(c for c in term if c in kept)

@@ -126,6 +126,16 @@ class Kernel(Protocol):
         """Sums rows of x (leading axes = ids' axes) into n rows; ids < 0 are dropped."""
         ...
 
+    def grouped(self, x: T, w: T, ids: T, groups: int) -> T:
+        """Rows x [rows, k] times the matrix of their group, of w [n, k, m]: [rows, m]. The ids [rows] never
+        fall; rows whose id is not in 0 .. n - 1 give zeros. `groups` are those on all devices: with all of
+        them, no id is negative."""
+        ...
+
+    def grouped_outer(self, x: T, y: T, ids: T, n: int, groups: int) -> T:
+        """Products of rows x [rows, k] and y [rows, m], summed group by group: [n, k, m]; as `grouped`."""
+        ...
+
     def full(self, shape: Sequence[int], value: float, dtype: str) -> T: ...
 
     def iota(self, n: int, dtype: str) -> T: ...

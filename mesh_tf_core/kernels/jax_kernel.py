@@ -109,6 +109,12 @@ def _sums_alone(spec: str) -> bool:
     return any(sum(c in t for t in terms) == 1 and c not in out for term in terms for c in term)
 
 
+def _groups(ids: T, n: int) -> tuple[T, T, T]:
+    """Rows before the first of n groups, rows of each group, and whether a row is in one [rows, 1]."""
+    sizes = jnp.sum(ids[:, None] == lax.iota(ids.dtype, n), 0, dtype=jnp.int32)
+    return jnp.sum(ids < 0, dtype=jnp.int32), sizes, ((ids >= 0) & (ids < n))[:, None]
+
+
 class JaxKernel:
     """JAX's implementation of `protocol.Kernel`, for traced and concrete arrays alike.
 
@@ -244,6 +250,21 @@ class JaxKernel:
         # A negative index would count from the end; one past the end is dropped.
         place = jnp.where(flat < 0, _like(n, flat), flat)
         return out.at[place].add(rows.astype(wide), mode="drop").astype(x.dtype)
+
+    def grouped(self, x: T, w: T, ids: T, groups: int) -> T:
+        begin, sizes, inside = _groups(ids, w.shape[0])
+        alone = w.shape[0] == groups
+        # XLA counts groups from the first row on.
+        made = lax.ragged_dot(x if alone else jnp.roll(x, -begin, 0), w, sizes)
+        return jnp.where(inside, made if alone else jnp.roll(made, begin, 0), _like(0, x))
+
+    def grouped_outer(self, x: T, y: T, ids: T, n: int, groups: int) -> T:
+        begin, sizes, inside = _groups(ids, n)
+        x = jnp.where(inside, x, _like(0, x))
+        if n != groups:
+            x, y = jnp.roll(x, -begin, 0), jnp.roll(y, -begin, 0)
+        rows = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+        return lax.ragged_dot_general(x, y, sizes, rows)
 
     def full(self, shape: Sequence[int], value: float, dtype: str) -> T:
         return jnp.full(tuple(shape), self.scalar(value, dtype))

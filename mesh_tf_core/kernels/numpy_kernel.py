@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ def _erf(x: A) -> A:
 
 def _sigmoid(x: A) -> A:
     return (1.0 / (1.0 + np.exp(-np.clip(x, -80, 80)))).astype(x.dtype)
+
+
+def _parts(ids: A, n: int) -> list[slice]:
+    """The rows of each group, which lie together."""
+    at = np.searchsorted(ids, np.arange(n + 1))
+    return [slice(begin, end) for begin, end in pairwise(at)]
 
 
 _UNARY: dict[str, Callable[[A], A]] = {
@@ -221,6 +228,19 @@ class NumpyKernel:
         keep = flat >= 0
         np.add.at(out, flat[keep], rows[keep].astype(accumulate))
         return out.astype(x.dtype)
+
+    def grouped(self, x: A, w: A, ids: A, groups: int) -> A:
+        if x.dtype.itemsize == 2:
+            return self.grouped(_wide(x), _wide(w), ids, groups).astype(x.dtype)
+        out = np.zeros((len(x), w.shape[2]), x.dtype)
+        for part, matrix in zip(_parts(ids, len(w)), w, strict=True):
+            out[part] = x[part] @ matrix
+        return out
+
+    def grouped_outer(self, x: A, y: A, ids: A, n: int, groups: int) -> A:
+        if x.dtype.itemsize == 2:
+            return self.grouped_outer(_wide(x), _wide(y), ids, n, groups).astype(x.dtype)
+        return np.stack([x[part].T @ y[part] for part in _parts(ids, n)])
 
     def full(self, shape: Sequence[int], value: float, dtype: str) -> A:
         return np.full(tuple(shape), value, np_dtype(dtype))

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from mesh_tf_core.ir.dtypes import FLOAT8
 from mesh_tf_core.ir.kernel import Attending, Edge, Step
-from mesh_tf_core.kernels.contraction import Factor, cheapest_pair, matmul, parse, same_order
+from mesh_tf_core.kernels.contraction import cheapest_pair, parse
+from mesh_tf_core.kernels.tf_contraction import contract, grouped, grouped_outer, ordered, summed
 
 T = Any
 
@@ -137,13 +138,13 @@ class TfKernel:
         rest = list(xs)
         while len(rest) > 2:
             i, j, kept = cheapest_pair(terms, out, sizes)
-            joined = _contract(rest[i], rest[j], terms[i], terms[j], kept, sizes)
+            joined = contract(rest[i], rest[j], terms[i], terms[j], kept, sizes)
             terms = [t for n, t in enumerate(terms) if n not in (i, j)] + [kept]
             rest = [x for n, x in enumerate(rest) if n not in (i, j)] + [joined]
         if len(rest) == 1:
-            x, term = _summed(rest[0], terms[0], out)
-            return _ordered(x, term, out, sizes)
-        return _contract(rest[0], rest[1], terms[0], terms[1], out, sizes)
+            x, term = summed(rest[0], terms[0], out)
+            return ordered(x, term, out, sizes)
+        return contract(rest[0], rest[1], terms[0], terms[1], out, sizes)
 
     def _einsum_as_integers(self, spec: str, *xs: T) -> T:
         """uint32 wraps like the low half of int64; bool is 'any of all'."""
@@ -265,6 +266,12 @@ class TfKernel:
         out = tf.math.unsorted_segment_sum(tf.cast(x, tf.float32) if small else x, ids, n)
         return tf.cast(out, x.dtype) if small else out
 
+    def grouped(self, x: T, w: T, ids: T, groups: int) -> T:
+        return grouped(x, w, ids)
+
+    def grouped_outer(self, x: T, y: T, ids: T, n: int, groups: int) -> T:
+        return grouped_outer(x, y, ids, n)
+
     def full(self, shape: Sequence[int], value: float, dtype: str) -> T:
         return tf.fill(list(shape), self.scalar(value, dtype)) if len(shape) else self.scalar(value, dtype)
 
@@ -334,60 +341,3 @@ def _places(x: T) -> T:
     # Of negative numbers, larger bits are smaller numbers; -0.0 is 0.0.
     bits = tf.where(bits < 0, kind.min - bits, bits)
     return tf.where(tf.math.is_nan(x), kind.max, bits)
-
-
-def _summed(x: T, term: str, kept: str) -> tuple[T, str]:
-    """x without the letters that nothing else needs."""
-    axes = [i for i, c in enumerate(term) if c not in kept]
-    return (tf.reduce_sum(x, axes), "".join(c for c in term if c in kept)) if axes else (x, term)
-
-
-def _ordered(x: T, term: str, out: str, sizes: dict[str, int]) -> T:
-    """x with its axes in the order of `out`."""
-    if term == out:
-        return x
-    if same_order(term, out, sizes):
-        return tf.reshape(x, [sizes[c] for c in out])
-    return tf.transpose(x, [term.index(c) for c in out])
-
-
-def _contract(x: T, y: T, tx: str, ty: str, out: str, sizes: dict[str, int]) -> T:
-    """Two operands as a product and a sum (nothing to share) or as matrix products."""
-    x, tx = _summed(x, tx, ty + out)
-    y, ty = _summed(y, ty, tx + out)
-    summed = [c for c in tx if c in ty and c not in out]
-    alone = [c for c in tx + ty if (c in tx) != (c in ty)]
-    if not summed or (not alone and len(out)):
-        return _multiplied(x, y, tx, ty, out, sizes)
-    plan = matmul(tx, ty, out, sizes)
-    a, b, ta, tb = (y, x, ty, tx) if plan.swapped else (x, y, tx, ty)
-    a = _matrix(
-        _ordered(a, ta, plan.first.letters, sizes), plan.first, plan.batch, plan.rows, plan.summed, sizes
-    )
-    b = _matrix(
-        _ordered(b, tb, plan.second.letters, sizes), plan.second, plan.batch, plan.summed, plan.columns, sizes
-    )
-    c = tf.matmul(a, b, transpose_a=plan.first.transposed, transpose_b=plan.second.transposed)
-    c = tf.reshape(c, [sizes[letter] for letter in plan.result])
-    return _ordered(c, plan.result, out, sizes)
-
-
-def _matrix(x: T, factor: Factor, batch: str, left: str, right: str, sizes: dict[str, int]) -> T:
-    """One factor as [batch left right], or [batch right left] if it lies transposed."""
-    many, m, n = (math.prod(sizes[c] for c in part) for part in (batch, left, right))
-    return tf.reshape(x, [*([many] if batch else []), *((n, m) if factor.transposed else (m, n))])
-
-
-def _multiplied(x: T, y: T, tx: str, ty: str, out: str, sizes: dict[str, int]) -> T:
-    """Element by element over all letters, then the sum over those that `out` lacks."""
-    largest = max((tx, ty), key=len)
-    order = largest + "".join(c for c in tx + ty if c not in largest)
-    if not set(order) - set(out):
-        order = out
-    aligned = []
-    for z, term in ((x, tx), (y, ty)):
-        here = "".join(c for c in order if c in term)
-        z = _ordered(z, term, here, sizes)
-        aligned.append(tf.reshape(z, [sizes[c] if c in term else 1 for c in order]) if here != order else z)
-    z, term = _summed(tf.multiply(*aligned), order, out)
-    return _ordered(z, term, out, sizes)

@@ -36,6 +36,12 @@ def in_float8(x: np.ndarray, format: str) -> np.ndarray:
     return (x.astype(np.float32) * scale).astype(dtype).astype(np.float64) / scale
 
 
+def _grouped(x: np.ndarray, w: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Of group 4, which has no matrix, zeros."""
+    w = np.concatenate([w, np.zeros_like(w[:, :1])], 1)
+    return np.einsum("ab,cab->ac", x, w[:, np.sort(ids)])
+
+
 EINSUM = (
     Sample(
         "matmul",
@@ -51,6 +57,14 @@ EINSUM = (
         lambda g, x, w: mtf.einsum([x, w], dims("a:8 b:4 e:2")),
         (Arg("a:8 b:4 c:2"), Arg("b:4 c:2 e:2")),
         lambda x, w: np.einsum("abc,bce->abe", x, w),
+        together=("a b c e",),
+    ),
+    Sample(
+        "grouped product",
+        "einsum",
+        lambda g, x, w, i: mtf.grouped_product(x, w, mtf.sort(i, "a"), "e"),
+        (AB, Arg("c:2 e:4 b:4"), Arg("a:8", "int:5")),
+        _grouped,
         together=("a b c e",),
     ),
     Sample(

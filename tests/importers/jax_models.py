@@ -153,6 +153,19 @@ def experts(params, batch):
     return ((x + jnp.einsum("bef,efd,be->bd", h, params["down"], weight)) ** 2).mean()
 
 
+def ragged_experts(params, batch):
+    """The same, each expert with the rows that chose it, sorted: no product is made and thrown away."""
+    x = batch["x"]
+    value, index = jax.lax.top_k(x @ params["router"], 2)
+    chosen = index.reshape(-1)
+    order = jnp.argsort(chosen)
+    counts = jnp.bincount(chosen, length=4)
+    h = jax.nn.silu(jax.lax.ragged_dot(x[order // 2], params["up"], counts))
+    y = jax.lax.ragged_dot(h, params["down"], counts)
+    y = y[jnp.argsort(order)].reshape(*index.shape, -1)
+    return ((x + jnp.einsum("bkd,bk->bd", y, jax.nn.softmax(value, -1))) ** 2).mean()
+
+
 def experts_arguments():
     f = numbers()
     return {"router": f(6, 4), "up": f(4, 6, 8), "down": f(4, 8, 6)}, {"x": f(8, 6)}
@@ -198,6 +211,7 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[str, 
     "convolutions": (convolutions, convolutions_arguments, [("data:2;model:2", "batch:data;height:model")]),
     "recurrence": (recurrence, recurrence_arguments, [("data:2", "batch:data")]),
     "experts": (experts, experts_arguments, [("data:2;model:2", "batch:data;experts:model")]),
+    "ragged experts": (ragged_experts, experts_arguments, [("data:2;model:2", "batch:data;experts:model")]),
     "own derivatives": (own_derivatives, own_derivatives_arguments, [("data:2", "batch:data")]),
 }
 """Name -> function, what makes its arguments, (mesh, layout) under which it is compared too."""

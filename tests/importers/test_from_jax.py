@@ -9,6 +9,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +202,33 @@ def test_what_has_no_rule_is_refused_with_the_users_line() -> None:
     line = loss.__code__.co_firstlineno + 1
     with pytest.raises(mtf.UserError, match=rf"test_from_jax.py:{line}.*cannot import lu of float32\[4,4\]"):
         layoutopt.from_jax(loss, {"w": f(4, 4)}, {"x": f(3)})
+
+
+TRICKS = """
+import jax
+import jax.numpy as jnp
+
+
+@jax.custom_jvp
+def straight_through(x):
+    return jnp.round(x)
+
+
+straight_through.defjvp(lambda p, t: (jnp.round(p[0]), t[0]))
+"""
+
+
+def test_whose_a_derivative_is_goes_by_where_jax_lies() -> None:
+    tricks: dict[str, Any] = {}
+    exec(compile(TRICKS, "/home/me/jax/nn/tricks.py", "exec"), tricks)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return (tricks["straight_through"](batch["x"] @ params["w"]) ** 2).mean()
+
+    f = numbers()
+    given = {"w": 5 * f(4, 6)}, {"x": 5 * f(8, 4)}
+    off = compared(layoutopt.from_jax(loss, *given), loss, given, [])
+    assert max(off.values()) <= 1e-5
 
 
 def test_a_branch_is_refused_with_what_to_write() -> None:

@@ -284,20 +284,54 @@ def _plain(x: Any) -> Any:
 
 
 def without_dead(closed: Any) -> Any:
-    """Without equations that no result needs."""
+    """Without equations that no result needs, but for those that take keys out of keys: each layer makes the
+    next one's, also the last, which is to be like the others."""
     from jax.interpreters import partial_eval
 
     jaxpr = closed.jaxpr
     found, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return type(closed)(found, closed.consts)
+    rest = iter(found.eqns)
+    live = next(rest, None)
+    eqns, keys = [], {id(v) for v in found.invars if _is_key(v)}
+    for eqn in jaxpr.eqns:
+        # What is left of an equation has some of its results.
+        kept = live is not None and _same(eqn, live)
+        of_keys = bool(eqn.invars) and id(eqn.invars[0]) in keys and str(eqn.primitive.name) in _OF_KEYS
+        if kept or of_keys:
+            eqns.append(live if kept else eqn)
+            keys.update(id(v) for v in eqn.outvars if of_keys or _is_key(v))
+        live = next(rest, None) if kept else live
+    return type(closed)(found.replace(eqns=eqns), closed.consts)
+
+
+_OF_KEYS = (
+    "random_unwrap",
+    "random_wrap",
+    "slice",
+    "dynamic_slice",
+    "squeeze",
+    "reshape",
+    "unstack",
+    "split",
+)
+"""What makes keys of keys, of their own type or as whole numbers."""
+
+
+def _is_key(v: Any) -> bool:
+    return hasattr(v.aval, "dtype") and dtype_of(v.aval.dtype) == KEY
+
+
+def _same(eqn: Any, left: Any) -> bool:
+    """Whether an equation is what is left of another one."""
+    return eqn is left or any(a is b for a in eqn.outvars for b in left.outvars)
 
 
 def is_jax_own(inner: Any) -> bool:
     """Whether a function with a derivative of its own is one of JAX, whose derivative is that of its
     operations but for rounding."""
     info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
-    source = str(getattr(info, "func_src_info", "") or "")
-    return "/jax/_src/" in source.replace("\\", "/") or "/jax/nn" in source
+    home = str(Path(jax_module().__file__).parent)
+    return home in str(getattr(info, "func_src_info", "") or "")
 
 
 @lru_cache(maxsize=1 << 16)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from layoutopt.importers.jax.classes import classes, template
-from layoutopt.importers.jax.equations import KEY, Block, Constant, Equation, Operand, Var
+from layoutopt.importers.jax.equations import Block, Constant, Equation, Operand, Var
 from layoutopt.importers.jax.factors import factors
 from layoutopt.importers.jax.forms import Forms
 
@@ -124,7 +124,7 @@ class Fit:
         body = self.body()
         found = classes(body, factors(body), members, carried)
         pairs = zip(carried, body.outs, strict=False)
-        return all(found.all(x) == found.all(y) for x, y in pairs if x.dtype != KEY)
+        return all(found.all(x) == found.all(y) for x, y in pairs if not self.of.forms.is_key(y))
 
     # -- operands ------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ def from_jax(
     dims = classes(block, cut, parameters, inputs, _hints(said, arrays, cut), named_alike, again.stacks)
     called = named(block, dims, arrays, said, logical, notes)
     again.alias(dims)
-    title = name or str(getattr(loss, "__name__", "")).strip("<>") or "model"
+    title = name or _name_of(loss)
     writer = Writer(Graph(title), dims, called, TABLE)
     _arguments(writer, block, arrays, pairs.get("rng", []))
     writer.block(block)
@@ -199,6 +199,12 @@ def from_jax(
         token_dims=tokens,
         origin=origin,
     )
+
+
+def _name_of(loss: Callable[..., Any]) -> str:
+    """What a function is called; a lambda, or an object, is a model."""
+    found = str(getattr(loss, "__name__", ""))
+    return found if found.isidentifier() else "model"
 
 
 def _optimizer(optimizer: str | Optimizer) -> Optimizer:

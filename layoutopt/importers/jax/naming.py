@@ -187,6 +187,11 @@ class _Naming:
                     if id(operand) in weights:
                         free = [a for a in range(len(operand.shape)) if a not in used]
                         yield weights[id(operand)][0], [n for a in free for n in self.classes.of(operand, a)]
+            elif e.prim == "ragged_dot_general" and id(e.ins[1]) in weights:
+                numbers = e.params["ragged_dot_dimension_numbers"]
+                used = (*numbers.dot_dimension_numbers[0][1], *numbers.rhs_group_dimensions)
+                free = [a for a in range(len(e.ins[1].shape)) if a not in used]
+                yield weights[id(e.ins[1])][0], [n for a in free for n in self.classes.of(e.ins[1], a)]
             elif e.prim == "conv_general_dilated" and id(e.ins[1]) in weights:
                 if e.params["feature_group_count"] > 1:
                     continue

@@ -117,6 +117,44 @@ def _alike(x: Tensor, y: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
     return x.cast(wide), y.cast(wide)
 
 
+# -- products by groups of rows ------------------------------------------------------------------------------
+
+
+def _ragged(w: Writer, e: Equation) -> None:
+    """Rows times the matrix of their group."""
+    numbers = e.params["ragged_dot_dimension_numbers"]
+    (lc, rc), (lb, _) = numbers.dot_dimension_numbers
+    (x, f, counts), rows = e.ins[:3], [a for a in range(len(e.ins[0].shape)) if a not in lc]
+    if lb or len(e.ins) > 3 or len(counts.shape) != 1 or rows != list(numbers.lhs_ragged_dimensions):
+        refuse(e, "its rows are not [rows, features] in groups from the first on", "call jax.lax.ragged_dot")
+    t, weights = _alike(w.full(x), w.full(f), our_dtype(e.out.dtype))
+    (group_axis,) = numbers.rhs_group_dimensions
+    weights, group = _along(w, weights, w.dims(f, group_axis))
+    slots, result, names = _Slots(w), list(w.shape(e.out)), dict[str, str]()
+    slots.used.update(t.shape.names)
+    for a, b in zip(lc, rc, strict=True):
+        names.update((n.name, m.name) for m, n in _pairs(w, e, x, a, f, b))
+    names[group.name] = slots.take(group.name)
+    made = [d for b in range(len(f.shape)) if b not in (*rc, group_axis) for d in w.dims(f, b)]
+    for d in made:
+        names[d.name] = slots.take(d.name)
+    old = [*w.dims(x, rows[0]), *(Dim(names[d.name], d.size) for d in made)]
+    group = Dim(names[group.name], group.size)
+    ids = _groups(w, x, rows[0], counts, group)
+    product = mtf.grouped_product(t, w.renamed(weights, names), ids, group)
+    called = {a.name: b.name for a, b in zip(old, result, strict=True)}
+    w.put(e.out, w.renamed(product, called).cast(our_dtype(e.out.dtype)))
+
+
+def _groups(w: Writer, x: Operand, axis: int, counts: Operand, group: Dim) -> Tensor:
+    """The group of each row, where the first group's rows come first: how many groups end before it."""
+    given, own = w.full(counts), w.dims(counts, 0)
+    given, one = (given, own[0]) if len(own) == 1 else w.as_one(given, own)
+    ends = mtf.cumsum(mtf.rename(given, **{one.name: group.name}).cast("int32"), group)
+    behind = mtf.greater_equal(w.count(x, axis, "int32"), ends).cast("int32")
+    return mtf.broadcast(mtf.reduce_sum(behind, group), w.dims(x, axis))
+
+
 # -- windows -------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +275,7 @@ def _pool(w: Writer, e: Equation) -> None:
 
 TABLE: Mapping[str, Handler] = {
     "dot_general": _dot,
+    "ragged_dot_general": _ragged,
     "conv_general_dilated": _conv,
     "reduce_window_max": _pool,
     "reduce_window_min": _pool,

@@ -24,9 +24,15 @@ _KEEPING = frozenset(
         "select_n",
         "sort",
         "split",
+        "max",
+        "min",
+        "clamp",
     )
 )
 """Primitives whose results are elements of an operand."""
+
+
+_CLIPS = ("max", "min", "clamp")
 
 
 def index_relations(block: Block) -> list[tuple[Equation, Same]]:
@@ -64,12 +70,12 @@ class _Ranges:
             for x, y in (e.ins, e.ins[::-1]):
                 if id(x) in self.counts and id(y) in self.along:
                     yield from self.same(self.counts[id(x)], (y, self.along[id(y)]))
-        elif e.prim == "gather" and id(e.ins[1]) in self.counts:
+        elif e.prim.startswith(("gather", "scatter")) and id(e.ins[1]) in self.counts:
             looked_up = indexing(e).looked_up
             if len(looked_up) == 1:
                 yield from self.same(self.counts[id(e.ins[1])], (e.ins[0], looked_up[0][0]))
         if e.prim in _KEEPING:
-            sources = e.ins[1:] if e.prim == "select_n" else e.ins[:1]
+            sources = e.ins[1:] if e.prim == "select_n" else e.ins[: 3 if e.prim in _CLIPS else 1]
             if e.prim == "sort":
                 for x, y in zip(e.ins, e.outs, strict=True):
                     self.keep(x, y)

@@ -235,6 +235,24 @@ def _top_k(e: Equation) -> Iterator[Relation]:
     yield Same((e.outs[0], len(e.out.shape) - 1), (e.outs[1], len(e.out.shape) - 1))
 
 
+def _ragged(e: Equation) -> Iterator[Relation]:
+    numbers = e.params["ragged_dot_dimension_numbers"]
+    (lc, rc), (lb, _) = numbers.dot_dimension_numbers
+    x, y, counts = e.ins[:3]
+    groups = list(numbers.rhs_group_dimensions)
+    if lb or len(groups) != 1 or len(counts.shape) != 1:
+        return
+    yield Same((counts, 0), (y, groups[0]), "ids")
+    at = 0
+    for operand, used in ((x, lc), (y, (*rc, *groups))):
+        for a in range(len(operand.shape)):
+            if a not in used:
+                yield Same((operand, a), (e.out, at), "product")
+                at += 1
+    for a, b in zip(lc, rc, strict=True):
+        yield Same((x, a), (y, b), "product")
+
+
 def _conv(e: Equation) -> Iterator[Relation]:
     d, groups = e.params["dimension_numbers"], e.params["feature_group_count"]
     (x, w), y = e.ins, e.out
@@ -299,6 +317,7 @@ _RULES: dict[str, Callable[[Equation], Iterator[Relation]]] = {
     "transpose": _transpose,
     "squeeze": _squeeze,
     "dot_general": _dot,
+    "ragged_dot_general": _ragged,
     "concatenate": _concatenate,
     "stack": _stack,
     "unstack": _stack,

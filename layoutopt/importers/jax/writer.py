@@ -44,8 +44,6 @@ _INSTEAD = {
     "shard_map": "give the function before it is sharded: the search decides how",
     "cumprod": "take jnp.exp of the cumsum of logarithms",
     "cumlogsumexp": "take jnp.log of the cumsum of exponentials",
-    "ragged_dot": "dispatch with one-hot products (dense or with a capacity)",
-    "ragged_dot_general": "dispatch with one-hot products (dense or with a capacity)",
 }
 """What to do without some primitives that have no rule."""
 

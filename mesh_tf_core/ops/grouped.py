@@ -1,0 +1,181 @@
+"""Rows times the matrix of the group that they are in: experts, each with as many rows as chose it.
+
+How many rows a group has is known when the program runs. Work is counted as if all groups had as many: a
+device with some of the groups has their part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.common import dtype_name, listing, same_dtype
+from mesh_tf_core.ops.index import mtf_range, need_ints
+from mesh_tf_core.ops.shape import transpose
+
+
+def _own_groups(k: Kernel, at: At, ids: Any, group: Dim, count: int) -> Any:
+    """Ids relative to this device's groups: -1 before the first of them, `count` behind the last."""
+    if group.name not in at.split:
+        return ids
+    dtype = dtype_name(ids)
+    own = k.binary("sub", ids, k.scalar(at.offset(group.name), dtype))
+    return k.binary("min", k.binary("max", own, k.scalar(-1, dtype)), k.scalar(count, dtype))
+
+
+def _matrix(k: Kernel, x: Any, type: TensorType, *parts: Sequence[str]) -> Any:
+    """x with one axis for each part of its dimensions."""
+    order = [type.shape.index(name) for part in parts for name in part]
+    x = k.transpose(x, order) if order != list(range(len(order))) else x
+    return k.reshape(x, [math.prod(type.shape.dim(n).size for n in part) for part in parts])
+
+
+def _rows(op: str, inputs: Sequence[TensorType]) -> tuple[str, ...]:
+    """The dimensions of the rows: those of the ids, which the other operand of every row has."""
+    need_ints(op, inputs[2])
+    for d in inputs[2].shape:
+        if d not in inputs[0].shape.dims:
+            raise UserError(f"{op} of {listing(inputs)}: the first operand needs the ids' dimension {d}")
+    return inputs[2].shape.names
+
+
+@dataclass(frozen=True)
+class GroupedProduct(Op):
+    """Rows x [rows, summed] times w [group, summed, made] of their group: [rows, made].
+
+    `ids` [rows] names each row's group, from 0; it never falls, so that a group's rows lie together. A row
+    behind all groups gives zeros.
+    """
+
+    group: Dim
+    kind: ClassVar[str] = "matmul"
+
+    def _parts(self, inputs: Sequence[TensorType]) -> tuple[tuple[str, ...], ...]:
+        """(rows, summed, made)."""
+        rows = _rows("grouped_product", inputs)
+        x, w = (t.shape for t in inputs[:2])
+        summed = tuple(n for n in x.names if n not in rows)
+        return rows, summed, tuple(n for n in w.names if n not in (*summed, self.group.name))
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        rows, summed, made = self._parts(inputs)
+        return Roles(parallel=(*rows, *made), reduced=(*summed, self.group.name))
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        rows, summed, made = self._parts(inputs)
+        x, w = (t.shape for t in inputs[:2])
+        for name in (*summed, self.group.name):
+            if name not in w.names or (name in x.names and w.dim(name) != x.dim(name)):
+                raise UserError(f"grouped_product of {listing(inputs)}: the matrices need dimension {name!r}")
+        if clash := {*rows} & {*made} or {self.group.name} & {*x.names}:
+            raise UserError(
+                f"grouped_product of {listing(inputs)}: rows and matrices both have dimension "
+                f"{min(clash)!r}; rename it in one of them with mtf.rename"
+            )
+        dims = [*(x.dim(n) for n in rows), *(w.dim(n) for n in made)]
+        return TensorType(Shape(dims), same_dtype("grouped_product", inputs[:2]))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, w, ids = slices
+        rows, summed, made = self._parts(at.inputs)
+        count = at.inputs[1].shape.dim(self.group.name).size
+        x = _matrix(k, x, at.inputs[0], rows, summed)
+        w = _matrix(k, w, at.inputs[1], (self.group.name,), summed, made)
+        own = _own_groups(k, at, _matrix(k, ids, at.inputs[2], rows), self.group, count)
+        return k.reshape(k.grouped(x, w, own, self.group.size), at.outputs[0].shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        b, m, n, k = self.contraction(*local)
+        return 2.0 * b * m * n * k
+
+    def contraction(self, *local: TensorType) -> tuple[int, int, int, int]:
+        x, w = (t.shape for t in local[:2])
+        rows, summed, made = (
+            math.prod((w if n in w.names else x).dim(n).size for n in part) for part in self._parts(local)
+        )
+        return w.dim(self.group.name).size, max(1, rows // self.group.size), made, summed
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        x, w, ids = inputs
+        dx = dy.graph.apply(GroupedProduct(self.group), dy, w, ids)
+        groups = mtf_range(dy.graph, self.group)
+        dw = dy.graph.apply(GroupedOuter(self.group), x, dy, ids, groups)
+        return transpose(dx, x.shape), transpose(dw, w.shape), None
+
+
+@dataclass(frozen=True)
+class GroupedOuter(Op):
+    """The products of x [rows, left] and y [rows, right], summed over the rows of each group: [group, left,
+    right]; `ids` as of `GroupedProduct`, and the number of each group [group]."""
+
+    group: Dim
+    kind: ClassVar[str] = "matmul"
+
+    def _parts(self, inputs: Sequence[TensorType]) -> tuple[tuple[str, ...], ...]:
+        """(rows, left, right)."""
+        rows = _rows("grouped_outer", inputs)
+        left, right = (tuple(n for n in t.shape.names if n not in rows) for t in inputs[:2])
+        return rows, left, right
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        rows, left, right = self._parts(inputs)
+        return Roles(parallel=(self.group.name, *left, *right), reduced=rows)
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        rows, left, right = self._parts(inputs)
+        x, y = (t.shape for t in inputs[:2])
+        if any(n not in y.names or x.dim(n) != y.dim(n) for n in rows):
+            raise UserError(f"grouped_outer of {listing(inputs)}: both operands need the ids' dimensions")
+        if inputs[3].shape != Shape([self.group]):
+            raise UserError(f"grouped_outer of {listing(inputs)}: the last operand needs [{self.group}]")
+        if clash := {*left} & {*right} or {self.group.name} & {*x.names, *y.names}:
+            raise UserError(
+                f"grouped_outer of {listing(inputs)}: both operands have dimension {min(clash)!r}; rename it "
+                "in one of them with mtf.rename"
+            )
+        dims = [self.group, *(x.dim(n) for n in left), *(y.dim(n) for n in right)]
+        return TensorType(Shape(dims), same_dtype("grouped_outer", inputs[:2]))
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, y, ids, _ = slices
+        rows, left, right = self._parts(at.inputs)
+        count = at.outputs[0].shape.sizes[0]
+        x, y = _matrix(k, x, at.inputs[0], rows, left), _matrix(k, y, at.inputs[1], rows, right)
+        own = _own_groups(k, at, _matrix(k, ids, at.inputs[2], rows), self.group, count)
+        return k.reshape(k.grouped_outer(x, y, own, count, self.group.size), at.outputs[0].shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        b, m, n, k = self.contraction(*local)
+        return 2.0 * b * m * n * k
+
+    def contraction(self, *local: TensorType) -> tuple[int, int, int, int]:
+        x, y = (t.shape for t in local[:2])
+        rows, left, right = (
+            math.prod((x if n in x.names else y).dim(n).size for n in part) for part in self._parts(local)
+        )
+        return local[3].shape.sizes[0], left, right, max(1, rows // self.group.size)
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        x, y, ids, _ = inputs
+        dx = dy.graph.apply(GroupedProduct(self.group), y, dy, ids)
+        other = dy.graph.apply(GroupedProduct(self.group), x, dy, ids)
+        return transpose(dx, x.shape), transpose(other, y.shape), None, None
+
+
+def grouped_product(x: Tensor, w: Tensor, ids: Tensor, group: Dim | str) -> Tensor:
+    """x [rows, summed] times the matrix of each row's group, of w [group, summed, made]: [rows, made].
+
+    Args:
+      ids: the rows' groups, rising: its dimensions are the rows', and rows of one group lie together. A row
+        behind all groups gives zeros.
+    """
+    return x.graph.apply(
+        GroupedProduct(w.shape.dim(group.name if isinstance(group, Dim) else group)), x, w, ids
+    )
