@@ -16,7 +16,7 @@ import numpy as np
 from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.meter import Meter
-from mesh_tf_core.engines.pieces import initial, joined, per_device, region
+from mesh_tf_core.engines.pieces import Piece, initial, joined, per_device, region
 from mesh_tf_core.engines.replica import Device, applied, at
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.kernel import Kernel
@@ -101,9 +101,12 @@ class LockstepEngine(Stepping):
         self._ready()
         self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(whole, v)]
 
-    def snapshot(self) -> Mapping[str, Any]:
+    def snapshot(self) -> Mapping[Piece, Any]:
         self._ready()
-        kept = {name: (self.state[name], v.value) for name, v in self.program.variables.items()}
+        kept = {
+            Piece.all_of(v.variable): (self.state[name], v.value)
+            for name, v in self.program.variables.items()
+        }
         return OneByOne(kept, lambda found: self.join(*found))
 
     def beside(self, program: Program) -> LockstepEngine:

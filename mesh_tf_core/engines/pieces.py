@@ -3,13 +3,16 @@ first element."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import Stored, Value
+from mesh_tf_core.ir.program import Program, Stored, Value
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 Begin = tuple[int, ...]
@@ -17,7 +20,37 @@ Begin = tuple[int, ...]
 T = TypeVar("T")
 
 
-def region(begin: Begin, sizes: Sequence[int]) -> tuple[slice, ...]:
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a variable.
+
+    Attributes:
+      whole: shape of the variable.
+      begin: where the piece begins in it; shape: how large it is.
+    """
+
+    name: str
+    dtype: str
+    whole: tuple[int, ...]
+    begin: Begin
+    shape: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, variable: Variable) -> Self:
+        """A whole variable."""
+        sizes = variable.shape.sizes
+        return cls(variable.name, variable.dtype, sizes, (0,) * len(sizes), sizes)
+
+    @property
+    def key(self) -> str:
+        """What a file calls it: `w` if it is all of w, else as `w[0:4,8:16]`."""
+        if self.shape == self.whole:
+            return self.name
+        ranges = (f"{b}:{b + n}" for b, n in zip(self.begin, self.shape, strict=True))
+        return f"{self.name}[{','.join(ranges)}]"
+
+
+def region(begin: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     """What part of a whole array a piece is."""
     return tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))
 
@@ -45,3 +78,23 @@ def initial(name: str, stored: Stored, begin: Sequence[int], extent: Sequence[in
     variable = stored.variable
     made = variable.initializer.piece(name, variable.shape.sizes, begin, extent)
     return np.asarray(made).astype(np_dtype(variable.dtype)).reshape(tuple(extent))
+
+
+def writers(program: Program, processes: Sequence[int]) -> dict[str, dict[Begin, int]]:
+    """For every variable, of each different piece the rank of the device from which it is written: of those
+    that hold it one in the process that has had the fewest bytes to write so far.
+
+    Args:
+      processes: of every rank, the process that it is in.
+    """
+    mesh, load, found = program.mesh, Counter[int](), dict[str, dict[Begin, int]]()
+    for name, stored in program.variables.items():
+        v, holders = stored.value, dict[Begin, dict[int, int]]()
+        for rank, process in enumerate(processes):
+            holders.setdefault(v.begin(mesh, rank), {}).setdefault(process, rank)
+        found[name] = {}
+        for begin, ranks in holders.items():
+            process = min(ranks, key=lambda process: (load[process], process))
+            load[process] += v.local(mesh).bytes
+            found[name][begin] = ranks[process]
+    return found

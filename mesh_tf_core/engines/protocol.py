@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from mesh_tf_core.engines.pieces import Begin, Piece
 from mesh_tf_core.ir.program import Program
 
 
@@ -67,8 +68,15 @@ class Engine(Protocol):
         """Replaces the global value of a variable."""
         ...
 
-    def snapshot(self) -> Mapping[str, Any]:
-        """The global values that all variables have now, whatever later steps do.
+    def fill(self, name: str, read: Callable[[Begin, Sequence[int]], Any]) -> None:
+        """The same by pieces: `read` gives the one that begins at an index and has a shape, and is asked for
+        no more than this process's devices hold."""
+        ...
+
+    def snapshot(self) -> Mapping[Piece, Any]:
+        """What this process writes of a checkpoint: the values that all variables have now, whatever later
+        steps do. In a process alone these are whole variables, else those pieces of its devices that no other
+        process writes.
 
         A value is put together when it is asked for, at most once, and may be asked for in another thread.
         """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from mesh_tf_core.engines import feeds
+from mesh_tf_core.engines.pieces import Begin, Piece
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.program import Program
 
@@ -29,25 +31,32 @@ class Stepping:
         found = self.run(fed)
         return lambda: found
 
+    def write(self, name: str, array: Any) -> None:
+        raise NotImplementedError
+
+    def fill(self, name: str, read: Callable[[Begin, Sequence[int]], Any]) -> None:
+        sizes = feeds.stored(self.program, name).variable.shape.sizes
+        self.write(name, read((0,) * len(sizes), sizes))
+
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return self.run(self.feed(batch))
 
 
-class OneByOne(Mapping[str, Any]):
+class OneByOne(Mapping[Piece, Any]):
     """Values made from what is kept of them; what is kept is let go when its value is asked for.
 
     Args:
-      join: what is kept of a variable -> its global value.
+      join: what is kept -> its value.
     """
 
-    def __init__(self, kept: Mapping[str, Any], join: Callable[[Any], Any]) -> None:
-        self._kept: dict[str, Any] = dict(kept)
+    def __init__(self, kept: Mapping[Piece, Any], join: Callable[[Any], Any]) -> None:
+        self._kept: dict[Piece, Any] = dict(kept)
         self._join = join
 
-    def __getitem__(self, name: str) -> Any:
-        return self._join(self._kept.pop(name))
+    def __getitem__(self, piece: Piece) -> Any:
+        return self._join(self._kept.pop(piece))
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Piece]:
         return iter(list(self._kept))
 
     def __len__(self) -> int:

@@ -1,40 +1,43 @@
-"""Checkpoints that no layout is part of: whole variables, checked by checksums, written atomically.
+"""Checkpoints that no layout is part of, checked by checksums, written atomically by one process or by many.
 
     step-000000100/
-      00000.npy ...     one whole variable each
-      manifest.json     step, extra state; shape, dtype and SHA-256 of every file, and of the manifest itself
+      00000.safetensors ...   the pieces of variables that one process wrote; of a process alone whole ones
+      manifest.json           step, extra state; dtype, shape and pieces of every variable, each with its
+                              file, place in the variable and SHA-256; and the manifest's own
 
-A checkpoint is written under a temporary name and renamed when all of it is on the disk. Variables are
-written one after the other, so the host needs room for one of them, not for all. What else lies in the
-directory is somebody else's: only names that are exactly ours are read, counted or removed.
+A checkpoint is written under a temporary name and renamed when all of it is on the disk. A process writes one
+piece after the other, and reads of every variable the pieces that its devices hold, so no host needs room
+for more than these. What else lies in the directory is somebody else's: only names that are exactly ours are
+read, counted or removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import secrets
 import shutil
-import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mesh_tf_core.engines.pieces import Begin, Piece, region
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import sync_names
-from mesh_tf_core.ir.dtypes import check_dtype, itemsize
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.training import array_files
 from mesh_tf_core.training import manifest as manifests
+from mesh_tf_core.training.array_files import Place
 from mesh_tf_core.training.locking import locked
-from mesh_tf_core.training.manifest import MANIFEST, Entry, Manifest
+from mesh_tf_core.training.manifest import MANIFEST, Entry, Manifest, Part
 
-CHUNK = 1 << 22
-HEADER = 1 << 16
-"""Bytes before the elements in one of our arrays' files, at most."""
+if TYPE_CHECKING:
+    from mesh_tf_core.engines import Cluster
+
 STEP = "([0-9]{9}|[1-9][0-9]{9,17})"
 NAME = re.compile(f"step-{STEP}")
 UNFINISHED = re.compile(rf"\.step-{STEP}\.[0-9a-f]{{1,16}}")
@@ -61,25 +64,72 @@ class Checkpoint:
     variables: Mapping[str, Entry]
     extra: Mapping[str, Any]
     skipped: tuple[str, ...] = ()
+    _places: dict[str, dict[str, Place]] = field(default_factory=dict, compare=False, repr=False)
 
     def read(self, name: str) -> Any:
         """A whole variable."""
+        shape = self._entry(name).shape
+        return self.part(name, (0,) * len(shape), shape)
+
+    def part(self, name: str, begin: Begin, shape: Sequence[int]) -> Any:
+        """A piece of a variable, put together from the pieces that lie in files; nothing else is read."""
+        entry = self._entry(name)
+        out = np.empty(tuple(shape), np_dtype(entry.dtype))
+        for part in entry.parts:
+            low = tuple(map(max, begin, part.begin))
+            ends = ((b + n, p + m) for b, n, p, m in zip(begin, shape, part.begin, entry.part, strict=True))
+            common = [min(end) - at for end, at in zip(ends, low, strict=True)]
+            if all(size > 0 for size in common):
+                here, there = (
+                    region([at - b for at, b in zip(low, first, strict=True)], common)
+                    for first in (begin, part.begin)
+                )
+                try:
+                    found = self._place(name, entry, part).mapped()
+                    out[here] = found[there]
+                except (OSError, ValueError) as error:  # since it was checked
+                    raise UserError(
+                        f"checkpoint {str(self.path)!r}: variable {name!r} cannot be read: {_reason(error)}"
+                    ) from None
+        return out
+
+    def check(self, mine: Callable[[int], bool] = lambda number: True) -> None:
+        """Raises OSError or ValueError unless the files hold what the manifest says: those pieces whose
+        numbers are `mine`; others' files must be there too."""
+        number = 0
+        for name, entry in self.variables.items():
+            said = f"variable {name[: manifests.LONGEST]!r}"
+            for part in entry.parts:
+                place = self._place(name, entry, part)
+                if (place.dtype, place.shape) != (entry.dtype, entry.part):
+                    raise ValueError(
+                        f"{said} is {entry.dtype}{list(entry.part)} in {MANIFEST}, "
+                        f"{place.dtype}{list(place.shape)} in {part.file}"
+                    )
+                number += 1
+                if mine(number) and place.sha256() != part.sha256:
+                    raise ValueError(f"{said} differs from its checksum in {part.file}")
+
+    def _entry(self, name: str) -> Entry:
         if name not in self.variables:
             raise UserError(
                 f"checkpoint {str(self.path)!r} has no variable {name!r}; {known_names(name, self.variables)}"
             )
-        entry = self.variables[name]
-        try:
-            array = np.load(self.path / entry.file, allow_pickle=False)
-        except (OSError, ValueError) as error:  # since it was checked
-            raise UserError(
-                f"checkpoint {str(self.path)!r}: variable {name!r} cannot be read: {_reason(error)}"
-            ) from None
-        if entry.dtype != "bfloat16":
-            return array
-        import ml_dtypes
+        return self.variables[name]
 
-        return array.view(ml_dtypes.bfloat16)
+    def _place(self, name: str, entry: Entry, part: Part) -> Place:
+        """Where a piece lies; the header of a file is read once."""
+        if part.file not in self._places:
+            self._places[part.file] = array_files.places(self.path / part.file)
+        found, key = (
+            self._places[part.file],
+            Piece(name, entry.dtype, entry.shape, part.begin, entry.part).key,
+        )
+        if part.file.endswith(".npy"):
+            key = ""
+        if key not in found:
+            raise ValueError(f"{part.file} lacks {key[: manifests.LONGEST]!r}")
+        return found[key]
 
 
 # -- the directory -------------------------------------------------------------------------------------------
@@ -170,39 +220,75 @@ def _tidy(root: Path) -> None:
 
 # -- writing -------------------------------------------------------------------------------------------------
 
+Written = list[dict[str, Any]]
+"""Plain data: of every piece that a process wrote its file, its checksum and which it is."""
+
 
 def write(
-    directory: str | Path, step: int, variables: Mapping[str, Any], extra: Mapping[str, Any], keep: int = 3
+    directory: str | Path, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any], keep: int = 3
 ) -> Path:
-    """Writes `step-N` and removes all but the newest `keep`. Only one process may do so at a time
-    (`locking`).
+    """Writes `step-N` and removes all but the newest `keep`. Only one job may do so at a time (`locking`).
 
     Args:
-      variables: name -> whole array; every one is asked for once, in order, and forgotten once it is written.
+      pieces: see `array_files.write_pieces`; together they are whole variables.
       extra: plain data (what JSON holds).
 
     Raises:
       OSError: it cannot be written; what was there is there, and nothing else.
     """
+    with beginning(directory, step) as folder:
+        return finish(folder, step, write_pieces(folder, 0, pieces), extra, keep)
+
+
+@contextlib.contextmanager
+def beginning(directory: str | Path, step: int) -> Iterator[Path]:
+    """A folder for the files of a checkpoint; if it has not got its name (`finish`), it is removed."""
     root = Path(directory)
     root.mkdir(exist_ok=True)
     _tidy(root)
-    final = root / f"step-{step:09d}"
-    temporary = root / f".{final.name}.{secrets.token_hex(8)}"
-    temporary.mkdir()
+    folder = root / f".{_named(step)}.{secrets.token_hex(8)}"
+    folder.mkdir()
     try:
-        files = {
-            name: _write_array(temporary / f"{number:05d}.npy", variables[name])
-            for number, name in enumerate(variables)
-        }
-        manifests.write(temporary / MANIFEST, Manifest(step=step, variables=files, extra=dict(extra)))
-        sync_names(temporary)
-        if final.exists():
-            final.rename(root / f".{final.name}.replaced")
-        temporary.rename(final)
+        yield folder
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _named(step: int) -> str:
+    return f"step-{step:09d}"
+
+
+def write_pieces(folder: Path, process: int, pieces: Mapping[Piece, Any]) -> Written:
+    """Writes what one process writes of a checkpoint; what `finish` must know of it."""
+    if not pieces:
+        return []
+    file = f"{process:05d}.safetensors"
+    sums = array_files.write_pieces(folder / file, pieces)
+    return [{**asdict(piece), "file": file, "sha256": found} for piece, found in sums.items()]
+
+
+def finish(folder: Path, step: int, written: Iterable[Any], extra: Mapping[str, Any], keep: int = 3) -> Path:
+    """Gives a checkpoint its name, once all processes have written their pieces, and removes old ones."""
+    found: dict[str, list[Any]] = {}
+    for one in written:
+        found.setdefault(one["name"], []).append(one)
+    variables = {
+        name: Entry(
+            dtype=ones[0]["dtype"],
+            shape=tuple(ones[0]["whole"]),
+            part=tuple(ones[0]["shape"]),
+            parts=tuple(Part(file=o["file"], sha256=o["sha256"], begin=tuple(o["begin"])) for o in ones),
+        )
+        for name, ones in found.items()
+    }
+    manifests.write(folder / MANIFEST, Manifest(step=step, variables=variables, extra=dict(extra)))
+    sync_names(folder)
+    root = folder.parent
+    final = root / _named(step)
+    if final.exists():
+        final.rename(root / f".{final.name}.replaced")
+    folder.rename(final)
     sync_names(root)
     _tidy(root)
     others = [path for _, path in listed(root) if path != final]
@@ -211,50 +297,31 @@ def write(
     return final
 
 
-def _write_array(path: Path, array: Any) -> Entry:
-    """The variable's entry in the manifest."""
-    array = np.asarray(array, order="C")
-    dtype = check_dtype(str(array.dtype))
-    with path.open("wb") as file:
-        hashing = _Hashing(file)
-        plain = array.view(np.uint16) if dtype == "bfloat16" else array
-        np.lib.format.write_array(hashing, plain, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    return Entry(file=path.name, sha256=hashing.hexdigest(), dtype=dtype, shape=array.shape)
-
-
-class _Hashing:
-    """A file that hashes what is written; NumPy writes an array to it in parts, without a copy of all."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self._digest = file, hashlib.sha256()
-
-    def write(self, content: bytes) -> int:
-        self._digest.update(content)
-        return self.file.write(content)
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
-
-
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def newest(directory: str | Path) -> Checkpoint | None:
+def newest(directory: str | Path, cluster: Cluster | None = None) -> Checkpoint | None:
     """The newest whole checkpoint, every file checked; torn or edited ones are named in `skipped`.
 
     None if there is no checkpoint at all.
 
+    Args:
+      cluster: processes that all ask for it, and share the checking.
+
     Raises:
       UserError: there are checkpoints, and none is whole.
+      ClusterError: processes see other checkpoints.
     """
     skipped: list[str] = []
-    for step, path in listed(directory):
-        try:
-            return _checked(path, step, tuple(skipped))
-        except (OSError, ValueError) as error:
-            skipped.append(f"{path.name}: {_reason(error)}")
+    found = listed(directory)
+    if cluster is not None:
+        names = ", ".join(path.name for _, path in found)
+        cluster.same(f"what lies in the checkpoint {directory}", names)
+    for step, path in found:
+        opened, why = _checked(path, step, cluster)
+        if opened is not None:
+            return replace(opened, skipped=tuple(skipped))
+        skipped.append(f"{path.name}: {why}")
     if skipped:
         raise UserError(
             f"checkpoint {str(directory)!r}: no whole checkpoint in it ({'; '.join(skipped)}); "
@@ -269,53 +336,18 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _checked(path: Path, step: int, skipped: tuple[str, ...]) -> Checkpoint:
-    manifest = manifests.read(path / MANIFEST)
-    if manifest.step != step:
-        raise ValueError(f"{MANIFEST} says step {manifest.step}")
-    for name, entry in manifest.variables.items():
-        _check_array(path / entry.file, name, entry)
-    return Checkpoint(path, step, manifest.variables, manifest.extra, skipped)
-
-
-def _check_array(path: Path, name: str, entry: Entry) -> None:
-    """Raises unless the file holds what the manifest says, and nothing else: no array is made before."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path.name} is not a file")
-    bytes = itemsize(entry.dtype)
-    for size in entry.shape:
-        bytes *= size
-    said = f"variable {name[: manifests.LONGEST]!r}"
-    if not bytes < found.st_size <= bytes + HEADER:
-        raise ValueError(
-            f"{said} is {entry.dtype}{list(entry.shape)} in {MANIFEST}, and {path.name} has "
-            f"{found.st_size} bytes"
-        )
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while content := file.read(CHUNK):
-            digest.update(content)
-        if digest.hexdigest() != entry.sha256:
-            raise ValueError(f"{said} differs from its checksum")
-        file.seek(0)
-        shape, dtype = _header(file)
-        begin = file.tell()
-    wanted = np.dtype("uint16" if entry.dtype == "bfloat16" else entry.dtype)
-    if (shape, dtype) != (entry.shape, wanted) or begin + bytes != found.st_size:
-        raise ValueError(
-            f"{said} is {entry.dtype}{list(entry.shape)} in {MANIFEST}, {dtype}{list(shape)} in {path.name}"
-        )
-
-
-def _header(file: BinaryIO) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of an array's file."""
+def _checked(path: Path, step: int, cluster: Cluster | None) -> tuple[Checkpoint | None, str]:
+    """A checkpoint that is whole, or why it is not; the same for all processes."""
+    own, count = (0, 1) if cluster is None else (cluster.index, cluster.processes)
+    opened, why = None, ""
     try:
-        version = np.lib.format.read_magic(file)
-        if version == (1, 0):
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        else:
-            shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-    except Exception as error:  # its parser raises many kinds
-        raise ValueError(f"{Path(file.name).name} is no array: {type(error).__name__}") from None
-    return shape, dtype
+        manifest = manifests.read(path / MANIFEST)
+        if manifest.step != step:
+            raise ValueError(f"{MANIFEST} says step {manifest.step}")
+        opened = Checkpoint(path, step, manifest.variables, manifest.extra)
+        opened.check(lambda number: number % count == own)
+    except (OSError, ValueError) as error:
+        why = _reason(error)
+    if cluster is not None:
+        why = next(filter(None, cluster.gather(f"checking {path.name}", why, patient=True)), "")
+    return (None if why else opened), why

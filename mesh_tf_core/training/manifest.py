@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mesh_tf_core.ir.dtypes import DTYPES
 
-FORMAT = "layoutopt-checkpoint/2"
+FORMAT = "layoutopt-checkpoint/3"
+FORMATS = (FORMAT, "layoutopt-checkpoint/2")
+"""What is read: in the one before each variable was a .npy file."""
 MANIFEST = "manifest.json"
 LARGEST = 1 << 28
 """Bytes of a manifest: a million variables."""
@@ -28,21 +32,64 @@ if TYPE_CHECKING:
 else:
     Dtype = Literal[DTYPES]
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+Sizes = Annotated[tuple[Size, ...], Field(max_length=32, strict=False)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Entry(BaseModel):
-    """A variable's file."""
+class Part(BaseModel):
+    """A piece of a variable: its file, where it begins in the variable, and the SHA-256 of its bytes (of the
+    format before: of the whole file)."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    file: Annotated[str, Field(pattern=r"^[0-9]{5,9}\.npy$")]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    file: Annotated[str, Field(pattern=r"^[0-9]{5,9}\.(safetensors|npy)$")]
+    sha256: Digest
+    begin: Sizes
+
+
+class Entry(BaseModel):
+    """A variable, in pieces of one shape that fill it as tiles do."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
     dtype: Dtype
-    shape: Annotated[tuple[Size, ...], Field(max_length=32, strict=False)]
+    shape: Sizes
+    part: Sizes
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, strict=False)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, said: Any) -> Any:
+        """In the format before, one file holds a whole variable."""
+        if not (isinstance(said, dict) and "file" in said):
+            return said
+        shape = said.get("shape")
+        part = {"file": said["file"], "sha256": said.get("sha256")}
+        part["begin"] = [0] * len(shape) if isinstance(shape, list) else []
+        return {"dtype": said.get("dtype"), "shape": shape, "part": shape, "parts": [part]}
+
+    @model_validator(mode="after")
+    def _fills(self) -> Self:
+        begins, sizes = [part.begin for part in self.parts], self.part
+        if 0 in self.shape:
+            fills = sizes == self.shape and begins == [(0,) * len(sizes)]
+        else:
+            fills = len(sizes) == len(self.shape) and all(
+                size and not whole % size for whole, size in zip(self.shape, sizes, strict=True)
+            )
+            if fills:
+                counts = [whole // size for whole, size in zip(self.shape, sizes, strict=True)]
+                fills = math.prod(counts) == len(begins) and {*begins} == {
+                    tuple(n * size for n, size in zip(at, sizes, strict=True))
+                    for at in itertools.product(*map(range, counts))
+                }
+        if not fills:
+            raise ValueError(f"{len(begins)} pieces of {list(sizes)} do not fill {list(self.shape)}")
+        return self
 
 
 class Manifest(BaseModel):
-    """A manifest. `extra` is the trainer's (the data's position, the layout at the time)."""
+    """A manifest. `extra` is the trainer's (the data's position, the mesh and the layout at the time)."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -78,7 +125,7 @@ def read(path: Path) -> Manifest:
         if not isinstance(plain, Mapping):
             raise ValueError(f"{path.name} must be an object, found {type(plain).__name__}")
         said = plain.get("format", FORMAT)
-        if said != FORMAT:
+        if said not in FORMATS:
             raise ValueError(f"format {str(said)[:LONGEST]!r} instead of {FORMAT!r}")
         for name in ("format", "sha256"):
             if name not in plain:

@@ -1,4 +1,4 @@
-"""Checkpoints written while the training goes on."""
+"""Checkpoints written while the training goes on, by one process or by all of a job, each its own pieces."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import atexit
 import contextlib
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import checkpoint
+
+if TYPE_CHECKING:
+    from mesh_tf_core.engines import Cluster
 
 
 class Saver:
@@ -18,35 +23,49 @@ class Saver:
 
     The process's end waits for the thread. An error in it is raised by the next `save` or `wait`; if neither
     comes, it is printed when the process ends.
+
+    Args:
+      cluster: processes that write together; every one of them calls the same methods in the same order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster | None = None) -> None:
+        self._cluster = cluster
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._registered = False
 
     def save(
-        self, directory: str | Path, step: int, variables: Mapping[str, Any], extra: Mapping[str, Any]
+        self, directory: str | Path, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any]
     ) -> None:
         """Starts to write a checkpoint, once the one before is written.
 
         Args:
-          variables: see `checkpoint.write`; read in the thread, so they must not change.
+          pieces: see `checkpoint.write`; read in the thread, so they must not change. Of several processes
+            each has its own.
 
         Raises:
           UserError: the directory cannot be written, or another job writes there.
         """
         self.wait()
-        own = contextlib.ExitStack()
-        own.enter_context(checkpoint.owned(directory))
+        cluster, own = self._cluster, contextlib.ExitStack()
+        if cluster is None or cluster.is_writer:
+            own.enter_context(checkpoint.owned(directory))
         if not self._registered:
             atexit.register(self._report)
+            if cluster is not None:
+                cluster.before_end(self.wait)
             self._registered = True
+        write: Callable[[], object]
+        if cluster is None:
+            write = lambda: checkpoint.write(directory, step, pieces, extra)  # noqa: E731
+        else:
+            together = _Together(cluster, cluster.topic("checkpoint"), directory)
+            write = lambda: together.write(step, pieces, extra)  # noqa: E731
 
         def run() -> None:
             try:
                 with own:
-                    checkpoint.write(directory, step, variables, extra)
+                    write()
             except OSError as error:
                 self._error = checkpoint.unwritable(directory, error)
             except BaseException as error:
@@ -67,3 +86,66 @@ class Saver:
     def _report(self) -> None:
         if self._error is not None:
             print(f"error: the last checkpoint was not written: {self._error}", file=sys.stderr)
+
+
+class _Together:
+    """One checkpoint of several processes: the writer (worker 0) makes a folder, each writes its file into
+    it, and when all have, the writer gives it its name. Whoever fails tells the others.
+
+    Args:
+      topic: under which they post what they have done.
+    """
+
+    def __init__(self, cluster: Cluster, topic: str, directory: str | Path) -> None:
+        self._cluster, self._topic, self._directory = cluster, topic, directory
+
+    def write(self, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any]) -> None:
+        """Returns when the checkpoint has its name.
+
+        Raises:
+          OSError: this process cannot write.
+          UserError: another one cannot.
+          ClusterError: another one was lost.
+        """
+        if self._cluster.is_writer:
+            with self._told("end"):
+                self._lead(step, pieces, extra)
+        else:
+            folder = Path(*self._heard("folder"))
+            with self._told(str(self._cluster.index)) as said:
+                if not folder.is_dir():
+                    raise UserError(
+                        f"{self._cluster.name(self._cluster.index)} does not see {str(folder)!r}, which "
+                        f"{self._cluster.name(0)} made; --checkpoint must be a folder that all machines share"
+                    )
+                said += checkpoint.write_pieces(folder, self._cluster.index, pieces)
+            self._heard("end")
+
+    def _lead(self, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any]) -> None:
+        with contextlib.ExitStack() as stack:
+            with self._told("folder") as said:
+                folder = stack.enter_context(checkpoint.beginning(self._directory, step))
+                said.append(str(folder.absolute()))
+            written = checkpoint.write_pieces(folder, 0, pieces)
+            for index in range(1, self._cluster.processes):
+                written += self._heard(str(index))
+            checkpoint.finish(folder, step, written, extra)
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Any:
+        """Posts what is put into the list, or the error that kept this process from it."""
+        said: list[Any] = []
+        try:
+            yield said
+        except Exception as error:
+            text = checkpoint.unwritable(self._directory, error) if isinstance(error, OSError) else error
+            with contextlib.suppress(Exception):  # the others may be gone
+                self._cluster.post(f"{self._topic}/{what}", {"error": str(text)})
+            raise
+        self._cluster.post(f"{self._topic}/{what}", {"said": said})
+
+    def _heard(self, what: str) -> Any:
+        found = self._cluster.fetch(f"{self._topic}/{what}")
+        if "error" in found:
+            raise UserError(found["error"])
+        return found["said"]

@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,13 @@ class Trainer:
       engine: `auto`, `local` (TensorFlow), `jax` or `lockstep` (NumPy, exact and slow); see
         `engines.open_engine`.
       cluster: the processes that train together, each with a Trainer of its own that is told to do the same;
-        by default this one alone. One writes checkpoints, all read them.
+        by default this one alone. Each writes its part of a checkpoint and reads what its devices hold.
       slices: mesh axis -> over how many slices of a machine it lies (see `engines.jax.placing`); a plan says.
 
     Attributes:
       layout: the layout in use; plan: the plan that it came from, if it was searched.
       step_number: steps done so far, also those before a resumed checkpoint.
+      resumed: what the restored checkpoint says of its writer (mesh, layout, processes, data); else empty.
       position: where the data stood after the last step, None if it cannot tell.
       torn: a step was interrupted, so the variables may be of two steps; `restore` makes them whole again.
       waited: share of the time of the last `fit` that the devices waited for input.
@@ -93,10 +95,11 @@ class Trainer:
         self.engine.initialize()
         self.rows = self._own_rows()
         self.step_number = 0
+        self.resumed: Mapping[str, Any] = {}
         self.position: Any = None
         self.torn = False
         self.waited = 0.0
-        self._saver = Saver()
+        self._saver = Saver(cluster)
         self._evaluation: tuple[Model, bool, Evaluation] | None = None
         self._skipped = 0
 
@@ -275,7 +278,7 @@ class Trainer:
         return found[2].run(batches)
 
     def save(self, directory: str | Path, wait: bool = True) -> None:
-        """Writes a checkpoint that any mesh and layout can read.
+        """Writes a checkpoint that any mesh and number of processes can read; all of several do it together.
 
         Args:
           wait: False returns at once; an error is raised by the next `save`.
@@ -288,7 +291,9 @@ class Trainer:
                 f"step {self.step_number + 1} was interrupted, so the variables may be of two steps and are "
                 "not saved; restore a checkpoint first"
             )
+        processes = 1 if self.cluster is None else self.cluster.processes
         extra = {"layout": str(self.layout), "data": self.position}
+        extra |= {"mesh": str(self.mesh), "processes": processes}
         try:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
@@ -296,19 +301,16 @@ class Trainer:
                 f"the data's get_state() gave {self.position!r}, which a checkpoint cannot hold ({error}); "
                 "return what JSON can hold"
             ) from None
-        snapshot = self.engine.snapshot()
-        if self.engine.is_chief:
-            self._saver.save(directory, self.step_number, snapshot, extra)
-            if wait:
-                self._saver.wait()
+        self._saver.wait()  # then there is one snapshot at a time
+        self._saver.save(directory, self.step_number, self.engine.snapshot(), extra)
+        if wait:
+            self._saver.wait()
 
     def restore(self, directory: str | Path) -> bool:
         """Continues from the newest whole checkpoint of a directory, if it has one; warns of those that are
         torn or edited."""
         self._saver.wait()
-        found = checkpoints.newest(directory)
-        if self.cluster is not None:
-            self.cluster.same(f"the newest checkpoint in {directory}", found and found.path.name)
+        found = checkpoints.newest(directory, self.cluster)
         if found is None:
             return False
         for text in found.skipped:
@@ -329,8 +331,9 @@ class Trainer:
         reading = contextlib.nullcontext() if self.cluster is None else self.cluster.doing("reading it", True)
         with reading:
             for name in self.program.variables:
-                self.engine.write(name, found.read(name))
+                self.engine.fill(name, partial(found.part, name))
         self.step_number, self.position = found.step, found.extra.get("data")
+        self.resumed = found.extra
         self.torn = False
         return True
 

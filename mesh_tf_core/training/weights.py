@@ -2,15 +2,11 @@
 
 A file is mapped into memory, so that a device's piece is read and not the whole; the variables of a stack of
 layers, which have a dimension that counts them, are put together layer by layer.
-
-A safetensors file is a number of 8 bytes, a JSON header of so many bytes (name -> dtype, shape, first byte
-and end), and the arrays in row-major order (https://github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,26 +19,11 @@ import numpy as np
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
-from mesh_tf_core.training import checkpoint
+from mesh_tf_core.training import array_files, checkpoint
 
 Weights = Mapping[str, Any] | str | Path | Sequence[str | Path]
 """Arrays by name; a .npz or .safetensors file, several of them, or a directory of safetensors files or of
 checkpoints."""
-
-_SAFE = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "U32": "uint32",
-    "I8": "int8",
-    "BOOL": "bool",
-}
-_HEADER = 100_000_000
-"""Most bytes of a safetensors header: the format's own limit."""
 
 
 @dataclass(frozen=True)
@@ -129,17 +110,8 @@ def write_weights(path: str | Path, variables: Iterable[tuple[str, Any]]) -> Non
         return
     if Path(path).suffix != ".safetensors":
         raise UserError(f"save_weights: {str(path)!r} must end in .npz or .safetensors")
-    header, end, said = {}, 0, {dtype: name for name, dtype in _SAFE.items()}
-    for name, array in arrays.items():
-        begin, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": said[str(array.dtype)],
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    parts = [len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays.values())]
+    said = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
+    parts = [array_files.header(said), *(array_files.flat(array).tobytes() for array in arrays.values())]
     write_file(path, b"".join(parts), "the weights")
 
 
@@ -185,33 +157,10 @@ def _arrays(weights: Weights) -> Mapping[str, Any]:
             if isinstance(opened, Mapping):
                 return opened
         elif path.suffix == ".safetensors":
-            return _safetensors(path)
+            return {name: place.mapped() for name, place in array_files.places(path).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"load: {str(path)!r} cannot be read: {error}") from None
     raise UserError(f"load: {str(path)!r} is no .npz or .safetensors file, and no directory")
-
-
-def _safetensors(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > min(_HEADER, path.stat().st_size):
-            raise ValueError(f"a header of {size} bytes")
-        header = json.loads(file.read(size))
-    found = {}
-    for name, said in header.items():
-        if name == "__metadata__":
-            continue
-        if said["dtype"] not in _SAFE:
-            raise ValueError(f"{name} is of {said['dtype']}")
-        dtype, shape = np_dtype(_SAFE[said["dtype"]]), tuple(said["shape"])
-        begin, end = said["data_offsets"]
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} has {end - begin} bytes")
-        if end == begin:
-            found[name] = np.zeros(shape, dtype)
-        else:
-            found[name] = np.memmap(path, dtype, "r", 8 + size + begin, shape)
-    return found
 
 
 # -- what a variable takes -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from mesh_tf_core.training.checkpoint import listed
+from mesh_tf_core.training.checkpoint import listed, newest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +103,9 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
 
 def contents(checkpoint: Path, step: int) -> str:
-    """A digest of all variables of a checkpoint, by the checksums of its files."""
-    manifest = json.loads((checkpoint / f"step-{step:09d}" / "manifest.json").read_text(encoding="utf-8"))
-    sums = {name: entry["sha256"] for name, entry in manifest["variables"].items()}
+    """A digest of all variables of the newest checkpoint, which must be of this step; however many processes
+    wrote it."""
+    found = newest(checkpoint)
+    assert found is not None and (found.step, found.skipped) == (step, ())
+    sums = {name: hashlib.sha256(found.read(name).tobytes()).hexdigest() for name in found.variables}
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.training import checkpoint
+from tests.core.saved import whole
 
 SIZES = (1, 1000, 60_000)
 
@@ -70,7 +71,7 @@ def hunt(directory: Path, kills: int, seed: int = 0) -> Counts:
         done = found.step
     with checkpoint.owned(directory) as trouble:  # no dead process holds it
         assert trouble == ""
-        checkpoint.write(directory, done + 1, variables(done + 1), {})
+        checkpoint.write(directory, done + 1, whole(variables(done + 1)), {})
     assert theirs.is_dir() and len(checkpoint.listed(directory)) == 3
     assert not [p for p in directory.iterdir() if p.name.startswith(".step-")]  # and none is left for ever
     return counts
@@ -80,7 +81,7 @@ def _seconds(directory: Path) -> float:
     """Of one checkpoint."""
     began = time.monotonic()
     for step in (1, 2, 3):
-        checkpoint.write(directory, step, variables(step), {})
+        checkpoint.write(directory, step, whole(variables(step)), {})
     return (time.monotonic() - began) / 3
 
 
@@ -95,9 +96,9 @@ def _attempt(directory: Path, done: int, seconds: float) -> int:
                 os.write(writes, b"0\n")
                 for step in range(done + 1, done + 1000):
                     # Now and then the same step again, as after a stop that saved.
-                    checkpoint.write(directory, step, variables(step), {})
+                    checkpoint.write(directory, step, whole(variables(step)), {})
                     if step % 3 == 0:
-                        checkpoint.write(directory, step, variables(step), {})
+                        checkpoint.write(directory, step, whole(variables(step)), {})
                     os.write(writes, f"{step}\n".encode())
         finally:
             os._exit(1)

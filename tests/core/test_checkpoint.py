@@ -18,10 +18,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mesh_tf_core.engines.pieces import Piece
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import checkpoint, locking, manifest
 from mesh_tf_core.training.locking import locked
 from mesh_tf_core.training.saving import Saver
+from tests.core.saved import piece, whole, write_before
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUES: dict[str, Any] = {
@@ -33,7 +35,7 @@ VALUES: dict[str, Any] = {
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path, 12, VALUES, {"data": {9: (1, 2), 10: math.inf}})
+    checkpoint.write(tmp_path, 12, whole(VALUES), {"data": {9: (1, 2), 10: math.inf}})
     found = checkpoint.newest(tmp_path)
     assert found is not None and (found.step, found.skipped) == (12, ())
     assert found.extra == {"data": {"9": [1, 2], "10": math.inf}}  # as JSON gives it back
@@ -46,14 +48,31 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "elsewhere") is None
 
 
+def test_what_was_written_before_is_read(tmp_path: Path) -> None:
+    """The format in which every variable is a .npy file; a damaged one is found."""
+    folder = write_before(tmp_path, 3, VALUES, {"layout": "batch:data"})
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and (found.step, found.extra) == (3, {"layout": "batch:data"})
+    for name, value in VALUES.items():
+        read = found.read(name)
+        assert read.dtype == value.dtype
+        np.testing.assert_array_equal(read, value)
+    _flip(folder / "00000.npy")
+    with pytest.raises(UserError, match=r"variable 'w' differs from its checksum in 00000\.npy"):
+        checkpoint.newest(tmp_path)
+    _cut(folder / "00000.npy")
+    with pytest.raises(UserError, match=r"00000\.npy is float64\[4, 3\] and has 223 bytes"):
+        checkpoint.newest(tmp_path)
+
+
 def test_the_newest_are_kept_and_remains_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".step-000000001.123").mkdir()
     for step in (2, 3, 5, 8):
-        checkpoint.write(tmp_path, step, VALUES, {}, keep=2)
+        checkpoint.write(tmp_path, step, whole(VALUES), {}, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000005", "step-000000008"]
-    checkpoint.write(tmp_path, 4, VALUES, {"again": True}, keep=2)  # later ones were passed over, say
+    checkpoint.write(tmp_path, 4, whole(VALUES), {"again": True}, keep=2)  # later ones were passed over, say
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000004", "step-000000008"]
-    checkpoint.write(tmp_path, 8, VALUES, {"again": True}, keep=2)
+    checkpoint.write(tmp_path, 8, whole(VALUES), {"again": True}, keep=2)
     found = checkpoint.newest(tmp_path)
     assert found is not None and found.extra == {"again": True}
 
@@ -73,10 +92,16 @@ def _edit(path: Path) -> None:
     path.write_text(json.dumps({**manifest, "step": manifest["step"] + 1}), encoding="utf-8")
 
 
+FILE = "00000.safetensors"
 DAMAGE = {
-    "a cut file": (lambda p: _cut(p / "00000.npy"), "variable 'w' differs from its checksum"),
-    "a flipped bit": (lambda p: _flip(p / "00002.npy"), "variable 'b' differs from its checksum"),
-    "a lost file": (lambda p: (p / "00001.npy").unlink(), "00001.npy cannot be read"),
+    "a cut file": (
+        lambda p: _cut(p / FILE),
+        "its header cannot be read ('b' has 4 bytes and lies from 100 to",
+    ),
+    "a flipped bit": (lambda p: _flip(p / FILE), "variable 'b' differs from its checksum"),
+    "a lost file": (lambda p: (p / FILE).unlink(), "00000.safetensors cannot be read"),
+    "a damaged header": (lambda p: (p / FILE).write_bytes(b"\2" + bytes(7) + b"[]"), "it is no object"),
+    "a header without its arrays": (lambda p: (p / FILE).write_bytes(b"\2" + bytes(7) + b"{}"), "lacks 'w'"),
     "a cut manifest": (lambda p: _cut(p / manifest.MANIFEST), "Expecting"),
     "an edited manifest": (
         lambda p: _edit(p / manifest.MANIFEST),
@@ -92,7 +117,7 @@ DAMAGE = {
 def passed_over(directory: Path, harm: Callable[[Path], object]) -> str:
     """The line that is said of the newer of two checkpoints after something was done to it."""
     for step in (1, 2):
-        checkpoint.write(directory, step, VALUES, {})
+        checkpoint.write(directory, step, whole(VALUES), {})
     harm(directory / "step-000000002")
     found = checkpoint.newest(directory)
     assert found is not None and found.step == 1
@@ -126,8 +151,21 @@ def nested(folder: Path) -> None:
     (folder / manifest.MANIFEST).write_text("[" * 100_000 + "]" * 100_000, encoding="utf-8")
 
 
-def widen(content: dict[str, Any]) -> None:
-    content["variables"]["w"]["shape"] = [2, 6]
+def shaped(*shape: int) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        content["variables"]["w"] |= {"shape": list(shape), "part": list(shape)}
+
+    return change
+
+
+def placed(*begins: list[int], part: tuple[int, int] = (2, 3)) -> Callable[[dict[str, Any]], None]:
+    """w, float64[4, 3], in pieces."""
+
+    def change(content: dict[str, Any]) -> None:
+        entry = content["variables"]["w"]
+        entry |= {"part": list(part), "parts": [{**entry["parts"][0], "begin": begin} for begin in begins]}
+
+    return change
 
 
 LIES = {
@@ -139,14 +177,23 @@ LIES = {
     "a number too long": (lambda p: (p / manifest.MANIFEST).write_text("9" * 5000), "Exceeds the limit"),
     "another step": (signed(lambda m: m.update(step=7)), "manifest.json says step 7"),
     "a foreign path": (
-        signed(lambda m: m["variables"]["w"].update(file="../step-000000001/00000.npy")),
-        "'variables.w.file': String should match pattern",
+        signed(lambda m: m["variables"]["w"]["parts"][0].update(file="../step-000000001/00000.npy")),
+        "'variables.w.parts.0.file': String should match pattern",
     ),
-    "a missing array": (signed(lambda m: m["variables"]["w"].update(file="00009.npy")), "cannot be read"),
-    "another shape": (signed(widen), "is float64[2, 6] in manifest.json, float64[4, 3] in 00000.npy"),
+    "a missing file": (
+        signed(lambda m: m["variables"]["w"]["parts"][0].update(file="00009.safetensors")),
+        "cannot be read",
+    ),
+    "another shape": (signed(shaped(2, 6)), f"is float64[2, 6] in manifest.json, float64[4, 3] in {FILE}"),
+    "a piece too few": (signed(placed([0, 0])), "1 pieces of [2, 3] do not fill [4, 3]"),
+    "a piece twice": (signed(placed([0, 0], [0, 0])), "2 pieces of [2, 3] do not fill [4, 3]"),
+    "pieces that overlap": (signed(placed([0, 0], [1, 0])), "2 pieces of [2, 3] do not fill [4, 3]"),
+    "pieces that stand out": (signed(placed([0, 0], [3, 0], part=(3, 3))), "do not fill [4, 3]"),
+    "pieces of nothing": (signed(placed([0, 0], part=(0, 3))), "1 pieces of [0, 3] do not fill [4, 3]"),
+    "a piece that is not there": (signed(placed([0, 0], [2, 0])), "00000.safetensors lacks 'w[0:2,0:3]'"),
     "a huge shape": (
-        signed(lambda m: m["variables"]["w"].update(shape=[1 << 40, 1 << 40])),
-        "00000.npy has 224 bytes",
+        signed(shaped(1 << 40, 1 << 40)),
+        f"is float64[1099511627776, 1099511627776] in manifest.json, float64[4, 3] in {FILE}",
     ),
     "a negative size": (
         signed(lambda m: m["variables"]["w"].update(shape=[-1, 12])),
@@ -154,7 +201,7 @@ LIES = {
     ),
     "another dtype": (
         signed(lambda m: m["variables"]["w"].update(dtype="int64")),
-        "is int64[4, 3] in manifest.json, float64[4, 3] in 00000.npy",
+        f"is int64[4, 3] in manifest.json, float64[4, 3] in {FILE}",
     ),
     "objects": (signed(lambda m: m["variables"]["w"].update(dtype="object")), "'variables.w.dtype': Input"),
     "no variables": (signed(lambda m: m.pop("variables")), "'variables': Field required"),
@@ -169,8 +216,8 @@ def test_a_manifest_is_believed_only_when_all_of_it_is_right(lie: str, tmp_path:
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path, 1, VALUES, {})
-    for name in ("00000.npy", manifest.MANIFEST):
+    checkpoint.write(tmp_path, 1, whole(VALUES), {})
+    for name in (FILE, manifest.MANIFEST):
         (tmp_path / "step-000000001" / name).unlink()
         os.mkfifo(tmp_path / "step-000000001" / name)
         with pytest.raises(UserError, match=f"step-000000001: {name} is not a file"):
@@ -200,7 +247,7 @@ def test_only_names_that_are_ours_are_counted_or_removed(tmp_path: Path) -> None
     before = {p.name for p in tmp_path.iterdir()} - {".step-000000003.0123456789abcdef"}
     assert checkpoint.newest(tmp_path) is None
     for step in (1, 2, 3, 10**9):
-        checkpoint.write(tmp_path, step, VALUES, {}, keep=2)
+        checkpoint.write(tmp_path, step, whole(VALUES), {}, keep=2)
     assert {p.name for p in tmp_path.iterdir()} - before == {"step-000000003", "step-1000000000"}
     assert before <= {p.name for p in tmp_path.iterdir()}
     found = checkpoint.newest(tmp_path)
@@ -209,12 +256,12 @@ def test_only_names_that_are_ours_are_counted_or_removed(tmp_path: Path) -> None
 
 def test_one_that_was_put_aside_for_a_newer_one_of_its_step_is_not_lost(tmp_path: Path) -> None:
     """A process that is killed between the two renamings leaves neither under the step's name."""
-    checkpoint.write(tmp_path, 4, VALUES, {})
+    checkpoint.write(tmp_path, 4, whole(VALUES), {})
     aside = tmp_path / ".step-000000004.replaced"
     (tmp_path / "step-000000004").rename(aside)
     found = checkpoint.newest(tmp_path)
     assert found is not None and found.step == 4
-    checkpoint.write(tmp_path, 5, VALUES, {})
+    checkpoint.write(tmp_path, 5, whole(VALUES), {})
     assert [step for step, _ in checkpoint.listed(tmp_path)] == [5, 4] and not aside.exists()
 
 
@@ -259,7 +306,7 @@ def test_a_second_job_is_told_whose_the_directory_is(tmp_path: Path, kind: str) 
         pid = holder.stdout.readline().strip()
         said = rf"is in use: process {pid} on .+ \(since .+\) writes there; wait for its end, or give"
         with pytest.raises(UserError, match=said):
-            Saver().save(tmp_path, 1, VALUES, {})
+            Saver().save(tmp_path, 1, whole(VALUES), {})
         holder.kill()
         holder.wait()
         with checkpoint.owned(tmp_path) as trouble:  # the lock ended with it
@@ -283,7 +330,7 @@ def test_where_there_are_no_locks_it_is_said(tmp_path: Path, monkeypatch: pytest
     with checkpoint.owned(tmp_path) as trouble:
         assert "cannot be locked here (No locks available); see to it that no other job" in trouble
     saver = Saver()
-    saver.save(tmp_path, 1, VALUES, {})
+    saver.save(tmp_path, 1, whole(VALUES), {})
     saver.wait()
     assert checkpoint.newest(tmp_path) is not None
 
@@ -291,23 +338,23 @@ def test_where_there_are_no_locks_it_is_said(tmp_path: Path, monkeypatch: pytest
 # -- while it is written -------------------------------------------------------------------------------------
 
 
-class Failing(Mapping[str, Any]):
+class Failing(Mapping[Piece, Any]):
     """Values of which the second one cannot be had."""
 
-    def __getitem__(self, name: str) -> Any:
-        if name == "second":
+    def __getitem__(self, key: Piece) -> Any:
+        if key.name == "second":
             raise OSError("No space left on device")
         return np.zeros(3)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(("first", "second"))
+    def __iter__(self) -> Iterator[Piece]:
+        return (piece(name, "float64", (3,)) for name in ("first", "second"))
 
     def __len__(self) -> int:
         return 2
 
 
 def test_a_writing_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path, 1, VALUES, {})
+    checkpoint.write(tmp_path, 1, whole(VALUES), {})
     with pytest.raises(OSError, match="No space left"):
         checkpoint.write(tmp_path, 2, Failing(), {})
     found = checkpoint.newest(tmp_path)
@@ -321,8 +368,8 @@ def test_an_error_in_the_thread_is_raised_by_the_next_call(
     saver = Saver()
     saver.save(tmp_path, 1, Failing(), {})
     with pytest.raises(UserError, match="cannot be written: No space left on device; give"):
-        saver.save(tmp_path, 2, VALUES, {})
-    saver.save(tmp_path, 2, VALUES, {})
+        saver.save(tmp_path, 2, whole(VALUES), {})
+    saver.save(tmp_path, 2, whole(VALUES), {})
     saver.wait()
     assert checkpoint.newest(tmp_path) is not None
     saver.save(tmp_path, 3, Failing(), {})
@@ -343,13 +390,14 @@ import sys, threading
 from collections.abc import Mapping
 import numpy as np
 from mesh_tf_core.training.saving import Saver
+from tests.core.saved import piece
 
 class Late(Mapping):
-    def __getitem__(self, name):
+    def __getitem__(self, key):
         threading.main_thread().join()  # the program is through
         return np.ones(3) / (1 if sys.argv[2] == "whole" else np.load("/nowhere"))
     def __iter__(self):
-        return iter("w")
+        return iter([piece("w", "float64", (3,))])
     def __len__(self):
         return 1
 
@@ -360,7 +408,11 @@ Saver().save(sys.argv[1], 5, Late(), {})
 @pytest.mark.parametrize("kind", ["whole", "failing"])
 def test_the_end_of_the_process_waits_for_the_file(tmp_path: Path, kind: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ENDING, str(tmp_path), kind], capture_output=True, text=True, check=True
+        [sys.executable, "-c", ENDING, str(tmp_path), kind],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
     )
     found = checkpoint.newest(tmp_path)
     if kind == "whole":
@@ -371,14 +423,14 @@ def test_the_end_of_the_process_waits_for_the_file(tmp_path: Path, kind: str) ->
         assert "cannot be written: No such file" in done.stderr
 
 
-class Fresh(Mapping[str, Any]):
+class Fresh(Mapping[Piece, Any]):
     """Eight variables of a megabyte, each made when it is asked for."""
 
-    def __getitem__(self, name: str) -> Any:
-        return np.full((512, 512), float(name), np.float32)
+    def __getitem__(self, key: Piece) -> Any:
+        return np.full(key.shape, float(key.name), np.float32)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter("12345678")
+    def __iter__(self) -> Iterator[Piece]:
+        return (piece(name, "float32", (512, 512)) for name in "12345678")
 
     def __len__(self) -> int:
         return 8

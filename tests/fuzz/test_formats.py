@@ -23,6 +23,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import checkpoint
 from reports.page.answers import answers
 from reports.reader import plan_of, validation_of
+from tests.core.saved import whole
 from tests.fuzz import hostile
 from tests.problem.strategies import random_problem
 from tests.reports import sample
@@ -84,7 +85,7 @@ def read_checkpoint(path: Path) -> None:
 def manifest(folder: Path) -> Any:
     import numpy as np
 
-    checkpoint.write(folder / "whole", 1, {"w": np.zeros(3)}, {"layout": "batch:data"})
+    checkpoint.write(folder / "whole", 1, whole({"w": np.zeros(3)}), {"layout": "batch:data"})
     return json.loads((folder / "whole" / "step-000000001" / checkpoint.MANIFEST).read_text())
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Self
 
 from mesh_tf_core.engines.jax import home as jax_home
@@ -81,6 +82,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         self._client: Any = None
         self._watch = Watch((), self.timeout)
         self._rounds = 0
+        self._topics = 0
+        self._posts: list[list[str]] = []
+        self._before_end: list[Callable[[], object]] = []
         self._changed = threading.Condition()
         self._asks = self._stopping = False
         self._begun = 0
@@ -140,6 +144,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             return
         try:
             if error is None and not self.failure:
+                for call in self._before_end:
+                    call()
                 self.gather("the end", None, patient=True)
                 self._ended.set()
                 meeting.leave()
@@ -147,6 +153,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             self._ended.set()
             if error is not None and not self.failure:
                 self._report(_text(error))
+
+    def before_end(self, call: Callable[[], object]) -> None:
+        """Calls it when this process is about to leave with the others."""
+        self._before_end.append(call)
 
     def __enter__(self) -> Self:
         self.join()
@@ -203,6 +213,30 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             parts.append(f"device {first}" if first == last else f"devices {first} to {last}")
         return f"worker {index} ({', '.join(parts)})" if parts else f"worker {index}"
 
+    def topic(self, what: str) -> str:
+        """A new name under which threads of this job's processes post, the same in all. All must ask
+        for it in the same order, each when it is done with the one before."""
+        self._posts.append([])
+        if len(self._posts) > 2:  # all are done with the last but one: this process has heard all of the last
+            for key in self._posts.pop(0):
+                self._try(partial(self._client.key_value_delete, f"{ROOT}/{key}"))
+        self._topics += 1
+        return f"{what} {self._topics}"
+
+    def post(self, key: str, value: Any) -> None:
+        """Leaves what JSON holds for the others to `fetch`; in any thread."""
+        self.check()
+        self._posts[-1].append(key)
+        try:
+            self._put(key, json.dumps(value))
+        except RuntimeError:
+            self.explain(key)
+            raise
+
+    def fetch(self, key: str) -> Any:
+        """What another process posts, once it has; in any thread."""
+        return self._wanted(key)
+
     @contextlib.contextmanager
     def doing(self, what: str, patient: bool = False) -> Iterator[None]:
         """What needs all processes, or makes them wait; all must do it in the same order.
@@ -217,7 +251,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
     def check(self) -> None:
         """Raises ClusterError if the job has failed, or this process is no part of it."""
-        if not self.joined:
+        if not self.joined or self._ended.is_set():
             raise ClusterError("this process is not part of the job: it has not joined, or has left")
         if self.failure:
             raise ClusterError(self.failure)

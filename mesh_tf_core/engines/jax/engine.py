@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -22,9 +22,10 @@ from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.jax.placing import placed
 from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
-from mesh_tf_core.engines.pieces import initial
+from mesh_tf_core.engines.pieces import Begin, Piece, initial, joined, writers
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.program import Program, Stored, count_sent, text
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 IN_FLIGHT = 2
 """Steps that an accelerator may have before it: one runs, and the next one waits for it. Those of CPU devices
@@ -86,14 +87,20 @@ class JaxEngine(Stepping):
             self._state[name] = self._initial(name, variable)
 
     def _initial(self, name: str, variable: Stored) -> Any:
+        return self._filled(variable, partial(initial, name, variable))
+
+    def _filled(self, variable: Stored, read: Callable[[Begin, Sequence[int]], Any]) -> Any:
+        """A variable of the pieces that this process's devices hold."""
         sizes = variable.variable.shape.sizes
         made: dict[tuple[int, ...], Any] = {}  # devices that hold the same are asked for one by one
 
         def piece(where: tuple[slice, ...]) -> Any:
             ranges = [s.indices(n)[:2] for s, n in zip(where, sizes, strict=True)]
-            begin, extent = tuple(b for b, _ in ranges), [e - b for b, e in ranges]
+            begin, extent = tuple(b for b, _ in ranges), tuple(e - b for b, e in ranges)
             if begin not in made:
-                made[begin] = initial(name, variable, begin, extent)
+                made[begin] = np.asarray(read(begin, extent)).astype(
+                    np_dtype(variable.variable.dtype), copy=False
+                )
             return made[begin]
 
         with jax_home.wide_numbers(self._wide):
@@ -131,15 +138,34 @@ class JaxEngine(Stepping):
         with jax_home.wide_numbers(self._wide):
             self._state[name] = self._placed(value, self._sharding(self.program.variables[name]))
 
-    def snapshot(self) -> Mapping[str, Any]:
+    def fill(self, name: str, read: Callable[[Begin, Sequence[int]], Any]) -> None:
+        variable = stored(self.program, name)
         self._ready()
-        if self.cluster is None:
-            # The next step gives the arrays' memory away.
-            kept = {name: self._state[name].copy() for name in self.program.variables}
-            return OneByOne(kept, np.asarray)
-        # Later the other processes do something else.
-        found = {name: self.read(name) for name in self.program.variables}
-        return found if self.is_chief else {}
+        self._state[name] = self._filled(variable, read)
+
+    def snapshot(self) -> Mapping[Piece, Any]:
+        self._ready()
+        own, mesh, kept = jax.process_index(), self.program.mesh, dict[Piece, Any]()
+        for name, pieces in self._writers.items():
+            v = self.program.variables[name].value
+            held = {shard.device: shard.data for shard in self._state[name].addressable_shards}
+            with jax_home.wide_numbers(self._wide):  # the next step gives the arrays' memory away
+                mine = {
+                    begin: held[self.devices[rank]].copy()
+                    for begin, rank in pieces.items()
+                    if self.devices[rank].process_index == own
+                }
+            if self.cluster is None:
+                kept[Piece.all_of(self.program.variables[name].variable)] = v, mine
+            else:
+                shape = v.local(mesh).shape.sizes
+                for begin, array in mine.items():
+                    kept[Piece(name, v.dtype, v.shape.sizes, begin, shape)] = array
+        return OneByOne(kept, np.asarray if self.cluster else lambda found: joined(found[0], mesh, found[1]))
+
+    @cached_property
+    def _writers(self) -> Mapping[str, Mapping[Begin, int]]:
+        return writers(self.program, [device.process_index for device in self.devices])
 
     def beside(self, program: Program) -> JaxEngine:
         check_beside(self.program, program)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.meter import Meter
-from mesh_tf_core.engines.pieces import joined
+from mesh_tf_core.engines.pieces import Piece, joined
 from mesh_tf_core.engines.stepping import Stepping, check_beside
 from mesh_tf_core.engines.tf.trace import Trace
 from mesh_tf_core.engines.tf.variables import Variables
@@ -55,7 +55,7 @@ class TfLocalEngine(Stepping):
         self._ready()
         self.variables.write(name, whole)
 
-    def snapshot(self) -> Mapping[str, Any]:
+    def snapshot(self) -> Mapping[Piece, Any]:
         self._ready()
         return self.variables.snapshot()
 

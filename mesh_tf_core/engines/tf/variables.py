@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mesh_tf_core.engines.pieces import Begin, initial, joined, per_device, region
+from mesh_tf_core.engines.pieces import Begin, Piece, initial, joined, per_device, region
 from mesh_tf_core.engines.stepping import OneByOne
 from mesh_tf_core.ir.program import Program, Value
 
@@ -82,7 +82,10 @@ class Variables:
     def snapshot(self) -> OneByOne:
         """All values as they are now. No copy: a step stores new tensors, and the old ones live while they
         are kept here."""
-        kept = {name: (v, self.program.mesh, self.pieces(name)) for name, v in self.values.items()}
+        kept = {
+            Piece.all_of(self.program.variables[name].variable): (v, self.program.mesh, self.pieces(name))
+            for name, v in self.values.items()
+        }
         return OneByOne(kept, lambda found: joined(*found))
 
     def pieces(self, name: str) -> dict[tuple[int, ...], Any]:

@@ -1,0 +1,38 @@
+"""Arrays as checkpoints take them, and a checkpoint in the format before today's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.training import manifest
+
+
+def piece(name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
+    return Piece(name, dtype, shape, (0,) * len(shape), shape)
+
+
+def whole(arrays: Mapping[str, Any]) -> dict[Piece, Any]:
+    return {piece(name, str(array.dtype), array.shape): array for name, array in arrays.items()}
+
+
+def write_before(directory: Path, step: int, arrays: Mapping[str, Any], extra: Mapping[str, Any]) -> Path:
+    """As layoutopt-checkpoint/2 was written: each variable in a .npy file."""
+    folder = directory / f"step-{step:09d}"
+    folder.mkdir(parents=True)
+    entries = {}
+    for number, (name, array) in enumerate(arrays.items()):
+        dtype, path = str(array.dtype), folder / f"{number:05d}.npy"
+        plain = np.asarray(array, order="C")
+        np.save(path, plain.view(np.uint16) if dtype == "bfloat16" else plain)
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        entries[name] = {"file": path.name, "sha256": found, "dtype": dtype, "shape": list(array.shape)}
+    content = {"format": "layoutopt-checkpoint/2", "step": step, "variables": entries, "extra": dict(extra)}
+    (folder / manifest.MANIFEST).write_text(json.dumps({**content, "sha256": manifest._digest(content)}))
+    return folder
