@@ -7,6 +7,7 @@ import itertools
 import signal
 import statistics
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -129,6 +130,17 @@ def train(
     run.show()
 
 
+def _saved_elsewhere(trainer: Trainer) -> str:
+    """Where the run was that wrote the checkpoint, if it was on another mesh or in other processes."""
+    now = str(trainer.mesh), 1 if trainer.cluster is None else trainer.cluster.processes
+    mesh, processes = (
+        trainer.resumed.get(name, own) for name, own in zip(("mesh", "processes"), now, strict=True)
+    )
+    if (mesh, processes) == now:
+        return ""
+    return f", saved on {mesh} in {processes} process{'es' if processes != 1 else ''}"
+
+
 def _own(stack: contextlib.ExitStack, terminal: Terminal, checkpoint: Path) -> None:
     """Keeps other jobs out of the directory until the end of `stack`."""
     from mesh_tf_core.training.checkpoint import owned
@@ -206,7 +218,9 @@ class _Run:
         """Trains; a signal ends it after the step that runs, and what was learned is saved."""
         self.trainer, checkpoint = trainer, self.checkpoint
         if checkpoint is not None and restored(self.terminal, trainer, checkpoint):
-            self.terminal.say(f"resuming from step {trainer.step_number} of {checkpoint}")
+            self.terminal.say(
+                f"resuming from step {trainer.step_number} of {checkpoint}{_saved_elsewhere(trainer)}"
+            )
         self.began_at = trainer.step_number
         stopped, cluster = threading.Event(), trainer.cluster
 
@@ -269,11 +283,15 @@ class _Run:
 
     def evaluate(self, count: int) -> None:
         """The loss on data that was not trained on, beside what simpler models reach."""
+
+        def held_out(rows: Any) -> Iterator[dict[str, Any]]:
+            return itertools.islice(self.loaded.data("held-out", rows, endless=False), count)
+
         if count:
             with self.terminal.waiting("evaluating on held-out data"):
-                held_out = itertools.islice(self.loaded.data("held-out", endless=False), count)
                 assert self.trainer is not None
-                self.held_out = self.trainer.evaluate(held_out, evaluated_model(self.loaded))
+                made = held_out if self.loaded.takes_rows else held_out(None)
+                self.held_out = self.trainer.evaluate(made, evaluated_model(self.loaded))
         if self.loaded.function("reference_losses") is not None:
             self.references = dict(self.loaded.call("reference_losses"))
 

@@ -107,9 +107,13 @@ class Loaded:
           rows: int64 [n], the rows of every batch that this process needs. A `data` function with a parameter
             `rows` gives these alone, another one whole batches.
         """
+        return Batches(self, split, rows if self.takes_rows else None, endless)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether `data` of the file makes a process's rows alone."""
         function = self.function("data")
-        takes = function is not None and "rows" in inspect.signature(function).parameters
-        return Batches(self, split, rows if takes else None, endless)
+        return function is not None and "rows" in inspect.signature(function).parameters
 
     def checked(self, batch: Any, rows: Any, short: bool) -> dict[str, Any]:
         """A batch with all inputs of the model in their shapes (if it may be short, with any number of rows);
@@ -132,7 +136,8 @@ class Loaded:
             found = tuple(getattr(value, "shape", ()))
             if rows is not None:
                 wanted = (len(rows), *wanted[1:])
-            fewer = short and found and found[1:] == wanted[1:] and 0 < found[0] < wanted[0]
+            least = 1 if rows is None else 0  # other processes may have rows of a short batch
+            fewer = short and found and found[1:] == wanted[1:] and least <= found[0] < wanted[0]
             if found != wanted and not fewer:
                 whose = "the model's" if rows is None else f"that of the {len(rows)} rows asked for"
                 raise UserError(

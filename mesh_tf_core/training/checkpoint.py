@@ -316,7 +316,7 @@ def newest(directory: str | Path, cluster: Cluster | None = None) -> Checkpoint 
     found = listed(directory)
     if cluster is not None:
         names = ", ".join(path.name for _, path in found)
-        cluster.same(f"what lies in the checkpoint {directory}", names)
+        cluster.same(f"what lies in {directory}", names)
     for step, path in found:
         opened, why = _checked(path, step, cluster)
         if opened is not None:

@@ -5,24 +5,27 @@ rows up, exactly rounded:
 
     mean = B / N  sum over the N true rows of r(b)          B: rows of a whole batch
 
-so a short last batch is padded with copies of its last row, which are left out again, and neither the layout
-nor the cut into batches has a say in the sum. A quotient of two such sums (a mean over weights, say) is the
-quotient of their sums over all rows; a number that the divisor is at least, as in maximum(sum, 1.0), holds
-for the sum over all rows. A result that mixes rows in another way (the statistics of a batch, the
-capacity of experts) is averaged over batches, which must then be whole.
+so a short last batch is padded, and what pads it is left out again: neither the layout nor the cut into
+batches has a say in the sum. All devices take part, of several processes too; each may be given the rows that
+its devices read alone, and of a short batch what is there of them. A quotient of two such sums (a mean over
+weights, say) is the quotient of their sums over all rows; a number that the divisor is at least, as in
+maximum(sum, 1.0), holds for the sum over all rows. A result that mixes rows in another way (the statistics of
+a batch, the capacity of experts) is averaged over batches, which must then be whole.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.engines import Engine
+from mesh_tf_core.engines import Cluster, Engine
+from mesh_tf_core.engines.feeds import rows_of, widened
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dtypes import is_float
@@ -41,6 +44,8 @@ from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
 
+EvaluationBatches = Iterable[Mapping[str, Any]] | Callable[[Any], Iterable[Mapping[str, Any]]]
+"""Whole batches, or what makes batches of the rows that it is given."""
 NO_MEANS: Mapping[str, Variable] = {}
 ABOVE, BELOW = "{} (rows)", "{} (weights of rows)"
 """Names of a result's sums in the program: of the sum itself or a quotient's dividend, and of its divisor."""
@@ -53,6 +58,10 @@ class Evaluation:
       training: the engine whose variables are used.
       layout, options: of the training.
       means: variable -> its running mean (`Optimizer.ema`), which is read in its place.
+      cluster: the processes that evaluate together.
+
+    Attributes:
+      rows: with a cluster, the rows of a batch that this process's devices read, int64 [n], or None.
     """
 
     def __init__(
@@ -62,7 +71,9 @@ class Evaluation:
         layout: Layout,
         options: Options,
         means: Mapping[str, Variable] = NO_MEANS,
+        cluster: Cluster | None = None,
     ) -> None:
+        self.cluster = cluster
         graph = forward(model.graph, means)
         self.size, self.batched = _batch(model)
         self.wanted = tuple(dict.fromkeys(("loss", *model.metrics)))
@@ -71,6 +82,8 @@ class Evaluation:
         storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
         program = lower(graph, training.program.mesh, layout, results, Options(storage))
         self.engine = training.beside(program)
+        has_rows = cluster is not None and model.batch_dim is not None
+        self.rows = rows_of(program, str(model.batch_dim), self.engine.ranks) if has_rows else None
 
     def _results(self, model: Model, graph: Graph) -> tuple[dict[str, Tensor], dict[str, str]]:
         """What the program returns; for results that are no sums over rows, the operation that is why."""
@@ -89,23 +102,47 @@ class Evaluation:
                     results.update(zip((ABOVE.format(name), BELOW.format(name)), sums, strict=False))
         return results, whole
 
-    def run(self, batches: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    def run(self, batches: EvaluationBatches) -> dict[str, float]:
         """Means of the loss and the metrics over all examples.
+
+        Args:
+          batches: whole ones; or what makes batches of the given rows alone (`rows`; None: whole ones). All
+            processes go through equally many, also one that has no row of a short batch.
 
         Raises:
           UserError: no batch, a batch that is too large, a short one where a result needs whole ones.
         """
+        rows = self.rows if callable(batches) else None
+        stream = iter(batches(rows) if callable(batches) else batches)
         counts: list[int] = []
         found: dict[str, list[Any]] = {}
-        with Prefetch(self._counted(iter(batches), counts), self.engine.feed, None) as ready:
-            for number, item in enumerate(ready):
+        with Prefetch(self._counted(stream, counts, rows), self.engine.feed, None) as ready:
+            for item in ready:
                 for name, value in self.engine.run(item.fed).items():
-                    true = value[: counts[number]] if np.ndim(value) else value
-                    found.setdefault(name, []).append(np.asarray(true, np.float64))
+                    found.setdefault(name, []).append(np.asarray(value, np.float64))
         if not counts:
             raise UserError("evaluate: no batches")
-        sums = {name: math.fsum(np.concatenate(list(map(np.atleast_1d, v)))) for name, v in found.items()}
+        if rows is not None:
+            counts = self._of_all(rows, counts)
+        sums = {
+            name: math.fsum(itertools.chain.from_iterable(map(_true, values, counts)))
+            for name, values in found.items()
+        }
         return {name: self._mean(name, sums, sum(counts), len(counts)) for name in self.wanted}
+
+    def _of_all(self, rows: Any, counts: list[int]) -> list[int]:
+        """True rows of every batch, of how many of them each process has."""
+        assert self.cluster is not None
+        ends = [int(rows[count - 1]) + 1 if count else 0 for count in counts]
+        told = self.cluster.gather("the end of the evaluation", ends, patient=True)
+        if len({len(each) for each in told}) == 1:
+            whole = [max(each) for each in zip(*told, strict=True)]
+            if [int(np.searchsorted(rows, count)) for count in whole] == counts:
+                return whole
+        raise UserError(
+            "evaluate: this process has not the rows of the batches that it was asked for; where a batch is "
+            "short, give those that are there (numbers[rows[rows < len(numbers)]]), or an array of no row"
+        )
 
     def _mean(self, name: str, sums: Mapping[str, float], examples: int, batches: int) -> float:
         above, below = ABOVE.format(name), BELOW.format(name)
@@ -118,28 +155,41 @@ class Evaluation:
 
     # -- batches ---------------------------------------------------------------------------------------------
 
-    def _counted(self, stream: Iterator[Mapping[str, Any]], counts: list[int]) -> Iterator[dict[str, Any]]:
-        """Whole batches; `counts` gets the number of true rows of each."""
+    def _counted(
+        self, stream: Iterator[Mapping[str, Any]], counts: list[int], rows: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Whole batches, of which those `rows` count (None: all); `counts` gets the number of true ones."""
+        most, least = (self.size, 1) if rows is None else (len(rows), 0)
         for batch in stream:
             short = {n: np.asarray(batch[n]) for n in self.batched if n in batch}
             sizes = {a.shape[0] if a.ndim else 1 for a in short.values()}
-            count = min(sizes, default=self.size)
-            if len(sizes) > 1 or not 0 < count <= self.size:
+            count = min(sizes, default=most)
+            if len(sizes) > 1 or not least <= count <= most:
                 raise UserError(
                     f"evaluate: a batch has {' and '.join(map(str, sorted(sizes)))} rows; its inputs need "
-                    f"equally many, from 1 to {self.size}"
+                    f"equally many, from {least} to {most}"
                 )
-            if count < self.size and self.whole:
+            if count < most and self.whole:
                 name, why = next(iter(self.whole.items()))
                 raise UserError(
-                    f"evaluate: a batch has {count} rows instead of {self.size}, and {name!r} is no sum over "
+                    f"evaluate: a batch has {count} rows instead of {most}, and {name!r} is no sum over "
                     f"rows ({why}); leave the short batch out, or leave {name!r} out of the metrics"
                 )
             counts.append(count)
-            padded = {
-                n: np.concatenate([a, np.repeat(a[-1:], self.size - count, 0)]) for n, a in short.items()
-            }
+            padded = {n: np.concatenate([a, _padding(a, most - count)]) for n, a in short.items()}
+            if rows is not None:
+                padded = {n: widened(a, rows, self.size) for n, a in padded.items()}
             yield {**batch, **padded}
+
+
+def _padding(array: Any, count: int) -> Any:
+    """So many rows: copies of the last one, or zeros where there is none."""
+    return np.repeat(array[-1:] if len(array) else np.zeros((1, *array.shape[1:]), array.dtype), count, 0)
+
+
+def _true(value: Any, count: int) -> Any:
+    """What counts of a batch's result: its true rows, or its one number."""
+    return value[:count] if value.ndim else [value]
 
 
 def forward(graph: Graph, means: Mapping[str, Variable] = NO_MEANS) -> Graph:

@@ -14,10 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mesh_tf_core.engines import Cluster, Engine, open_engine
-from mesh_tf_core.engines.feeds import rows_of, widened
+from mesh_tf_core.engines.feeds import rows_of
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -25,7 +23,8 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
 from mesh_tf_core.training.auto import Planned, installed
-from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, running_means
+from mesh_tf_core.training.batches import fitted
+from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, EvaluationBatches, running_means
 from mesh_tf_core.training.prefetch import Prefetch, Ready
 from mesh_tf_core.training.saving import Saver
 from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_weights
@@ -154,9 +153,7 @@ class Trainer:
 
     def _prepared(self, batch: Mapping[str, Any]) -> Any:
         """The batch, checked and handed to the devices."""
-        whole = self._widened(batch)
-        self._check(whole)
-        return self.engine.feed(self._shaped(whole))
+        return self.engine.feed(fitted(batch, self.model, self.program, self.rows))
 
     def fit(
         self,
@@ -258,7 +255,7 @@ class Trainer:
         )
 
     def evaluate(
-        self, batches: Iterable[Mapping[str, Any]], model: Model | None = None, ema: bool = False
+        self, batches: EvaluationBatches, model: Model | None = None, ema: bool = False
     ) -> dict[str, float]:
         """Means of the loss and the metrics over all examples of `batches`, on the variables as they are.
 
@@ -266,6 +263,8 @@ class Trainer:
         that are there (see `evaluation`).
 
         Args:
+          batches: whole ones; or a function of the rows that this process's devices read, of which a short
+            batch holds those that are there, or of None for whole ones.
           model: the model in the form in which it is evaluated, with the same variables (built with
             `training=False`, say); by default the trained one, without dropout.
           ema: on the running means of the variables (`Optimizer.ema`).
@@ -273,7 +272,7 @@ class Trainer:
         means = running_means(self.program, self.step_number, "evaluate") if ema else NO_MEANS
         found, evaluated = self._evaluation, model or self.model
         if found is None or found[0] is not evaluated or found[1] != ema:
-            made = Evaluation(evaluated, self.engine, self.layout, self.options, means)
+            made = Evaluation(evaluated, self.engine, self.layout, self.options, means, self.cluster)
             found = self._evaluation = evaluated, ema, made
         return found[2].run(batches)
 
@@ -291,9 +290,8 @@ class Trainer:
                 f"step {self.step_number + 1} was interrupted, so the variables may be of two steps and are "
                 "not saved; restore a checkpoint first"
             )
-        processes = 1 if self.cluster is None else self.cluster.processes
-        extra = {"layout": str(self.layout), "data": self.position}
-        extra |= {"mesh": str(self.mesh), "processes": processes}
+        extra = {"layout": str(self.layout), "data": self.position, "mesh": str(self.mesh)}
+        extra["processes"] = 1 if self.cluster is None else self.cluster.processes
         try:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
@@ -307,8 +305,7 @@ class Trainer:
             self._saver.wait()
 
     def restore(self, directory: str | Path) -> bool:
-        """Continues from the newest whole checkpoint of a directory, if it has one; warns of those that are
-        torn or edited."""
+        """Continues from the newest whole checkpoint, if there is one; warns of those that are not whole."""
         self._saver.wait()
         found = checkpoints.newest(directory, self.cluster)
         if found is None:
@@ -372,34 +369,6 @@ class Trainer:
         if self.cluster is None or self.model.batch_dim is None:
             return None
         return rows_of(self.program, self.model.batch_dim, self.engine.ranks)
-
-    def _widened(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A batch of this process's rows alone, as a whole one."""
-        if self.rows is None:
-            return batch
-        out = dict(batch)
-        for name, tensor in self.model.graph.inputs.items():
-            size = tensor.shape.sizes[0]
-            if len(self.rows) < size and getattr(batch.get(name), "shape", ())[:1] == (len(self.rows),):
-                out[name] = widened(np.asarray(batch[name]), self.rows, size)
-        return out
-
-    def _shaped(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch as the program takes it: with microbatches, in parts."""
-        shapes = {name: self.program.values[i].shape.sizes for name, i in self.program.feeds.items()}
-        return {name: np.reshape(batch[name], shape) for name, shape in shapes.items()}
-
-    def _check(self, batch: Mapping[str, Any]) -> None:
-        for name, tensor in self.model.graph.inputs.items():
-            if name not in batch:
-                raise UserError(
-                    f"the batch has no {name!r}; the model reads {', '.join(self.model.graph.inputs)}"
-                )
-            shape = tuple(getattr(batch[name], "shape", ()))
-            if shape != tensor.shape.sizes:
-                raise UserError(
-                    f"the batch's {name!r} has shape {shape}; the model was built for [{tensor.shape}]"
-                )
 
 
 def _plain(found: Mapping[str, Any]) -> dict[str, Any]:

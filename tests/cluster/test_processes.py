@@ -30,7 +30,8 @@ def model(batch: int = 32, hidden: int = 512, layers: int = 1):
 def data(batch: int = 32, split: str = "train", rows=None):
     """Every process makes its own rows alone."""
     for whole in digits(batch, split):
-        yield {name: array if rows is None else array[rows] for name, array in whole.items()}
+        some = slice(None) if rows is None else rows[rows < len(whole["label"])]
+        yield {name: array[some] for name, array in whole.items()}
 '''
 MESH, LAYOUT, STORAGE = "data:2;model:2", "batch:data;hidden:model", "zero3"
 STEPS, EVERY = 150, 10
@@ -44,10 +45,11 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
     loaded = load_model(str(file))
     alone = Trainer(loaded.model, Mesh(MESH), Layout(LAYOUT), read_options(loaded, [STORAGE], [], 1))
     losses = [found["loss"] for found in alone.fit(loaded.data(), STEPS)]
+    held_out = alone.evaluate(loaded.data("held-out", endless=False))
 
     saved = tmp_path / "saved"
     words = ["train", str(file), "--mesh", MESH, "--layout", LAYOUT, "--storage", STORAGE, "--json"]
-    numbers = ["--steps", str(STEPS), "--every", str(EVERY), "--held-out", "0", "--checkpoint", str(saved)]
+    numbers = ["--steps", str(STEPS), "--every", str(EVERY), "--held-out", "100", "--checkpoint", str(saved)]
     with Job(["-n", "2"], [*words, *numbers], saved) as job:
         for worker, step in ((1, EVERY), (0, 4 * EVERY)):
             wait_for(lambda step=step: job.newest() >= step, 100, f"step {step}")
@@ -68,6 +70,7 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
     found = json.loads(out)
     assert found["steps"] == STEPS and found["first_step"] >= 4 * EVERY
     assert found["loss"] == pytest.approx(losses[found["first_step"] :], rel=1e-5)
+    assert found["held_out"] == pytest.approx(held_out, rel=1e-4)  # to its end, where a batch is short
     last = checkpoint.newest(saved)
     assert last is not None and last.step == STEPS
     for name in alone.program.variables:

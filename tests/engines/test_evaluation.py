@@ -221,3 +221,53 @@ def test_no_more_is_taken_than_what_is_asked_for() -> None:
     run.fit(data, 1)
     second = next(data)
     assert second["x"] is not None and run.step_number == 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "others", "whole"),
+    [
+        ([4, 4, 0], [8, 8, 3], [8, 8, 3]),  # the last batch ends before this process's rows
+        ([4, 2], [4, 4], [8, 6]),
+        ([4, 0], [8, 7], None),  # the batch has rows 4 to 6, but they were not given
+        ([4], [4, 4], None),
+    ],
+)
+def test_a_short_batch_of_several_processes(
+    counts: list[int], others: list[int], whole: list[int] | None
+) -> None:
+    """Of which each gives its own rows: as many are true as the process that has the last one says."""
+    run = trained("rows split")
+    run.evaluate(cut(examples()))
+    assert run._evaluation is not None
+    judged = run._evaluation[2]
+
+    class Others:
+        """The other process has rows 0 to 3, and perhaps says that there are more."""
+
+        def gather(self, what: str, ends: list[int], patient: bool) -> list[list[int]]:
+            return [others, ends]
+
+    judged.cluster = Others()  # type: ignore[assignment]
+    rows = np.arange(4, 8)
+    if whole is None:
+        with pytest.raises(mtf.UserError, match="has not the rows of the batches that it was asked for"):
+            judged._of_all(rows, counts)
+    else:
+        assert judged._of_all(rows, counts) == whole
+
+
+def test_rows_that_a_process_has_not_are_zeros_on_its_devices() -> None:
+    """Those of other processes hold anything, and none of a short batch is like having none."""
+    run = trained("rows split")
+    run.evaluate(cut(examples()))
+    assert run._evaluation is not None
+    data, counts = examples(8), list[int]()
+    mine = [{n: a[4:8] for n, a in data.items()}, {n: a[4:6] for n, a in data.items()}]
+    mine += [{n: a[:0] for n, a in data.items()}]
+    fed = list(run._evaluation[2]._counted(iter(mine), counts, np.arange(4, 8)))
+    assert counts == [4, 2, 0] and [b["x"].shape for b in fed] == [(8, 4)] * 3
+    np.testing.assert_array_equal(fed[0]["x"][4:], data["x"][4:])
+    np.testing.assert_array_equal(fed[1]["x"][4:], data["x"][[4, 5, 5, 5]])
+    np.testing.assert_array_equal(fed[2]["x"][4:], np.zeros((4, 4)))
+    with pytest.raises(mtf.UserError, match="a batch has 5 rows; its inputs need equally many, from 0 to 4"):
+        list(run._evaluation[2]._counted(iter(cut(data, 5)), [], np.arange(4, 8)))

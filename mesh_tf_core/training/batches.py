@@ -1,0 +1,40 @@
+"""A batch as users give it, made into what a program is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.engines.feeds import widened
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.model import Model
+
+
+def fitted(batch: Mapping[str, Any], model: Model, program: Program, rows: Any) -> dict[str, Any]:
+    """The inputs of the model in the shapes of the program: with microbatches, in parts.
+
+    Args:
+      rows: those that this process's devices read, int64 [n]; a batch may hold these alone. None: all.
+
+    Raises:
+      UserError: an input is missing, or its shape is not what the model was built for.
+    """
+    found = {}
+    for name, tensor in model.graph.inputs.items():
+        if name not in batch:
+            raise UserError(f"the batch has no {name!r}; the model reads {', '.join(model.graph.inputs)}")
+        array, wanted = batch[name], tensor.shape.sizes
+        shape = tuple(getattr(array, "shape", ()))
+        if rows is not None and wanted and len(rows) < wanted[0] and shape[:1] == (len(rows),):
+            array = widened(np.asarray(array), rows, wanted[0])
+            shape = array.shape
+        if shape != wanted:
+            raise UserError(
+                f"the batch's {name!r} has shape {shape}; the model was built for [{tensor.shape}]"
+            )
+        found[name] = array
+    feeds = {name: program.values[id].shape.sizes for name, id in program.feeds.items()}
+    return {name: np.reshape(found[name], sizes) for name, sizes in feeds.items()}
