@@ -187,7 +187,7 @@ def one(corpus: str, name: str, mesh: str, limit: float) -> dict:
     row["layers"] = [len(run.layers) for run in model.origin.rerolled.runs]
     row["nodes"] = len(list(model.graph.walk()))
     row["parameters"] = model.parameters
-    row["dims"] = {n: sorted(s) for n, s in sorted(model.graph.dims().items()) if not n.startswith("_")}
+    row["dims"] = {n: sorted(s) for n, s in sorted(model.graph.dims().items())}
     arrays = {**model.origin.parameters, **model.origin.batch}
     row["arrays"] = {path: str(a).partition(" ")[2] for path, a in arrays.items()}
     row["notes"] = list(model.origin.notes)

@@ -437,4 +437,4 @@ def mt_llama3():
 
 @entry
 def mt_mixtral_dense():
-    return of_maxtext("mixtral-8x7b", sparse_matmul=False, capacity_factor=1.25)
+    return of_maxtext("mixtral-8x7b", sparse_matmul=False, capacity_factor=1.25, base_moe_mlp_dim=176)

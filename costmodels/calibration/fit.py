@@ -8,7 +8,7 @@ known; each repeat also reads and stores variables, which probes without work me
     before it; at least the time of the cheapest pass over as many bytes, `kernel.unary`
 (3) a class's curve: the non-decreasing one nearest to its points (least squares, pooling adjacent violators)
 (4) matrix products: y = launch + a FLOPs + the sum of b bytes over their parts
-    (`costmodels.kernels.array_functions.PARTS`), all coefficients >= 0, least errors relative to y, large
+    (`costmodels.kernels.calls.PARTS`), all coefficients >= 0, least errors relative to y, large
     ones not squared
 (5) fresh memory: the probes of `kernel.unary` again with every result stored, less the curve without
 (6) launches: what a step of many small kernels takes beyond all this, the same for each of its calls
@@ -28,7 +28,7 @@ from typing import Any
 
 from costmodels.calibration.probes import LAUNCH, Group, Probe
 from costmodels.hardware import Curve, monotone
-from costmodels.kernels.array_functions import PARTS, Call, call_seconds
+from costmodels.kernels.calls import PARTS, Call, call_seconds
 from costmodels.network.collectives import COLLECTIVES
 from mesh_tf_core.ir.layout import Axes
 

@@ -21,7 +21,8 @@ from costmodels.calibration.programs import (
     warmed,
     warming,
 )
-from costmodels.kernels.array_functions import Call, calls
+from costmodels.kernels.array_functions import calls
+from costmodels.kernels.calls import Call
 from costmodels.network.collectives import COLLECTIVES
 from costmodels.network.topology import processes_spanned
 from mesh_tf_core.ir.dims import Dim, Shape

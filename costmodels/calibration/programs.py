@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import mesh_tf_core as mtf
-from costmodels.kernels.array_functions import Call, calls
+from costmodels.kernels.array_functions import calls
+from costmodels.kernels.calls import Call
 from mesh_tf_core import ONES, Graph
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim, Shape

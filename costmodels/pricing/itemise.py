@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from costmodels.hardware import Cluster, Hardware
-from costmodels.kernels.array_functions import NoArrayFunctionError, narrow
+from costmodels.kernels.array_functions import narrow
+from costmodels.kernels.calls import NoArrayFunctionError
 from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
 from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.partition import Kernel, Types
@@ -301,7 +302,7 @@ def _cut(instr: Collective, types: Sequence[TensorType], n: int) -> Iterator[Cal
 
 
 def stays(phase: str) -> bool:
-    """Whether the results of a phase stay (`costmodels.kernels.array_functions`, equation (2))."""
+    """Whether the results of a phase stay (`costmodels.kernels.calls`, equation (2))."""
     return phase != "update"
 
 

@@ -54,7 +54,7 @@ class Called(_Compute):
     Attributes:
       inputs, outputs: types of one device's pieces.
       split: names of the dimensions that are split.
-      stays: its result needs memory of its own, `array_functions` equation (2).
+      stays: its result needs memory of its own, `costmodels.kernels.calls` equation (2).
     """
 
     op: Op

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from costmodels.hardware import ComputeCurve, Hardware
-from costmodels.kernels.array_functions import Call, call_seconds, calls
+from costmodels.kernels.array_functions import calls
+from costmodels.kernels.calls import Call, call_seconds
 from costmodels.pricing.items import Called, Started
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from costmodels.kernels.array_functions import PARTS, Call, NoArrayFunctionError, call_seconds, calls
+from costmodels.kernels.array_functions import calls
+from costmodels.kernels.calls import PARTS, Call, NoArrayFunctionError, call_seconds
 from mesh_tf_core import Dim, Shape
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ops.basic import Scale

@@ -123,13 +123,13 @@ def _scatter(w: Writer, e: Equation) -> None:
     # The dimensions that places are in are summed out, but those that they have in common with the array.
     common = [d.name for _, _, o in found.common for d in w.dims(rows, o)]
     if not len(place.shape):
-        single = Dim(f"_anonymous_{w.fresh('row')}", 1)
+        single = Dim(w.fresh("single"), 1)
         given, place = mtf.reshape(given, [single, *given.shape]), mtf.reshape(place, [single])
     else:
         lead = [d for _, o in found.others for d in w.dims(rows, o)]
         lead += [d for _, o, _ in found.windows for d in w.dims(rows, o)]
         place = mtf.broadcast(place, [*(d for d in lead if d not in place.shape.dims), *place.shape])
-    flat = Dim(f"_anonymous_{w.fresh('places')}", math.prod(d.size for d in own))
+    flat = Dim(w.fresh("_".join([*(d.name for d in own), "places"])), math.prod(d.size for d in own))
     target = flat if len(own) != 1 or own[0].name in given.shape.names else own[0]
     made = mtf.put_along(given, place, target, common)
     names = dict[str, str]()
@@ -227,7 +227,7 @@ def _sort(w: Writer, e: Equation) -> None:
             order = order if order is not None else mtf.argsort(key, one)
             t, mine = w.merged(x, axis)
             t = w.renamed(t, w.between(x, e.ins[0], [(a, a) for a in range(len(x.shape)) if a != axis]))
-            moved = f"_anonymous_{w.fresh('sorted')}"
+            moved = w.fresh(f"{one.name}_sorted")
             found = looked_up(t, mtf.rename(order, **{one.name: moved}), mine)
             made = mtf.rename(found, **{moved: one.name})
         w.put(y, _restored(w, made, one, e.ins[0], y, axis))
@@ -238,7 +238,7 @@ def _top_k(w: Writer, e: Equation) -> None:
     if e.params.get("axis", axis) != axis:
         refuse(e, "it is not along the last axis", "move the axis to the end")
     t, one = _named_axis(w, x, axis)
-    best = Dim(f"_anonymous_{w.fresh('best')}", int(e.params["k"]))
+    best = Dim(w.fresh(f"{one.name}_best"), int(e.params["k"]))
     for found, y in zip(mtf.top_k(t, one, best), e.outs, strict=True):
         w.put(y, _restored(w, found, best, x, y, axis))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,15 +9,14 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from layoutopt.importers.jax import elementwise, indexed, loops, products, shapes
+from layoutopt.importers.jax.arguments import arguments
 from layoutopt.importers.jax.classes import classes
 from layoutopt.importers.jax.equations import (
     KEY,
     Block,
     Operand,
     Var,
-    factors_of_values,
     has_fractions,
-    layered,
 )
 from layoutopt.importers.jax.factors import Factors, factors
 from layoutopt.importers.jax.internals import traced
@@ -33,12 +31,9 @@ from layoutopt.importers.jax.parts import why_whole
 from layoutopt.importers.jax.placing import inner_dims
 from layoutopt.importers.jax.relations import Axis
 from layoutopt.importers.jax.reroll import Rerolled, rerolled
-from layoutopt.importers.jax.writer import Handler, Keys, Writer, beginning, our_dtype
+from layoutopt.importers.jax.writer import Handler, Keys, Writer
 from layoutopt.plan.build import Plan, check_plan_model
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.dtypes import DTYPES, is_float
-from mesh_tf_core.ir.initializers import ONES, ZEROS, Initializer, Normal, Variable
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.optimizers import Adam, Optimizer, by_name
@@ -52,7 +47,6 @@ TABLE: Mapping[str, Handler] = {
     **loops.TABLE,
 }
 """Primitive -> what writes it as operations of ours."""
-_STDDEV = 0.02
 
 
 @dataclass
@@ -167,7 +161,7 @@ def from_jax(
     again.alias(dims)
     title = name or _name_of(loss)
     writer = Writer(Graph(title), dims, called, TABLE)
-    _arguments(writer, block, arrays, pairs.get("rng", []))
+    arguments(writer, block, arrays, pairs.get("rng", []))
     writer.block(block)
     for v, leaf in arrays.state:
         member = again.stacks.get(v, (v,))[0]
@@ -263,97 +257,6 @@ def _hints(names: Mapping[str, Any], arrays: Arrays, cut: Factors) -> Iterable[l
     for shape, listed in tables.items():
         found += [[(v, a) for v in listed] for a in range(len(shape))]
     return found
-
-
-# -- arguments -----------------------------------------------------------------------------------------------
-
-
-def _arguments(w: Writer, block: Block, arrays: Arrays, keys: Sequence[tuple[Var, Leaf]]) -> None:
-    """Gives the function's variables values: ours, inputs, keys."""
-    used = _used(block)
-    trained = _trained(block)
-    stacked, scales = layered(block), factors_of_values(block)
-    for v, leaf in arrays.parameters:
-        learns = is_float(our_dtype(v.dtype)) and id(v) in trained
-        if is_float(our_dtype(v.dtype)) and not learns:
-            w.notes.append(f"{leaf.path}: the loss does not depend on it, so it is stored and not trained")
-        w.values[id(v)] = _variable(
-            w, v, leaf.path or "params", leaf, learns, id(v) in stacked, id(v) in scales
-        )
-    for v, leaf in arrays.state:
-        if v.dtype == KEY:
-            w.values[id(v)] = Keys()
-        elif id(v) in used:
-            w.values[id(v)] = _variable(w, v, f"state/{leaf.path}", leaf, False, id(v) in stacked, False)
-    for v, leaf in arrays.batch:
-        if v.dtype == KEY:
-            w.values[id(v)] = Keys()
-        elif id(v) in used:
-            w.values[id(v)] = _input(w, v, leaf)
-    for v, _ in keys:
-        w.values[id(v)] = Keys()
-
-
-def _checked(dtype: str, path: str) -> str:
-    if our_dtype(dtype) not in DTYPES:
-        raise UserError(f"from_jax: {path} has element type {dtype}; give one of {', '.join(DTYPES)}")
-    return our_dtype(dtype)
-
-
-def _variable(w: Writer, v: Var, name: str, leaf: Leaf, trained: bool, stacked: bool, scales: bool) -> Tensor:
-    shape = Shape(w.shape(v))
-    lead = int(stacked and len(v.shape) > 0 and len(w.dims(v, 0)) == 1)
-    variable = Variable(
-        name, shape, _checked(v.dtype, leaf.path), _initial(leaf, shape, lead, scales), trained, lead
-    )
-    if name in w.graph.variables:
-        raise UserError(f"from_jax: two parameters have the path {name!r}; give them different names")
-    return w.graph.read(w.graph.declare(variable))
-
-
-def _initial(leaf: Leaf, shape: Shape, lead: int, scales: bool) -> Initializer:
-    if leaf.value is not None:
-        return beginning(leaf.value, shape)
-    if len(leaf.shape) > 1 + lead:
-        return Normal(_STDDEV)
-    return ONES if scales or re.search(r"scale|gamma|weight|norm", leaf.path.rsplit("/", 2)[-1]) else ZEROS
-
-
-def _input(w: Writer, v: Var, leaf: Leaf) -> Tensor:
-    """An input of the shape that the user's arrays have, as its dimensions."""
-    axes = []
-    for a, n in enumerate(v.shape):
-        own = w.dims(v, a)
-        axes.append(own[0] if len(own) == 1 else Dim(w.fresh("axis"), n))
-    t = w.graph.input(leaf.path or "batch", axes, _checked(v.dtype, leaf.path))
-    return mtf.reshape(t, w.shape(v))
-
-
-def _used(block: Block) -> set[int]:
-    """ids of the variables that anything reads."""
-    return {id(x) for e in block.walk() for x in e.ins} | {id(x) for x in block.outs}
-
-
-def _trained(block: Block) -> set[int]:
-    """ids of the variables that the function's first result depends on through fractions."""
-    needed = {id(block.outs[0])}
-
-    def run(inner: Block) -> None:
-        for e in reversed(inner.equations):
-            if e.prim == "stop_gradient":
-                continue
-            if e.body is not None:
-                needed.update(id(x) for x, y in zip(e.body.outs, e.outs, strict=True) if id(y) in needed)
-                # Of a loop, whatever one result needs, all may.
-                if e.prim == "scan" and any(id(y) in needed for y in e.outs):
-                    needed.update(id(x) for x in e.body.outs)
-                run(e.body)
-                needed.update(id(x) for x, v in zip(e.ins, e.body.ins, strict=True) if id(v) in needed)
-            elif any(id(y) in needed and has_fractions(y) for y in e.outs):
-                needed.update(id(x) for x in e.ins if has_fractions(x))
-
-    run(block)
-    return needed
 
 
 # -- results -------------------------------------------------------------------------------------------------

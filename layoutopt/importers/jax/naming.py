@@ -53,9 +53,9 @@ class _Naming:
         self._parts()
         free = self.classes.free()
         for root in self.classes.members():
-            # Positions and masks, whose sizes alone would say too much.
-            anonymous = "_anonymous_" if root in free else ""
-            self.names.give(root, f"{anonymous}dim_{self.classes.size[root]}")
+            # Of positions and masks, which a user knows by their sizes alone.
+            kind = "constant" if root in free else "dim"
+            self.names.give(root, f"{kind}_{self.classes.size[root]}")
         return self._renamed()
 
     # -- what is said --------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def _along(w: Writer, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
         return t, own[0]
     if own:
         return w.as_one(t, own)
-    one = Dim(f"_anonymous_{w.fresh('single')}", 1)
+    one = Dim(w.fresh("single"), 1)
     return mtf.reshape(t, [*t.shape, one]), one
 
 
@@ -236,9 +236,9 @@ def _grouped(
     if inner == 1 and out == groups:
         # Depthwise: one filter for every channel.
         return t, w.renamed(weights, {filters.name: channel.name}), [channel], None, ()
-    group = Dim(f"_anonymous_{w.fresh('group')}", groups)
-    within = Dim(f"_anonymous_{w.fresh('channel')}", inner)
-    made = Dim(f"_anonymous_{w.fresh('out')}", out // groups)
+    group = Dim(w.fresh(f"{channel.name}_groups"), groups)
+    within = Dim(w.fresh(f"{channel.name}_of_group"), inner)
+    made = Dim(w.fresh(f"{filters.name}_of_group"), out // groups)
     t = w.apart(t, channel, [group, within])
     weights = w.apart(weights, filters, [group, made])
     weights, own = _along(w, weights, w.dims(f, d.rhs_spec[1]))

@@ -4,10 +4,10 @@ a product of two activations sums out and parameters have is `d_kv`, and so on."
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from layoutopt.importers.jax.classes import PARAMETER, Node
-from layoutopt.importers.jax.equations import Equation
+from layoutopt.importers.jax.equations import Equation, Operand
 from layoutopt.importers.jax.indexing import indexing
 from layoutopt.importers.jax.names import Names, last
 
@@ -61,6 +61,7 @@ class _Roles:
         equations = list(self.block.walk())
         whole = {id(v) for v, leaf in self.arrays.batch if v.dtype.startswith("int")}
         from_batch = _reached(equations, whole)
+        padded = {id(e.out): e.ins[0] for e in equations if e.prim == "pad"}
         for e in equations:
             if e.prim == "scan":
                 stacks = [*e.ins[e.params["consts"] + e.params["carry"] :], *e.outs[e.params["carry"] :]]
@@ -74,7 +75,7 @@ class _Roles:
             if e.prim == "dot_general":
                 self._attention(e)
             elif e.prim == "conv_general_dilated":
-                self._convolution(e)
+                self._convolution(e, padded)
             elif e.prim == "top_k":
                 for node in self.classes.of(e.ins[0], len(e.ins[0].shape) - 1):
                     if self.names.in_parameters[node]:
@@ -157,13 +158,15 @@ class _Roles:
             for node in left[:1]:
                 self.names.give(node, "d_model")
 
-    def _convolution(self, e: Equation) -> None:
+    def _convolution(self, e: Equation, padded: Mapping[int, Operand]) -> None:
         d = e.params["dimension_numbers"]
         (x, w), spatial = e.ins[:2], len(d.lhs_spec) - 2
         names = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}.get(spatial, ())
         for name, a, t in zip(names, d.lhs_spec[2:], d.rhs_spec[2:], strict=False):
-            for node in self.classes.of(x, a)[:1]:
-                self.names.give(node, name)
+            # An image is called so before what pads it.
+            for operand in (padded.get(id(x), x), x):
+                for node in self.classes.of(operand, a)[:1]:
+                    self.names.give(node, name)
             for node in self.classes.of(w, t)[:1]:
                 self.names.give(node, f"{name}_taps")
         for node in self.classes.of(x, d.lhs_spec[1])[:1]:

@@ -145,6 +145,11 @@ def _split(w: Writer, e: Equation) -> None:
         begin += size
 
 
+def _name(own: Sequence[Dim], how: str) -> str:
+    """What dimensions are called while they are made."""
+    return "_".join([*(d.name for d in own), how])
+
+
 def _concatenate(w: Writer, e: Equation) -> None:
     axis, y = e.params["dimension"], e.out
     numbers = [w.number(x) for x in e.ins]
@@ -155,7 +160,7 @@ def _concatenate(w: Writer, e: Equation) -> None:
     if id(e) in w.classes.factors.joined and _joined(w, e, axis, others):
         return
     parts, rest = [], [d for a, _ in others for d in w.dims(y, a)]
-    name = f"_anonymous_{w.fresh('joined')}"
+    name = w.fresh(_name(w.dims(y, axis), "joined"))
     for x in e.ins:
         t, one = w.merged(x, axis)
         t = mtf.rename(w.renamed(t, w.between(x, y, others)), **{one.name: name})
@@ -183,7 +188,7 @@ def _joined(w: Writer, e: Equation, axis: int, others: list[tuple[int, int]]) ->
         names.update((a.name, b.name) for a, b in zip(mine, own[len(lead) :], strict=True))
         rows.append(w.renamed(w.tensor(x), names))
     had = [d for d in rest if any(d.name in t.shape.names for t in rows)]
-    name = f"_anonymous_{w.fresh('joined')}"
+    name = w.fresh(_name(lead, "joined"))
     whole = mtf.stack([mtf.broadcast(t, had) for t in rows], name)
     w.put(y, w.apart(whole, Dim(name, len(e.ins)), lead))
     return True
@@ -198,7 +203,7 @@ def _stack(w: Writer, e: Equation) -> None:
     kept = [a for a in range(len(y.shape)) if a != axis]
     rows = [w.drawn(w.fitted(x, y, list(enumerate(kept))), x) for x in e.ins]
     had = [d for a in kept for d in w.dims(y, a) if any(d.name in t.shape.names for t in rows)]
-    name = f"_anonymous_{w.fresh('stacked')}"
+    name = w.fresh(_name(w.dims(y, axis), "stacked"))
     whole = mtf.stack([mtf.broadcast(t, had) for t in rows], name)
     w.put(y, w.apart(whole, Dim(name, len(rows)), w.dims(y, axis)))
 
@@ -243,7 +248,7 @@ def _pad(w: Writer, e: Equation) -> None:
 def spread(w: Writer, t: Tensor, one: Dim, inside: int, value: float) -> tuple[Tensor, Dim]:
     """t with `inside` elements of a value between those of one dimension."""
     at = t.shape.index(one.name)
-    phase = Dim(f"_anonymous_{w.fresh('phase')}", 1)
+    phase = Dim(w.fresh("single"), 1)
     apart = mtf.reshape(t, [*t.shape.dims[: at + 1], phase, *t.shape.dims[at + 1 :]])
     apart = mtf.pad(apart, phase, 0, inside, value)
     long = Dim(one.name, one.size * (inside + 1))
@@ -261,7 +266,7 @@ def _reverse(w: Writer, e: Equation) -> None:
         if not own or not any(d.name in t.shape.names for d in own):
             continue
         t, one = w.one(t, x, a)
-        turned = Dim(f"_anonymous_{w.fresh('reversed')}", one.size)
+        turned = Dim(w.fresh(f"{one.name}_reversed"), one.size)
         t = mtf.gather(t, one.size - 1 - mtf.mtf_range(w.graph, turned), one)
         t = w.onto(t, turned, w.dims(y, a), names)
     w.put(y, w.renamed(t, names))

@@ -117,7 +117,6 @@ class Writer:
         self.weights: set[int] = set()
         self._constants = 0
         self._draws: dict[Uniform, Tensor] = {}
-        self._used = 0
         self._taken = set(names.values())
 
     # -- dimensions ----------------------------------------------------------------------------------------
@@ -131,13 +130,13 @@ class Writer:
         """The dimensions of all axes."""
         return tuple(d for a in range(len(v.shape)) for d in self.dims(v, a))
 
-    def fresh(self, like: str = "dim") -> str:
-        """A name that no dimension has."""
-        self._used += 1
-        while f"{like}_{self._used}" in self._taken:
-            self._used += 1
-        self._taken.add(f"{like}_{self._used}")
-        return f"{like}_{self._used}"
+    def fresh(self, like: str) -> str:
+        """A name that no dimension has, numbered if need be."""
+        number, name = 2, like
+        while name in self._taken:
+            number, name = number + 1, f"{like}_{number}"
+        self._taken.add(name)
+        return name
 
     # -- values --------------------------------------------------------------------------------------------
 
@@ -226,7 +225,7 @@ class Writer:
         )
 
     def merged(self, x: Operand, axis: int) -> tuple[Tensor, Dim]:
-        """x, with all of an axis as one dimension of a name of its own, which no layout splits."""
+        """x, with all of an axis as one dimension of a name of its own."""
         return self.one(self.tensor(x), x, axis)
 
     def one(self, t: Tensor, x: Operand, axis: int) -> tuple[Tensor, Dim]:
@@ -240,7 +239,7 @@ class Writer:
     def as_one(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
         """t with some of its dimensions, in this order, as one under a name of its own."""
         rest = [d for d in t.shape if d not in own]
-        name = f"_anonymous_{self.fresh('axis')}"
+        name = self.fresh("_".join([*(d.name for d in own), "axis"]))
         one = Dim(name, math.prod(d.size for d in own))
         if len(own) == 1:
             return mtf.rename(t, **{own[0].name: name}), one
@@ -258,7 +257,7 @@ class Writer:
     def onto(self, t: Tensor, one: Dim, own: Sequence[Dim], names: dict[str, str]) -> Tensor:
         """The same under names of their own, with `names` told what they will be called: other dimensions of
         t may have those names still."""
-        parts = [Dim(self.fresh("_anonymous_part"), d.size) for d in own]
+        parts = [Dim(self.fresh(f"{d.name}_made"), d.size) for d in own]
         names.update((p.name, d.name) for p, d in zip(parts, own, strict=True))
         return self.apart(t, one, parts)
 

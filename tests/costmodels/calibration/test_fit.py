@@ -9,7 +9,7 @@ import pytest
 
 from costmodels.calibration.fit import SMALLEST, curve_of, fit, products, stores
 from costmodels.calibration.probes import COLLECTIVES, groups, probes
-from costmodels.kernels.array_functions import PARTS, call_seconds
+from costmodels.kernels.calls import PARTS, call_seconds
 from mesh_tf_core import Mesh
 
 MESH = Mesh("data:2;model:2")
