@@ -12,7 +12,7 @@ The best choices by the tables so far are evaluated now and then: they are often
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from layoutopt.clock import UNLIMITED, Clock
@@ -26,6 +26,7 @@ from layoutopt.problem import eliminate
 from layoutopt.problem.form import Floats
 from layoutopt.problem.marginals import marginals
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.kind import Choice
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
@@ -37,6 +38,8 @@ PROPOSED = 0.5
 SLACK = 1e-9
 """Relative difference up to which costs are equal."""
 
+OptionCosts = Mapping[str, Mapping[Choice, float]]
+"""Decision -> option -> seconds that no layout with it takes less than."""
 Propose = Callable[[Layout, Options], float]
 """Evaluates a layout; the seconds of the fastest known one that fits."""
 Heard = Callable[[float, float], None]
@@ -118,6 +121,18 @@ def faster(
     bound = max(bound, search.eliminated.bound)  # with what messages share
     found = search if bound < upper * (1 - EXACT) else None
     return 0.0 if draft.unsplit else bound, found
+
+
+def option_costs(search: SubproblemSearch) -> OptionCosts | None:
+    """What the options that are left of a problem cost; None if that is not known."""
+    found, extraction = search.eliminated, search.extraction
+    if not found.exact or extraction.unsplit:
+        return None
+    costs = dict(zip(extraction.names, marginals(found, extraction.problem.sizes), strict=False))
+    return {
+        name: dict(zip(options, costs.get(name, [found.bound] * len(options)), strict=True))
+        for name, options in extraction.decided.options.items()
+    }
 
 
 def fill(weights: dict[int, float], draft: Draft) -> dict[int, float]:

@@ -27,7 +27,7 @@ def merged(
       evaluate: LayoutError where a layout is not legal.
     """
     now = evaluate(mesh, layout)
-    for order, alike in _pairs(mesh, layout):
+    for order, alike in _joined(mesh, layout):
         fewer = meshes.get(tuple(order.values()))
         if fewer is None:
             continue
@@ -50,21 +50,32 @@ def ordered(layout: Layout, mesh: Mesh) -> bool:
     return all(axes == tuple(a for a in mesh.names if a in axes) for axes in layout.values())
 
 
-def _pairs(mesh: Mesh, layout: Layout) -> Iterator[tuple[dict[str, int], Layout]]:
-    """Every two axes that split the same dimensions, side by side, or nothing, made one: the axes as they are
-    then ordered, and those with the largest first, as shapes are searched where the order does not matter."""
-    for one, two in itertools.permutations(mesh.names, 2):
-        if not all(_alike(axes, one, two) for _, axes in layout.items()):
-            continue
-        sizes = {a: n for a, n in mesh.axes if a != two}
-        sizes[one] *= mesh.size(two)
-        alike = Layout({n: tuple(a for a in axes if a != two) for n, axes in layout.items()})
-        for order in (sizes, dict(sorted(sizes.items(), key=lambda axis: -axis[1]))):
-            yield order, alike
+def _joined(mesh: Mesh, layout: Layout) -> Iterator[tuple[dict[str, int], Layout]]:
+    """Axes that are split together, or split nothing, made one, the most of them first: two of three can be
+    slower where all three are not. The axes are as they are then ordered, the new one in the place of any of
+    the old, and those with the largest first, as shapes are searched where the order does not matter."""
+    for count in range(len(mesh.names), 1, -1):
+        for some in itertools.combinations(mesh.names, count):
+            together = _together(layout, some)
+            if together is None:
+                continue
+            for one in some:
+                sizes = {a: n for a, n in mesh.axes if a == one or a not in some}
+                sizes[one] = mesh.group_size(some)
+                rules = {n: [a for a in axes if a not in together[1:]] for n, axes in layout.items()}
+                alike = Layout({n: tuple(one if a in some else a for a in axes) for n, axes in rules.items()})
+                for order in (sizes, dict(sorted(sizes.items(), key=lambda axis: -axis[1]))):
+                    yield order, alike
 
 
-def _alike(axes: Axes, one: str, two: str) -> bool:
-    """Whether a dimension is split over both, the second right after the first, or over neither."""
-    if one in axes and two in axes:
-        return axes.index(two) == axes.index(one) + 1
-    return one not in axes and two not in axes
+def _together(layout: Layout, some: Axes) -> Axes | None:
+    """Some axes in the order in which every dimension that is split over one of them is split over all, side
+    by side; None if there is no such order, () if nothing is split over them."""
+    found: set[Axes] = set()
+    for _, axes in layout.items():
+        places = [i for i, a in enumerate(axes) if a in some]
+        if places:
+            found.add(axes[places[0] : places[-1] + 1])
+    if len(found) > 1 or any(sorted(axes) != sorted(some) for axes in found):
+        return None
+    return next(iter(found), ())

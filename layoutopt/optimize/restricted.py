@@ -191,7 +191,7 @@ class _Search:
         large."""
         request, upper = self.request, self.upper
         if self.memory:
-            return 0.0, self._lean(subproblem)
+            return 0.0, lean(self.request, subproblem)
         weights = self.weights.setdefault(subproblem.microbatches, {})
         bound, search = faster(
             request.evaluator, subproblem, upper, lambda *_: upper, request.clock, FIRST, weights
@@ -222,23 +222,7 @@ class _Search:
                 self._keep(search.fastest(math.inf, clock=request.clock, pinned=pins).found)
                 if self.best:
                     return
-        self._keep(self._lean(subproblem))
-
-    def _lean(self, subproblem: Subproblem) -> Found | None:
-        """A layout with little memory, without tables of seconds."""
-        evaluator, (mesh, decided) = self.request.evaluator, (subproblem.mesh, subproblem.decided)
-        if not set(decided.free) & set(decided.of(Split)):
-            options = decided.leanest
-            layout = decided.read({})[0]
-            with suppress(LayoutError):
-                evaluation = evaluator(mesh, layout, options)
-                solution = Solution(Status.FEASIBLE, (), evaluation.memory.peak, 0.0, 0.0, "by name")
-                return Found(mesh, layout, options, evaluation, solution)
-            return None
-        context = evaluator.context(subproblem.microbatches)
-        known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh), context)
-        search = SubproblemSearch(evaluator.model, mesh, decided, evaluator.hardware, known, evaluator)
-        return search.lean({}, self.request.clock)
+        self._keep(lean(self.request, subproblem))
 
     def squeeze(self, plans: Sequence[Plans], parts: Sequence[int]) -> None:
         """Looks for anything that fits, or else holds little."""
@@ -250,9 +234,9 @@ class _Search:
             # Variables do not get smaller with more microbatches.
             fewest = held(self.request.model, each.mesh, legal[0][1]) > self.request.limit
             decided = legal[0 if fewest or self.least.get(id(each), 0.0) >= self.far else -1][1]
-            found = self._lean(Subproblem(each.mesh, decided))
+            found = lean(self.request, Subproblem(each.mesh, decided))
             if found is not None and not _split(found, each):
-                cases = (self._lean(Subproblem(each.mesh, case)) for case in _cases(decided, each))
+                cases = (lean(self.request, Subproblem(each.mesh, case)) for case in _cases(decided, each))
                 found = min(filter(None, cases), key=lambda f: f.peak, default=None)
             self._keep(found)
 
@@ -277,6 +261,23 @@ def _cases(decided: Decisions, plans: Plans) -> Iterator[Decisions]:
         some = tuple(filter(None, decided.options.get(name, ())))
         if some:
             yield decided.within({name: some})
+
+
+def lean(request: Request, subproblem: Subproblem) -> Found | None:
+    """A layout with little memory, without tables of seconds."""
+    evaluator, (mesh, decided) = request.evaluator, (subproblem.mesh, subproblem.decided)
+    if not set(decided.free) & set(decided.of(Split)):
+        options = decided.leanest
+        layout = decided.read({})[0]
+        with suppress(LayoutError):
+            evaluation = evaluator(mesh, layout, options)
+            solution = Solution(Status.FEASIBLE, (), evaluation.memory.peak, 0.0, 0.0, "by name")
+            return Found(mesh, layout, options, evaluation, solution)
+        return None
+    context = evaluator.context(subproblem.microbatches)
+    known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh), context)
+    search = SubproblemSearch(evaluator.model, mesh, decided, evaluator.hardware, known, evaluator)
+    return search.lean({}, request.clock)
 
 
 def held(model: Model, mesh: Mesh, decided: Decisions) -> float:

@@ -27,11 +27,12 @@ from dataclasses import dataclass, field, replace
 
 from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import count_layouts
-from layoutopt.optimize.fixing import faster
+from layoutopt.optimize.candidates import Candidate, Pieces
+from layoutopt.optimize.fixing import OptionCosts, faster, option_costs
 from layoutopt.optimize.merging import merged
 from layoutopt.optimize.pool import Pool
-from layoutopt.optimize.request import ANSWERED, EXACT, SEARCHED, Request, Standing
-from layoutopt.optimize.restricted import held
+from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, Standing
+from layoutopt.optimize.restricted import held, lean
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.units import size_text
@@ -48,28 +49,6 @@ MOST_POINTS = 200
 
 
 @dataclass
-class Candidate:
-    """One problem of the search, and what is proven of it.
-
-    Attributes:
-      bound: seconds that no layout takes less of, within the last limit that was asked about or a lower one.
-      low: bytes that no layout goes below.
-      answer: the fastest within that limit.
-    """
-
-    subproblem: Subproblem
-    search: SubproblemSearch | None = None
-    bound: float = 0.0
-    low: float = 0.0
-    answer: Found | None = None
-
-    def promises(self, seconds: float, limit: float) -> bool:
-        """Whether something faster may be here that holds at most `limit` bytes."""
-        known = self.answer is not None and self.answer.peak <= limit
-        return not known and self.low <= limit and self.bound < seconds * (1 - EXACT)
-
-
-@dataclass
 class Search:
     """What is proven about all problems, and the layouts that were found.
 
@@ -78,8 +57,7 @@ class Search:
       bound: of the objective, for all layouts that were asked for.
       proven: all problems were looked at to the end.
       stopped: Ctrl-C ended it.
-      least: of a mesh and a number of microbatches, seconds that no layout of these is faster than, nor of
-        a multiple of the microbatches.
+      pieces: what holds for multiples of a number of microbatches.
       listed: the candidates are all there.
       asked: the problem that is being looked at.
       none: why there is no answer, if that is proven.
@@ -95,7 +73,7 @@ class Search:
     bound: float = math.inf
     proven: bool = True
     stopped: bool = False
-    least: dict[tuple[Mesh, int], float] = field(default_factory=dict)
+    pieces: Pieces = field(default_factory=Pieces)
     listed: bool = False
     asked: SubproblemSearch | None = None
     none: str = ""
@@ -223,7 +201,9 @@ class Search:
         for candidate in order:
             self.pace = self.pace[0], time.monotonic()
             best = pool.seconds(limit)
-            self._inherit(candidate)
+            candidate.bound = max(candidate.bound, self.pieces.bound(candidate.subproblem))
+            if candidate.promises(best, limit):
+                candidate.low = max(candidate.low, self._held(candidate.subproblem))
             if candidate.promises(best, limit) and not request.late:
                 self._tell(candidate, candidate.bound)
                 search = self._fixed(candidate, limit) if fixes else self.opened(candidate)
@@ -237,12 +217,6 @@ class Search:
         bounds = [candidate.bound for candidate in self.candidates if candidate.low <= limit]
         self.bound = min([self.bound, pool.seconds(limit), *bounds])
         return pool.fastest(limit)
-
-    def _inherit(self, candidate: Candidate) -> None:
-        """What is known of fewer microbatches holds for a multiple of them."""
-        own = candidate.subproblem
-        known = (t for (m, whole), t in self.least.items() if m == own.mesh and own.microbatches % whole == 0)
-        candidate.bound = max([candidate.bound, *known])
 
     def opened(self, candidate: Candidate) -> SubproblemSearch:
         """The whole problem of a candidate."""
@@ -259,17 +233,21 @@ class Search:
             self._bounded(candidate, candidate.search.relaxed(request.clock))
         return candidate.search
 
-    def _bounded(self, candidate: Candidate, seconds: float) -> None:
-        """No layout of a candidate takes less, whatever memory it takes."""
+    def _bounded(self, candidate: Candidate, seconds: float, costs: OptionCosts | None = None) -> None:
+        """No layout of a candidate takes less, whatever memory it takes; `costs`: with each option."""
         candidate.bound = max(candidate.bound, seconds)
         if self.request.evaluator.prices(candidate.subproblem.mesh).pieces_cost_more:
-            self.least[candidate.subproblem.mesh, candidate.subproblem.microbatches] = candidate.bound
+            self.pieces.keep(candidate.subproblem, seconds, costs)
 
     def _fixed(self, candidate: Candidate, limit: float) -> SubproblemSearch | None:
         """A candidate without what cannot be in anything faster than the best so far; None if nothing is, or
         if there was no time."""
         subproblem, request, pool = candidate.subproblem, self.request, self.pool
         upper = pool.seconds(limit)
+        narrow = self.pieces.narrowed(subproblem, upper)
+        if narrow is None:
+            self._bounded(candidate, upper)
+            return None
 
         def propose(layout: Layout, options: Options) -> float:
             pool.offer(subproblem.mesh, layout, options)
@@ -281,8 +259,8 @@ class Search:
             self._bounded(candidate, min(bound, upper))
             self._tell(candidate, candidate.bound, part)
 
-        bound, search = faster(request.evaluator, subproblem, upper, propose, request.clock, heard=heard)
-        self._bounded(candidate, min(bound, upper))
+        bound, search = faster(request.evaluator, narrow, upper, propose, request.clock, heard=heard)
+        self._bounded(candidate, min(bound, upper), None if search is None else option_costs(search))
         if search is not None:
             self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
         return search
@@ -383,13 +361,22 @@ class Search:
 
     def _needed(self) -> str:
         """The least memory that a layout needs, what of it is proven, and what fills it."""
-        request = self.request
-        lean: list[Found] = []
-        for candidate in self.candidates:
-            found, low = self.opened(candidate).leanest(request.clock)
-            candidate.low = max(candidate.low, low)
-            lean += [found] if found is not None else []
-        leanest = min([*lean, *self.pool.found], key=lambda f: f.peak, default=None)
+        request, known = self.request, [*self.pool.found]
+
+        def look() -> None:
+            for candidate in self.candidates:
+                if candidate.low > request.limit:  # known without tables, which may take long
+                    known.extend(filter(None, [lean(request, candidate.subproblem)]))
+            for candidate in self.candidates:
+                found, low = self.opened(candidate).leanest(request.clock)
+                candidate.low = max(candidate.low, low)
+                known.extend([found] if found is not None else [])
+
+        with request.clock.at_most(BESIDE):
+            ended = request.clock.within(0.0, look)
+        leanest = min(known, key=lambda f: f.peak, default=None)
+        if leanest is None and not ended:
+            return ""
         if leanest is None:
             return ": the pins and prohibitions allow no legal layout; drop one of them"
         held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])

@@ -1,0 +1,82 @@
+"""The problems of a search with what is proven of each, and what is proven of many at once.
+
+Where a piece never costs less than its share of the whole (`Pricer.pieces_cost_more`), no layout takes less
+with more microbatches: a bound on all layouts, or on those with one option, holds for every multiple of the
+number that it was found for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from layoutopt.optimize.fixing import SLACK, OptionCosts
+from layoutopt.optimize.request import EXACT
+from layoutopt.optimize.subproblem import Found, SubproblemSearch
+from layoutopt.optimize.subproblems import Subproblem
+from mesh_tf_core.ir.mesh import Mesh
+
+
+@dataclass
+class Candidate:
+    """One problem of the search, and what is proven of it.
+
+    Attributes:
+      bound: seconds that no layout takes less of, within the last limit that was asked about or a lower one.
+      low: bytes that no layout goes below.
+      answer: the fastest within that limit.
+    """
+
+    subproblem: Subproblem
+    search: SubproblemSearch | None = None
+    bound: float = 0.0
+    low: float = 0.0
+    answer: Found | None = None
+
+    def promises(self, seconds: float, limit: float) -> bool:
+        """Whether something faster may be here that holds at most `limit` bytes."""
+        known = self.answer is not None and self.answer.peak <= limit
+        return not known and self.low <= limit and self.bound < seconds * (1 - EXACT)
+
+
+@dataclass
+class Pieces:
+    """What is proven, by mesh, of numbers of microbatches, and holds for every multiple of them.
+
+    Attributes:
+      least: seconds that no layout takes less than.
+      costs: seconds that no layout with an option takes less than; those of options that are not there are
+        more than those of a layout that was known.
+    """
+
+    least: dict[Mesh, dict[int, float]] = field(default_factory=dict)
+    costs: dict[Mesh, dict[int, OptionCosts]] = field(default_factory=dict)
+
+    def keep(self, of: Subproblem, seconds: float, costs: OptionCosts | None = None) -> None:
+        """No layout of a problem takes less than `seconds`."""
+        least = self.least.setdefault(of.mesh, {})
+        least[of.microbatches] = max(seconds, least.get(of.microbatches, 0.0))
+        if costs is not None:
+            self.costs.setdefault(of.mesh, {})[of.microbatches] = costs
+
+    def bound(self, of: Subproblem) -> float:
+        """Seconds that no layout of a problem takes less than."""
+        return max(_fewer(self.least, of), default=0.0)
+
+    def narrowed(self, of: Subproblem, seconds: float) -> Subproblem | None:
+        """A problem with what may be in layouts that take at most `seconds`; None if there are none."""
+        options, most = dict(of.decided.options), seconds * (1 + SLACK)
+        for costs in _fewer(self.costs, of):
+            for name in costs.keys() & set(of.decided.free):
+                options[name] = tuple(o for o in options[name] if costs[name].get(o, math.inf) <= most)
+        return replace(of, decided=of.decided.within(options)) if all(options.values()) else None
+
+
+Known = TypeVar("Known")
+
+
+def _fewer(known: Mapping[Mesh, Mapping[int, Known]], of: Subproblem) -> list[Known]:
+    """What is known of numbers of microbatches that a problem's number is a multiple of."""
+    return [found for number, found in known.get(of.mesh, {}).items() if of.microbatches % number == 0]
