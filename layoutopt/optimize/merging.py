@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.request import EXACT
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 
 Shape = tuple[int, ...]
@@ -33,8 +33,6 @@ def merged(
             continue
         names = dict(zip(order, fewer.names, strict=True))
         alike = Layout({n: tuple(names[a] for a in axes) for n, axes in alike.items()})
-        if not ordered(alike, fewer):
-            continue
         try:
             found = evaluate(fewer, alike)
         except LayoutError:
@@ -51,31 +49,16 @@ def ordered(layout: Layout, mesh: Mesh) -> bool:
 
 
 def _joined(mesh: Mesh, layout: Layout) -> Iterator[tuple[dict[str, int], Layout]]:
-    """Axes that are split together, or split nothing, made one, the most of them first: two of three can be
+    """Axes that split the same dimensions, or none, made one, the most of them first: two of three can be
     slower where all three are not. The axes are as they are then ordered, the new one in the place of any of
     the old, and those with the largest first, as shapes are searched where the order does not matter."""
     for count in range(len(mesh.names), 1, -1):
-        for some in itertools.combinations(mesh.names, count):
-            together = _together(layout, some)
-            if together is None:
+        for some in map(set, itertools.combinations(mesh.names, count)):
+            if any(len(some & set(axes)) not in (0, count) for _, axes in layout.items()):
                 continue
-            for one in some:
+            for one in sorted(some, key=mesh.names.index):
                 sizes = {a: n for a, n in mesh.axes if a == one or a not in some}
                 sizes[one] = mesh.group_size(some)
-                rules = {n: [a for a in axes if a not in together[1:]] for n, axes in layout.items()}
-                alike = Layout({n: tuple(one if a in some else a for a in axes) for n, axes in rules.items()})
                 for order in (sizes, dict(sorted(sizes.items(), key=lambda axis: -axis[1]))):
-                    yield order, alike
-
-
-def _together(layout: Layout, some: Axes) -> Axes | None:
-    """Some axes in the order in which every dimension that is split over one of them is split over all, side
-    by side; None if there is no such order, () if nothing is split over them."""
-    found: set[Axes] = set()
-    for _, axes in layout.items():
-        places = [i for i, a in enumerate(axes) if a in some]
-        if places:
-            found.add(axes[places[0] : places[-1] + 1])
-    if len(found) > 1 or any(sorted(axes) != sorted(some) for axes in found):
-        return None
-    return next(iter(found), ())
+                    split = {n: {one if a in some else a for a in axes} for n, axes in layout.items()}
+                    yield order, Layout({n: tuple(a for a in order if a in split[n]) for n in split})

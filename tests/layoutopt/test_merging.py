@@ -13,7 +13,7 @@ from layoutopt.optimize.merging import merged
 from tests.layoutopt.models import SMALL, transformer
 
 MODEL = transformer(**SMALL)
-SHAPES = [(2, 2, 2), (4, 2), (2, 4), (8,)]
+SHAPES = [(2, 2, 2), (4, 2), (2, 4), (8,), (5, 4, 3), (20, 3), (15, 4), (12, 5), (60,)]
 MESHES = {shape: mtf.Mesh([(f"axis{i}", n) for i, n in enumerate(shape)]) for shape in SHAPES}
 
 
@@ -45,6 +45,28 @@ def one(layout: str, hardware: str = "h100") -> tuple[mtf.Mesh, str]:
 )
 def test_axes_that_split_the_same_are_one(layout: str, shape: tuple[int, ...], becomes: str) -> None:
     assert one(layout) == (MESHES[shape], becomes)
+
+
+def test_axes_that_are_not_neighbours_are_one_where_that_is_as_fast_and_lean() -> None:
+    """Variables of 128 and 256 rows divide over an axis of 4, not over one of 12, 20 or 60."""
+    model, machine = transformer(batch=120), load_hardware("tpu-v4")
+    stored = mtf.Options({"embedding/tokens": 3, "embedding/positions": 1, "output/projection": 1})
+
+    def price(mesh: mtf.Mesh, layout: mtf.Layout) -> Evaluation:
+        return evaluate(model, mesh, layout, machine, stored)
+
+    found = merged(MESHES[5, 4, 3], mtf.Layout("batch:axis0+axis1+axis2"), MESHES, price)
+    assert found == (MESHES[15, 4], mtf.Layout("batch:axis0+axis1"))
+
+
+def test_three_axes_are_one_where_two_of_them_are_slower() -> None:
+    def price(mesh: mtf.Mesh, layout: mtf.Layout) -> Evaluation:
+        if mesh.shape in ((4, 2), (2, 4)):
+            raise mtf.LayoutError("not this one")
+        return evaluate(MODEL, mesh, layout, load_hardware("h100"))
+
+    start = mtf.Layout("batch:axis0+axis1+axis2")
+    assert merged(MESHES[2, 2, 2], start, MESHES, price) == (MESHES[8,], mtf.Layout("batch:axis0"))
 
 
 def test_a_mesh_that_is_slower_is_not_taken() -> None:

@@ -8,10 +8,14 @@ import pytest
 
 from costmodels.hardware import load_hardware
 from layoutopt import search
+from layoutopt.evaluator import Evaluator
+from layoutopt.optimize.fixing import faster
+from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from tests.layoutopt.models import EXAMPLES, towers
 
@@ -44,6 +48,38 @@ def test_the_bound_rules_out_nothing_better() -> None:
     alone = [search(model, **asked, memory=limit, microbatches=[m]) for m in PARTS]
     assert together.solver.status == "OPTIMAL"
     assert together.predicted.step_seconds == min(plan.predicted.step_seconds for plan in alone)
+
+
+def test_options_that_take_too_long_are_not_tried_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option that is left out takes longer in all layouts of both numbers than the answer."""
+    model, asked = EXAMPLES["mlp"](), list[Subproblem]()
+    on: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": PARTS}
+
+    def heard(evaluator: Evaluator, subproblem: Subproblem, *given: Any, **named: Any) -> object:
+        asked.append(subproblem)
+        return faster(evaluator, subproblem, *given, **named)
+
+    monkeypatch.setattr("layoutopt.optimize.search.faster", heard)
+    plan = search(model, memory=0.7 * search(model, **on).predicted.peak_memory_bytes, **on)
+    assert plan.solver.status == "OPTIMAL"
+    last = asked[-1]
+    assert last.microbatches == PARTS[-1]
+    graph = model.training_step(PARTS[-1]).graph
+    every = decisions(graph, last.mesh, Allowed(microbatches=PARTS[-1:]))
+    left_out = [(n, o) for n in every.free for o in every.options[n] if o not in last.decided.options[n]]
+    assert left_out
+    for name, option in left_out:
+        within = every.within({name: [option]})
+        relaxed = SubproblemSearch(model, last.mesh, within, load_hardware("tpu-v3")).relaxed()
+        assert relaxed >= plan.predicted.step_seconds * (1 - EXACT)
+
+
+def test_variables_that_are_too_large_need_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layoutopt.optimize.search.faster", lambda *_, **__: pytest.fail("tables were made"))
+    model = EXAMPLES["mlp"]()
+    least = sum(v.bytes for v in model.step_graph.variables.values()) // 4
+    with pytest.raises(InfeasibleError, match=r"no layout of 'mlp' fits into .*: the leanest one found, "):
+        search(model, mesh="data:2;model:2", hardware="tpu-v3", memory=least - 1, microbatches=[1])
 
 
 def test_what_a_model_cannot_be_split_into_is_not_searched() -> None:
