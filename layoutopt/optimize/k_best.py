@@ -12,9 +12,10 @@ import heapq
 import itertools
 from collections.abc import Hashable, Iterator
 
+from layoutopt.optimize.candidates import Candidate
 from layoutopt.optimize.merging import ordered
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.search import Candidate, Search
+from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
 from mesh_tf_core.ir.layout import Layout
 

@@ -8,10 +8,11 @@ its own peak up to the one that was asked about, and a bound for every lower lim
 Asked for the least time, a problem is narrowed while its tables are made (`fixing`); time against memory
 needs whole problems, which answer for every limit.
 
-The best time of a problem without a memory limit bounds all its layouts. Where the hardware's prices say that
-a piece never costs less than its share of the whole (`Pricer.pieces_cost_more`), that holds for every larger
-number of microbatches too, and their tables are not even made; a calibrated machine may be faster in pieces,
-so there each is looked at.
+The best time of a problem without a memory limit bounds all its layouts, and the best with one option all
+that have it. Where the hardware's prices say that a piece never costs less than its share of the whole
+(`Pricer.pieces_cost_more`), that holds for every multiple of its microbatches too (`candidates`): their
+tables are not even made, or over fewer options. A calibrated machine may be faster in pieces, so there each
+is looked at whole.
 
 A search can be ended anywhere, by its clock or by Ctrl-C: layouts are kept as they are priced (`pool`), and
 bounds as they rise, so that the best so far and what is proven of it are always known.
