@@ -36,6 +36,8 @@ FIRST = 40
 FAR, NEAR = 4.0, 1.2
 """Times the seconds of the best layout from which on any plan will do; from which on more microbatches are
 not looked at where fewer fit."""
+TRIES = 3
+"""Answers that are too large by a little before the limit is lowered by as much: a rival needs no proof."""
 HEAVY = 12
 """Clusters by which plans are ordered."""
 Weights = dict[int, dict[int, float]]
@@ -201,8 +203,9 @@ class _Search:
             return bound, None
         if bound >= self.far:
             return bound, search.fastest(math.inf, clock=request.clock).found
-        outcome = search.fastest(request.limit, None if math.isinf(upper) else upper, request.clock)
-        self.proven = self.proven and outcome.proven
+        above = None if math.isinf(upper) else upper
+        outcome = search.fastest(request.limit, above, request.clock, tries=TRIES)
+        self.proven = self.proven and (outcome.proven or bool(outcome.found and not request.late))
         seen = sorted(search.every_evaluated(), key=lambda f: f.seconds)
         return bound, outcome.found or next(iter(seen), None)
 

@@ -178,19 +178,23 @@ class SubproblemSearch:
         listener: Listener | None = None,
         excluded: tuple[tuple[int, ...], ...] = (),
         pinned: Mapping[str, Choice] | None = None,
+        tries: int | None = None,
     ) -> Outcome:
         """The fastest layout whose exact peak is at most `limit` bytes and that takes at most `upper`
         seconds.
 
         A layout that the rows let pass and the evaluator does not adds rows, and the problem is solved
-        again. If that happens too often, the limit of the rows is lowered by what they were seen to miss: the
-        answer is then not proven best, and the outcome's bound says by how much it may be missed.
+        again. If that happens too often, the limit of the rows is lowered, by a part and in the end by all of
+        what they were seen to miss: the answer is then not proven best, and the outcome's bound says by how
+        much it may be missed.
 
         Args:
           excluded: solver's choices that may not be the answer.
           pinned: decisions that are taken already.
+          tries: answers that are evaluated before the limit is lowered (default: the smaller the tables, the
+            more).
         """
-        found = self._fastest(limit, upper, clock, listener, excluded, pinned)
+        found = self._fastest(limit, upper, clock, listener, excluded, pinned, tries or self._tries())
         return replace(found, bound=0.0, proven=False) if self.extraction.unsplit else found
 
     def _fastest(
@@ -201,6 +205,7 @@ class SubproblemSearch:
         listener: Listener | None,
         excluded: tuple[tuple[int, ...], ...],
         pinned: Mapping[str, Choice] | None,
+        tries: int,
     ) -> Outcome:
         if not excluded and (found := self._roomy(limit, listener, pinned or {})) is not None:
             return found
@@ -208,12 +213,12 @@ class SubproblemSearch:
         sums = self.extraction.decided.of(PendingSum)
         own = [i for i, name in enumerate(self.extraction.names) if name not in sums]
         banned = [{i: choices[i] for i in own} for choices in excluded]
-        tries = self._tries()
         for attempt in range(tries + ATTEMPTS[0]):
             exact = attempt < tries
             if attempt and clock.over:
                 break
-            rows_limit = limit + ROUNDING if exact else limit * share
+            part = (attempt - tries + 1) / ATTEMPTS[0]
+            rows_limit = limit + ROUNDING if exact else limit * (1 - part * (1 - share))
             problem = self._pinned(self.limited(rows_limit), pinned or {})
             problem = replace(problem, rows=(*problem.rows, *(unlike(b, problem.sizes) for b in banned)))
             solution = solve(problem, time_limit=clock.rest, upper_bound=upper, on_progress=listener)

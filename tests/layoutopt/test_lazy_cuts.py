@@ -3,8 +3,11 @@ evaluator."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.moe_lm import model as experts
 from examples.resnet import model as resnet
+from layoutopt.evaluator import Evaluation
+from layoutopt.optimize import subproblem
 from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.space.decisions import decisions
@@ -99,3 +104,31 @@ def test_many_random_models(seed: int) -> None:
 def test_examples(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
         check(opened(MODELS[name](), mesh, parts, hardware), 3, cuts=8, others=4)
+
+
+def test_a_rival_is_not_asked_for_a_proof_among_layouts_that_are_a_little_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search, asked = opened(EXAMPLES["mlp"](), "data:2;model:2", 1, "tpu-v3"), []
+    true, solve = search.evaluate, subproblem.solve
+
+    def larger(choices: tuple[int, ...]) -> Evaluation:
+        known = copy(true(choices))
+        known.__dict__["memory"] = replace(known.memory, peak=round(1.1 * known.memory.peak))
+        return known
+
+    monkeypatch.setattr(search, "evaluate", larger)
+    monkeypatch.setattr(search, "learn", lambda choices: None)
+    monkeypatch.setattr(subproblem, "solve", lambda *a, **k: asked.append(1) or solve(*a, **k))
+    fastest, leanest = search.fastest(math.inf).found, search.leanest()[0]
+    assert fastest is not None and leanest is not None
+    # The rows let the fastest pass, the evaluator does not.
+    limit = 1.05 * fastest.peak / 1.1
+    assert leanest.peak <= limit < fastest.peak
+    asked.clear()
+    rival = search.fastest(limit, tries=3)
+    assert rival.found is not None and rival.found.peak <= limit and not rival.proven
+    assert len(asked) <= 6
+    asked.clear()
+    search.fastest(limit)
+    assert len(asked) > 6
