@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,10 @@ def by_hand(loss: Any, optimizer: Any, params: Any, batch: Any, mesh: str, specs
     made = Mesh(devices, tuple(sizes))
     placed = jax.tree.map(lambda s: NamedSharding(made, s), specs, is_leaf=lambda s: isinstance(s, P))
     fed = jax.tree.map(lambda s: NamedSharding(made, s), inputs, is_leaf=lambda s: isinstance(s, P))
-    params, batch = jax.device_put(params, placed), jax.device_put(batch, fed)
+    params, batch = jax.device_put(jax.tree.map(jnp.copy, params), placed), jax.device_put(batch, fed)
     state = jax.jit(optimizer.init)(params)
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)

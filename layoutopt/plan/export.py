@@ -7,8 +7,8 @@
     maxtext          `logical_axis_rules` and mesh sizes of MaxText's base.yml
 
 Python and YAML come as text that can be pasted or imported. A layout that a library cannot say is refused
-with a reason, and so is storage (ZeRO) by forms that say nothing of single variables. `unsaid` has what is
-left out all the same: rules for single operations, and variables that MaxText stores as it does the others.
+with a reason, and so is storage (ZeRO) by forms that say nothing of single variables, and mixed storage by
+MaxText. Left out are rules for single operations alone, where single variables are said.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Placed:
-    """A variable or an input: its dimensions and the axes that each is split over."""
+    """A variable or an input: its dimensions, the axes that each is split over, and their sizes."""
 
     name: str
     dims: tuple[str, ...]
     splits: tuple[Axes, ...]
     trained: bool = False
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,14 @@ class Exported:
 
 def placed(program: Program) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
     """The variables and the inputs of a program."""
-    variables = tuple(
-        Placed(n, s.variable.shape.names, s.splits, s.variable.trainable)
-        for n, s in program.variables.items()
+    stored = (
+        (name, s.variable.shape, s.splits, s.variable.trainable) for name, s in program.variables.items()
     )
     feeds = ((name, program.values[i]) for name, i in program.feeds.items())
-    return variables, tuple(Placed(name, v.shape.names, v.splits) for name, v in feeds)
+    variables = tuple(
+        Placed(name, shape.names, splits, trained, shape.sizes) for name, shape, splits, trained in stored
+    )
+    return variables, tuple(Placed(name, v.shape.names, v.splits, False, v.shape.sizes) for name, v in feeds)
 
 
 def export(what: Exported, to: str) -> str:
@@ -87,26 +90,6 @@ def export(what: Exported, to: str) -> str:
             "names there in the model"
         )
     return FORMATS[to](what)
-
-
-def unsaid(what: Exported, to: str) -> Decided:
-    """What is decided beside the layout and has no word in the form of the library `to`; see `said`."""
-    whole, kept = what.decided, said(what, to)
-    return Decided(
-        storage={n: stage for n, stage in whole.storage.items() if kept.storage.get(n) != stage},
-        recompute=[dim for dim in whole.recompute if dim not in kept.recompute],
-        microbatches=1 if kept.microbatches == whole.microbatches else whole.microbatches,
-        refined={} if kept.refined == whole.refined else whole.refined,
-    )
-
-
-def said(what: Exported, to: str) -> Decided:
-    """What is decided beside the layout, as far as the form of the library `to` says it."""
-    storage = what.decided.storage
-    if to == "maxtext":
-        stage = _maxtext_stage(what)
-        return what.decided.model_copy(update={"storage": dict.fromkeys(storage, stage) if stage else {}})
-    return what.decided.model_copy(update={"refined": {}})
 
 
 def _comment(text: str) -> str:
@@ -266,6 +249,11 @@ MAXTEXT_AXES = (
 MAXTEXT_ALIKE = {"batch": "data", "model": "tensor", "experts": "expert"}
 
 
+MAXTEXT_ROWS: Mapping[str, Sequence[str]] = {
+    **{each: row for row in MAXTEXT_DIMS.values() for each in row},
+    **MAXTEXT_DIMS,
+}
+"""The same, and MaxText's own names: what a model of its parameters calls its dimensions."""
 MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
 """The logical axes that every matrix has and MaxText splits for FSDP; `d_model` of ours."""
 MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
@@ -275,18 +263,44 @@ MAXTEXT_REMAT = ("minimal_with_context", "full")
 
 
 def _maxtext_stage(what: Exported) -> str:
-    """The stage at which MaxText can store every matrix, at most that of any matrix of the plan; '' if none.
+    """The stage of every matrix; '' if they are stored as the layout says.
 
-    The axes of the batch must split nothing else by themselves: they become one axis.
+    Raises:
+      UserError: MaxText stores all matrices alike, and splits what it stores over the batch's axes alone.
     """
-    batch = set(what.layout.axes("batch"))
-    others = [batch & set(axes) for _, axes in what.layout.items()]
-    if not batch or any(some not in (set(), batch) for some in others):
+    if not what.decided.storage:
         return ""
-    matrices = [v for v in what.variables if v.trained and len(set(v.dims) & set(MAXTEXT_DIMS)) > 1]
-    stages = {what.decided.storage.get(v.name, "") for v in matrices if "d_model" in v.dims}
-    least = min(stages, default="")
-    return "zero1" if least == "zero2" else least
+    spare = {v.name: _spare(what, v) for v in what.variables if _is_matrix(v)}
+    stages = what.decided.stages()
+    if whole := [name for name, axes in spare.items() if axes and name not in what.decided.storage]:
+        stages["layout"] = whole
+    if len(stages) > 1 or not stages.keys() <= MAXTEXT_STORED.keys():
+        listed = "; ".join(f"{some(names, NAMED)} at {stage}" for stage, names in sorted(stages.items()))
+        raise UserError(
+            f"maxtext stores all matrices alike, at layout, zero1 or zero3, but this plan stores {listed}; "
+            "search with --storage zero1, or zero3, or layout"
+        )
+    batch = what.layout.axes("batch")
+    if any(set(axes) & {*batch} not in (set(), {*batch}) for _, axes in what.layout.items()):
+        batch = ()  # they become one axis
+    for name, axes in spare.items():
+        if axes and {*axes} != {*batch}:
+            raise UserError(
+                f"maxtext splits what it stores over the batch's axes alone ({'+'.join(batch) or 'none'}), "
+                f"but this plan stores {name} over {'+'.join(axes)}; search with --storage layout"
+            )
+    return next(iter(stages))
+
+
+def _is_matrix(v: Placed) -> bool:
+    rows = [MAXTEXT_ROWS[d] for d in v.dims if d in MAXTEXT_ROWS]
+    return v.trained and len(rows) > 1 and MAXTEXT_DIMS["d_model"] in rows
+
+
+def _spare(what: Exported, v: Placed) -> Axes:
+    """The axes that storage splits a variable over."""
+    split = {a for d in v.dims for a in what.layout.axes(d)}
+    return tuple(a for a, size in what.mesh.axes if size > 1 and a not in split)
 
 
 def _maxtext(what: Exported) -> str:
@@ -294,18 +308,23 @@ def _maxtext(what: Exported) -> str:
     names = _maxtext_axes(what.mesh, dict.fromkeys(batch, MAXTEXT_STORED[stage]) if stage else {})
     logical: dict[str, list[str]] = {}
     for name, axes in what.layout.items():
-        if name not in MAXTEXT_DIMS:
+        if name not in MAXTEXT_ROWS:
             raise UserError(
                 f"maxtext has no logical axis for dimension {name!r}; {known_names(name, MAXTEXT_DIMS)}"
             )
-        logical |= {each: _renamed(axes, names) for each in MAXTEXT_DIMS[name]}
+        for each in MAXTEXT_ROWS[name]:
+            if logical.setdefault(each, _renamed(axes, names)) != _renamed(axes, names):
+                raise UserError(
+                    f"maxtext has one logical axis {each!r} for {name!r} and another dimension, which this "
+                    "plan splits otherwise; pin both alike, or choose another form"
+                )
     if stage == "zero3":
         for each in MAXTEXT_WEIGHTS:
             logical[each] = [*logical.get(each, ()), *_renamed(batch, names)]
     rules = [json.dumps([each, axes]) for each, axes in logical.items()]
     more = [f"remat_policy: {MAXTEXT_REMAT[bool(what.decided.recompute)]}"]
     more += ["shard_optimizer_over_data: True"] if stage == "zero1" else []
-    more += [f"gradient_accumulation_steps: {n}"] if (n := what.decided.microbatches) > 1 else []
+    more += _maxtext_batch(what)
     sizes = dict.fromkeys(MAXTEXT_AXES, 1)
     for axis, size in what.mesh.axes:
         sizes[names[axis]] *= size
@@ -321,6 +340,15 @@ def _maxtext(what: Exported) -> str:
             "",
         ]
     )
+
+
+def _maxtext_batch(what: Exported) -> list[str]:
+    """How MaxText counts the batch: examples of a device in one part."""
+    parts, examples = what.decided.microbatches, 0
+    lines = [f"gradient_accumulation_steps: {parts}"] if parts > 1 else []
+    for tensor in what.inputs:
+        examples = dict(zip(tensor.dims, tensor.sizes, strict=False)).get("batch", examples)
+    return [*lines, f"per_device_batch_size: {examples / what.mesh.devices:g}"] if examples else lines
 
 
 def _renamed(axes: Axes, names: Mapping[str, str]) -> list[str]:

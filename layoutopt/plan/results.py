@@ -301,7 +301,6 @@ class ExportResult(Result):
 
     Attributes:
       not_said: what is decided beside the layout and has no word in that form; only if there is any.
-      peak_memory_bytes: what a device holds without it.
     """
 
     command = "export"
@@ -309,7 +308,6 @@ class ExportResult(Result):
     mesh: Mesh
     text: str
     not_said: Decided | None = None
-    peak_memory_bytes: int | None = None
 
 
 class InitResult(Result):

@@ -17,7 +17,7 @@ import mesh_tf_core as mtf
 from layoutopt.cli import app
 from layoutopt.models.loading import load_model
 from layoutopt.plan.decided import Decided
-from layoutopt.plan.export import FORMATS, Exported, Placed, export, unsaid
+from layoutopt.plan.export import FORMATS, Exported, Placed, export
 
 LM = "examples/transformer_lm.py"
 SIZES = ("layers=2", "d_model=64", "d_ff=128", "length=32", "batch=8")
@@ -175,7 +175,6 @@ def test_recompute_and_microbatches_are_names(to: str) -> None:
     text = export(what, to)
     found = names(text.split("def layouts")[0].replace("from tensorflow.experimental import dtensor", ""))
     assert (found["RECOMPUTE"], found["MICROBATCHES"]) == (("layers",), 4)
-    assert unsaid(what, to) == Decided()
     assert "RECOMPUTE" not in export(replace(what, decided=Decided()), to)
 
 
@@ -189,37 +188,79 @@ def test_maxtext_says_storage_recompute_and_microbatches(
     run: Callable[..., Result], stored_plan: str
 ) -> None:
     done = run("export", stored_plan, "--to", "maxtext")
+    assert done.stderr == ""
     head, rules = done.stdout.split("logical_axis_rules: ")
     table = dict(json.loads(rules))
     assert "ici_fsdp_parallelism: 2\n" in head and "ici_tensor_parallelism: 2\n" in head
+    # MaxText counts the examples of a device in one part: 8 of four devices in two parts.
     assert "remat_policy: full\n" in head and "gradient_accumulation_steps: 2\n" in head
+    assert "per_device_batch_size: 1\n" in head
     assert table["activation_batch"] == table["embed"] == ["fsdp"] and table["mlp"] == ["tensor"]
-    for line in done.stderr.splitlines():
-        assert "recompute" not in line and "microbatches" not in line
 
 
-@pytest.mark.parametrize(
-    ("stages", "said", "lost"),
-    [
-        (("zero1", "zero1"), "shard_optimizer_over_data: True", set()),
-        (("zero1", "zero3"), "shard_optimizer_over_data: True", {"wo"}),
-        (("", "zero3"), "ici_data_parallelism: 2", {"wo"}),
-        (("zero3", "zero3"), "ici_fsdp_parallelism: 8", set()),
-        (("zero2", "zero2"), "shard_optimizer_over_data: True", {"wi", "wo"}),
-    ],
-)
-def test_maxtext_stores_all_weights_alike(stages: tuple[str, str], said: str, lost: set[str]) -> None:
+def matrices(*stages: str, layout: str = "batch:a+b;d_ff:c", recompute: Any = (), parts: int = 1) -> Exported:
+    """Two matrices of a plan, which are stored so."""
     weights = (
         Placed("wi", ("d_model", "d_ff"), ((), ()), True),
         Placed("wo", ("d_ff", "d_model"), ((), ()), True),
     )
-    stored = Decided(storage={name: stage for name, stage in zip(("wi", "wo"), stages, strict=True) if stage})
-    mesh, layout = mtf.Mesh("a:2;b:4;c:2"), mtf.Layout("batch:a+b;d_ff:c")
-    what = Exported("title", mesh, layout, weights, (), stored)
-    text = export(what, "maxtext")
-    assert said in text and set(unsaid(what, "maxtext").storage) == lost
-    assert ("ici_data_parallelism: 8" in text) == ("shard_optimizer" in said)
-    assert "remat_policy: minimal_with_context" in text
+    tokens = Placed("tokens", ("microbatch", "batch"), ((), ("a", "b")), sizes=(parts, 64 // parts))
+    storage = {name: stage for name, stage in zip(("wi", "wo"), stages, strict=True) if stage}
+    decided = Decided(storage=storage, recompute=list(recompute), microbatches=parts)
+    return Exported("title", mtf.Mesh("a:2;b:4;c:2"), mtf.Layout(layout), weights, (tokens,), decided)
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("", "ici_data_parallelism: 2"),  # batch:a+b are axes of their own there
+        ("zero1", "shard_optimizer_over_data: True"),
+        ("zero3", "ici_fsdp_parallelism: 8"),
+    ],
+)
+def test_maxtext_stores_all_matrices_alike(stage: str, said: str) -> None:
+    text = export(matrices(stage, stage), "maxtext")
+    assert said in text and ("shard_optimizer" in text) == (stage == "zero1")
+    assert ('["embed", ["fsdp"]]' in text) == (stage == "zero3")
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (
+            matrices("zero1", "zero3"),
+            "stores wi at zero1; wo at zero3; search with --storage zero1, or zero3",
+        ),
+        (matrices("", "zero3"), "stores wi at layout; wo at zero3"),
+        (matrices("zero2", "zero2"), "stores wi and wo at zero2"),
+        (
+            matrices("zero1", "zero1", layout="batch:a;d_ff:c"),
+            r"over the batch's axes alone \(a\), but this plan stores wi over a\+b",
+        ),
+        (matrices("zero3", "zero3", layout="batch:a+b;d_ff:c;length:a"), r"the batch's axes alone \(none\)"),
+    ],
+)
+def test_maxtext_refuses_storage_that_it_has_not(what: Exported, why: str) -> None:
+    with pytest.raises(mtf.UserError, match=f"^maxtext .*{why}"):
+        export(what, "maxtext")
+
+
+def test_maxtext_recomputes_and_cuts_the_batch() -> None:
+    plain, other = (
+        export(matrices("", "", recompute=r, parts=n), "maxtext") for r, n in (((), 1), (("layers",), 4))
+    )
+    assert "remat_policy: minimal_with_context" in plain and "remat_policy: full" in other
+    assert "gradient_accumulation_steps" not in plain and "gradient_accumulation_steps: 4" in other
+    assert "per_device_batch_size: 4\n" in plain and "per_device_batch_size: 1\n" in other
+
+
+def test_maxtext_takes_its_own_names() -> None:
+    weights = (Placed("wi", ("embed", "mlp"), ((), ("c",)), True),)
+    found = Exported("title", mtf.Mesh("a:2;c:2"), mtf.Layout("batch:a;mlp:c;kv_heads:c"), weights, ())
+    table = dict(json.loads(export(found, "maxtext").split("logical_axis_rules: ")[1]))
+    assert table["mlp"] == table["activation_mlp"] == table["q_heads"] == table["kv_heads"]
+    with pytest.raises(mtf.UserError, match="one logical axis 'heads' for 'kv_heads' and another dimension"):
+        export(replace(found, layout=mtf.Layout("heads:a;kv_heads:c")), "maxtext")
 
 
 def two_axes(**layout: tuple[str, ...]) -> Exported:

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import layoutopt
 import mesh_tf_core as mtf
 from layoutopt.plan.build import Plan, axes_of, model_info, parse_plan
-from tests.importers.jax_models import MODELS, imported
+from tests.importers.jax_models import MODELS, imported, numbers
 
 STEPS = 2
 ZERO: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -112,6 +113,42 @@ def trained(mesh: str, layout: str, decided: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def averaging(params: Any, state: Any, batch: Any) -> Any:
+    """A loss that keeps a running mean."""
+    h = jnp.tanh(batch["x"] @ params["up"])
+    new = {"mean": 0.9 * state["mean"] + 0.1 * h.mean(0)}
+    return jnp.square((h - state["mean"]) @ params["down"]).mean(), (new, {"largest": h.max()})
+
+
+def stateful() -> dict[str, Any]:
+    """Steps of a loss with a state of its own: how often its program is compiled, and how far parameters and
+    state are from those without a plan."""
+    f, loss, optimizer = numbers(), averaging, Momentum()
+    params, state, batch = {"up": f(4, 8), "down": f(8, 4)}, {"mean": jnp.zeros(8)}, {"x": f(8, 4)}
+    names = {"up": ("features", "units")}
+    model = layoutopt.from_jax(loss, params, batch, state=state, names=names)
+    step = plan_of(model, "data:2;model:2", "batch:data;units:model").jax.train_step(loss, optimizer)
+    own, remembered = step.init(jax.tree.map(jnp.copy, params))
+    wanted, kept, whole = params, state, optimizer.init(params)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **said: compiled.append(f"{event} {said.get('fun_name')}")
+    )
+    of = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    for _ in range(3):
+        own, remembered, (_, (state, _)) = step(own, remembered, state, batch)
+        (_, (kept, _)), grads = of(wanted, kept, batch)
+        updates, whole = optimizer.update(grads, whole, wanted)
+        wanted = jax.tree.map(jnp.add, wanted, updates)
+    placed = step.init(params, state)[2]
+    return {
+        "compiled": sum("backend_compile" in x and "jit(function)" in x for x in compiled),
+        "parameters": off(own, wanted),
+        "state": off(state, kept),
+        "placed": [str(x["mean"].sharding.spec) for x in (state, placed)],
+    }
+
+
 BY_DAY = ("scanned transformer", "convolutions", "own derivatives"), ("tensor parallel", "stage 2 in parts")
 """Models whose values are placed, and training steps, that take little time together."""
 
@@ -119,4 +156,8 @@ BY_DAY = ("scanned transformer", "convolutions", "own derivatives"), ("tensor pa
 if __name__ == "__main__":
     models, steps = (MODELS, ZERO) if sys.argv[1:] == ["all"] else BY_DAY
     found = {name: trained(*ZERO[name]) for name in steps}
-    print(json.dumps({"applied": {name: applied(name) for name in models}, "trained": found}))
+    print(
+        json.dumps(
+            {"applied": {name: applied(name) for name in models}, "trained": found, "stateful": stateful()}
+        )
+    )

@@ -55,6 +55,13 @@ def test_loops_run_again_only_where_the_plan_says_so(runs: Any) -> None:
     assert [name for name, found in runs["trained"].items() if found["checkpoints"]] == ["stage 2 in parts"]
 
 
+def test_a_step_with_a_state_of_its_own_is_compiled_once(runs: Any) -> None:
+    found = runs["stateful"]
+    assert found["compiled"] == 1
+    assert max(found["parameters"], found["state"]) <= 1e-5
+    assert found["placed"] == ["P('model',)", "P('model',)"]
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 

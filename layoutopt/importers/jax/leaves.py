@@ -7,7 +7,7 @@ of NNX), which are pytrees of one array. A box is no part of an array's path.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,3 +157,13 @@ def leaves(tree: Any) -> list[Any]:
 def structure(tree: Any) -> Any:
     """How a pytree is built, to be compared."""
     return jax_module().tree_util.tree_structure(tree)
+
+
+def new_state(auxiliary: Any, state: Any) -> Any:
+    """What of a loss's auxiliary values is built like its state, and is its new value; None if nothing is."""
+    if state is None or auxiliary is None:
+        return None
+    wanted = structure(state)
+    parts = [auxiliary, *(auxiliary if isinstance(auxiliary, tuple | list) else ())]
+    parts += auxiliary.values() if isinstance(auxiliary, Mapping) else ()
+    return next((part for part in parts if structure(part) == wanted), None)

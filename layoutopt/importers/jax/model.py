@@ -21,7 +21,7 @@ from layoutopt.importers.jax.equations import (
 from layoutopt.importers.jax.factors import Factors, factors
 from layoutopt.importers.jax.internals import traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
-from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, stacked_leaf, structure
+from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, new_state, stacked_leaf
 from layoutopt.importers.jax.logical import logical_axes, said_of, same_dimensions
 from layoutopt.importers.jax.names import Arrays
 from layoutopt.importers.jax.naming import named
@@ -287,16 +287,9 @@ class _Results:
                 f"from_jax: the loss must return a scalar with fractions, found {found.dtype}"
                 f"{list(found.shape)}; take jnp.mean of it"
             )
-        self.new_state: dict[Var, int] = dict(zip(variables, self._new_state(state), strict=False))
-
-    def _new_state(self, state: Any) -> list[int]:
-        """Which results are new values of the state, in its order; none if the function returns none."""
-        if state is None or self.aux is None:
-            return []
-        wanted = structure(state)
-        parts = [self.aux, *(self.aux if isinstance(self.aux, tuple | list) else ())]
-        parts += list(self.aux.values()) if isinstance(self.aux, Mapping) else []
-        return next((leaves(part) for part in parts if structure(part) == wanted), [])
+        self.new_state: dict[Var, int] = dict(
+            zip(variables, leaves(new_state(self.aux, state)), strict=False)
+        )
 
     def metrics(self, writer: Writer, block: Block) -> dict[str, Tensor]:
         """The numbers of the auxiliary's mappings."""

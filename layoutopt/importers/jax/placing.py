@@ -83,6 +83,7 @@ class Placing:
     def _stored(self) -> Mapping[tuple[str, bool], Spec]:
         found: dict[tuple[str, bool], Spec] = {}
         splits = {name: s.splits for name, s in self.program.variables.items()}
+        stacked = {name: s.variable.stacked for name, s in self.program.variables.items()}
         slots = {
             s.variable.slot_of: s.splits
             for s in self.program.variables.values()
@@ -94,14 +95,21 @@ class Placing:
             own = splits.get(array.variable)
             if own is None:
                 own = ((),) * (first + sum(map(len, array.axes)))
-            found[path, False] = self._said(array, own[first:])
-            found[path, True] = self._said(array, slots.get(array.variable, own)[first:])
+            layers = stacked.get(array.variable, first) - first
+            found[path, False] = self._said(array, own[first:], layers)
+            found[path, True] = self._said(array, slots.get(array.variable, own)[first:], layers)
         return found
 
-    def _said(self, array: ArrayAxes, splits: Sequence[Axes]) -> Spec:
-        """How an array is stored: as operations read it, and then over the axes that storage alone adds,
-        which may cut an axis anywhere."""
-        rest, out = list(splits), []
+    def _said(self, array: ArrayAxes, splits: Sequence[Axes], layers: int) -> Spec:
+        """How an array is stored: as operations read it, and then over the axes that storage alone adds.
+
+        These cut the first axis that they divide, whatever lowering says: XLA lays what it gathers along
+        another one out the other way round, and copies it element by element.
+
+        Args:
+          layers: axes in front that are never cut so.
+        """
+        rest, out, added = list(splits), list[Axes](), list[Axes]()
         for a, (names, sizes) in enumerate(zip(array.axes, array.sizes, strict=True)):
             own, rest = rest[: len(names)], rest[len(names) :]
             read = [tuple(x for x in s if x in self.layout.axes(n)) for n, s in zip(names, own, strict=True)]
@@ -116,8 +124,14 @@ class Placing:
                     f"of {array.path!r}, which JAX's shardings cannot say; search again without pinning it, "
                     f"or give {inner!r} an axis of its own there"
                 )
-            out.append(axes + more)
-        return tuple(out)
+            out.append(axes)
+            added.append(more)
+        more = tuple(x for axes in added for x in axes)
+        for a in range(layers, len(out)):
+            if more and array.shape[a] % self.mesh.group_size(out[a] + more) == 0:
+                added = [more if b == a else () for b in range(len(out))]
+                break
+        return tuple(x + y for x, y in zip(out, added, strict=True))
 
 
 def partition_spec(spec: Spec) -> Any:

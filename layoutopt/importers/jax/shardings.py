@@ -48,6 +48,10 @@ class Shardings:
         """`NamedSharding`s of the loss's batch: a pytree like it."""
         return self._tree(batch, self.origin.batch, self.placing.argument, "input")
 
+    def stored_shardings(self, state: Any) -> Any:
+        """`NamedSharding`s of what the loss stores and does not train (`state`): a pytree like it."""
+        return self._tree(state, self.origin.state, self.placing.argument, "state")
+
     def state_shardings(self, state: Any, params: Any) -> Any:
         """`NamedSharding`s of an optimizer's state: what has a parameter's path and shape lies as the plan
         stores what optimizers remember of it (ZeRO), all else is whole everywhere.
@@ -69,6 +73,13 @@ class Shardings:
             self.origin.parameters,
             lambda a: self.placing.stored(a.path, slot=stages.get(a.variable, 0) >= SPLIT_GRADIENTS),
             "parameter",
+        )
+
+    def updated_shardings(self, params: Any) -> Any:
+        """Of parameters while they are updated: as the optimizer's state, so that a device adds to its share
+        and the sum is gathered."""
+        return self._tree(
+            params, self.origin.parameters, lambda a: self.placing.stored(a.path, slot=True), "parameter"
         )
 
     def _slot(self, leaf: Leaf, params: Mapping[str, Leaf]) -> Spec:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from layoutopt.importers.jax.internals import jax_module
+from layoutopt.importers.jax.leaves import new_state
 from layoutopt.importers.jax.shardings import Shardings
 
 
@@ -13,7 +14,7 @@ class Step:
     """step(params, optimizer state, batch, ...) -> (params, optimizer state, loss).
 
     What follows the optimizer's state is what the loss takes after its parameters. A loss that returns (loss,
-    auxiliary) gives that instead of the loss. Parameters and state are given away: use the new ones.
+    auxiliary) gives that instead of the loss. Parameters and state are given away, but on CPUs: use the new.
 
     Attributes:
       function: what is compiled, to be lowered for other devices.
@@ -25,35 +26,60 @@ class Step:
         self.has_aux = len(plan.origin.block.outs) > 1
         self._compiled: Any = None
 
-    def init(self, params: Any) -> tuple[Any, Any]:
-        """Parameters and a new optimizer's state, both where the plan stores them."""
+    def init(self, params: Any, *state: Any) -> tuple[Any, ...]:
+        """Parameters and a new optimizer's state, where the plan stores them; then the loss's own state, if
+        it is given."""
         jax = jax_module()
         params = jax.device_put(params, self.plan.shardings(params))
         shapes = jax.eval_shape(self.optimizer.init, params)
         shardings = self.plan.state_shardings(shapes, params)
-        return params, jax.jit(self.optimizer.init, out_shardings=shardings)(params)
+        own = [jax.device_put(tree, self.plan.stored_shardings(tree)) for tree in state]
+        return params, jax.jit(self.optimizer.init, out_shardings=shardings)(params), *own
 
     def __call__(self, params: Any, state: Any, *rest: Any) -> tuple[Any, Any, Any]:
         """One step."""
+        # What lies elsewhere is another type to JAX: the step would be traced and compiled once more.
+        given = [
+            jax_module().device_put(tree, self.plan.stored_shardings(tree)) if role == "state" else tree
+            for role, tree in zip(self.plan.origin.roles[1:], rest, strict=True)
+        ]
         if self._compiled is None:
-            self._compiled = self.jitted(params, state, *rest)
-        found: tuple[Any, Any, Any] = self._compiled(params, state, *rest)
+            self._compiled = self.jitted(params, state, *given)
+        found: tuple[Any, Any, Any] = self._compiled(params, state, *given)
         return found
 
     def jitted(self, params: Any, state: Any, *rest: Any) -> Any:
         """The step under `jax.jit`, for arguments of these types."""
         jax, plan = jax_module(), self.plan
         stored, kept = plan.shardings(params), plan.state_shardings(state, params)
+        shardings = {"batch": plan.batch_shardings, "state": plan.stored_shardings}
+        roles = plan.origin.roles[1:]
         given = [
-            plan.batch_shardings(tree) if role == "batch" else None
-            for role, tree in zip(plan.origin.roles[1:], rest, strict=True)
+            shardings[role](tree) if role in shardings else None
+            for role, tree in zip(roles, rest, strict=True)
         ]
         return jax.jit(
             self.function,
             in_shardings=(stored, kept, *given),
-            out_shardings=(stored, kept, None),
-            donate_argnums=(0, 1),
+            out_shardings=(stored, kept, self._result_shardings(params, rest, given)),
+            # On CPUs an update in place is slower: its loops are not vectorised.
+            donate_argnums=() if plan.mesh.devices.flat[0].platform == "cpu" else (0, 1),
         )
+
+    def _result_shardings(self, params: Any, rest: tuple[Any, ...], given: list[Any]) -> Any:
+        """Of what the loss gives: the new value of its state lies as the next step takes it."""
+        jax, roles = jax_module(), self.plan.origin.roles[1:]
+        if not self.has_aux or "state" not in roles:
+            return None
+        _, auxiliary = jax.eval_shape(self.applied, params, *rest)
+        at = roles.index("state")
+        new = new_state(auxiliary, rest[at])
+        if new is None:
+            return None
+        where = jax.tree_util.tree_map(
+            lambda x: given[at] if x is new else None, auxiliary, is_leaf=lambda x: x is new
+        )
+        return None, where
 
     def traced(self) -> Any:
         """The step for the types that were imported, as `jax.jit` lowers it."""
@@ -67,6 +93,7 @@ class Step:
         stored = plan.shardings(params)
         value, grads = self._gradients(params, rest)
         grads = self._placed(grads, plan.gradient_shardings(params))
+        params = self._placed(params, plan.updated_shardings(params))
         updates, state = self.optimizer.update(grads, state, params)
         params = jax.tree_util.tree_map(lambda p, u: (p + u).astype(p.dtype), params, updates)
         return self._placed(params, stored), state, value
