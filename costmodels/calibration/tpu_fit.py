@@ -5,7 +5,10 @@ each by equation (1) of `costmodels.kernels.compute`. Four numbers of that equat
 
 (1) launch: seconds of the chains without products ≈ launch · kernels + a · bytes; both >= 0, least relative
     squares. It is what is left of a kernel that has next to nothing to do
-(2) efficiency of a product = padded FLOPs / (peak · (seconds - launch)), at most 1
+(2) efficiency of a product = padded FLOPs / (peak · (seconds - launch)), at most 1. Where products have a
+    launch of their own, that one counts, and those products are left out that wait for memory when they are
+    compiled alone, but not in a step: whose operands and result are small, or take longer to move than the
+    compiler's seconds
 (3) the curve: the non-decreasing one over padded FLOPs that is nearest to (2); where it would rise faster
     than the FLOPs it is lowered, so that more FLOPs never take less time
 (4) memory efficiency in (0, 1] and the time of an element: those with the least sum of
@@ -35,6 +38,8 @@ from costmodels.hardware import Curve, Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES, Quantity, compute_cost, padding_ratio
 
 FOLDS = 5
+SMALL = 1 << 21
+"""Bytes of a product's operands and result that stay on the chip in a step, equation (2)."""
 ROUNDED = 1 - 1e-9
 """Keeps (3) true of numbers that are rounded."""
 Point = tuple[float, float]
@@ -194,10 +199,14 @@ def _bends(before: Point, point: Point, after: Point) -> bool:
 
 def _nearest(hardware: Hardware, samples: Sequence[Sample], launch: float) -> Fitted:
     """The curve of (3) before it is lowered, through the points of (2)."""
-    points = []
+    points, own = [], hardware.chip.product_launch
+    launch = launch if own is None else own.value
     for s in samples:
         if s.kind == PRODUCT:
             ((quantity, _),) = s.kernels
+            waits = quantity.bytes < SMALL or quantity.bytes / hardware.memory_bandwidth > s.seconds
+            if own is not None and waits:
+                continue
             padded = quantity.flops * padding_ratio(hardware.chip.matrix_unit, quantity)
             least = padded / hardware.peak_flops(quantity.dtype)
             points.append((padded, least / max(s.seconds - launch, least), 0.0))

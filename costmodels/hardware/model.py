@@ -113,6 +113,8 @@ class Chip:
     price reads it, plans are held against it. None: no run is known.
     `tap_time`: seconds in which one device adds an element of what one tap of a convolution makes, with
     channels padded to the lanes.
+    `product_launch`: of a matrix product whose operands lie on the chip, as those of small ones do; then
+    `matmul_efficiency` is of such ones where it begins. None: as any kernel's.
     """
 
     devices: Count
@@ -134,6 +136,7 @@ class Chip:
     attention_efficiency: ByHead | None = None
     published_mfu: PositiveFraction | None = None
     tap_time: Time | None = None
+    product_launch: Time | None = None
 
 
 @dataclass(frozen=True, slots=True)

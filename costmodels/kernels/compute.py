@@ -1,7 +1,8 @@
 r"""Seconds of one local operation from its quantities: a roofline with padding, efficiency and a launch.
 
 (1) t = launch + max(flop seconds, memory seconds); never less than the interval at which a host launches,
-    when the file has one: the device waits for it
+    when the file has one: the device waits for it. Matrix products have a launch of their own where the file
+    says so: theirs waits for nothing that comes from memory, since their operands are fetched before
 (2) flop seconds of a product = padded FLOPs / (peak(dtype) · efficiency(padded FLOPs) · sustained), where the
     file says what is sustained; of attention in one kernel, FLOPs / (peak(dtype) · efficiency(head)), where
     it says that: below the smallest head that was measured, the softmax bounds the kernel, and the efficiency
@@ -144,7 +145,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
             flops, where = adding, "at the rate at which the partial results of taps are added"
     else:
         memory += contention * _passing_seconds(hardware, quantity)
-    launch = contention * hardware.chip.launch_overhead.value
+    launch = contention * _launch(hardware, quantity)
     bound = "launch" if launch > max(flops, memory) else "flops" if flops >= memory else "memory"
     seconds, interval = launch + max(flops, memory), hardware.chip.launch_interval
     if in_turn:
@@ -159,6 +160,11 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         words += f", at least {interval.value * 1e6:.3g} us between launches"
         seconds, bound = max((interval.value, "launch"), (seconds, bound))
     return ComputeCost(seconds, flops, memory, launch, padding, bound, words)
+
+
+def _launch(hardware: Hardware, quantity: Quantity) -> float:
+    own = hardware.chip.product_launch if quantity.op_class == "matmul" else None
+    return (own or hardware.chip.launch_overhead).value
 
 
 def _work(hardware: Hardware, quantity: Quantity, where: str) -> str:

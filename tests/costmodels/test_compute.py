@@ -87,12 +87,22 @@ def test_causal_or_unknown_shapes_scale_with_the_flops_given() -> None:
     even = dataclasses.replace(chip.matmul_efficiency, curve=Curve(((1.0, 0.9),)))
     launch = dataclasses.replace(chip.launch_overhead, value=0.0)
     hardware = dataclasses.replace(
-        hardware, chip=dataclasses.replace(chip, matmul_efficiency=even, launch_overhead=launch)
+        hardware,
+        chip=dataclasses.replace(chip, matmul_efficiency=even, launch_overhead=launch, product_launch=launch),
     )
     full = product(4096, 4096, 4096)
     half = dataclasses.replace(full, flops=full.flops / 2)
     assert compute_seconds(hardware, half) == pytest.approx(compute_seconds(hardware, full) / 2)
     assert compute_cost(hardware, dataclasses.replace(full, matmul_dims=None)).padding == 1.0
+
+
+def test_a_product_has_a_launch_of_its_own_where_the_file_says_so() -> None:
+    v5e, v5p = load_hardware("tpu-v5e"), load_hardware("tpu-v5p")
+    small, passing = product(256, 256, 256), Quantity(65536.0, 393216.0, "elementwise", "bfloat16")
+    assert v5e.chip.product_launch is not None and v5p.chip.product_launch is None
+    assert compute_cost(v5e, small).launch_seconds == v5e.chip.product_launch.value
+    assert compute_cost(v5e, passing).launch_seconds == v5e.chip.launch_overhead.value
+    assert compute_cost(v5p, small).launch_seconds == v5p.chip.launch_overhead.value
 
 
 def attention(heads: int, d_kv: int, length: int = 4096) -> Quantity:

@@ -17,7 +17,7 @@ from costmodels.calibration import tpu_compiled
 from costmodels.calibration.residuals import residuals
 from costmodels.calibration.tpu import calibrate_tpu, tpu_samples
 from costmodels.calibration.tpu_compiled import FORMAT, SHIPPED, compile_probes, ship, shipped_probes
-from costmodels.calibration.tpu_fit import Numbers, fit_tpu, predicted, with_numbers
+from costmodels.calibration.tpu_fit import Numbers, fit_numbers, fit_tpu, predicted, with_numbers
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT, tpu_probes
 from costmodels.calibration.tpus import GENERATIONS
 from costmodels.hardware import Curve, Hardware, load_hardware, write_profile
@@ -119,7 +119,8 @@ def _calibrated() -> Hardware:
 
 
 def test_a_known_machine_is_found_again(v5e) -> None:
-    hardware, samples = v5e
+    preset, samples = v5e
+    hardware = replace(preset, chip=replace(preset.chip, product_launch=None))
     truth = Numbers(3e-6, 0.5, 4e-12, Curve(((1e6, 0.05), (1e9, 0.4), (1e11, 0.8), (1e12, 0.9))))
     machine = with_numbers(hardware, truth)
     # Products see the curve only where nothing else decides: give them no bytes or elements to wait for.
@@ -135,6 +136,16 @@ def test_a_known_machine_is_found_again(v5e) -> None:
 def _without_bytes(sample):
     ((quantity, times),) = sample.kernels
     return replace(sample, kernels=((replace(quantity, bytes=0.0, elements=0), times),))
+
+
+def test_products_that_wait_for_memory_alone_say_nothing_of_those_in_a_step(v5e) -> None:
+    hardware, samples = v5e
+    waiting = {"product 128x128x128", "product 512x512x512", "product 8x4096x4096", "product 100x4096x4096"}
+    slower = [replace(s, seconds=1.2 * s.seconds) if s.name in waiting else s for s in samples]
+    curve = fit_numbers(hardware, samples).curve
+    assert fit_numbers(hardware, slower).curve == curve
+    without = replace(hardware, chip=replace(hardware.chip, product_launch=None))
+    assert fit_numbers(without, slower).curve != fit_numbers(without, samples).curve
 
 
 def test_held_out_is_held_out(v5e) -> None:
