@@ -119,8 +119,8 @@ def test_a_profile_of_a_tpu(result: Callable[..., dict[str, Any]], tmp_path: Pat
     assert machine.chip.element_time is not None
     assert machine.chip.element_time.value == found["element_time"] > 0
     after = result(*cost, str(profile))["predicted"]
-    # The preset carries the same estimates, rounded.
-    assert after["compute_seconds"] == pytest.approx(before["compute_seconds"], rel=0.05)
+    # The preset carries the same estimates, rounded; its launches are of arrays on the chip.
+    assert after["compute_seconds"] == pytest.approx(before["compute_seconds"], rel=0.15)
     assert after["compute_seconds"] != before["compute_seconds"]
     assert after["communication_seconds"] == before["communication_seconds"]
     assert result(*cost, "tpu-v5e")["predicted"] == before
