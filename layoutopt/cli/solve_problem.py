@@ -24,7 +24,7 @@ EXAMPLES = examples(
 MOST_ROWS = 40
 CONFLICT_SECONDS = 60.0
 FIRST = 1.0
-"""Seconds that a first answer gets, however much of the limit went into reading."""
+"""Seconds that a first answer gets where reading took the limit and none is known at once."""
 
 
 class SolverName(StrEnum):
@@ -46,15 +46,16 @@ def solve_problem(
     """Solve a problem in the general form, or in the contest's."""
     clock = time_limited(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
-    from layoutopt.problem import load, solve
+    from layoutopt.problem import Status, load, solve
 
     terminal = Terminal(as_json, quiet)
     problem = in_time(clock, str(file), lambda: load(file))
     with Bounds(terminal, problem.name, str) as bounds:
-        limit = clock.rest
-        if limit is not None and clock.limit is not None and clock.limit > FIRST:
-            limit = max(limit, FIRST)
-        found = solve(problem, solver.value, limit, bounds.update)
+        rest = clock.rest
+        found = solve(problem, solver.value, rest, bounds.update)
+        nothing = found.status is Status.LIMIT and not found.stopped
+        if nothing and rest is not None and clock.limit is not None and rest < FIRST < clock.limit:
+            found = solve(problem, solver.value, FIRST, bounds.update)
     _refuse(problem, found, clock)
     assert found.choices is not None
     terminal.result(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from layoutopt.cli.solve_problem import FIRST
+from layoutopt.clock import LEAST
 from layoutopt.models.loading import load_model
+from layoutopt.problem import Problem, Solution, Status, solve
 
 PROBLEM: dict[str, Any] = {
     "format": "layoutopt-problem/1",
@@ -90,6 +94,28 @@ def test_a_file_that_takes_longer_than_the_limit_is_not_waited_for(
     file = problem(tmp_path)
     line = refused("solve-problem", file, "--time-limit", "0.5", code=4)
     assert "the time was over before it was loaded; give more than --time-limit 0.5" in line
+
+
+@pytest.mark.parametrize(("nothing", "limits"), [(False, [LEAST]), (True, [LEAST, FIRST])])
+def test_where_reading_took_the_limit_only_a_first_answer_has_more_time(
+    result: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing: bool,
+    limits: list[float],
+) -> None:
+    asked: list[float | None] = []
+
+    def solved(problem: Problem, solver: str, limit: float | None, *more: Any) -> Solution:
+        asked.append(limit)
+        if nothing and len(asked) == 1:
+            return Solution(Status.LIMIT, None, math.inf, 0.0, 0.0, "none")
+        return solve(problem, solver, 60.0, *more)
+
+    monkeypatch.setattr("layoutopt.problem.solve", solved)
+    monkeypatch.setattr("layoutopt.clock.began", time.monotonic() - 100)
+    found = result("solve-problem", problem(tmp_path), "--time-limit", "100")
+    assert (found["choices"], asked) == ([0, 0], limits)
 
 
 def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_path: Path) -> None:
