@@ -92,15 +92,18 @@ class GroupedProduct(Op):
         return k.reshape(k.grouped(x, w, own, self.group.size), at.outputs[0].shape.sizes)
 
     def flops(self, *local: TensorType) -> float:
-        b, m, n, k = self.contraction(*local)
-        return 2.0 * b * m * n * k
+        rows, summed, made, groups = self._sizes(local)
+        return 2.0 * rows * summed * made * groups / self.group.size
 
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int]:
+        rows, summed, made, groups = self._sizes(local)
+        return groups, max(1, rows // self.group.size), made, summed
+
+    def _sizes(self, local: Sequence[TensorType]) -> tuple[int, ...]:
+        """(rows, summed, made, groups) of a device."""
         x, w = (t.shape for t in local[:2])
-        rows, summed, made = (
-            math.prod((w if n in w.names else x).dim(n).size for n in part) for part in self._parts(local)
-        )
-        return w.dim(self.group.name).size, max(1, rows // self.group.size), made, summed
+        parts = (*self._parts(local), (self.group.name,))
+        return tuple(math.prod((w if n in w.names else x).dim(n).size for n in part) for part in parts)
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, w, ids = inputs
@@ -152,15 +155,18 @@ class GroupedOuter(Op):
         return k.reshape(k.grouped_outer(x, y, own, count, self.group.size), at.outputs[0].shape.sizes)
 
     def flops(self, *local: TensorType) -> float:
-        b, m, n, k = self.contraction(*local)
-        return 2.0 * b * m * n * k
+        rows, left, right, groups = self._sizes(local)
+        return 2.0 * rows * left * right * groups / self.group.size
 
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int]:
+        rows, left, right, groups = self._sizes(local)
+        return groups, left, right, max(1, rows // self.group.size)
+
+    def _sizes(self, local: Sequence[TensorType]) -> tuple[int, ...]:
+        """(rows, left, right, groups) of a device."""
         x, y = (t.shape for t in local[:2])
-        rows, left, right = (
-            math.prod((x if n in x.names else y).dim(n).size for n in part) for part in self._parts(local)
-        )
-        return local[3].shape.sizes[0], left, right, max(1, rows // self.group.size)
+        own = (math.prod((x if n in x.names else y).dim(n).size for n in part) for part in self._parts(local))
+        return (*own, local[3].shape.sizes[0])
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, y, ids, _ = inputs

@@ -15,6 +15,7 @@ from mesh_tf_core.ops.basic import Scale
 from mesh_tf_core.ops.binary import Binary, Where
 from mesh_tf_core.ops.conv import Conv
 from mesh_tf_core.ops.einsum import Einsum
+from mesh_tf_core.ops.grouped import GroupedProduct
 from mesh_tf_core.ops.norm import Normalize
 from mesh_tf_core.ops.reduce import Reduce
 from mesh_tf_core.ops.shape import SliceDim
@@ -179,3 +180,11 @@ def test_an_array_function_that_is_not_known_is_said():
 
     with pytest.raises(NoArrayFunctionError, match="nothing_like_it"):
         calls(Odd(2.0), (tensor(A),), (tensor(A),), frozenset())
+
+
+def test_a_device_with_some_of_the_groups_does_their_part_of_all_rows():
+    rows, wide, made = Dim("r", 4), Dim("k", 8), Dim("m", 16)
+    op = GroupedProduct(Dim("g", 8))
+    local = tensor(rows, wide), tensor(Dim("g", 2), wide, made), TensorType(Shape([rows]), "int32")
+    found = calls(op, local, (tensor(rows, made),), frozenset("g"))
+    assert sum(c.flops for c in found) == op.flops(*local) == 2 * 4 * 8 * 16 / 4
