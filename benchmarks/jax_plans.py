@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +150,7 @@ def by_hand(loss: Any, optimizer: Any, params: Any, batch: Any, mesh: str, specs
     params, batch = jax.device_put(jax.tree.map(jnp.copy, params), placed), jax.device_put(batch, fed)
     state = jax.jit(optimizer.init)(params)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)

@@ -198,8 +198,9 @@ def test_a_parameter_may_be_called_value() -> None:
 
 
 def test_flax_itself() -> None:
-    nn = pytest.importorskip("flax.linen")
-    nnx = pytest.importorskip("flax.nnx")
+    import flax.linen as nn
+    from flax import nnx
+
     init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
     net = nn.Dense(12, kernel_init=init, use_bias=False)
     x = jnp.ones((4, 8))
