@@ -177,13 +177,18 @@ class _Search:
             return
         if held(self.request.model, plans.mesh, decided) > self.request.limit:
             return
-        bound, found = self._ask(Subproblem(plans.mesh, decided))
-        if found is not None and not _split(found, plans):
-            bound, found = math.inf, None
-            for case in _cases(decided, plans):
-                least, best = self._ask(Subproblem(plans.mesh, case))
-                bound = min(bound, least)
-                self._keep(best)
+        cases = [*_cases(decided, plans)] if plans.split else [decided]
+        bound, found = math.inf, None
+        if len(cases) > 1:  # the fastest of all is mostly one of them
+            bound, found = self._ask(Subproblem(plans.mesh, decided))
+            if found is None or _split(found, plans):
+                cases = []
+            else:
+                bound, found = math.inf, None
+        for case in cases:
+            least, best = self._ask(Subproblem(plans.mesh, case))
+            bound = min(bound, least)
+            self._keep(best)
         self._keep(found)
         if self.request.evaluator.prices(plans.mesh).pieces_cost_more:
             self.least[id(plans)] = bound
