@@ -1,7 +1,7 @@
 """Workers killed, frozen or asked to end at random moments of a training over several processes: does it end
 in time, start again, and learn the same?
 
-    python benchmarks/kill_workers.py [--kills 24] [--frozen 4] [--asked 4] [--processes 2]
+    python benchmarks/kill_workers.py [--kills 24] [--frozen 4] [--asked 4] [--processes 2] [--out FILE]
 
 Every job suffers a few failures, one after the other: at its start, in a step, while a checkpoint is written
 (these moments in turn; which worker and when exactly is random). A row tells how long the other workers lived
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,14 @@ class Failure:
     again: float = 0.0
     resumed: int = -1
 
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
     def row(self) -> list[str]:
         where = "start" if self.moment == "start" else f"{self.moment}, after step {max(self.at, 0)}"
         resumed = f"step {self.resumed}" if self.resumed >= 0 else "the beginning"
-        how = signal.Signals(self.number).name
-        return [how, str(self.worker), where, f"{self.ended:.1f}", f"{self.again:.1f}", resumed]
+        return [self.name, str(self.worker), where, f"{self.ended:.1f}", f"{self.again:.1f}", resumed]
 
 
 def command(mesh: str, layout: str, checkpoint: Path) -> list[str]:
@@ -118,6 +121,7 @@ def main() -> None:
     parser.add_argument("--mesh", default="data:2;model:2")
     parser.add_argument("--layout", default="batch:data;hidden:model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="the rows as JSON, written after every job")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     numbers = [signal.SIGSTOP] * args.frozen + [signal.SIGTERM] * args.asked
@@ -134,6 +138,7 @@ def main() -> None:
             f"mesh {args.mesh} in {args.processes} processes, {STEPS} steps: the largest difference of "
             f"a loss from one process's is {far:.1e}; held out {whole['held_out']} and {one['held_out']}"
         )
+        done: list[dict[str, Any]] = []
         print("signal   worker  moment                     ended s  again s  went on from", flush=True)
         for first in range(0, len(failures), EACH):
             part = failures[first : first + EACH]
@@ -147,6 +152,11 @@ def main() -> None:
                 f"{'equal to the last bit' if same else 'DIFFER'}",
                 flush=True,
             )
+            done += [{**asdict(failure), "signal": failure.name, "equal": same} for failure in part]
+            if args.out:
+                command_line = "python benchmarks/kill_workers.py " + " ".join(sys.argv[1:])
+                content = {"command": command_line, "mesh": args.mesh, "steps": STEPS, "failures": done}
+                args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             if not same:
                 raise SystemExit(1)
     ended = max(f.ended for f in failures)
