@@ -165,17 +165,21 @@ def _searched(
     engine: str,
     cluster: Cluster | None,
 ) -> Given:
-    """The best layout; of a cluster's processes one searches it for all."""
+    """The best layout; of a cluster's processes one searches it for all. Without a mesh it is the best of all
+    meshes of as many devices as there are."""
     from layoutopt import search
     from layoutopt.plan.build import parse_plan
+    from mesh_tf_core.engines import device_count
 
-    devices = read_mesh(mesh)
+    count = device_count(engine, cluster) if mesh is None else None
+    given = read_mesh(mesh) if count is None else None
 
     def found() -> Plan:
         with Bounds(terminal, "searching the layout", seconds_text) as bounds:
             return search(
                 loaded.model,
-                mesh=devices,
+                mesh=given,
+                devices=count,
                 hardware=machine,
                 on_progress=bounds.show,
             )
@@ -183,9 +187,10 @@ def _searched(
     if cluster is None:
         plan = found()
     else:
-        start_devices(terminal, devices.devices, engine, cluster)
+        start_devices(terminal, given.devices if given else count, engine, cluster)
         plan = parse_plan(cluster.share("the search", lambda: found().to_json()), "worker 0's plan")
-    terminal.say(f"layout: {layout_text(plan.layout)} ({plan.solver.status.lower()})")
+    on = "" if given else f" on {plan.mesh}"
+    terminal.say(f"layout: {layout_text(plan.layout)}{on} ({plan.solver.status.lower()})")
     return Given(plan.mesh, plan.layout, plan.options, plan)
 
 

@@ -13,7 +13,7 @@ from mesh_tf_core.ir.program import Program
 
 KINDS = ("auto", "local", "jax", "lockstep")
 
-__all__ = ["KINDS", "Cluster", "Engine", "chosen", "open_engine", "prepare", "running"]
+__all__ = ["KINDS", "Cluster", "Engine", "chosen", "device_count", "open_engine", "prepare", "running"]
 
 
 def chosen(kind: str, cluster: Cluster | None = None) -> str:
@@ -37,6 +37,14 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
 def running(kind: str, cluster: Cluster | None = None) -> bool:
     """Whether this process has the devices of an engine that keeps those that it starts with."""
     return cluster.joined if cluster is not None else kind == "jax" and jax_home.running()
+
+
+def device_count(kind: str, cluster: Cluster | None = None) -> int | None:
+    """How many devices there are for an engine: those of a job's processes, or the accelerators of this one;
+    None where that is for the user to say."""
+    if cluster is not None:
+        return cluster.device_count()
+    return jax_home.device_count() if chosen(kind) == "jax" and jax_home.accelerated() else None
 
 
 def prepare(devices: int, kind: str = "auto") -> tuple[str, ...]:

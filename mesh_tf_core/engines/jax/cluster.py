@@ -128,6 +128,12 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         with self.doing("starting its devices", patient=True):
             return jax_home.devices(mesh_devices, self.processes)
 
+    def device_count(self) -> int:
+        """Devices that JAX has in all processes; joins the others first."""
+        self.join()
+        with self.doing("starting its devices", patient=True):
+            return jax_home.device_count()
+
     def devices_of(self, mesh_devices: int) -> int:
         """Devices of one process, if the mesh has `mesh_devices`; UserError if they cannot be dealt out."""
         count, left = divmod(mesh_devices, self.processes)

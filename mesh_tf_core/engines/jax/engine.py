@@ -208,6 +208,8 @@ class JaxEngine(Stepping):
             if self._compiled is None:
                 with self._together("compiling", patient=True):
                     self._compile()
+                if self.cluster is not None:  # the first collective waits 30 s for the others, no longer
+                    self.cluster.gather("compiling", None, patient=True)
             self._steps += 1
             step = f"step {self._steps} since the start"
             with self._together(step):

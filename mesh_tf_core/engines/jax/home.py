@@ -85,6 +85,16 @@ def _installed(package: str) -> bool:
     return True
 
 
+def device_count() -> int:
+    """Devices that JAX has, in all processes of a job; starts JAX."""
+    require()
+    if not accelerated():
+        stay_on_cpu()
+    import jax
+
+    return int(jax.device_count())
+
+
 def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
     """The first `count` devices of this process, or all of a job's that are dealt out equally; without an
     accelerator virtual CPU devices, made here if JAX has not started.
