@@ -3,8 +3,9 @@
     python benchmarks/long_job.py [--processes 2] [--steps 20000] [--out benchmarks/results/long_job.json]
 
 Every few seconds the operating system is asked about each worker and the coordinator's process. The job saves
-every 1,000 steps, so what writes checkpoints is watched too. Printed and kept: the medians of the second and
-of the last tenth of the samples (the first tenth compiles and fills caches), and all samples.
+every 500 steps, so what writes checkpoints is watched too. Printed and kept: the medians of the second and
+of the last tenth of the samples (the first tenth compiles and fills caches), and all samples. Where the job was
+started again (as after the machine stood still in a collective), they are of its longest life.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from tests.cluster.job import Job  # noqa: E402
 
 COUNTS = ("threads", "descriptors", "resident_kib")
-EVERY = 1000
+EVERY = 500
 """Steps between two checkpoints."""
 
 
@@ -74,28 +75,36 @@ def run(processes: int, steps: int, seconds: float) -> dict[str, Any]:
         words += ["--set", "hidden=64", "--set", "batch=32", "--steps", str(steps), "--every", str(EVERY)]
         words += ["--checkpoint", str(saved), "--held-out", "4"]
         samples: list[dict[str, Any]] = []
+        lives: dict[int, int] = {}
         began = time.monotonic()
-        with Job(["-n", str(processes), "--restarts", "0"], words, saved) as job:
+        with Job(["-n", str(processes)], words, saved) as job:
             while job.process.poll() is None:
                 time.sleep(seconds)
                 with contextlib.suppress(OSError, KeyError):  # one that ends meanwhile
-                    found = {name: numbers(pid) for name, pid in watched(job).items()}
+                    pids = watched(job)
+                    found = {name: numbers(pid) for name, pid in pids.items()}
                     if len(found) > processes:
+                        lives.setdefault(pids["worker 0"], len(lives))
                         at = {"seconds": round(time.monotonic() - began, 1), "saved": job.newest()}
+                        at["life"] = lives[pids["worker 0"]]
                         samples.append({**at, "processes": found})
             code, out = job.end(60)
             if code:
                 raise SystemExit(f"exit code {code}\n{job.log()}")
     told = json.loads(out)
     assert told["steps"] == steps
+    longest = max(lives.values(), key=lambda life: sum(sample["life"] == life for sample in samples))
+    own = [sample for sample in samples if sample["life"] == longest]
     return {
         "processes": processes,
         "mesh": mesh,
         "steps": steps,
         "wall_seconds": round(time.monotonic() - began, 1),
         "loss": [told["loss"][0], told["loss"][-1]],
-        "second_tenth": medians(samples, 1),
-        "last_tenth": medians(samples, 9),
+        "lives": len(lives),
+        "steps_of_the_longest": own[-1]["saved"] - own[0]["saved"],
+        "second_tenth": medians(own, 1),
+        "last_tenth": medians(own, 9),
         "samples": samples,
     }
 
@@ -111,7 +120,10 @@ def main() -> None:
     for processes in args.processes:
         row = run(processes, args.steps, args.seconds)
         found.append(row)
-        print(f"{processes} processes, {row['steps']} steps, {row['wall_seconds']:.0f} s")
+        print(
+            f"{processes} processes, {row['steps']} steps in {row['lives']} lives, {row['wall_seconds']:.0f} s; "
+            f"the longest life, {row['steps_of_the_longest']} steps:"
+        )
         for name, last in row["last_tenth"].items():
             first = row["second_tenth"][name]
             cells = ", ".join(f"{count} {first[count]:.0f} -> {last[count]:.0f}" for count in COUNTS)

@@ -9,6 +9,7 @@ import statistics
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from layoutopt.plan.results import TrainResult
+    from mesh_tf_core import Model
     from mesh_tf_core.engines import Cluster
     from mesh_tf_core.training import Trainer
 
@@ -89,6 +91,10 @@ def train(
         int,
         typer.Option("--held-out", min=0, metavar="N", help="Held-out batches to evaluate on at the end."),
     ] = 8,
+    evaluate_every: Annotated[
+        int,
+        typer.Option(min=0, metavar="K", help="Evaluate on them after every K steps too; 0: only then."),
+    ] = 0,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
     engine: EngineOption = EngineName.auto,
@@ -121,7 +127,7 @@ def train(
             else:
                 given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
             run = _Run(terminal, loaded, given, machine, steps, where(members), checkpoint)
-            run.train(open_trainer(terminal, loaded, given, engine, members), every)
+            run.train(open_trainer(terminal, loaded, given, engine, members), every, held_out, evaluate_every)
             run.evaluate(held_out)
         except KeyboardInterrupt:
             stopped()
@@ -211,6 +217,7 @@ class _Run:
     seconds: list[float] = field(default_factory=list)
     waited: float = 0.0
     held_out: dict[str, float] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     references: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -219,7 +226,7 @@ class _Run:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def train(self, trainer: Trainer, every: int) -> None:
+    def train(self, trainer: Trainer, every: int, held_out: int, evaluate_every: int) -> None:
         """Trains; a signal ends it after the step that runs, and what was learned is saved."""
         self.trainer, checkpoint = trainer, self.checkpoint
         if checkpoint is not None and restored(self.terminal, trainer, checkpoint):
@@ -249,9 +256,15 @@ class _Run:
                 if not self.terminal.live and step % max(1, self.steps // LINES) == 0:
                     self.terminal.say(f"step {step}/{self.steps}: {self._facts(step)}")
 
+            def judge(step: int) -> None:
+                found = self.evaluations[step] = self._judged(held_out)
+                said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+                self.terminal.say(f"step {step}/{self.steps}: held-out {said}")
+
+            judging = (judge, evaluate_every) if held_out and evaluate_every else ()
             data = self.loaded.data(rows=trainer.rows)
             try:
-                trainer.fit(data, self.steps, checkpoint, every, tell, ended)
+                trainer.fit(data, self.steps, checkpoint, every, tell, ended, *judging)
             except KeyboardInterrupt:  # the second one, or the data's own
                 if checkpoint is not None and cluster is None and not stopped.is_set():
                     self._save(trainer, checkpoint)
@@ -288,17 +301,25 @@ class _Run:
 
     def evaluate(self, count: int) -> None:
         """The loss on data that was not trained on, beside what simpler models reach."""
-
-        def held_out(rows: Any) -> Iterator[dict[str, Any]]:
-            return itertools.islice(self.loaded.data("held-out", rows, endless=False), count)
-
         if count:
             with self.terminal.waiting("evaluating on held-out data"):
-                assert self.trainer is not None
-                made = held_out if self.loaded.takes_rows else held_out(None)
-                self.held_out = self.trainer.evaluate(made, evaluated_model(self.loaded))
+                self.held_out = self._judged(count)
         if self.loaded.function("reference_losses") is not None:
             self.references = dict(self.loaded.call("reference_losses"))
+
+    def _judged(self, count: int) -> dict[str, float]:
+        """Means over so many held-out batches."""
+        assert self.trainer is not None
+
+        def made(rows: Any) -> Iterator[dict[str, Any]]:
+            return itertools.islice(self.loaded.data("held-out", rows, endless=False), count)
+
+        batches = made if self.loaded.takes_rows else made(None)
+        return self.trainer.evaluate(batches, self._evaluated)
+
+    @cached_property
+    def _evaluated(self) -> Model:
+        return evaluated_model(self.loaded)
 
     @property
     def step_seconds(self) -> float:
@@ -335,6 +356,7 @@ class _Run:
             step_seconds=self.step_seconds,
             waited_for_input=self.waited,
             held_out=self.held_out,
+            evaluations={str(step): found for step, found in self.evaluations.items()},
             reference_losses=self.references,
             **rate,
         )

@@ -282,7 +282,11 @@ class GenerateResult(LayoutResult):
 
 
 class TrainResult(LayoutResult):
-    """`train`: one more field is the rate, named after what the model counts: 'tokens_per_second'."""
+    """`train`: one more field is the rate, named after what the model counts: 'tokens_per_second'.
+
+    Attributes:
+      evaluations: number of a step -> means over held-out data after it; `held_out` is at the end.
+    """
 
     command = "train"
     hardware: str
@@ -293,6 +297,7 @@ class TrainResult(LayoutResult):
     step_seconds: Figure
     waited_for_input: Figure
     held_out: Mapping[str, Figure]
+    evaluations: Mapping[str, Mapping[str, Figure]] = {}
     reference_losses: Mapping[str, Figure]
 
 

@@ -137,14 +137,16 @@ class Trainer:
 
         return found
 
-    def _steps(self, ready: Iterable[Ready], every: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _steps(
+        self, ready: Iterable[Ready], alone: Callable[[int], bool]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Runs a step per batch, as many in flight as the engine likes; the number and the results of each.
-        After every `every` steps all are done before the next one begins."""
+        One that is `alone` is done before the next one begins."""
         begun: collections.deque[tuple[int, Callable[[], dict[str, Any]]]] = collections.deque()
         for item in ready:
             results = self._begun(item.fed, item.position)
             begun.append((self.step_number, results))
-            most = self.engine.in_flight - 1 if self.step_number % every else 0
+            most = 0 if alone(self.step_number) else self.engine.in_flight - 1
             while len(begun) > most:
                 step, results = begun.popleft()
                 yield step, results()
@@ -163,6 +165,8 @@ class Trainer:
         every: int = 100,
         on_step: OnStep | None = None,
         stop: Callable[[], bool] = lambda: False,
+        evaluate: Callable[[int], object] | None = None,
+        evaluate_every: int = 100,
     ) -> list[dict[str, Any]]:
         """Trains until `steps` steps are done; returns the results of those done here.
 
@@ -179,20 +183,22 @@ class Trainer:
           stop: asked between steps, and while no batch is ready; once it is true the training ends there, and
             is saved. For signals: KeyboardInterrupt may come in the middle of a step, after which nothing can
             be saved (`torn`).
+          evaluate: called with the step's number after every `evaluate_every` steps, as `evaluate` of this
+            trainer may be.
 
         Raises:
           UserError: the loss is not a finite number, the data ended, a checkpoint is of another model, or
             another job writes into the directory.
         """
         if checkpoint is None:
-            return self._fit(batches, steps, None, every, on_step, stop)
+            return self._fit(batches, steps, None, every, on_step, stop, evaluate, evaluate_every)
         own = checkpoints.owned(checkpoint) if self.engine.is_chief else contextlib.nullcontext("")
         with own as trouble:
             if trouble:
                 warnings.warn(trouble, checkpoints.CheckpointWarning, stacklevel=2)
             if not self.step_number:
                 self.restore(checkpoint)
-            return self._fit(batches, steps, checkpoint, every, on_step, stop)
+            return self._fit(batches, steps, checkpoint, every, on_step, stop, evaluate, evaluate_every)
 
     def _fit(
         self,
@@ -202,22 +208,29 @@ class Trainer:
         every: int,
         on_step: OnStep | None,
         stop: Callable[[], bool],
+        evaluate: Callable[[int], object] | None,
+        evaluate_every: int,
     ) -> list[dict[str, Any]]:
+        saves = (lambda step: step % every == 0) if checkpoint is not None else lambda step: False
+        judges = (lambda step: step % evaluate_every == 0) if evaluate is not None else lambda step: False
         history: list[dict[str, Any]] = []
         stream, left = self._continued(iter(batches)), max(0, steps - self.step_number)
         began = last = time.perf_counter()
         saved = self.step_number
         try:
             with Prefetch(stream, self._prepared, left, stop) as ready:
-                for step, results in self._steps(ready, every if checkpoint is not None else steps):
+                for step, results in self._steps(ready, lambda step: saves(step) or judges(step)):
                     now = time.perf_counter()
                     history.append(results)
                     self._check_loss(step, results["loss"])
                     if on_step is not None:
                         on_step(step, results, now - last)
                     last = now
+                    if evaluate is not None and judges(step):
+                        evaluate(step)
+                        last = time.perf_counter()
                     self.waited = ready.waited / (now - began)
-                    if checkpoint is not None and step % every == 0 and step < steps:
+                    if checkpoint is not None and saves(step) and step < steps:
                         self.save(checkpoint, wait=False)
                         saved = step
             if self.step_number < steps and not stop():

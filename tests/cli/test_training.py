@@ -21,7 +21,8 @@ ON = ("--mesh", "data:2;model:2", "--layout", "batch:data;hidden:model")
 
 
 def test_training_resumes_under_another_layout(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    whole = result("train", MLP, *ON, "--steps", "6", "--held-out", "2")
+    judged = ("--held-out", "2", "--evaluate-every", "3")
+    whole = result("train", MLP, *ON, "--steps", "6", *judged)
     first = result("train", MLP, *ON, "--steps", "4", "--held-out", "0", "--checkpoint", str(tmp_path))
     other = ("--mesh", "data:4", "--layout", "batch:data")
     second = result("train", MLP, *other, "--steps", "6", "--held-out", "2", "--checkpoint", str(tmp_path))
@@ -29,6 +30,8 @@ def test_training_resumes_under_another_layout(result: Callable[..., dict[str, A
     assert first["loss"] + second["loss"] == pytest.approx(whole["loss"], rel=1e-4)
     assert second["held_out"]["loss"] == pytest.approx(whole["held_out"]["loss"], rel=1e-4)
     assert set(whole["held_out"]) == {"loss", "accuracy"}
+    assert set(whole["evaluations"]) == {"3", "6"} and whole["evaluations"]["6"] == whole["held_out"]
+    assert whole["evaluations"]["3"]["loss"] > whole["held_out"]["loss"]
     assert 0 < whole["waited_for_input"] < 1
     again = result("train", MLP, *other, "--steps", "6", "--held-out", "0", "--checkpoint", str(tmp_path))
     assert (again["first_step"], again["steps"], again["loss"]) == (6, 6, [])
