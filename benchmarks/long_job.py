@@ -4,8 +4,8 @@
 
 Every few seconds the operating system is asked about each worker and the coordinator's process. The job saves
 every 500 steps, so what writes checkpoints is watched too. Printed and kept: the medians of the second and
-of the last tenth of the samples (the first tenth compiles and fills caches), and all samples. Where the job was
-started again (as after the machine stood still in a collective), they are of its longest life.
+of the last tenth of the samples (the first tenth compiles and fills caches), and all samples. Where the job
+was started again, as after the machine stood still in a collective, they are of its longest life.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def main() -> None:
         row = run(processes, args.steps, args.seconds)
         found.append(row)
         print(
-            f"{processes} processes, {row['steps']} steps in {row['lives']} lives, {row['wall_seconds']:.0f} s; "
-            f"the longest life, {row['steps_of_the_longest']} steps:"
+            f"{processes} processes, {row['steps']} steps, {row['wall_seconds']:.0f} s, {row['lives']} lives; "
+            f"the longest, {row['steps_of_the_longest']} steps:"
         )
         for name, last in row["last_tenth"].items():
             first = row["second_tenth"][name]
