@@ -121,7 +121,7 @@ def main() -> None:
         row = run(processes, args.steps, args.seconds)
         found.append(row)
         print(
-            f"{processes} processes, {row['steps']} steps, {row['wall_seconds']:.0f} s, {row['lives']} lives; "
+            f"{processes} processes, {row['steps']} steps, {row['wall_seconds']:.0f}s, {row['lives']} lives, "
             f"the longest, {row['steps_of_the_longest']} steps:"
         )
         for name, last in row["last_tenth"].items():

@@ -179,6 +179,8 @@ def _searched(
 
     count = device_count(engine, cluster) if mesh is None else None
     given = read_mesh(mesh) if count is None else None
+    devices = count if given is None else given.devices
+    assert devices is not None
 
     def found() -> Plan:
         with Bounds(terminal, "searching the layout", seconds_text) as bounds:
@@ -193,7 +195,7 @@ def _searched(
     if cluster is None:
         plan = found()
     else:
-        start_devices(terminal, given.devices if given else count, engine, cluster)
+        start_devices(terminal, devices, engine, cluster)
         plan = parse_plan(cluster.share("the search", lambda: found().to_json()), "worker 0's plan")
     on = "" if given else f" on {plan.mesh}"
     terminal.say(f"layout: {layout_text(plan.layout)}{on} ({plan.solver.status.lower()})")
