@@ -73,7 +73,8 @@ def test_commands_and_their_options_exist(page: Path) -> None:
     commands = group.commands  # type: ignore[attr-defined]
     whole = page.read_text(encoding="utf-8").replace("\\\n", " ")
     fenced = "\n".join(FENCES.findall(whole))
-    found = re.findall(r"^(?:\$ )?layoutopt ([a-z][a-z-]+)((?: .*)?)$", fenced, re.MULTILINE)
+    before = r"^(?:\$ | *(?:exec |srun [^\n]*?|mpirun [^\n]*?|~/env/bin/)?)"
+    found = re.findall(rf"{before}layoutopt ([a-z][a-z-]+)((?: .*)?)$", fenced, re.MULTILINE)
     found += re.findall(r"`layoutopt ([a-z][a-z-]+)((?: [^`\n]*)?)`", FENCES.sub("", whole))
     for name, rest in found:
         assert name in commands, f"layoutopt {name}"

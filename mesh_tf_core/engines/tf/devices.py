@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 
+from mesh_tf_core.engines.tf.loading import tensorflow
 from mesh_tf_core.errors import UserError
 
 SPARE = 8
@@ -25,7 +26,7 @@ def prepare(devices: int) -> tuple[str, ...]:
     Raises:
       UserError: TensorFlow already runs with fewer devices.
     """
-    import tensorflow as tf
+    tf = tensorflow()
 
     make_virtual(devices)
     found = tf.config.list_logical_devices("CPU")
@@ -40,7 +41,7 @@ def prepare(devices: int) -> tuple[str, ...]:
 
 def make_virtual(devices: int) -> None:
     """Makes virtual CPU devices and sets threads, unless TensorFlow already runs."""
-    import tensorflow as tf
+    tf = tensorflow()
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     existing = tf.config.get_logical_device_configuration(cpu)
