@@ -95,7 +95,7 @@ class Pool:
 
     def price_named(self, clock: Clock = UNLIMITED) -> None:
         """Prices what experts would write, to have something early: as lean as it can be until something
-        fits, then as it is; until the time of `clock` is over."""
+        fits, then as it is, and leaner where that does not fit; until the time of `clock` is over."""
         for lean in (True, False):
             # More microbatches need less memory.
             for subproblem in self.subproblems[::-1] if lean else self.subproblems:
@@ -108,7 +108,10 @@ class Pool:
                         return
                     parts = subproblem.microbatches
                     wanted = subproblem.decided.leanest if lean else replace(options, microbatches=parts)
+                    known = len(self.fitting(self.request.limit))
                     self.offer(mesh, layout, wanted)
+                    if not lean and len(self.fitting(self.request.limit)) == known and not clock.over:
+                        self.offer(mesh, layout, subproblem.decided.leanest)
 
     def beat_named(self, limit: float) -> None:
         """Looks at the layouts by name on the mesh of the fastest one, and at the greedy one, that are listed
