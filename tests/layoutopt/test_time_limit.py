@@ -16,13 +16,10 @@ from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.api import Standing
 from layoutopt.evaluator import evaluate
-from layoutopt.optimize.baselines import by_name
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE, Status, solve
-from layoutopt.space.kind import Allowed
 from mesh_tf_core.errors import InfeasibleError, LimitError
-from mesh_tf_core.ir.mesh import Mesh
 from tests.layoutopt.models import EXAMPLES
 from tests.problem.test_solvers import knapsacks
 
@@ -106,18 +103,6 @@ def test_what_fits_most_likely_is_priced_first(monkeypatch: pytest.MonkeyPatch) 
     stick(monkeypatch, "layoutopt.evaluator:evaluate", 1)
     plan = search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
     assert plan.layout.axes("batch")
-
-
-def test_few_microbatches_are_priced_as_lean_as_can_be_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something leaner with more microbatches fits first, and is slower."""
-    model, mesh, machine = EXAMPLES["mlp"](), Mesh(ON["mesh"]), load_hardware(ON["hardware"])
-    leanest = next(subproblems(model, [mesh], Allowed(microbatches=ON["microbatches"]))).decided.leanest
-    named = [x for _, its, x, _ in by_name(model, mesh) if its == mesh]
-    memory = min(evaluate(model, mesh, x, machine, leanest).memory.peak for x in named)
-    monkeypatch.setattr("layoutopt.optimize.search.NAMED_SHARE", 1.0)
-    monkeypatch.setattr("layoutopt.optimize.search.Search._fastest", lambda each, limit: each.pool.best())
-    plan = search(model, memory=memory, time_limit=60, **ON)
-    assert plan.options.microbatches == 1
 
 
 @pytest.mark.parametrize("objective", ["memory", "pareto"])
