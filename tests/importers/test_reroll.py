@@ -122,6 +122,20 @@ def scanned_with_clipped_gradients(params: Params, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("new", [jax.random.key, jax.random.PRNGKey])
+def test_layers_that_take_one_of_several_keys_are_imported(new: Callable[[int], Any]) -> None:
+    def loss(params: Params, batch: Any, key: Any) -> Any:
+        h, keys = batch["x"], jax.random.split(key, len(params["blocks"]))
+        for p, own in zip(params["blocks"], keys, strict=True):
+            one, two = jax.random.split(own)
+            h = jnp.where(jax.random.bernoulli(one, 0.9, h.shape), block(h, p), h)
+            h = jnp.where(jax.random.bernoulli(two, 0.9, h.shape), h, 0)
+        return (h**2).mean()
+
+    model = layoutopt.from_jax(loss, {"blocks": blocks()}, batch(), rng=new(0))
+    assert loops(model)
+
+
+@pytest.mark.parametrize("new", [jax.random.key, jax.random.PRNGKey])
 def test_layers_that_split_the_key_they_are_handed_are_imported(new: Callable[[int], Any]) -> None:
     def loss(params: Params, batch: Any, key: Any) -> Any:
         h = batch["x"]

@@ -100,7 +100,8 @@ def _dim(w: Writer, e: Equation, length: int) -> Dim:
     first = [
         x for x in e.ins[consts + carry :] if x.shape and not isinstance(w.value(x), Keys) and is_weight(w, x)
     ]
-    inner = {d.name for x in (*e.body.ins, *e.body.outs) for d in w.shape(x)} if e.body else set()
+    ends = (*e.body.ins, *e.body.outs) if e.body else ()
+    inner = {d.name for x in ends if x.dtype != KEY for d in w.shape(x)}
     for x in (*first, *stacks):
         found = w.dims(x, 0)
         if len(found) == 1 and found[0].name not in inner:
