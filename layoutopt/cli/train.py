@@ -7,6 +7,7 @@ import itertools
 import signal
 import statistics
 import threading
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,6 +70,8 @@ EXAMPLES = examples(
 )
 LINES = 10
 """Messages of progress where there is no terminal to draw a bar on."""
+PACE = 100
+"""Steps of which the median says how fast the training goes now."""
 
 
 @in_job
@@ -215,8 +218,8 @@ class _Run:
     checkpoint: Path | None = None
     trainer: Trainer | None = None
     began_at: int = 0
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    losses: array[float] = field(default_factory=lambda: array("d"))  # eight bytes a step, in the longest
+    seconds: array[float] = field(default_factory=lambda: array("d"))
     waited: float = 0.0
     held_out: dict[str, float] = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -263,10 +266,12 @@ class _Run:
                 said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
                 self.terminal.say(f"step {step}/{self.steps}: held-out {said}")
 
-            judging = (judge, evaluate_every) if held_out and evaluate_every else ()
+            judging = judge if held_out and evaluate_every else None
             data = self.loaded.data(rows=trainer.rows)
             try:
-                trainer.fit(data, self.steps, checkpoint, every, tell, ended, *judging)
+                trainer.fit(
+                    data, self.steps, checkpoint, every, tell, ended, judging, evaluate_every, keep=False
+                )
             except KeyboardInterrupt:  # the second one, or the data's own
                 if checkpoint is not None and cluster is None and not stopped.is_set():
                     self._save(trainer, checkpoint)
@@ -325,12 +330,16 @@ class _Run:
 
     @property
     def step_seconds(self) -> float:
-        """The median; the first step is left out, for it compiles."""
-        timed = self.seconds[1:] or self.seconds
+        """The median of all."""
+        return self._typical(len(self.seconds))
+
+    def _typical(self, last: int) -> float:
+        """The median of so many; the first step is left out, for it compiles."""
+        timed = self.seconds[max(1, len(self.seconds) - last) :] or self.seconds
         return statistics.median(timed) if timed else float("nan")
 
     def _facts(self, step: int) -> str:
-        actual = self.step_seconds
+        actual = self._typical(PACE)
         left = (self.steps - step) * actual
         return (
             f"loss {self.losses[-1]:.4f}, {throughput_text(self.items / actual, self.item)}, "
@@ -354,7 +363,7 @@ class _Run:
             predicted=self.predicted,
             first_step=self.began_at,
             steps=self.began_at + len(self.losses),
-            loss=self.losses,
+            loss=self.losses.tolist(),
             step_seconds=self.step_seconds,
             waited_for_input=self.waited,
             held_out=self.held_out,

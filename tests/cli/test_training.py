@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import signal
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,34 @@ def test_training_resumes_under_another_layout(result: Callable[..., dict[str, A
     assert 0 < whole["waited_for_input"] < 1
     again = result("train", MLP, *other, "--steps", "6", "--held-out", "0", "--checkpoint", str(tmp_path))
     assert (again["first_step"], again["steps"], again["loss"]) == (6, 6, [])
+
+
+def test_a_long_training_keeps_two_numbers_a_step(
+    result: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in bytes, without what the engine does: a loss and seconds take 16, with room to grow 18."""
+    from mesh_tf_core.training import Trainer
+
+    first, last, held = 1100, 2100, dict[int, int]()  # a progress bar keeps the last 1,000
+
+    def begun(self: Trainer, fed: Any, position: Any) -> Callable[[], dict[str, Any]]:
+        self.step_number += 1
+        if self.step_number == 1:
+            tracemalloc.start()
+        if self.step_number in (first, last):
+            held[self.step_number] = tracemalloc.get_traced_memory()[0]
+        return lambda loss=self.step_number / 7: {"loss": loss, "accuracy": loss / 3}
+
+    monkeypatch.setattr(Trainer, "_begun", begun)
+    sizes = ("--set", "hidden=4", "--set", "batch=2")
+    try:
+        found = result(
+            "train", MLP, "--engine", "lockstep", *ON, *sizes, "--steps", str(last), "--held-out", "0"
+        )
+    finally:
+        tracemalloc.stop()
+    assert found["loss"] == [step / 7 for step in range(1, last + 1)]
+    assert (held[last] - held[first]) / (last - first) < 40
 
 
 def test_a_damaged_checkpoint_is_told(run: Callable[..., Result], tmp_path: Path) -> None:
