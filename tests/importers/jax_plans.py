@@ -149,6 +149,23 @@ def stateful() -> dict[str, Any]:
     }
 
 
+def pairs() -> dict[str, float]:
+    """Steps of losses that return their auxiliary without arrays: what they give, against the loss."""
+    f = numbers()
+    params, batch, found = {"up": f(4, 8)}, {"x": f(8, 4)}, {}
+    for auxiliary, parts in (({}, 1), (None, 1), ({}, 2)):
+
+        def loss(params: Any, batch: Any, auxiliary: Any = auxiliary) -> Any:
+            return jnp.square(batch["x"] @ params["up"]).mean(), auxiliary
+
+        model = layoutopt.from_jax(loss, params, batch)
+        step = plan_of(model, "data:2", "batch:data", microbatches=parts).jax.train_step(loss, Momentum())
+        _, _, (value, given) = step(*step.init(jax.tree.map(jnp.copy, params)), batch)
+        assert given == auxiliary
+        found[f"{auxiliary} in {parts}"] = off(value, loss(params, batch)[0])
+    return found
+
+
 BY_DAY = ("scanned transformer", "convolutions", "own derivatives"), ("tensor parallel", "stage 2 in parts")
 """Models whose values are placed, and training steps, that take little time together."""
 
@@ -158,6 +175,11 @@ if __name__ == "__main__":
     found = {name: trained(*ZERO[name]) for name in steps}
     print(
         json.dumps(
-            {"applied": {name: applied(name) for name in models}, "trained": found, "stateful": stateful()}
+            {
+                "applied": {name: applied(name) for name in models},
+                "trained": found,
+                "stateful": stateful(),
+                "pairs": pairs(),
+            }
         )
     )

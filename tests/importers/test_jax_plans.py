@@ -62,6 +62,10 @@ def test_a_step_with_a_state_of_its_own_is_compiled_once(runs: Any) -> None:
     assert found["placed"] == ["P('model',)", "P('model',)"]
 
 
+def test_a_pair_whose_auxiliary_has_no_arrays_is_given_back(runs: Any) -> None:
+    assert {name: by for name, by in runs["pairs"].items() if not by <= 1e-6} == {}
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ class Step:
     def __init__(self, plan: Shardings, applied: Callable[..., Any], optimizer: Any) -> None:
         self.plan, self.applied, self.optimizer = plan, applied, optimizer
         self.parts = plan.options.microbatches
-        self.has_aux = len(plan.origin.block.outs) > 1
         self._compiled: Any = None
 
     def init(self, params: Any, *state: Any) -> tuple[Any, ...]:
@@ -69,9 +68,12 @@ class Step:
     def _result_shardings(self, params: Any, rest: tuple[Any, ...], given: list[Any]) -> Any:
         """Of what the loss gives: the new value of its state lies as the next step takes it."""
         jax, roles = jax_module(), self.plan.origin.roles[1:]
-        if not self.has_aux or "state" not in roles:
+        if "state" not in roles:
             return None
-        _, auxiliary = jax.eval_shape(self.applied, params, *rest)
+        found = jax.eval_shape(self.applied, params, *rest)
+        if not isinstance(found, tuple | list) or len(found) < 2:
+            return None
+        _, auxiliary = found
         at = roles.index("state")
         new = new_state(auxiliary, rest[at])
         if new is None:
@@ -100,19 +102,25 @@ class Step:
 
     def _gradients(self, params: Any, rest: tuple[Any, ...]) -> tuple[Any, Any]:
         jax = jax_module()
-        of = jax.value_and_grad(self.applied, has_aux=self.has_aux)
+
+        def whole(*given: Any) -> tuple[Any, Any]:
+            """The loss, and what the function returns: (loss, {}) is a pair too, of one array."""
+            found = self.applied(*given)
+            return found[0] if isinstance(found, tuple | list) else found, found
+
+        of = jax.value_and_grad(whole, has_aux=True)
         if self.parts == 1:
-            found: tuple[Any, Any] = of(params, *rest)
-            return found
+            (_, found), grads = of(params, *rest)
+            return found, grads
         roles = self.plan.origin.roles[1:]
         # Every device keeps its rows: part i has every parts-th row of it.
         parts = [
             jax.tree_util.tree_map(self._in_parts, tree) if role == "batch" else tree
             for role, tree in zip(roles, rest, strict=True)
         ]
-        zero = jax.tree_util.tree_map(jax.numpy.zeros_like, params), jax.numpy.zeros((), "float32")
+        zero = jax.tree_util.tree_map(jax.numpy.zeros_like, params)
 
-        def add(total: Any, i: Any) -> tuple[Any, None]:
+        def add(total: Any, i: Any) -> tuple[Any, Any]:
             own = [
                 jax.tree_util.tree_map(lambda x: x[i], tree)
                 if role == "batch"
@@ -121,12 +129,12 @@ class Step:
                 else tree
                 for role, tree in zip(roles, parts, strict=True)
             ]
-            value, grads = of(params, *own)
-            grads = jax.tree_util.tree_map(jax.numpy.add, total[0], grads)
-            return (self._placed(grads, self.plan.gradient_shardings(params)), total[1] + value), None
+            (_, found), grads = of(params, *own)
+            grads = jax.tree_util.tree_map(jax.numpy.add, total, grads)
+            return self._placed(grads, self.plan.gradient_shardings(params)), found
 
-        (grads, value), _ = jax.lax.scan(add, zero, jax.numpy.arange(self.parts))
-        return value, grads
+        grads, found = jax.lax.scan(add, zero, jax.numpy.arange(self.parts))
+        return jax.tree_util.tree_map(lambda x: x.sum(0), found), grads
 
     def _placed(self, tree: Any, shardings: Any) -> Any:
         return jax_module().lax.with_sharding_constraint(tree, shardings)
