@@ -52,7 +52,7 @@ def test_a_job_goes_on_with_other_processes(tmp_path: Path) -> None:
         assert f"resuming from step {found.step} of {saved}, saved on {found.extra['mesh']} in 2" in job.log()
     last = json.loads(out)
     assert (last["first_step"], last["steps"]) == (found.step, STEPS)
-    assert last["loss"][:100] == pytest.approx(losses[found.step :][:100], rel=1e-5)
+    assert last["loss"][:20] == pytest.approx(losses[found.step :][:20], rel=1e-5)
     assert last["loss"] == pytest.approx(losses[found.step :], rel=1e-4)  # rounding grows
     final = checkpoint.newest(saved)
     assert final is not None and final.step == STEPS
