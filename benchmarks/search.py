@@ -52,6 +52,16 @@ CLIPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "Reformer": ("reformer_lm.py", {**LARGE, "dtype": "bfloat16"}),
     "perceptron": ("mlp.py", {"batch": 512, "hidden": 4096, "layers": 6, "dtype": "bfloat16"}),
     "DLRM": ("dlrm.py:criteo", {"batch": 65536}),
+    "ViT": ("vit.py:b16", {"batch": 4096}),
+    "CLIP": ("clip.py:b32", {"batch": 32768}),
+    "Mamba-2": ("mamba_lm.py:mamba2_130m", {"batch": 512, "length": 2048}),
+    "Llama 3 8B": ("transformer_lm.py:llama3_8b", {"batch": 512, "length": 4096}),
+    "DeepSeek-V2-Lite": ("deepseek_lm.py:v2_lite", {"batch": 512, "length": 4096}),
+    "diffusion": ("diffusion.py:cifar10", {"batch": 512}),
+    "Transformer of JAX": (
+        "jax_transformer.py",
+        {"batch": 512, "d_model": 1024, "d_ff": 4096, "heads": 16, "length": 512, "vocab": 32768},
+    ),
 }
 LAYERED = ("language model", "encoder-decoder", "mixture of experts", "BERT", "Reformer")
 HARDWARE = "tpu-v4"
