@@ -376,8 +376,9 @@ class Search:
         with request.clock.at_most(BESIDE):
             ended = request.clock.within(0.0, look)
         leanest = min(known, key=lambda f: f.peak, default=None)
+        advice = "; use more devices or more memory, or a smaller batch"
         if leanest is None and not ended:
-            return ""
+            return advice
         if leanest is None:
             return ": the pins and prohibitions allow no legal layout; drop one of them"
         held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
@@ -386,5 +387,5 @@ class Search:
         return (
             f": the leanest one found, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "
             f"{size_text(leanest.peak)}, {size_text(leanest.peak - request.limit)} over; its largest "
-            f"tensors: {held}{sure}; use more devices or more memory, or a smaller batch"
+            f"tensors: {held}{sure}{advice}"
         )

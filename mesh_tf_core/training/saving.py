@@ -112,13 +112,14 @@ class _Together:
                 self._lead(step, pieces, extra)
         else:
             folder = Path(*self._heard("folder"))
-            with self._told(str(self._cluster.index)) as said:
+            with contextlib.suppress(UserError, OSError), self._told(str(self._cluster.index)) as said:
                 if not folder.is_dir():
                     raise UserError(
                         f"{self._cluster.name(self._cluster.index)} does not see {str(folder)!r}, which "
                         f"{self._cluster.name(0)} made; --checkpoint must be a folder that all machines share"
                     )
                 said += checkpoint.write_pieces(folder, self._cluster.index, pieces)
+            # The writer says what went wrong first: a folder is also gone because it could not write.
             self._heard("end")
 
     def _lead(self, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any]) -> None:
