@@ -27,6 +27,8 @@ AFTER_FAILURE = {
 }
 """What can be run, and what is said if it failed and is not started again."""
 TOGETHER = ", ".join(AFTER_FAILURE)
+OWN = ("--coordinator", "--processes", "--process")
+"""Options of the command that launch gives its workers, each its own: of all the same, JAX aborts."""
 START = 60
 """Seconds that workers wait for one that has not started: all start at once on one machine."""
 
@@ -63,6 +65,12 @@ def launch(
             f"launch runs {TOGETHER} in several processes, found {command[0]!r}; write "
             f"launch -n {processes} -- train MODEL …"
         )
+    given = {word.partition("=")[0] for word in command}
+    if own := [name for name in OWN if name in given]:
+        raise UserError(
+            f"launch says itself which processes there are and where they meet; leave out {', '.join(own)}, "
+            "or start every process without launch"
+        )
     whole = [command[0], "--cluster", "--start-timeout", str(START), *command[1:]]
     say = Terminal().say
     code = run(
@@ -77,9 +85,10 @@ def launch(
 
 
 def _checkpoint(command: list[str]) -> Path | None:
-    """The directory of `--checkpoint`."""
+    """The directory of `--checkpoint`; if it is given again, of the last, as in the command itself."""
+    found = None
     for word, following in zip(command, [*command[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         if name == "--checkpoint":
-            return Path(value if equals else following)
-    return None
+            found = Path(value if equals else following)
+    return found

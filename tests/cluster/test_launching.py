@@ -162,6 +162,23 @@ def test_launch_tells_what_it_takes() -> None:
     assert "error: launch runs train, calibrate, measure, validate, generate in several" in found.stderr
 
 
+@pytest.mark.parametrize("words", [["--process", "1"], ["--processes=2"], ["--coordinator", "127.0.0.1:99"]])
+def test_launch_alone_says_who_the_workers_are(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one number for all of them JAX aborts with the addresses of its stack."""
+    monkeypatch.setattr(launching, "launch", lambda *_: pytest.fail("it starts workers"))
+    found = CliRunner().invoke(app, ["launch", "--", "train", "examples/mlp.py", *words])
+    assert found.exit_code == 2
+    assert f"where they meet; leave out {words[0].partition('=')[0]}, or start" in found.stderr
+
+
+def test_launch_looks_where_the_command_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(launching, "launch", lambda *given: asked.append(given[3]) or 0)
+    command = ["train", "examples/mlp.py", "--checkpoint", "one", "--checkpoint=two"]
+    assert CliRunner().invoke(app, ["launch", "--", *command]).exit_code == 0
+    assert asked == [Path("two")]
+
+
 def test_an_engine_of_one_process_is_refused_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesh_tf_core.engines.Cluster.join", lambda one: pytest.fail("it waits"))
     place = ["--coordinator", "127.0.0.1:1", "--processes", "2", "--process", "0"]
