@@ -20,6 +20,7 @@ from layoutopt import launching
 from layoutopt.cli import app
 from layoutopt.launching import Attempt, launch, run_once
 from mesh_tf_core.engines import Cluster
+from mesh_tf_core.errors import ClusterError
 from tests.cluster.job import ROOT, Job, wait_for
 from tests.marks import by_day
 
@@ -187,6 +188,18 @@ def test_an_engine_of_one_process_is_refused_before_anybody_waits(monkeypatch: p
     )
     assert found.exit_code == 2
     assert "error: engine 'local' runs in one process; several are for the engine 'jax'" in found.stderr
+
+
+def test_a_process_that_never_comes_is_told() -> None:
+    """JAX would abort the process that waits, with the addresses of its stack."""
+    place = ["--coordinator", f"127.0.0.1:{launching.free_port()}", "--processes", "2", "--process", "1"]
+    words = ["train", "examples/mlp.py", "--mesh", "data:2", *place, "--start-timeout", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "layoutopt", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == ClusterError.exit_code, done.stderr
+    assert done.stderr.startswith(f"error: not all processes of the job met at {place[1]} within 1 s; is")
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_options_say_how_long_a_job_waits() -> None:

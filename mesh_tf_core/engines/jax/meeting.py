@@ -11,6 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,8 @@ from mesh_tf_core.engines.jax.coordinator import HEARTBEAT
 from mesh_tf_core.errors import ClusterError, UserError
 
 ADDRESS, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+ABORTS = 3600
+"""Seconds after us that JAX stops to wait for the others: it aborts the process then."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +111,20 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
 
     service, client = _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client
     _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client = serve, connect
-    try:
+
+    def initialize() -> None:
         jax.distributed.initialize(
             place.coordinator,
             place.processes,
             place.process,
             cluster_detection_method=None if place.coordinator is None else "deactivate",
-            initialization_timeout=max(1, round(timeout)),
+            initialization_timeout=round(timeout) + ABORTS,
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=60,  # all have come to the end; JAX aborts those that it does not see
         )
+
+    try:
+        _within(timeout, initialize)
     except ValueError as error:
         if isinstance(error, UserError):
             raise
@@ -124,9 +133,15 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
             "where they meet with --coordinator HOST:PORT --processes N --process I, or start local ones "
             "with `layoutopt launch`"
         ) from None
+    except TimeoutError:
+        raise ClusterError(
+            f"not all processes of the job met at {state.coordinator_address or place.coordinator} within "
+            f"{timeout:.0f} s; is each of them started, with this address and a number of its own? "
+            "--start-timeout says how long to wait"
+        ) from None
     except RuntimeError as error:
         raise ClusterError(
-            f"not all processes of the job met at {state.coordinator_address} within {timeout:.0f} s "
+            f"the processes of the job cannot meet at {state.coordinator_address} "
             f"({' '.join(str(error).split())[:200]})"
         ) from None
     finally:
@@ -135,6 +150,22 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
     gloo = _jax.make_gloo_tcp_collectives
     _jax.make_gloo_tcp_collectives = lambda distributed_client: gloo(distributed_client, hostname=own[0])
     return state.client, state.process_id, state.num_processes
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Makes a call that cannot be interrupted; TimeoutError if it takes longer, and then it goes on."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="meeting", daemon=True).start()
+    done.result(seconds)
 
 
 def leave() -> None:
