@@ -308,7 +308,9 @@ class _Run:
 
     def evaluate(self, count: int) -> None:
         """The loss on data that was not trained on, beside what simpler models reach."""
-        if count:
+        if found := self.evaluations.get(self.steps):  # of these variables already
+            self.held_out = found
+        elif count:
             with self.terminal.waiting("evaluating on held-out data"):
                 self.held_out = self._judged(count)
         if self.loaded.function("reference_losses") is not None:

@@ -100,7 +100,7 @@ def read_weights(
 
 def write_weights(path: str | Path, variables: Iterable[tuple[str, Any]]) -> None:
     """Writes arrays by name into a .npz or .safetensors file, beside its place first."""
-    arrays = {name: np.ascontiguousarray(array) for name, array in variables}
+    arrays = {name: np.asarray(array, order="C") for name, array in variables}
     if Path(path).suffix == ".npz":
         held = io.BytesIO()
         # NumPy's files have no bfloat16; float32 has all its numbers.

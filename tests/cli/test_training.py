@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from mesh_tf_core.training import Trainer
 from mesh_tf_core.training.checkpoint import listed
 from tests.cluster.job import contents
 
@@ -42,8 +43,6 @@ def test_a_long_training_keeps_two_numbers_a_step(
     result: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted in bytes, without what the engine does: a loss and seconds take 16, with room to grow 18."""
-    from mesh_tf_core.training import Trainer
-
     first, last, held = 1100, 2100, dict[int, int]()  # a progress bar keeps the last 1,000
 
     def begun(self: Trainer, fed: Any, position: Any) -> Callable[[], dict[str, Any]]:
@@ -64,6 +63,22 @@ def test_a_long_training_keeps_two_numbers_a_step(
         tracemalloc.stop()
     assert found["loss"] == [step / 7 for step in range(1, last + 1)]
     assert (held[last] - held[first]) / (last - first) < 40
+
+
+def test_what_was_evaluated_after_the_last_step_is_not_evaluated_again(
+    result: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, steps = Trainer.evaluate, list[int]()
+
+    def counted(self: Trainer, *given: Any) -> dict[str, float]:
+        steps.append(self.step_number)
+        return evaluate(self, *given)
+
+    monkeypatch.setattr(Trainer, "evaluate", counted)
+    judged = ("--held-out", "1", "--evaluate-every", "2")
+    for last in (4, 3):
+        assert result("train", MLP, *ON, "--steps", str(last), *judged)["held_out"]
+    assert steps == [2, 4, 2, 3]
 
 
 def test_a_damaged_checkpoint_is_told(run: Callable[..., Result], tmp_path: Path) -> None:

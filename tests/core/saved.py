@@ -1,4 +1,4 @@
-"""Arrays as checkpoints take them, and a checkpoint in the format before today's."""
+"""Arrays as checkpoints take them, a checkpoint in the format before today's, damage to files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from mesh_tf_core.engines.pieces import Piece
 from mesh_tf_core.training import manifest
+
+VALUES: dict[str, Any] = {
+    "w": np.arange(12.0).reshape(3, 4).T,
+    "step": np.array(7, np.int32),
+    "b": np.array([1.5, -2.0], ml_dtypes.bfloat16),
+    "none": np.zeros((0, 3), np.float32),
+}
 
 
 def piece(name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
@@ -36,3 +44,13 @@ def write_before(directory: Path, step: int, arrays: Mapping[str, Any], extra: M
     content = {"format": "layoutopt-checkpoint/2", "step": step, "variables": entries, "extra": dict(extra)}
     (folder / manifest.MANIFEST).write_text(json.dumps({**content, "sha256": manifest._digest(content)}))
     return folder
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))

@@ -10,7 +10,9 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.training.weights import read_weights, write_weights
 
 B, L, D = mtf.Dim("batch", 2), mtf.Dim("length", 3), mtf.Dim("d_model", 4)
 HEADS, KV, N = mtf.Dim("heads", 2), mtf.Dim("d_kv", 3), mtf.Dim("layers", 2)
@@ -163,3 +165,13 @@ def test_bfloat16_bytes(tmp_path: Path) -> None:
     run.save_weights(tmp_path / "w.safetensors")
     assert b'"head": {"dtype": "BF16"' in (tmp_path / "w.safetensors").read_bytes()
     assert run.engine.read("head").dtype == np_dtype("bfloat16")
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_scalar_has_no_axis_in_a_file(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"w{suffix}"
+    write_weights(path, [("temperature", np.float32(0.5))])
+    scalar = Variable("temperature", mtf.Shape([]), "float32", mtf.ONES)
+    ((name, array),), loaded = read_weights([scalar], path, {})
+    assert (name, np.shape(array), float(array)) == ("temperature", (), 0.5)
+    assert loaded.variables == ("temperature",)

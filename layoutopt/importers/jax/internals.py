@@ -5,6 +5,7 @@ Between versions `scan`, `jit` and the homes of jaxprs differ, which ends here.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -330,7 +331,7 @@ def is_jax_own(inner: Any) -> bool:
     """Whether a function with a derivative of its own is one of JAX, whose derivative is that of its
     operations but for rounding."""
     info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
-    home = str(Path(jax_module().__file__).parent)
+    home = f"{Path(jax_module().__file__).parent}{os.sep}"  # jaxopt, say, lies beside it
     return home in str(getattr(info, "func_src_info", "") or "")
 
 
