@@ -87,7 +87,7 @@ def make_plan(
     def look() -> None:
         if request.objective != "memory":
             proof.look(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
-        repeats.extend(repeated_work(request, best.evaluation, names))
+        repeats.extend(repeated_work(request, best.evaluation, best.options.microbatches, names))
         beside.look(subproblem)
 
     with request.clock.at_most(max(BESIDE, BESIDE_SHARE * request.clock.elapsed)):
@@ -245,7 +245,7 @@ def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequenc
     return notes
 
 
-def repeated_work(request: Request, of: Evaluation, names: Mapping[str, str]) -> list[str]:
+def repeated_work(request: Request, of: Evaluation, microbatches: int, names: Mapping[str, str]) -> list[str]:
     """Which devices do the same work, and what would have to be another size for them to share it."""
     notes, batch, mesh, layout = [], request.model.batch_dim, of.program.mesh, of.program.layout
     for axis, found in repeated(of.program).items():
@@ -259,22 +259,24 @@ def repeated_work(request: Request, of: Evaluation, names: Mapping[str, str]) ->
         why = "to split more takes longer, or is not allowed"
         if batch in uneven or uneven.keys() == large.keys():
             dims = [batch] if batch in uneven else sorted(uneven)
-            why = "; ".join(_uneven(n, large[n], ways, split[n]) for n in dims)
+            pieces = {batch: microbatches}
+            why = "; ".join(_uneven(n, large[n], ways, split[n], pieces.get(n, 1)) for n in dims)
         notes.append(f"the {ways} devices of axis {name!r} {what}: {why}")
     return notes
 
 
-def _uneven(name: str, size: int, ways: int, split: int) -> str:
-    """The nearest sizes of a dimension, and of an axis, that would divide."""
+def _uneven(name: str, size: int, ways: int, split: int, microbatches: int) -> str:
+    """The nearest sizes of a dimension, and of an axis, that would divide; `size`: in one microbatch."""
     parts, own = ways * split, size // split
     axes = [
         max(n for n in range(1, ways) if own % n == 0),
         next((n for n in range(ways, own) if own % n == 0), own),
     ]
-    would = " or ".join(map(str, near_sizes(size, parts)))
+    would = " or ".join(map(str, near_sizes(size * microbatches, parts * microbatches)))
+    each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
     return (
-        f"{name!r} of size {size} does not divide into {parts} parts; a size of {would} would, or an axis of "
-        f"{' or '.join(map(str, dict.fromkeys(axes)))}"
+        f"{name!r} of size {size * microbatches} does not divide into {parts} parts{each}; a size of {would} "
+        f"would, or an axis of {' or '.join(map(str, dict.fromkeys(axes)))}"
     )
 
 

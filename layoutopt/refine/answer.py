@@ -121,8 +121,9 @@ def _data(
         *(r.words for r in renamings),
     ]
     whole = evaluate(request.model, plan.mesh, plan.layout, request.hardware, plan.options, search.pricer)
-    stale = {*whole.notes, *repeated_work(request, whole, {})}
-    again = repeated_work(request, found, {})
+    parts = plan.options.microbatches
+    stale = {*whole.notes, *repeated_work(request, whole, parts, {})}
+    again = repeated_work(request, found, parts, {})
     plain = Alternative(
         name=PLAIN,
         mesh=own.mesh,

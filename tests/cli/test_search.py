@@ -212,7 +212,7 @@ def test_no_time_for_anything(run: Callable[..., Result], refused: Callable[...,
     """A layout that is named without a search is still found, where one fits."""
     hurried = ("search", LM, "--mesh", "data:2;model:4", "--time-limit", "0.000001")
     assert run(*hurried).exit_code == 0
-    line = refused(*hurried, "--memory", "2MiB", code=4)
+    line = refused(*hurried, "--memory", "5MiB", code=4)
     assert "nothing was found in the time given; raise --time-limit" in line
 
 

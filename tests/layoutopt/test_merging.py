@@ -95,5 +95,11 @@ def test_devices_that_do_the_same_work_are_named() -> None:
         "the 7 devices of axis 'model' all do the same work: 'batch' of size 16 does not divide into 7 "
         "parts; a size of 14 or 21 would, or an axis of 4 or 8"
     )
+    plan = search(perceptron(batch=16), devices=7, hardware="tpu-v4", microbatches=(2,))
+    assert any(
+        "'batch' of size 16 does not divide into 7 parts in each of 2 microbatches; a size of 14 or 28 would"
+        in n
+        for n in plan.data.notes
+    )
     fits = search(perceptron(batch=4096, hidden=4096), devices=4, hardware="tpu-v4")
     assert not [n for n in fits.data.notes if "same work" in n or "repeat" in n]
