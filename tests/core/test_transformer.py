@@ -71,7 +71,7 @@ TASKS = [("plain", mesh, layout) for mesh, layout in LAYOUTS] + [
 ]
 
 
-@pytest.mark.parametrize(("variant", "mesh", "layout"), by_day(TASKS, every=3))
+@pytest.mark.parametrize(("variant", "mesh", "layout"), by_day(TASKS, every=5))
 def test_layouts(variant: str, mesh: str, layout: str, dense: dict[str, Any]) -> None:
     hparams = VARIANTS[variant]
     losses, variables = train(hparams, mesh, layout)

@@ -93,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", by_day(CASES, every=3))
+@pytest.mark.parametrize("case", by_day(CASES, every=6))
 def test_a_tpu_does_the_same(case: str) -> None:
     a = operands(**CASES[case])
     assert not a.lacks_kernel("tpu")

@@ -118,7 +118,7 @@ def losses(build: Build, mesh: str, layout: str, engine: str) -> list[float]:
     return [float(made.step({"x": X, "ids": IDS})["loss"]) for _ in range(3)]
 
 
-@pytest.mark.parametrize("name", by_day(CASES, every=3))
+@pytest.mark.parametrize("name", by_day(CASES, every=5))
 def test_training(name: str) -> None:
     build, layout = CASES[name]
     one = losses(build, "one:1", "", "lockstep")

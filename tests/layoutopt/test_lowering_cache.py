@@ -92,7 +92,7 @@ def test_every_mesh_has_its_own_prices(name: str, shapes: list[str], hardware: s
     compare(EXAMPLES[name](), shapes, 1, load_hardware(hardware), seed=1, count=3)
 
 
-@pytest.mark.parametrize("seed", by_day(range(12), every=3))
+@pytest.mark.parametrize("seed", by_day(range(12), every=4))
 def test_random_models(seed: int) -> None:
     hardware = load_hardware(HARDWARE[seed % len(HARDWARE)])
     compare(random_model(seed), ["y:2;x:2", "x:4", "x:2;y:4"], 1 + seed % 2, hardware, seed, count=6)
