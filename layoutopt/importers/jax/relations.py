@@ -141,14 +141,27 @@ def _dot(e: Equation) -> Iterator[Relation]:
     for i, (a, b) in enumerate(zip(lb, rb, strict=True)):
         yield Same((x, a), (e.out, i), "product")
         yield Same((y, b), (e.out, i), "product")
-    at = len(lb)
-    for operand, used in ((x, (*lc, *lb)), (y, (*rc, *rb))):
+    yield from _product(e, (lc, rc), ((*lc, *lb), (*rc, *rb)), len(lb))
+
+
+def _product(
+    e: Equation,
+    summed: tuple[Sequence[int], Sequence[int]],
+    used: tuple[Sequence[int], Sequence[int]],
+    at: int,
+) -> Iterator[Relation]:
+    """The axes that a product of two keeps, from the result's axis `at` on, and those that it sums out.
+
+    Args:
+      summed, used: axes of either factor, pair by pair; those that the result does not have in order.
+    """
+    for operand, gone in zip(e.ins, used, strict=False):
         for a in range(len(operand.shape)):
-            if a not in used:
+            if a not in gone:
                 yield Same((operand, a), (e.out, at), "product")
                 at += 1
-    for a, b in zip(lc, rc, strict=True):
-        yield Same((x, a), (y, b), "product")
+    for a, b in zip(*summed, strict=True):
+        yield Same((e.ins[0], a), (e.ins[1], b), "product")
 
 
 def _concatenate(e: Equation) -> Iterator[Relation]:
@@ -238,19 +251,12 @@ def _top_k(e: Equation) -> Iterator[Relation]:
 def _ragged(e: Equation) -> Iterator[Relation]:
     numbers = e.params["ragged_dot_dimension_numbers"]
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
-    x, y, counts = e.ins[:3]
+    _, y, counts = e.ins[:3]
     groups = list(numbers.rhs_group_dimensions)
     if lb or len(groups) != 1 or len(counts.shape) != 1:
         return
     yield Same((counts, 0), (y, groups[0]), "ids")
-    at = 0
-    for operand, used in ((x, lc), (y, (*rc, *groups))):
-        for a in range(len(operand.shape)):
-            if a not in used:
-                yield Same((operand, a), (e.out, at), "product")
-                at += 1
-    for a, b in zip(lc, rc, strict=True):
-        yield Same((x, a), (y, b), "product")
+    yield from _product(e, (lc, rc), (lc, (*rc, *groups)), 0)
 
 
 def _conv(e: Equation) -> Iterator[Relation]:
