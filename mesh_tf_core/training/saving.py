@@ -127,10 +127,18 @@ class _Together:
             with self._told("folder") as said:
                 folder = stack.enter_context(checkpoint.beginning(self._directory, step))
                 said.append(str(folder.absolute()))
+            others = list(range(1, self._cluster.processes))
+            stack.callback(self._settled, others)  # before the folder goes: a late file would make it stay
             written = checkpoint.write_pieces(folder, 0, pieces)
-            for index in range(1, self._cluster.processes):
-                written += self._heard(str(index))
+            while others:
+                written += self._heard(str(others.pop()))
             checkpoint.finish(folder, step, written, extra)
+
+    def _settled(self, others: list[int]) -> None:
+        """Returns when the processes `others` write no more."""
+        while others:
+            with contextlib.suppress(Exception):  # a loss is said elsewhere
+                self._heard(str(others.pop()))
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Any:

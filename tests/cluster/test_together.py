@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -116,6 +118,43 @@ def test_who_cannot_write_is_told_to_all(job: Job, lacking: int, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000000001"]
     job.together(lambda one: save(one, savers[one.index], tmp_path, 3))
     assert [step for step, _ in checkpoint.listed(tmp_path)] == [3, 1]
+
+
+class Late(Mapping[Piece, Any]):
+    """What is still being written when another process has failed."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def __getitem__(self, piece: Piece) -> Any:
+        time.sleep(0.3)
+        self.said.append("written")
+        return W[4:8]
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter([rows(1)])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_folder_goes_when_the_last_has_written(job: Job, tmp_path: Path, monkeypatch: Any) -> None:
+    savers, said, remove = [Saver(one) for one in job.join(0, 1, 2)], list[str](), shutil.rmtree
+
+    def removes(path: Path, ignore_errors: bool) -> None:
+        said.append("removed")
+        remove(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", removes)
+
+    def fails(one: Cluster) -> None:
+        savers[one.index].save(tmp_path, 1, [Full(), Late(said), values(2)][one.index], {})
+        with pytest.raises(mtf.UserError, match="No space left on device"):
+            savers[one.index].wait()
+
+    job.together(fails)
+    assert said == ["written", "removed"]  # a late file would make the folder stay
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_folder_that_one_does_not_see_is_said(job: Job, tmp_path: Path, monkeypatch: Any) -> None:
