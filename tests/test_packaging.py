@@ -108,6 +108,7 @@ def test_installed_version_is_the_printed_one() -> None:
     assert done.stdout.strip() == metadata.version("layoutopt")
 
 
+@pytest.mark.nightly
 def test_tensorflow_loads_after_highs_has_solved() -> None:
     """MathOpt and TensorFlow cannot share a process in this order, so HiGHS runs in its own."""
     code = (

@@ -86,7 +86,7 @@ PLAIN = mtf.Options()
             ("d_model:model", FIRST),
             ("d_kv:model;d_model:data", FIRST),
         ],
-        every=8,
+        every=15,
     ),
 )
 def test_the_engine_counts_the_bytes_of_the_plan(layout: str, options: mtf.Options) -> None:

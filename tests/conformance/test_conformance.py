@@ -29,10 +29,12 @@ NAMES = [s.name for s in SAMPLES]
 SLOW = "x:2;y:4"
 TASKS = [
     pytest.param(sample, mesh, numbers, id=f"{sample.name}-{mesh}{when}", marks=marks)
-    for sample in SAMPLES
+    for place, sample in enumerate(SAMPLES)
     for when, chosen in (("", MESHES), ("-by night", BY_NIGHT))
     for mesh, numbers in chosen.items()
-    for marks in [[pytest.mark.nightly] if when else [pytest.mark.slow] if mesh == SLOW else []]
+    for marks in [
+        [pytest.mark.nightly] if when or (mesh == SLOW and place % 2) else [pytest.mark.slow] * (mesh == SLOW)
+    ]
 ]
 
 

@@ -13,6 +13,7 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower.verify import verify
+from tests.marks import by_day
 
 B, D, F, H = mtf.Dim("batch", 4), mtf.Dim("d", 4), mtf.Dim("hidden", 16), mtf.Dim("rows", 8)
 NAMES = ("groups", "layers", "rows")
@@ -66,7 +67,7 @@ def plain(dtype: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("chosen", CHOSEN[1:], ids="+".join)
+@pytest.mark.parametrize("chosen", by_day([(c,) for c in CHOSEN[1:]]))
 def test_the_numbers_stay(chosen: tuple[str, ...]) -> None:
     got, program = run(frozenset(chosen), "x:2;y:2", "batch:x;hidden:y")
     for name, value in plain("float64").items():

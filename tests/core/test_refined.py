@@ -14,6 +14,7 @@ from layoutopt.refine.places import places
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Local, Program, ReduceScatter
 from tests.examples.helper import SMALL, Result, check_same, train
+from tests.marks import by_day
 
 IMAGE = {"batch": 4, "size": 8, "channels": 4, "groups": 2, "optimizer": "sgd"}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -106,7 +107,7 @@ def alone(name: str) -> Result:
     return train(example, hparams, steps=2)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", by_day(range(6)))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_numbers_of_one_device(name: str, seed: int) -> None:
     check(name, seed)

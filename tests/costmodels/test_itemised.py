@@ -3,6 +3,7 @@ said."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from layoutopt.api import search
 from layoutopt.space.decisions import decisions
 from mesh_tf_core.ops.basic import Scale
 from tests.layoutopt.models import EXAMPLES, some_choices
+from tests.marks import by_day
 
 MESH = mtf.Mesh("data:2;model:2")
 
@@ -62,8 +64,7 @@ def items_of(prices: Pricer, cost: ItemisedCost) -> Counter[Any]:
     return found
 
 
-@pytest.mark.parametrize("hardware", HARDWARE)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(("name", "hardware"), by_day(itertools.product(EXAMPLES, HARDWARE)))
 def test_an_itemised_cost_adds_up_to_the_lines(name: str, hardware: str) -> None:
     """One store of templates for several layouts, so that what one layout taught the next is tried too."""
     model, machine = EXAMPLES[name](), HARDWARE[hardware]()

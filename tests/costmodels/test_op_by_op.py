@@ -16,6 +16,7 @@ from layoutopt.api import search
 from mesh_tf_core import Layout, Mesh
 from mesh_tf_core.ir.program import ReduceScatter
 from mesh_tf_core.ops.shape import SliceDim
+from tests.marks import by_day
 
 MESH = Mesh("data:2;model:2")
 
@@ -74,7 +75,7 @@ def processes(machine):
         resnet(batch=4, size=8, channels=4, stages=1, blocks=1, groups=2),
     ],
 )
-@pytest.mark.parametrize("home", ["machine", "processes"])
+@pytest.mark.parametrize("home", by_day(["machine", "processes"], first=1))
 def test_tables_add_up_to_the_price(request, home, model):
     machine = request.getfixturevalue(home)
     plan = search(model, mesh=MESH, hardware=machine)

@@ -1,6 +1,6 @@
 """Programs on eight virtual JAX devices against the lockstep oracle; TensorFlow is never loaded.
 
-    JAX_PLATFORMS=cpu python -m tests.engines.jax_cases
+    JAX_PLATFORMS=cpu python -m tests.engines.jax_cases [night]
 
 Prints one JSON object: case -> what was wrong ("" if nothing was).
 """
@@ -193,10 +193,22 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
+BY_NIGHT = {
+    *(f"training {mesh} {layout}" for mesh, layout, _ in MODELS[1:]),
+    "half stage 1",
+    "half stage 2",
+    *[name for name in CASES if name.startswith("numbers ")][1::2],
+}
+"""Cases that take long, or have another one like them."""
+
+
 def main() -> None:
     devices(8)
+    night = sys.argv[1:] == ["night"]
     said = {}
     for name, case in CASES.items():
+        if (name in BY_NIGHT) != night:
+            continue
         try:
             case()
             said[name] = ""

@@ -80,7 +80,9 @@ def test_a_resumed_run_equals_the_undisturbed_one(layout: str, tmp_path: Path) -
     assert other.fit(batches(), 6, tmp_path) == [] and other.step_number == 6
 
 
-@pytest.mark.parametrize(("first", "second"), [("data", "both"), ("both", "stored"), ("stored", "data")])
+@pytest.mark.parametrize(
+    ("first", "second"), by_day([("data", "both"), ("both", "stored"), ("stored", "data")])
+)
 def test_a_run_goes_on_under_another_layout(first: str, second: str, tmp_path: Path) -> None:
     """Random numbers do not depend on the layout, so dropout stays (with other microbatches it would
     differ)."""

@@ -84,6 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         "mesh_tf_core.engines.Cluster",
     ):
         monkeypatch.setattr(what, reached)
+    monkeypatch.setattr("reports.files.write_figures.__defaults__", (("svg",),))  # the others take seconds
     shutil.copytree(folder, folder / ".whole")
     yield folder
 

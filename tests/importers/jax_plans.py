@@ -10,9 +10,7 @@ import sys
 from typing import Any
 
 if __name__ == "__main__":
-    # Compiling takes nearly all of the time.
-    FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
 import jax.numpy as jnp

@@ -17,6 +17,7 @@ import layoutopt
 import mesh_tf_core as mtf
 from tests.importers.jax_models import compared, numbers
 from tests.importers.jax_plans import plan_of
+from tests.marks import by_day
 
 LAYERS, MODEL, HIDDEN, BATCH = 3, 8, 12, 4
 
@@ -162,7 +163,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Params, list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", by_day(FUNCTIONS))
 def test_layers_are_a_loop_that_computes_what_the_function_does(name: str) -> None:
     loss, params, found = FUNCTIONS[name]
     model = layoutopt.from_jax(loss, params, batch())

@@ -44,7 +44,8 @@ SEEN: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": 9
 
 
 @pytest.mark.parametrize(
-    ("how", "bias"), by_day((how, bool((row + bias) % 2)) for row, how in enumerate(SEEN) for bias in (0, 1))
+    ("how", "bias"),
+    by_day(((how, bool((row + bias) % 2)) for row, how in enumerate(SEEN) for bias in (0, 1)), every=3),
 )
 def test_by_blocks_as_jax_itself(how: dict[str, Any], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in blocks of a part of the queries."""
@@ -93,7 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", by_day(CASES, every=6))
+@pytest.mark.parametrize("case", by_day(CASES, every=9))
 def test_a_tpu_does_the_same(case: str) -> None:
     a = operands(**CASES[case])
     assert not a.lacks_kernel("tpu")

@@ -15,6 +15,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core import layers
 from mesh_tf_core.layers.attention import FORMS
 from tests.layers.helper import Run, check_layouts, run
+from tests.marks import by_day
 
 RNG = np.random.default_rng(0)
 X = ("batch:4 length:8 d_model:8", RNG.normal(size=(4, 8, 8)))
@@ -73,8 +74,10 @@ def check_gradients(made: Run, formula: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", [LATENT, LOW], ids=["plain", "low-rank queries, window"])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    by_day(((LATENT, FORMS[0]), (LATENT, FORMS[1]), (LOW, FORMS[1]), (LOW, FORMS[0])), first=0),
+)
 def test_latent(kind: layers.LatentAttention, form: str) -> None:
     chosen = replace(kind, attention=form)
     dense = check_layouts(lambda g, x: chosen(x), {"x": X}, LAYOUTS)

@@ -21,6 +21,7 @@ from layoutopt.space.kind import Allowed
 from mesh_tf_core import layers as nn
 from tests.layoutopt.models import random_model
 from tests.layoutopt.test_tables import compare
+from tests.marks import by_day
 
 
 def dense(clip_norm: float) -> mtf.Model:
@@ -53,7 +54,7 @@ def llama(clip_norm: float) -> mtf.Model:
     return mtf.Model(loss, mtf.Adam(0.01, clip_norm=clip_norm), name="llama")
 
 
-@pytest.mark.parametrize("build", [dense, llama])
+@pytest.mark.parametrize("build", by_day([dense, llama]))
 def test_clipping_joins_no_variables(build: Callable[[float], mtf.Model]) -> None:
     plain, clipped = (SharedContext(build(limit)).clusters for limit in (0.0, 1.0))
     assert max(len(c.decisions) for c in clipped) == max(len(c.decisions) for c in plain)

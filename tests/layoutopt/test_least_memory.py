@@ -23,6 +23,7 @@ from tests.layoutopt.models import (
     random_model,
     random_question,
 )
+from tests.marks import by_day
 
 AGREE = 1e-6
 
@@ -68,7 +69,7 @@ def check(seed: int, most: int) -> None:
     assert front[-1].peak_memory_bytes == least
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", by_day(range(8)))
 def test_random_models(seed: int) -> None:
     check(seed, 30)
 
@@ -79,7 +80,7 @@ def test_many_random_models(seed: int) -> None:
     check(seed, 60)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", by_day(range(8)))
 def test_the_steps_of_memory_enclose_the_least_peak(seed: int) -> None:
     model, question, hardware, _ = asked(seed, 30)
     for decided in question.decided(model):

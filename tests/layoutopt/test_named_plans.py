@@ -118,7 +118,7 @@ def test_the_best_of_a_name_is_what_enumeration_finds(label: str) -> None:
             assert best.predicted.step_seconds <= min(fits) * (1 + AGREE)
 
 
-@pytest.mark.parametrize(("name", "where"), crossed([{"mesh": "x:2;y:2"}, {"devices": 8}], MODELS))
+@pytest.mark.parametrize(("name", "where"), crossed([{"mesh": "x:2;y:2"}, {"devices": 8}], MODELS, every=2))
 def test_every_plan_is_legal_within_its_definition_and_not_better(name: str, where: dict[str, Any]) -> None:
     model = MODELS[name]()
     dims = parallelism(model)

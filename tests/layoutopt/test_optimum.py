@@ -94,7 +94,9 @@ def test_both_solvers_agree(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.nightly if n in LARGE else ()) for n in EXAMPLES]
+    "name",
+    by_day([n for n in EXAMPLES if n not in LARGE])
+    + [pytest.param(n, marks=pytest.mark.nightly) for n in LARGE],
 )
 def test_both_solvers_agree_on_every_example(name: str) -> None:
     solvers_agree(name, "data:2;model:2", 2)
