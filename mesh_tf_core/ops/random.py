@@ -133,9 +133,22 @@ def _uniform(k: Kernel, at: At, key: Any) -> Any:
     return k.broadcast_to(found, shape.sizes) if shape else k.reshape(found, ())
 
 
+_ODD = 0x9E3779B1
+_MIXING = ((0x7FEB352D, 16), (0x846CA68B, 15), (None, 16))
+
+
+def folded(key: int, number: int) -> int:
+    """What `FoldIn` makes of a key and a number that are known: mix(key * odd ^ number), below 2**32."""
+    x = (key * _ODD ^ number) % 2**32
+    for multiplier, shift in _MIXING:
+        x ^= x >> shift
+        x = x * (multiplier or 1) % 2**32
+    return x
+
+
 def mix(k: Kernel, x: Any) -> Any:
     """The 32-bit finaliser `lowbias32` (Wellons, "Prospecting for Hash Functions", 2018) of uint32 values."""
-    for multiplier, shift in ((0x7FEB352D, 16), (0x846CA68B, 15), (None, 16)):
+    for multiplier, shift in _MIXING:
         x = k.binary("bit_xor", x, k.binary("shift_right", x, _constant(k, shift)))
         if multiplier is not None:
             x = k.binary("mul", x, _constant(k, multiplier))
@@ -144,9 +157,16 @@ def mix(k: Kernel, x: Any) -> Any:
 
 @dataclass(frozen=True)
 class FoldIn(Op):
-    """A new key from a key (int32 scalar) and a number: mix(key * odd + salt)."""
+    """A new key from numbers (int32 scalars), one after the other: mix(key * odd ^ number), from the salt on.
 
-    salt: int
+    Attributes:
+      salt: the key that is begun with; None: the first operand is.
+      path: numbers that are known, None for the next operand; operands behind it are last. Equal numbers in
+        the same order make one key, known or not.
+    """
+
+    salt: int | None
+    path: tuple[int | None, ...] = ()
     kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
     derives_key: ClassVar[bool] = True
@@ -161,15 +181,16 @@ class FoldIn(Op):
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        key = k.scalar(self.salt % 2**32, "uint32")
-        for x in slices:
-            key = mix(
-                k,
-                k.binary(
-                    "bit_xor", k.binary("mul", key, k.scalar(0x9E3779B1, "uint32")), k.cast(x, "uint32")
-                ),
-            )
+        operands = [k.cast(x, "uint32") for x in slices]
+        key = operands.pop(0) if self.salt is None else _constant(k, self.salt % 2**32)
+        numbers = [operands.pop(0) if n is None else _constant(k, n % 2**32) for n in self.path]
+        for x in (*numbers, *operands):
+            key = mix(k, k.binary("bit_xor", k.binary("mul", key, _constant(k, _ODD)), x))
         return k.cast(key, "int32")
+
+    def describe(self) -> str:
+        path = f", path={self.path}" if self.path else ""
+        return f"{self.name}(salt={self.salt}{path})"
 
     def flops(self, *local: TensorType) -> float:
         return 0.0

@@ -11,6 +11,7 @@ from scipy import special
 import mesh_tf_core as mtf
 from mesh_tf_core.ops.basic import total
 from mesh_tf_core.ops.binary import binary
+from mesh_tf_core.ops.corners import extreme, modulus
 from mesh_tf_core.ops.unary import unary
 from tests.conformance.helper import Arg, Sample, dims
 
@@ -114,6 +115,15 @@ SAMPLES = (
         (AB, Arg("b:4")),
         lambda x, y: x.sum() + y.sum(),
     ),
+    Sample(
+        "shared maximum",
+        "elementwise",
+        lambda g, x, y: extreme("max", x, y),
+        (AB, Arg("c:2 b:4")),
+        lambda x, y: np.maximum(x[:, :, None], y.T[None]),
+        together=("a b c",),
+    ),
+    Sample("modulus", "elementwise", lambda g, x: modulus(x), (AB,), np.abs),
     Sample("scale", "elementwise", lambda g, x: mtf.scale(x, -2.5), (AB,), lambda x: -2.5 * x),
     Sample("add a number", "elementwise", lambda g, x: x + 0.5, (AB,), lambda x: x + 0.5),
     Sample("cast", "elementwise", lambda g, x: mtf.cast(x, "int32"), (AB,), lambda x: x.astype(np.int32)),

@@ -293,3 +293,55 @@ def test_layoutopt_does_not_load_jax(tmp_path: Path) -> None:
     code = "import sys, layoutopt, layoutopt.importers.jax.model; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+CORNERS = {
+    "abs": jnp.abs,
+    "maximum": lambda z: jnp.maximum(z, 0),
+    "of two": lambda z: jnp.maximum(z, 2 * z) + jnp.minimum(3 * z, z),
+    "clip": lambda z: jnp.clip(z, 0, 1),
+    "clamp": lambda z: jax.lax.clamp(0.0, z, 1.0),
+    "relu": jax.nn.relu,
+    "relu6": lambda z: jax.nn.relu6(z) + jax.nn.relu6(6 + z),
+    "logaddexp": lambda z: jnp.logaddexp(z, 2 * z),
+    "softplus": jax.nn.softplus,
+}
+
+
+def test_slopes_at_corners_are_those_of_jax() -> None:
+    def loss(params, batch):
+        return sum((i + 2) * (g(params[n]) * batch["x"]).sum() for i, (n, g) in enumerate(CORNERS.items()))
+
+    given = {name: jnp.array([0.0, -0.5, 0.0, 0.7]) for name in CORNERS}, {"x": jnp.arange(1.0, 5.0)}
+    off = compared(layoutopt.from_jax(loss, *given), loss, given, [])
+    assert {name: by for name, by in off.items() if not by <= 1e-6} == {}
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (5 * (y := doubled(x)), y), lambda y, g: (g * y,))
+
+
+def test_a_forward_of_ones_own_has_its_value() -> None:
+    """Under differentiation, JAX takes what the forward gives, whatever the function itself says."""
+
+    def loss(params, batch):
+        return (doubled(jnp.tanh(batch["x"] @ params["w"])) ** 2).mean()
+
+    f = numbers()
+    given = {"w": f(4, 6)}, {"x": f(8, 4)}
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
+@pytest.mark.parametrize("mode", ["edge", "reflect"])
+def test_padding_with_what_is_there(mode) -> None:
+    def loss(params, batch):
+        return (jnp.pad(batch["x"] @ params["w"], ((0, 0), (2, 1)), mode=mode) ** 3).mean()
+
+    f = numbers()
+    given = {"w": f(4, 6)}, {"x": f(8, 4)}
+    off = compared(layoutopt.from_jax(loss, *given), loss, given, [("data:2", "batch:data")])
+    assert max(off.values()) <= 1e-5

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
 
 import mesh_tf_core as mtf
 from layoutopt.importers.jax.equations import (
@@ -14,9 +15,10 @@ from layoutopt.importers.jax.equations import (
     has_fractions,
     layered,
 )
+from layoutopt.importers.jax.keys import root, shape_of
 from layoutopt.importers.jax.leaves import Leaf
 from layoutopt.importers.jax.names import Arrays
-from layoutopt.importers.jax.writer import Keys, Writer, beginning, our_dtype
+from layoutopt.importers.jax.writer import Writer, beginning, our_dtype
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES, is_float
@@ -26,8 +28,14 @@ from mesh_tf_core.ir.tensor import Tensor
 _STDDEV = 0.02
 
 
-def arguments(w: Writer, block: Block, arrays: Arrays, keys: Sequence[tuple[Var, Leaf]]) -> None:
-    """Gives the function's variables values: ours, inputs, keys."""
+def arguments(
+    w: Writer, block: Block, arrays: Arrays, keys: Sequence[tuple[Var, Leaf]], changed: Set[int]
+) -> None:
+    """Gives the function's variables values: ours, inputs, keys.
+
+    Args:
+      changed: ids of state that has new values.
+    """
     used = _used(block)
     trained = _trained(block)
     stacked, scales = layered(block), factors_of_values(block)
@@ -40,16 +48,16 @@ def arguments(w: Writer, block: Block, arrays: Arrays, keys: Sequence[tuple[Var,
         )
     for v, leaf in arrays.state:
         if v.dtype == KEY:
-            w.values[id(v)] = Keys()
+            w.values[id(v)] = replace(root(f"state/{v.path}", v.shape), stepped=id(v) in changed)
         elif id(v) in used:
             w.values[id(v)] = _variable(w, v, f"state/{leaf.path}", leaf, False, id(v) in stacked, False)
     for v, leaf in arrays.batch:
         if v.dtype == KEY:
-            w.values[id(v)] = Keys()
+            w.values[id(v)] = root(f"batch/{v.path}", v.shape)
         elif id(v) in used:
             w.values[id(v)] = _input(w, v, leaf)
     for v, _ in keys:
-        w.values[id(v)] = Keys()
+        w.values[id(v)] = root(f"rng/{v.path}", shape_of(v) if v.shape else ())
 
 
 def _checked(dtype: str, path: str) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import Equation, refuse
-from layoutopt.importers.jax.writer import Handler, Kept, Keys, Number, Uniform, Value, Writer, our_dtype
+from layoutopt.importers.jax.equations import FLAT, Equation, refuse
+from layoutopt.importers.jax.keys import key_of
+from layoutopt.importers.jax.writer import Handler, Kept, Number, Uniform, Value, Writer, our_dtype
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.corners import extreme, modulus
 
 # -- of numbers ----------------------------------------------------------------------------------------------
 
@@ -108,7 +111,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "rsqrt": mtf.rsqrt,
     "cbrt": lambda x: mtf.sign(x) * mtf.pow(mtf.abs(x), 1 / 3),
     "square": mtf.square,
-    "abs": mtf.abs,
+    "abs": modulus,
     "sign": mtf.sign,
     "floor": mtf.floor,
     "ceil": lambda x: -mtf.floor(-x),
@@ -137,12 +140,22 @@ def _tensor(x: Any, like: Tensor) -> Tensor:
     return x if isinstance(x, Tensor) else mtf.constant(like.graph, x, (), like.dtype)
 
 
-def _max(x: Any, y: Any) -> Tensor:
-    if isinstance(y, int | float) and y == 0 and isinstance(x, Tensor):
-        return mtf.relu(x)
-    if isinstance(x, int | float) and x == 0 and isinstance(y, Tensor):
-        return mtf.relu(y)
-    return mtf.maximum(x, y)
+def _extreme_of(fn: str) -> Callable[[Any, Any], Tensor]:
+    return lambda x, y: extreme(fn, x, y)
+
+
+def _flat(e: Equation, given: Sequence[Any]) -> Tensor | None:
+    """An extreme of a number and a tensor in a function whose derivative JAX wrote itself (`jax.nn.relu`):
+    where both are equal, its slope is 0."""
+    if FLAT not in e.params or e.prim not in ("max", "min"):
+        return None
+    numbers = [x for x in given if not isinstance(x, Tensor)]
+    if not numbers:
+        return None
+    (t,) = (x for x in given if isinstance(x, Tensor))
+    if e.prim == "max" and numbers[0] == 0:
+        return mtf.relu(t)
+    return (mtf.maximum if e.prim == "max" else mtf.minimum)(numbers[0], t)
 
 
 _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
@@ -151,8 +164,8 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "sub": mtf.subtract,
     "mul": mtf.multiply,
     "div": mtf.divide,
-    "max": _max,
-    "min": mtf.minimum,
+    "max": _extreme_of("max"),
+    "min": _extreme_of("min"),
     "pow": mtf.pow,
     "rem": _rem,
     "eq": mtf.equal,
@@ -181,7 +194,8 @@ def _folded(e: Equation, values: list[Value]) -> Number | None:
 def _unary(w: Writer, e: Equation) -> None:
     values = [w.elementwise(e.ins[0], e.out)]
     folded = _folded(e, values)
-    w.put(e.out, folded or _UNARY[e.prim](w.drawn(values[0], e.ins[0])))
+    fn = mtf.abs if e.prim == "abs" and FLAT in e.params else _UNARY[e.prim]
+    w.put(e.out, folded or fn(w.drawn(values[0], e.ins[0])))
 
 
 def _binary(w: Writer, e: Equation) -> None:
@@ -198,7 +212,8 @@ def _binary(w: Writer, e: Equation) -> None:
         v.value if isinstance(v, Number) else w.drawn(v, op) for v, op in zip(values, e.ins, strict=True)
     ]
     fn = _int_div if e.prim == "div" and not is_float(our_dtype(e.ins[0].dtype)) else _BINARY[e.prim]
-    w.put(e.out, fn(*given))
+    flat = _flat(e, given)
+    w.put(e.out, fn(*given) if flat is None else flat)
 
 
 def _integer_pow(w: Writer, e: Equation) -> None:
@@ -226,7 +241,7 @@ def _convert(w: Writer, e: Equation) -> None:
         kind = np.dtype(our_dtype(dtype)) if our_dtype(dtype) != "bfloat16" else np.dtype("float32")
         w.put(e.out, Number(np.asarray(x.value).astype(kind).item(), dtype))
     elif isinstance(x, Uniform):
-        w.put(e.out, Uniform(x.low, x.high, x.dims, dtype))
+        w.put(e.out, replace(x, dtype=dtype))
     else:
         w.put(e.out, w.drawn(x, e.ins[0]).cast(our_dtype(dtype)))
 
@@ -303,8 +318,12 @@ def _dropout(w: Writer, kept: Kept, x: Tensor) -> Tensor | None:
     if len(noise) < len(kept.of.dims):
         source = mtf.broadcast(source, [*(d for d in kept.of.dims if d not in noise), *source.shape])
         noise = list(kept.of.dims)
+    # In the order of JAX's array: what else the key draws has its numbers in this order.
+    order = [d for d in kept.of.dims if d in noise]
     whole = len(noise) == len(source.shape)
-    return mtf.dropout(source, 1 - kept.probability, noise_shape=None if whole else noise)
+    if whole and list(source.shape) != order:
+        source = mtf.transpose(source, order)
+    return mtf.dropout(source, 1 - kept.probability, key_of(w.graph, kept.of.keys), None if whole else order)
 
 
 def _clamp(w: Writer, e: Equation) -> None:
@@ -314,7 +333,8 @@ def _clamp(w: Writer, e: Equation) -> None:
         v.value if isinstance(v, Number) else w.drawn(v, op) for v, op in ((low, e.ins[0]), (high, e.ins[2]))
     ]
     if isinstance(found, Tensor) or any(isinstance(v, Tensor) for v in ends):
-        w.put(e.out, mtf.minimum(mtf.maximum(found, ends[0]), ends[1]))
+        # At its ends the slope is 0: of equal operands `maximum` takes the first.
+        w.put(e.out, mtf.minimum(ends[1], mtf.maximum(ends[0], found)))
     else:
         w.put(e.out, Number(min(max(found, ends[0]), ends[1]), e.out.dtype))
 
@@ -365,31 +385,6 @@ def _extreme(w: Writer, e: Equation) -> None:
     w.put(e.out, named.cast(our_dtype(e.out.dtype)))
 
 
-# -- random numbers ------------------------------------------------------------------------------------------
-
-
-def _uniform(w: Writer, e: Equation) -> None:
-    ends = [w.number(x) for x in e.ins[1:3]]
-    low, high = (0.0, 1.0) if len(ends) < 2 else ends
-    if low is None or high is None:
-        refuse(e, "its ends are not numbers that are known", "scale numbers between 0 and 1")
-    w.put(e.out, Uniform(float(low), float(high), w.shape(e.out), e.out.dtype))
-
-
-def _normal(w: Writer, e: Equation) -> None:
-    found = mtf.random_normal(w.graph.random_key(), w.shape(e.out), dtype=our_dtype(e.out.dtype))
-    w.put(e.out, found)
-
-
-def _keys(w: Writer, e: Equation) -> None:
-    for y in e.outs:
-        w.put(y, Keys())
-
-
-def _bits(w: Writer, e: Equation) -> None:
-    refuse(e, "it draws bits", "draw with jax.random.uniform, bernoulli or normal")
-
-
 TABLE: Mapping[str, Handler] = {
     **dict.fromkeys(_UNARY, _unary),
     **dict.fromkeys(_BINARY, _binary),
@@ -416,12 +411,4 @@ TABLE: Mapping[str, Handler] = {
     **dict.fromkeys(("sharding_constraint", "layout_constraint", "mesh_cast", "reshard"), _constrained),
     "select_n": _select,
     "clamp": _clamp,
-    "random_uniform": _uniform,
-    "random_normal": _normal,
-    "random_bits": _bits,
-    **dict.fromkeys(
-        ("random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split", "random_clone"),
-        _keys,
-    ),
-    "threefry2x32": _keys,
 }

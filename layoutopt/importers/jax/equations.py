@@ -12,6 +12,8 @@ from mesh_tf_core.errors import UserError
 
 KEY = "key"
 """Dtype of random keys."""
+FLAT = "flat"
+"""Parameter of an equation in a function of JAX with a derivative of its own: at corners its slope is 0."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +45,11 @@ Operand = Var | Constant
 def has_fractions(v: Operand) -> bool:
     """Whether an array's elements are no whole numbers, truth values or keys."""
     return v.dtype.startswith(("float", "bfloat"))
+
+
+def is_empty(v: Operand) -> bool:
+    """Whether an array has no elements, as what `jnp.pad` puts where it pads by 0."""
+    return 0 in v.shape
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,8 @@ class Forms:
     """Equations by what they compute, whatever of: two of one code are the same but for their operands.
 
     Attributes:
-      keys: ids of random keys; their constants do not count, since draws are the graph's own.
+      keys: ids of random keys; which of several a layer takes, and what it folds in, does not count: layers
+        are given them one by one.
       of_parameters: ids of values that are made of parameters and constants alone.
     """
 
@@ -23,9 +24,10 @@ class Forms:
         self._codes: dict[object, int] = {}
         self._known: dict[int, tuple[Equation, int]] = {}
         for e in block.equations:
-            self._follow(e)
+            self.follow(e)
 
-    def _follow(self, e: Equation) -> None:
+    def follow(self, e: Equation) -> None:
+        """Notes what an equation's results are."""
         if any(self.is_key(x) for x in e.ins) and _gives_keys(e):
             self.keys.update(map(id, e.outs))
         self.keys.update(id(y) for y in e.outs if y.dtype == KEY)
@@ -57,8 +59,12 @@ class Forms:
             return e.prim, outs, e.ins[0].shape
         return self._plain(e, None), outs
 
+    def said(self, e: Equation) -> object:
+        """Its parameters."""
+        return () if e.prim == "name" else tuple(sorted((k, _text(v)) for k, v in e.params.items()))
+
     def _plain(self, e: Equation, names: dict[int, int] | None) -> object:
-        params = () if e.prim == "name" else tuple(sorted((k, _text(v)) for k, v in e.params.items()))
+        params = self.said(e)
         # A sum may begin at a number.
         begun = names is None and e.prim == "add" and e.out.shape == ()
         ins = tuple((x.shape, x.dtype) if begun else self._operand(x, names or {}) for x in e.ins)

@@ -10,7 +10,7 @@ import mesh_tf_core as mtf
 from layoutopt.importers.jax.equations import Equation, Operand, Var, refuse
 from layoutopt.importers.jax.indexing import indexing
 from layoutopt.importers.jax.shapes import sliced
-from layoutopt.importers.jax.writer import Handler, Keys, Number, Writer
+from layoutopt.importers.jax.writer import Handler, Number, Writer
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 
@@ -74,7 +74,7 @@ def _one_place(
 def _gather(w: Writer, e: Equation) -> None:
     x, ids = e.ins[:2]
     value = w.value(x)
-    if isinstance(value, Number | Keys):
+    if isinstance(value, Number):
         w.put(e.out, value)
         return
     places, names = _places(w, e, x, ids, e.out)
@@ -150,7 +150,7 @@ def _scatter(w: Writer, e: Equation) -> None:
 def _dynamic_slice(w: Writer, e: Equation) -> None:
     x, y, starts = e.ins[0], e.out, e.ins[1:]
     value = w.value(x)
-    if isinstance(value, Number | Keys):
+    if isinstance(value, Number):
         w.put(y, value)
         return
     cut = [a for a in range(len(x.shape)) if x.shape[a] != y.shape[a]]

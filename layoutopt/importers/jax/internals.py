@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.jax.equations import (
+    FLAT,
     KEY,
     Block,
     Constant,
@@ -97,6 +98,7 @@ class Reader:
 
         self.core = core
         self.notes: dict[str, None] = {}
+        self.inside = 0
         self._constants: dict[tuple[Any, ...], Constant] = {}
 
     def var(self, v: Any) -> Var:
@@ -137,7 +139,7 @@ class Reader:
     def constant(self, value: Any, aval: Any) -> Constant:
         dtype = self.dtype(aval)
         if dtype == KEY:
-            return Constant(None, tuple(aval.shape), KEY)
+            return Constant(np.asarray(self.jax.random.key_data(value)), tuple(aval.shape), KEY)
         array = np.asarray(value)
         if array.ndim == 0:
             return constant(array, dtype)
@@ -166,8 +168,13 @@ class Reader:
             return found
         if name in CUSTOM:
             inner = self.called(params)
-            if name == "custom_jvp_call" and is_jax_own(inner):
-                return self.inline(out, inner, ins, scope, where)
+            own = name == "custom_jvp_call" and is_jax_own(inner)
+            if own or self.inside:
+                before = len(out)
+                found = self.inline(out, inner, ins, scope, where)
+                if own:
+                    _flattened(out[before:])
+                return found
             made = Equation("custom", ins, outs, {}, where, scope)
             self.custom(made, eqn, inner)
             out.append(made)
@@ -217,14 +224,17 @@ class Reader:
         types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
         real = [i for i, t in enumerate(types) if jax.dtypes.issubdtype(t.dtype, np.floating)]
 
-        def backward(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def differentiated(xs: Sequence[Any]) -> Any:
             def of_real(*some: Any) -> Any:
                 given = list(xs)
                 for i, x in zip(real, some, strict=True):
                     given[i] = x
                 return function(*given)
 
-            ys, pull = jax.vjp(of_real, *(xs[i] for i in real))
+            return jax.vjp(of_real, *(xs[i] for i in real))
+
+        def backward(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            ys, pull = differentiated(xs)
             given = iter(cotangents)
             return pull(
                 [
@@ -243,8 +253,16 @@ class Reader:
         # Literals of the call are no variables of the body.
         named = {id(v): n for n, v in enumerate(closed.jaxpr.invars)}
         made.ins = [made.ins[i] for i in self._order(eqn, named)]
-        made.body = self.block(self._primal(eqn, inner, closed), ins, made.scope, made.where)
+        # What a derivative is taken of has the value that its author's forward gives, which may be another.
+        if real:
+            forward = jax.make_jaxpr(lambda *xs: differentiated(xs)[0])(*types)
+        else:
+            forward = self._primal(eqn, inner, closed)
+        # Nobody differentiates these once more: what they call is its plain body.
+        self.inside += 1
+        made.body = self.block(forward, ins, made.scope, made.where)
         made.backward = self.block(back, [self.var(v) for v in back.jaxpr.invars], made.scope, made.where)
+        self.inside -= 1
 
     def _alone(self, eqn: Any, inner: Any) -> Any:
         """A jaxpr of one call alone."""
@@ -275,6 +293,15 @@ class Reader:
         return self.jax.make_jaxpr(call)(
             *(self.jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
         )
+
+
+def _flattened(equations: Sequence[Equation]) -> None:
+    """Marks what is flat at its corners in a function of JAX with a derivative of its own: the modulus (in
+    `logaddexp`), and ends that nothing but other ends are beside (`relu`, `relu6`)."""
+    ends = {e.prim for e in equations} <= {"max", "min", "broadcast_in_dim", "convert_element_type"}
+    for e in equations:
+        if e.prim == "abs" or (ends and e.prim in ("max", "min")):
+            e.params = {**e.params, FLAT: True}
 
 
 def _plain(x: Any) -> Any:

@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from layoutopt.importers.jax.classes import classes, template
-from layoutopt.importers.jax.equations import Block, Constant, Equation, Operand, Var
+from layoutopt.importers.jax.equations import Block, Constant, Equation, Operand, Var, constant
 from layoutopt.importers.jax.factors import factors
 from layoutopt.importers.jax.forms import Forms
+from layoutopt.importers.jax.keys import stacked
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "custom", "scan", "ragged_dot_general")
 """A layer has one of these: rolling up anything smaller gains nothing."""
@@ -79,6 +80,7 @@ class Fit:
       carries: (what the layer before computes, what the first is given), a slot of the loop's state each.
       left: (which equation of a layer, which result) -> layers whose value is read after them.
       pulled: as `Rerolled.twins`: what equations before the loop compute of each layer's parameters, inside.
+      outside: equations that go before the loop: they make the keys of all layers one array.
     """
 
     def __init__(self, of: Program, first: int, period: int, count: int) -> None:
@@ -91,6 +93,8 @@ class Fit:
         self._consts: dict[int, tuple[Operand, Var]] = {}
         self._members: dict[tuple[int, ...], tuple[Sequence[Var], Var]] = {}
         self._sources: dict[int, tuple[Var, Var]] = {}
+        self._listed: dict[object, tuple[Operand, Var]] = {}
+        self.outside: list[Equation] = []
         self._before: list[Equation] = []
         self._parts: dict[tuple[int, ...], Operand] = {}
         self._equations: list[Equation] = []
@@ -132,6 +136,8 @@ class Fit:
         """One equation of the body, from those of all layers."""
         if self.of.forms.is_element(rows[0]):
             return self._element(rows)
+        if self.of.forms.is_key(rows[0].out) and len({self.of.forms.said(e) for e in rows}) > 1:
+            return self._keys_apart(rows)
         ins = []
         for slot in zip(*(e.ins for e in rows), strict=True):
             found = self._operand(slot, rows[0])
@@ -144,8 +150,14 @@ class Fit:
         """What the body reads where layers read these, in an equation like `row`."""
         first = slot[0]
         if all(isinstance(x, Constant) and x.shape == () for x in slot):
-            values = {np.asarray(x.value).tobytes() for x in slot if isinstance(x, Constant)}
-            return first if len(values) == 1 or self.of.forms.is_key(row.out) else None
+            values = [np.asarray(x.value) for x in slot if isinstance(x, Constant)]
+            if len({x.tobytes() for x in values}) == 1:
+                return first
+            if not self.of.forms.is_key(row.out):
+                return None
+            numbers = np.stack(values)
+            name = first.dtype, numbers.tobytes()
+            return self._listed.setdefault(name, (constant(numbers, first.dtype), Var((), first.dtype)))[1]
         places = [self.of.place.get(id(x)) for x in slot]
         inside = [p is not None and self.first <= p[0] < self.end for p in places]
         if any(inside):
@@ -192,9 +204,9 @@ class Fit:
         return self._parts[names]
 
     def _found_part(self, slot: Sequence[Operand], names: tuple[int, ...]) -> Operand | None:
-        of, first = self.of, slot[0]
+        of = self.of
         if all(number in of.forms.keys for number in names):
-            return self._const(first)
+            return self._keys(slot, of.equations[self.first].where)
         variables = [x for x in slot if isinstance(x, Var)]
         if len(variables) < len(slot):
             return None
@@ -217,6 +229,24 @@ class Fit:
         for e in rows:
             self.pulled.update((id(old), new) for old, new in zip(e.outs, made.outs, strict=True))
         return made.outs[results.pop()]
+
+    def _keys(self, slot: Sequence[Operand], where: str) -> Operand:
+        """Keys of all layers that are made before them."""
+        made = stacked(slot, where)
+        self.outside.append(made)
+        inner = Var(slot[0].shape, slot[0].dtype)
+        return self._listed.setdefault(tuple(map(id, slot)), (made.out, inner))[1]
+
+    def _keys_apart(self, rows: Sequence[Equation]) -> Equation | None:
+        """Layers that each take a key of what is made before them: so do equations before the loop."""
+        places = [self.of.place.get(id(x)) for e in rows for x in e.ins]
+        if any(p is not None and p[0] >= self.first for p in places):
+            return None
+        copies = [replace(e, outs=[Var(y.shape, y.dtype) for y in e.outs]) for e in rows]
+        self.outside += copies
+        columns = zip(*(e.outs for e in copies), strict=True)
+        inner = [self._keys(values, rows[0].where) for values in columns]
+        return replace(rows[0], prim="copy", ins=inner, params={})
 
     def _parameters(self, variables: Sequence[Var], names: tuple[int, ...]) -> Operand | None:
         of, first = self.of, variables[0]
@@ -279,7 +309,7 @@ class Fit:
         layer = self.layer(0)
         outs: list[Operand] = [layer[n].outs[o] for (n, o), _ in self.carries]
         outs += [layer[n].outs[o] for n, o in self.stacked]
-        inside = (self._consts, self.carries, self._members, self._sources)
+        inside = (self._consts, self.carries, self._members, self._sources, self._listed)
         ins = [inner for found in inside for _, inner in found.values()]
         return Block(ins, [*self._before, *self._equations], outs)
 
@@ -288,7 +318,7 @@ class Fit:
         body = self.body()
         given = [x for found in (self._consts, self.carries) for x, _ in found.values()]
         given += [self.of.stack(variables) for variables, _ in self._members.values()]
-        given += [source for source, _ in self._sources.values()]
+        given += [source for found in (self._sources, self._listed) for source, _ in found.values()]
         carry = len(self.carries)
         outs = [Var(x.shape, x.dtype) for x in body.outs[:carry]]
         outs += [Var((self.count, *y.shape), y.dtype) for y in body.outs[carry:]]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import KEY, Equation, Operand, Var, has_fractions
+from layoutopt.importers.jax.equations import KEY, Equation, Operand, Var, has_fractions, refuse
+from layoutopt.importers.jax.keys import Keys, at_place, state
 from layoutopt.importers.jax.products import is_weight
-from layoutopt.importers.jax.writer import Handler, Keys, Writer
+from layoutopt.importers.jax.writer import Handler, Writer
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 
@@ -29,12 +33,17 @@ def _scan(w: Writer, e: Equation) -> None:
         _once(w, e, states, init, parts, stacks)
         return
     dim = _dim(w, e, length)
-    carried = [i for i, x in enumerate(init) if not isinstance(w.value(x), Keys)]
-    begin = [_whole(w, init[i], states[i]) for i in carried]
+    keyed = {i: found for i, x in enumerate(init) if isinstance(found := w.value(x), Keys)}
+    # A key that every iteration hands on as it is, is the same in all.
+    kept = {i for i in keyed if body.outs[i] is states[i]}
+    carried = [i for i in range(carry) if i not in kept]
+    begin = [_scalar(w, e, keyed[i]) if i in keyed else _whole(w, init[i], states[i]) for i in carried]
+    several: list[tuple[Var, Keys]] = []
     cut: list[tuple[Var, Tensor, bool]] = []
     for x, inner in zip(stacks, parts, strict=True):
-        if isinstance(w.value(x), Keys):
-            w.values[id(inner)] = Keys()
+        found = w.value(x)
+        if isinstance(found, Keys):
+            several.append((inner, found))
             continue
         t = w.tensor(x)
         lead = w.dims(x, 0)
@@ -48,19 +57,24 @@ def _scan(w: Writer, e: Equation) -> None:
             t, one = w.one(t, x, 0)
             t = w.renamed(t, {**names, one.name: dim.name})
         cut.append((inner, mtf.transpose(t, [dim, *t.shape.without(dim.name)]), is_weight(w, x)))
-    for i in set(range(len(init))) - set(carried):
-        w.values[id(states[i])] = Keys()
+    for i in kept:
+        w.values[id(states[i])] = keyed[i]
     with graph.loop(dim, e.params["reverse"]) as block:
         now = [graph.body_input(block, x) for x in begin]
         for i, t in zip(carried, now, strict=True):
-            w.values[id(states[i])] = t
+            w.values[id(states[i])] = Keys(t, stepped=keyed[i].stepped) if i in keyed else t
+        for inner, keys in several:
+            w.values[id(inner)] = _keys_of(w, keys, dim)
         for inner, outer, weight in cut:
             part = graph.slice_into(block, outer)
             w.values[id(inner)] = part
             if weight:
                 w.weights.add(part.id)
         w.block(body)
-        after = [_whole(w, body.outs[i], states[i]) for i in carried]
+        after = [
+            _handed_on(w, e, body.outs[i], keyed[i]) if i in keyed else _whole(w, body.outs[i], states[i])
+            for i in carried
+        ]
         block.carry_in = tuple(t.id for t in now)
         block.carry_out = tuple(graph.visible(t).id for t in after)
         stacked: list[tuple[Var, Tensor | None]] = []
@@ -76,13 +90,46 @@ def _scan(w: Writer, e: Equation) -> None:
     finals = graph.close_loop(block, begin)
     done = dict(zip(carried, finals, strict=True))
     for i, y in enumerate(e.outs[:carry]):
-        if i in done:
+        if i in keyed:
+            w.put(y, Keys(done[i], stepped=keyed[i].stepped) if i in done else keyed[i])
+        else:
             names = w.between(states[i], y, [(a, a) for a in range(len(y.shape))])
             w.put(y, w.renamed(done[i], names))
-        else:
-            w.put(y, Keys())
     for y, stack in stacked:
-        w.put(y, Keys() if stack is None else _stacked(w, stack, dim, y))
+        of_loop = Keys(0, why=f"all iterations of the loop in {e.where or 'an unknown line'}")
+        w.put(y, of_loop if stack is None else _stacked(w, stack, dim, y))
+
+
+def _handed_on(w: Writer, e: Equation, x: Operand, before: Keys) -> Tensor:
+    """The key that an iteration hands on to the next."""
+    keys = w.value(x)
+    assert isinstance(keys, Keys)
+    if keys.stepped != before.stepped:
+        refuse(e, "it hands on another key than it is given", "derive the next key from the last")
+    return _scalar(w, e, keys)
+
+
+def _scalar(w: Writer, e: Equation, keys: Keys) -> Tensor:
+    """A key as a loop's state."""
+    if keys.why or any(isinstance(x, np.ndarray) for x in keys.parts):
+        refuse(e, f"it hands on {keys.why or 'an array of keys'}", "hand on one key, or scan over the keys")
+    found = state(w.graph, keys)
+    if isinstance(found, Tensor):
+        return found
+    return mtf.constant(w.graph, found - (2**32 if found >= 2**31 else 0), (), "int32")
+
+
+def _keys_of(w: Writer, keys: Keys, dim: Dim) -> Keys:
+    """The keys of one iteration, in the body of a loop."""
+    block = w.graph.block
+    assert block.index is not None
+
+    def table(numbers: Any) -> Tensor:
+        with w.graph.at_root():
+            whole = w.stored(np.asarray(numbers).astype(np.uint32).view(np.int32), "int32", [dim])
+        return w.graph.slice_into(block, whole)
+
+    return at_place(keys, w.graph.tensor(block.index), table)
 
 
 def _stacked(w: Writer, t: Tensor, dim: Dim, y: Var) -> Tensor:
@@ -121,10 +168,18 @@ def _once(
     assert e.body is not None
     for x, inner in zip((*init, *stacks), (*states, *parts), strict=True):
         shift = len(x.shape) - len(inner.shape)
+        found = w.value(x)
+        if isinstance(found, Keys):
+            w.values[id(inner)] = found.each(lambda a: a[0]) if shift else found
+            continue
         w.values[id(inner)] = w.fitted(x, inner, [(a + shift, a) for a in range(len(inner.shape))])
     w.block(e.body)
     for y, inner_y in zip(e.outs, e.body.outs, strict=True):
         shift = len(y.shape) - len(inner_y.shape)
+        found = w.value(inner_y)
+        if isinstance(found, Keys):
+            w.put(y, found.each(lambda a: a[None]) if shift else found)
+            continue
         w.put(y, w.fitted(inner_y, y, [(a, a + shift) for a in range(len(inner_y.shape))]))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax import elementwise, indexed, loops, products, shapes
+from layoutopt.importers.jax import drawing, elementwise, indexed, loops, products, shapes
 from layoutopt.importers.jax.arguments import arguments
 from layoutopt.importers.jax.classes import classes
 from layoutopt.importers.jax.equations import (
@@ -21,6 +21,7 @@ from layoutopt.importers.jax.equations import (
 from layoutopt.importers.jax.factors import Factors, factors
 from layoutopt.importers.jax.internals import traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
+from layoutopt.importers.jax.keys import Keys
 from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, new_state, stacked_leaf
 from layoutopt.importers.jax.logical import logical_axes, said_of, same_dimensions
 from layoutopt.importers.jax.names import Arrays
@@ -31,7 +32,8 @@ from layoutopt.importers.jax.parts import why_whole
 from layoutopt.importers.jax.placing import inner_dims
 from layoutopt.importers.jax.relations import Axis
 from layoutopt.importers.jax.reroll import Rerolled, rerolled
-from layoutopt.importers.jax.writer import Handler, Keys, Writer
+from layoutopt.importers.jax.shardings import jax_mesh
+from layoutopt.importers.jax.writer import Handler, Writer
 from layoutopt.plan.build import Plan, check_plan_model
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.tensor import Tensor
@@ -41,6 +43,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 TABLE: Mapping[str, Handler] = {
     **elementwise.TABLE,
+    **drawing.TABLE,
     **shapes.TABLE,
     **products.TABLE,
     **indexed.TABLE,
@@ -68,7 +71,7 @@ class JaxModel(mtf.Model):
                 f"plan.jax: the plan places {path!r} by rules of its own (--refine), which have no place "
                 "in the user's function; search without --refine"
             )
-        return self.under(plan.mesh, plan.layout, plan.options)
+        return self.under(plan.mesh, plan.layout, plan.options, jax_mesh(plan.mesh, plan.slices))
 
     def notes(self, options: mtf.Options) -> tuple[str, ...]:
         """What of the function is not in the graph, and what of its own these options do otherwise."""
@@ -120,7 +123,8 @@ def from_jax(
         initial values; of types, matrices begin with small random numbers.
       batch: pytree of arrays or types; the model's inputs have its paths as names.
       optimizer: adamw, adam, sgd, adafactor (with optax's defaults), or one of ours.
-      rng: a random key, or its type. Draws are the same under every layout, but not those that JAX makes.
+      rng: a random key, or its type. Draws are the same under every layout, and equal where JAX's are, but
+        not the numbers that JAX makes.
       names: {"path/of/a/parameter": ("d_model", "d_ff")} names dimensions, {"d_ff_2": "bottleneck"} renames
         them; a pytree of PartitionSpec built like params has logical axes, where Flax's boxes were taken off.
       state: pytree of arrays or types that are stored and not trained, as batch statistics.
@@ -161,7 +165,8 @@ def from_jax(
     again.alias(dims)
     title = name or _name_of(loss)
     writer = Writer(Graph(title), dims, called, TABLE)
-    arguments(writer, block, arrays, pairs.get("rng", []))
+    changed = {id(v) for v, n in results.new_state.items() if trace.block.outs[n] is not v}
+    arguments(writer, block, arrays, pairs.get("rng", []), changed)
     writer.block(block)
     for v, leaf in arrays.state:
         member = again.stacks.get(v, (v,))[0]

@@ -186,7 +186,9 @@ class _Rerolling:
                     made.left[id(old)] = loop.outs[len(fit.carries) + fit.stacked.index((offset, o))]
                 renamed[id(old)] = self._left(fit, loop, (offset, o), i, elements)
         rest = [self._renamed(e, renamed) for e in equations[fit.end :]]
-        self.program.equations = [*equations[: fit.first], loop, *elements, *rest]
+        for e in fit.outside:
+            self.program.forms.follow(e)
+        self.program.equations = [*equations[: fit.first], *fit.outside, loop, *elements, *rest]
         self.program.outs = [renamed.get(id(x), x) for x in self.program.outs]
         made.runs.append(Run(layers, loop))
 

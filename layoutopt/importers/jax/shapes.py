@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import Equation, Operand, Var, refuse
-from layoutopt.importers.jax.writer import Handler, Keys, Number, Writer, our_dtype
+from layoutopt.importers.jax.equations import Equation, Operand, Var, is_empty, refuse
+from layoutopt.importers.jax.writer import Handler, Number, Writer, our_dtype
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 
@@ -26,7 +26,7 @@ def _kept(x: Operand, y: Operand, axes: Sequence[int]) -> list[tuple[int, int]]:
 def _reshape(w: Writer, e: Equation) -> None:
     x, y = e.ins[0], e.out
     value = w.value(x)
-    if isinstance(value, Number | Keys):
+    if isinstance(value, Number):
         w.put(y, value)
         return
     old, new = w.shape(x), w.shape(y)
@@ -98,7 +98,7 @@ def _piece(w: Writer, x: Operand, y: Var, axis: int, begin: int) -> Tensor | Non
 def _slice(w: Writer, e: Equation) -> None:
     x, y = e.ins[0], e.out
     value = w.value(x)
-    if isinstance(value, Number | Keys):
+    if isinstance(value, Number):
         w.put(y, value)
         return
     begins, strides = e.params["start_indices"], e.params["strides"] or (1,) * len(x.shape)
@@ -138,7 +138,7 @@ def _split(w: Writer, e: Equation) -> None:
     axis, begin = e.params["axis"], 0
     value = w.value(e.ins[0])
     for y, size in zip(e.outs, e.params["sizes"], strict=True):
-        if isinstance(value, Number | Keys):
+        if isinstance(value, Number):
             w.put(y, value)
         else:
             w.put(y, taken(w, e.ins[0], y, axis, begin))
@@ -152,7 +152,11 @@ def _name(own: Sequence[Dim], how: str) -> str:
 
 def _concatenate(w: Writer, e: Equation) -> None:
     axis, y = e.params["dimension"], e.out
-    numbers = [w.number(x) for x in e.ins]
+    given = [x for x in e.ins if not is_empty(x)]
+    if len(given) == 1:
+        w.put(y, w.elementwise(given[0], y))
+        return
+    numbers = [w.number(x) for x in given]
     if numbers[0] is not None and all(n == numbers[0] for n in numbers):
         w.put(y, Number(numbers[0], y.dtype))
         return
@@ -161,7 +165,7 @@ def _concatenate(w: Writer, e: Equation) -> None:
         return
     parts, rest = [], [d for a, _ in others for d in w.dims(y, a)]
     name = w.fresh(_name(w.dims(y, axis), "joined"))
-    for x in e.ins:
+    for x in given:
         t, one = w.merged(x, axis)
         t = mtf.rename(w.renamed(t, w.between(x, y, others)), **{one.name: name})
         parts.append((t, Dim(name, x.shape[axis])))
@@ -213,7 +217,7 @@ def _unstack(w: Writer, e: Equation) -> None:
     value = w.value(x)
     kept = [a for a in range(len(x.shape)) if a != axis]
     for i, y in enumerate(e.outs):
-        if isinstance(value, Number | Keys):
+        if isinstance(value, Number):
             w.put(y, value)
             continue
         t, one = w.merged(x, axis)

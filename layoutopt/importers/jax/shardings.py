@@ -34,7 +34,7 @@ class Shardings:
     ) -> None:
         self.model, self.origin, self.options = model, origin, options
         self.placing = Placing(mesh, layout, origin, model.lower(mesh, layout, options))
-        self.mesh = _mesh(mesh) if devices is None else devices
+        self.mesh = jax_mesh(mesh) if devices is None else devices
 
     def shardings(self, params: Any) -> Any:
         """`NamedSharding`s of parameters as the plan stores them between steps: a pytree like `params`.
@@ -112,9 +112,18 @@ class Shardings:
         return jax_module().sharding.NamedSharding(self.mesh, partition_spec(spec))
 
 
-def _mesh(mesh: Mesh) -> Any:
+def jax_mesh(mesh: Mesh, slices: Mapping[str, int] | None = None) -> Any:
+    """A mesh as JAX has it, of its own devices.
+
+    Args:
+      slices: mesh axis -> over how many slices of the machine it lies.
+
+    Raises:
+      UserError: JAX finds too few devices.
+    """
     jax = jax_module()
-    from jax.experimental import mesh_utils
+    from mesh_tf_core.engines.jax.home import device_mesh
+    from mesh_tf_core.engines.jax.placing import placed
 
     found = jax.devices()
     if len(found) < mesh.devices:
@@ -122,5 +131,4 @@ def _mesh(mesh: Mesh) -> Any:
             f"plan.jax: the plan's mesh {mesh} has {mesh.devices} devices, JAX finds {len(found)}; run it "
             f"there, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.devices}"
         )
-    made = mesh_utils.create_device_mesh(mesh.shape, found[: mesh.devices])
-    return jax.sharding.Mesh(made, mesh.names)
+    return device_mesh(mesh, placed(mesh, found[: mesh.devices], slices))

@@ -24,8 +24,10 @@ from layoutopt.importers.jax.equations import (
     Operand,
     Var,
     has_fractions,
+    is_empty,
     refuse,
 )
+from layoutopt.importers.jax.keys import Draw, Keys, key_of, of_words
 from mesh_tf_core.ir.arrays import FixedArray
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES
@@ -56,11 +58,6 @@ class Number:
     dtype: str
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Random keys, however many: every draw is given one of the graph."""
-
-
 @dataclass(frozen=True, eq=False)
 class Uniform:
     """Uniform numbers that nobody has drawn yet."""
@@ -69,6 +66,7 @@ class Uniform:
     high: float
     dims: tuple[Dim, ...]
     dtype: str
+    keys: Keys
 
 
 @dataclass(frozen=True)
@@ -98,13 +96,14 @@ class Writer:
 
     Args:
       names: class -> its name.
-      table: primitive -> what writes it.
+      table: primitive -> what writes it; KEY -> what writes all that makes keys of keys.
 
     Attributes:
       values: id of an operand -> its value.
       weights: ids of tensors that are a layer's part of a stack of parameters.
       sources: number of a node -> file and line of the user's code.
       notes: what the user should know of what was left out.
+      drawn_with: what was drawn so far.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Writer:
         self.notes: list[str] = []
         self.weights: set[int] = set()
         self._constants = 0
-        self._draws: dict[Uniform, Tensor] = {}
+        self.drawn_with: list[Draw] = []
         self._taken = set(names.values())
 
     # -- dimensions ----------------------------------------------------------------------------------------
@@ -164,15 +163,21 @@ class Writer:
             case Number():
                 return mtf.constant(self.graph, found.value, (), our_dtype(found.dtype))
             case Uniform():
-                if found not in self._draws:
-                    key = self.graph.random_key()
-                    ends = found.low, found.high
-                    self._draws[found] = mtf.random_uniform(key, found.dims, *ends, our_dtype(found.dtype))
-                return self._draws[found]
+                # From above to below, as `dropout` keeps what is large: equal keys keep the same.
+                width = found.high - found.low
+                ends = found.high - width * 2.0**-24, found.low - width * 2.0**-24
+                kind = found.dims, ends, our_dtype(found.dtype)
+                made: Tensor = self.graph.once(
+                    (found.keys.identity, kind),
+                    lambda: mtf.random_uniform(key_of(self.graph, found.keys), found.dims, *ends, kind[2]),
+                )
+                return made
             case Kept():
                 return self.drawn(found.of, v) < found.probability
             case Keys():
-                return mtf.constant(self.graph, 0, (), our_dtype(v.dtype) if v.dtype != KEY else "uint32")
+                raise mtf.UserError(
+                    "numbers are made of a random key; draw with jax.random.uniform or normal"
+                )
 
     def full(self, v: Operand) -> Tensor:
         """The value with all its dimensions, in order."""
@@ -265,14 +270,14 @@ class Writer:
 
     def _constant(self, v: Constant) -> Value:
         if v.dtype == KEY:
-            return Keys()
+            return of_words(np.moveaxis(v.value, -1, 0))
         array = np.asarray(v.value)
         if array.size == 0:
             raise mtf.UserError("from_jax: the function has an array without elements; leave it out")
         first = array.reshape(-1)[0]
         if array.size == 1 or (array == first).all():
             return Number(first.item() if array.dtype.kind in "biufc" else float(first), v.dtype)
-        return self._counted(array, v) or self._stored(array, v, self.shape(v))
+        return self._counted(array, v) or self.stored(array, our_dtype(v.dtype), self.shape(v))
 
     def _counted(self, array: Any, v: Constant) -> Tensor | None:
         """0, 1, ... along one axis, which needs no storage."""
@@ -294,8 +299,8 @@ class Writer:
             total = part if total is None else total + part
         return total if total is not None else mtf.constant(self.graph, 0, (), dtype)
 
-    def _stored(self, array: Any, v: Constant, dims: Sequence[Dim]) -> Tensor:
-        dtype = our_dtype(v.dtype)
+    def stored(self, array: Any, dtype: str, dims: Sequence[Dim]) -> Tensor:
+        """An array of the function as a variable of the graph."""
         self._constants += 1
         shape = Shape(dims)
         name = f"constants/{self._constants}"
@@ -311,14 +316,16 @@ class Writer:
 
     def equation(self, e: Equation) -> None:
         """Writes one equation."""
+        if e.outs and all(is_empty(y) for y in e.outs):
+            self.values.update((id(y), Number(0, y.dtype)) for y in e.outs)
+            return
         handler = self.table.get(e.prim)
         if handler is None:
             refuse(e, "the importer has no rule for it", _INSTEAD.get(e.prim, _OTHERWISE))
         before = self.graph.count
         with nullcontext() if e.body is not None else self.graph.scope(scope_of(e)):
             if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and _gives_keys(e):
-                for y in e.outs:
-                    self.put(y, Keys())
+                self.table[KEY](self, e)
             else:
                 try:
                     handler(self, e)

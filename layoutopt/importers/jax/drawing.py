@@ -1,0 +1,76 @@
+"""Primitives that draw random numbers, or make keys of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+import mesh_tf_core as mtf
+from layoutopt.importers.jax.equations import KEY, Equation, refuse
+from layoutopt.importers.jax.key_rules import KEYED, derived, of_numbers
+from layoutopt.importers.jax.keys import Draw, Keys, counted, key_of
+from layoutopt.importers.jax.writer import Handler, Uniform, Writer, our_dtype
+
+
+def _drawing(w: Writer, e: Equation, kind: str) -> Keys:
+    """The keys that an equation draws with.
+
+    Raises:
+      UserError: they cannot be followed, or draw something else too, which JAX makes of the same bits.
+    """
+    found = w.value(e.ins[0])
+    keys = found if isinstance(found, Keys) else of_numbers(w, e.ins[0])
+    if keys.why or any(isinstance(x, np.ndarray) and counted(x) for x in keys.parts):
+        refuse(
+            e,
+            f"its key comes from {keys.why or 'several keys of a loop'}, so what draws the same is not known",
+            "make keys with jax.random.split and fold_in, and hand them on as they are",
+        )
+    how = kind, tuple(d.size for d in w.shape(e.out))
+    for other in w.drawn_with:
+        same = other.keys.identity == keys.identity
+        if (same and other.how != how) or (not same and keys.meets(other.keys)):
+            refuse(
+                e,
+                f"{other.where or 'another line'} draws something else with the same key, of which JAX makes "
+                "both from the same bits",
+                "give each a key of its own with jax.random.split",
+            )
+    w.drawn_with.append(Draw(keys, how, e.where))
+    return keys
+
+
+def _uniform(w: Writer, e: Equation) -> None:
+    ends = [w.number(x) for x in e.ins[1:3]]
+    low, high = (0.0, 1.0) if len(ends) < 2 else ends
+    if low is None or high is None:
+        refuse(e, "its ends are not numbers that are known", "scale numbers between 0 and 1")
+    keys = _drawing(w, e, "uniform")
+    w.put(e.out, Uniform(float(low), float(high), w.shape(e.out), e.out.dtype, keys))
+
+
+def _normal(w: Writer, e: Equation) -> None:
+    keys, dims, dtype = _drawing(w, e, "normal"), w.shape(e.out), our_dtype(e.out.dtype)
+    found = w.graph.once(
+        (keys.identity, dims, dtype), lambda: mtf.random_normal(key_of(w.graph, keys), dims, dtype=dtype)
+    )
+    w.put(e.out, found)
+
+
+def _bits(w: Writer, e: Equation) -> None:
+    refuse(e, "it draws bits", "draw with jax.random.uniform, bernoulli or normal")
+
+
+def _made(w: Writer, e: Equation) -> None:
+    """A key of numbers: a seed, or the words of a key."""
+    w.put(e.out, of_numbers(w, e.ins[0], seed=e.prim == "random_seed"))
+
+
+TABLE: Mapping[str, Handler] = {
+    "random_uniform": _uniform,
+    "random_normal": _normal,
+    "random_bits": _bits,
+    KEY: derived,
+    **dict.fromkeys(KEYED, _made),
+}
