@@ -143,8 +143,9 @@ STACKS = (
 
 
 def has_part(run: Run) -> bool:
-    """Whether a run had a part in its stack's constants: in their fit, or in what ships instead of it."""
-    return not run.unjudged and any(
+    """Whether a run had a part in its stack's constants: in their fit, or in what ships instead of it. (Those
+    that keep some values could not be priced then.)"""
+    return not (run.unjudged or run.keeps) and any(
         s.name == run.stack and (s.has_part(run) or s.looked_at(run)) for s in STACKS
     )
 

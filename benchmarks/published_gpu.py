@@ -40,7 +40,7 @@ def common_run(table: str, row: Mapping[str, str]) -> Run:
     data, batch = ways["dp"] * ways["fsdp"], int(row["global_batch"])
     split = {"data": data, "context": ways["cp"], "model": ways["tp"]}
     named = recomputation(row)
-    whole = named == "full"
+    keep = kept(named, row)
     sizes = {
         "layers": int(row["layers"]),
         "d_model": int(row["d_model"]),
@@ -67,7 +67,10 @@ def common_run(table: str, row: Mapping[str, str]) -> Run:
 
     def program() -> mtf.Program:
         mesh, layout = mesh_and_layout(split, rules)
-        return lowered(published_model, sizes, mesh, layout, stage=stage, recompute=whole, microbatches=parts)
+        again, stays = named != "none", keep or ""
+        return lowered(
+            published_model, sizes, mesh, layout, stage=stage, recompute=again, keep=stays, microbatches=parts
+        )
 
     return Run(
         f"published/{table}.csv",
@@ -78,8 +81,9 @@ def common_run(table: str, row: Mapping[str, str]) -> Run:
         program,
         machine(row["gpu"]),
         COMPILED,
-        PIPELINED if ways["pp"] > 1 else "" if named in ("none", "full") else CUSTOM,
+        PIPELINED if ways["pp"] > 1 else CUSTOM if keep is None else "",
         assumed="" in (row["recompute"], row["attention"]),
+        keeps=keep or "",
         gib=float(row["memory_gib"]) if row["memory_gib"] else None,
     )
 
@@ -90,6 +94,30 @@ def recomputation(row: Mapping[str, str]) -> str:
     if not row["recompute"]:
         return "full" if row["model"] == "gpt-175b" else "none"
     return row["recompute"]
+
+
+POLICIES = {
+    "SAVE_DOT": "products",
+    "minimal_flash": "products+attention",
+    "save_qkv_proj": "q+k+v",
+    "custom: attention and mlpwo products": "q+k+v+o",
+    "selective (every other layer)": None,
+    "selective": "q+v+wi+attention",
+}
+"""How a policy of recomputation begins -> what it keeps of a layer (None cannot be said).
+
+torchtitan's saves attention and every second product of those that a layer makes, in this order: q, k, v, o,
+w1 (activated, `wi`), w3, w2 (torchtitan/parallelisms/parallelize_llama.py, `_get_custom_policy` @4d88a8a44); the
+reduce-scatters of tensor parallelism too. MaxText's "custom" keeps the products of these names on the device,
+and not what its attention kernel hands to backward."""
+
+
+def kept(named: str, row: Mapping[str, str]) -> str | None:
+    """What a layer keeps that runs again; '' if nothing."""
+    if named in ("none", "full"):
+        return ""
+    keep = next(keep for begins, keep in POLICIES.items() if named.startswith(begins))
+    return f"{keep}+outputs" if keep and named.startswith("selective") and int(row["tp"] or 1) > 1 else keep
 
 
 def fused(row: Mapping[str, str]) -> bool:

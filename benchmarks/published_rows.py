@@ -21,7 +21,7 @@ from costmodels.pricing.pricer import Pricer, pricer
 DATA = Path(__file__).parent / "data"
 
 PIPELINED = "pipeline stages"
-CUSTOM = "its own policy of recomputation"
+CUSTOM = "every second layer is recomputed"
 SLICES = "several slices: variables are split over one and repeated on the others"
 
 
@@ -39,6 +39,7 @@ class Run:
       stack: of software; constants are fitted per stack.
       unjudged: why it does not count; "" where it does.
       assumed: its recomputation or its attention is not stated by the source.
+      keeps: what its layers keep though they run again; "" where all or nothing does.
       gib: peak memory of a device as published; None: not published.
     """
 
@@ -52,6 +53,7 @@ class Run:
     stack: str
     unjudged: str = ""
     assumed: bool = False
+    keeps: str = ""
     gib: float | None = None
 
 
@@ -95,12 +97,13 @@ def lowered(
     *,
     stage: int = 0,
     recompute: bool = False,
+    keep: str = "",
     microbatches: int = 1,
 ) -> mtf.Program:
-    """The step of a model under a layout; `recompute` runs every layer again in backward."""
+    """The step of a model under a layout; `recompute` runs every layer again in backward, but for what is to
+    `keep`."""
     model = build(**sizes)
-    loops = {b.dim.name for b in model.graph.blocks if b.dim is not None}
-    options = mtf.Options(
-        stored(model, stage) if stage else {}, frozenset(loops if recompute else ()), microbatches
-    )
+    loops = {b.dim.name for b in model.graph.blocks if b.dim is not None} if recompute else ()
+    again = frozenset(f"{name}:keep={keep}" if keep else name for name in loops)
+    options = mtf.Options(stored(model, stage) if stage else {}, again, microbatches)
     return model.lower(mtf.Mesh(mesh), mtf.Layout(layout), options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from benchmarks.published_models import language_model as published_model
-from benchmarks.published_rows import CUSTOM, SLICES, Run, lowered, read
+from benchmarks.published_rows import SLICES, Run, lowered, read
 from examples.transformer_lm import model as language_model
 from examples.transformer_seq2seq import model as translation_model
 
@@ -81,8 +81,7 @@ def gspmd() -> Iterator[Run]:
 
 def maxtext() -> Iterator[Run]:
     """MaxText: variables split over `fsdp`, activations between layers over both axes. Tokens are embedded by
-    a product. On v5 attention is one kernel. "minimal" keeps the products with weights; it is priced with
-    nothing recomputed.
+    a product. On v5 attention is one kernel. "minimal" keeps the products with weights.
 
     It counts 6 FLOPs per weight of the model and token, and for attention 12 L S H d, of which only the
     causal half on v5p (train.py of 76bd53b, 2023-12-15). The runs on v4 are older (README of 281e04b,
@@ -118,9 +117,9 @@ def maxtext() -> Iterator[Run]:
         layout = SPLIT if tensor > 1 else "batch:data"
 
         def program(
-            sizes: Any = sizes, mesh: str = mesh, layout: str = layout, whole: bool = whole
+            sizes: Any = sizes, mesh: str = mesh, layout: str = layout, keep: str = "" if whole else "products"
         ) -> mtf.Program:
-            return lowered(published_model, sizes, mesh, layout, stage=3, recompute=whole)
+            return lowered(published_model, sizes, mesh, layout, stage=3, recompute=True, keep=keep)
 
         width, feed, layers = sizes["d_model"], sizes["d_ff"], sizes["layers"]
         inner = sizes["heads"] * sizes["d_kv"]
@@ -131,8 +130,11 @@ def maxtext() -> Iterator[Run]:
         seconds = flops / (float(row["tflops_per_chip"]) * 1e12 * chips)
         name = f"{row['slices']} x {row['slice']} {row['model']} {row['layout'].split(';')[0]}"
         family = f"{generation} {row['model']}"
-        unjudged = SLICES if row["slices"] != "1" else "" if whole else CUSTOM
-        yield Run("maxtext_tpu.csv", name, family, "", seconds, program, f"tpu-{generation}", TPU, unjudged)
+        unjudged = SLICES if row["slices"] != "1" else ""
+        chip, keeps = f"tpu-{generation}", "" if whole else "products"
+        yield Run(
+            "maxtext_tpu.csv", name, family, "", seconds, program, chip, TPU, unjudged, keeps=keeps
+        )
 
 
 def small() -> Iterator[Run]:

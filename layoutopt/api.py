@@ -48,7 +48,7 @@ def search(
     max_axes: int = 2,
     on_progress: Progress | None = None,
     storage: Sequence[str] = STAGES,
-    recompute: Sequence[bool] = (False, True),
+    recompute: Sequence[bool | str] = (False, True),
     microbatches: Sequence[int] = USUAL,
     on_better: Better | None = None,
     keep_best: bool = False,
@@ -68,7 +68,8 @@ def search(
       time_limit: seconds, or a clock that counts them already; the best so far, with what is proven of it, is
         there at most two seconds later.
       storage: stages that variables may be stored at, of "layout", "zero1", "zero2", "zero3".
-      recompute: whether the bodies of loops may, must or must not run again in backward.
+      recompute: whether the bodies of loops may, must or must not run again in backward: of False, True and
+      "selective", which lets them keep some of their values.
       microbatches: numbers of parts that the batch may be split into; those that do not divide it, or into
       which the model cannot be split, are left out.
       orders: whether a split over several axes has these in the order of the mesh ("mesh") or in every order
@@ -94,7 +95,7 @@ def search(
         parse_forbid(forbid),
         orders,
         tuple(dict.fromkeys(storage)),
-        tuple(recompute),
+        tuple(r if isinstance(r, str) else bool(r) for r in recompute),
         tuple(sorted(set(microbatches))),
     )
     request = Request(
@@ -118,7 +119,7 @@ def search(
         pins=rules_text(pins),
         forbid=rules_text(forbid),
         storage=allowed.storage,
-        recompute=tuple(map(bool, allowed.recompute)),
+        recompute=allowed.recompute,
         microbatches=tuple(map(int, allowed.microbatches)),
     )
     candidates = Search(request, renames=mesh is None)

@@ -98,7 +98,7 @@ class Asked:
     pins: str | None = None
     forbid: str | None = None
     storage: tuple[str, ...] = STAGES
-    recompute: tuple[bool, ...] = (False, True)
+    recompute: tuple[bool | str, ...] = (False, True)
     microbatches: tuple[int, ...] = USUAL
 
     def with_pins(self, more: str | None) -> Mapping[str, Any]:

@@ -102,8 +102,9 @@ RecomputeOption = Annotated[
     list[str] | None,
     typer.Option(
         "--recompute",
-        metavar="DIM",
-        help="Recompute the loop over DIM in backward.",
+        metavar="DIM[:keep=KIND+...]",
+        help="Recompute the loop over DIM in backward, but for what to keep: products, outputs, attention, "
+        "others, or names of weights and scopes.",
         show_default="none; of JAX, what the program does",
     ),
 ]
@@ -314,6 +315,7 @@ def read_options(
     """
     from mesh_tf_core import Options, UserError
     from mesh_tf_core.errors import known_names
+    from mesh_tf_core.lower.kept import Recomputed
     from mesh_tf_core.lower.storage import stage_number
 
     graph = loaded.model.graph
@@ -328,9 +330,9 @@ def read_options(
     loops = {block.dim.name for block in graph.blocks if block.dim is not None}
     if not recompute:
         recompute = sorted(getattr(getattr(loaded.model, "origin", None), "recomputed", ()))
-    for dim in recompute:
+    for text, dim in ((text, Recomputed.parse(text).dim) for text in recompute):
         if dim not in loops:
-            raise UserError(f"--recompute {dim}: no loop runs over {dim!r}; {known_names(dim, loops)}")
+            raise UserError(f"--recompute {text}: no loop runs over {dim!r}; {known_names(dim, loops)}")
     return Options(stages, frozenset(recompute), microbatches)
 
 

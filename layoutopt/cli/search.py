@@ -58,11 +58,17 @@ class Recompute(StrEnum):
     """Whether loops are recomputed in backward instead of saving what they computed."""
 
     AUTO = "auto"
+    SELECTIVE = "selective"
     ALWAYS = "always"
     NEVER = "never"
 
 
-RECOMPUTE = {Recompute.AUTO: (False, True), Recompute.ALWAYS: (True,), Recompute.NEVER: (False,)}
+RECOMPUTE: dict[Recompute, tuple[bool | str, ...]] = {
+    Recompute.AUTO: (False, True),
+    Recompute.SELECTIVE: (False, "selective", True),
+    Recompute.ALWAYS: (True,),
+    Recompute.NEVER: (False,),
+}
 
 
 class Orders(StrEnum):
@@ -111,7 +117,11 @@ def search(
         str, typer.Option(metavar="STAGES", help="How variables may be stored (ZeRO), of these.")
     ] = "layout,zero1,zero2,zero3",
     recompute: Annotated[
-        Recompute, typer.Option(help="Whether blocks are recomputed in backward (activation checkpointing).")
+        Recompute,
+        typer.Option(
+            help="Whether blocks are recomputed in backward (activation checkpointing); selective: or but "
+            "for some of their values."
+        ),
     ] = Recompute.AUTO,
     microbatches: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Subgraph
 
@@ -16,7 +17,8 @@ class Cluster:
     Attributes:
       name: for reports.
       subgraph: what lowering sees of the graph.
-      again: what runs a second time when a loop is recomputed, by the loop's dimension.
+      again: what runs a second time when a loop is recomputed, by what says so (`kept.Recomputed`).
+      alike: decision about recomputation -> its options that are another one to this cluster -> that one.
       dims: names of all dimensions of their inputs and outputs.
       switches: the other decisions that matter to it: storage classes, recomputation.
       shapes: dimension names of every tensor that they touch, and of everything that one operation works
@@ -46,6 +48,7 @@ class Cluster:
     multiplicity: int = 1
     saves: bool = False
     members: tuple[tuple[int, ...], ...] = ()
+    alike: Mapping[str, Mapping[Choice, Choice]] = field(default_factory=dict)
 
     @property
     def decisions(self) -> tuple[str, ...]:

@@ -13,22 +13,29 @@ once, with a multiplicity.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.decisions import changing
-from layoutopt.space.kind import Touched
+from layoutopt.space.kind import Choice, Touched
+from layoutopt.space.recompute import chosen
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Subgraph
+from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.nodes import moved_dims, plan_of
-from mesh_tf_core.lower.rematerialization import running_again, stands_beside_backward
+from mesh_tf_core.lower.rematerialization import (
+    keep_sets,
+    rematerialization,
+    running_again,
+    stands_beside_backward,
+)
 from mesh_tf_core.lower.subgraph import Access, made_by_loop
 
 
@@ -59,16 +66,30 @@ class _Builder:
         self.graph, self.dependencies = dependencies.graph, dependencies
         made = dependencies.stacks
         self.unread = frozenset(o for b in self.graph.blocks for o in b.saved.values() if o not in made)
-        self.remat = self._remat()
+        self.remat: dict[int, tuple[str, ...]] = {}
+        self.texts: dict[int, tuple[str, ...]] = {}
+        self.kept: dict[int, tuple[str, ...]] = {}
+        self.again: dict[str, set[int]] = defaultdict(set)
+        self._remat()
 
-    def _remat(self) -> dict[int, tuple[str, ...]]:
-        """Node -> the dimensions of the loops whose recomputation makes it run again."""
-        out: dict[int, tuple[str, ...]] = {}
+    def _remat(self) -> None:
+        """Fills `remat`, of a node the dimensions of the loops whose recomputation makes it run again;
+        `texts`, what these loops may keep then; `again`, by what they keep, these nodes; and `kept`, of a
+        tensor under which it is."""
         for block in self.graph.blocks:
-            if stands_beside_backward(block, self.graph) and block.dim is not None:
-                for node in running_again(block, self.unread):
-                    out[node.index] = (*out.get(node.index, ()), block.dim.name)
-        return out
+            if not stands_beside_backward(block, self.graph) or block.dim is None:
+                continue
+            dim = block.dim.name
+            for keep in ((), *keep_sets(self.graph, dim)):
+                text = str(Recomputed(dim, keep))
+                kept = rematerialization(self.graph, frozenset({text})).kept(block, self.unread)
+                for node in running_again(block, self.unread, kept):
+                    self.texts[node.index] = (*self.texts.get(node.index, ()), text)
+                    self.again[text].add(node.index)
+                    if not keep:
+                        self.remat[node.index] = (*self.remat.get(node.index, ()), dim)
+                for tensor in kept:
+                    self.kept[tensor] = (*self.kept.get(tensor, ()), text)
 
     # -- operations ------------------------------------------------------------------------------------------
 
@@ -98,7 +119,8 @@ class _Builder:
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
             apart = node.index if node.index in self.dependencies.cut or self._read_by_cut(node) else -1
             # Prices know the phase: whether a result stays, what a collective may overlap, when casts run.
-            how = (switches, node.phase, kernel, anyway, totalled, apart)
+            again = self.texts.get(node.index), tuple(self.kept.get(o) for o in node.outputs)
+            how = (switches, node.phase, kernel, anyway, totalled, apart, again)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
@@ -184,22 +206,44 @@ class _Builder:
         again: dict[str, list[int]] = defaultdict(list)
         moved = frozenset(t for node in nodes for t in self.moved_anyway(node))
         for node in nodes:
-            for dim in self.remat.get(node.index, ()):
-                again[dim].append(node.index)
+            for text in self.texts.get(node.index, ()):
+                again[text].append(node.index)
+        parts = {numbers: frozenset(numbers) for numbers in map(tuple, again.values())}
+        second = {
+            numbers: Subgraph(found, subgraph.blocks, again=True, moved=moved, unread=self.unread)
+            for numbers, found in parts.items()
+        }
+        runs = {text: second[tuple(numbers)] for text, numbers in again.items()}
+        kept = {o: self.kept[o] for node in nodes for o in node.outputs if o in self.kept}
         return Cluster(
             name,
             subgraph,
-            {
-                dim: Subgraph(frozenset(found), subgraph.blocks, again=True, moved=moved, unread=self.unread)
-                for dim, found in again.items()
-            },
+            runs,
             *self._dims(nodes),
             early,
             self.dependencies.totalled.intersection(o for node in nodes for o in node.outputs),
             *self._cut(inside),
             multiplicity,
-            any(isinstance(n.op, Scan) or self._savers(n) for n in nodes),
+            bool(kept) or any(isinstance(n.op, Scan) or self._savers(n) for n in nodes),
+            alike={} if any(n.body is not None for n in nodes) else self._alike(runs, kept),
         )
+
+    def _alike(
+        self, runs: Mapping[str, Subgraph], kept: Mapping[int, Sequence[str]]
+    ) -> dict[str, dict[Choice, Choice]]:
+        """`Cluster.alike`: under which options the same runs again and the same is kept."""
+        first: dict[Hashable, Choice] = {}
+        found: dict[str, dict[Choice, Choice]] = defaultdict(dict)
+        for block in self.graph.blocks:
+            if not stands_beside_backward(block, self.graph) or block.dim is None:
+                continue
+            for keep in ((), *keep_sets(self.graph, block.dim.name)):
+                text = str(Recomputed(block.dim.name, keep))
+                name, choice = chosen(text)
+                what = name, runs.get(text), tuple(t for t, texts in kept.items() if text in texts)
+                if first.setdefault(what, choice) != choice:
+                    found[name][choice] = first[what]
+        return found
 
     def _cut(
         self, inside: Set[int]
@@ -290,18 +334,20 @@ class _Builder:
             return None
         nodes = [*reads, *casts]
         again = self._access_again(casts, accesses)
-        switches = changing(Touched(recomputed=tuple(again), variables=[variable]))
+        dims_again = tuple(dict.fromkeys(Recomputed.parse(text).dim for text in again))
+        switches = changing(Touched(recomputed=dims_again, variables=[variable]))
         dims = variable.shape.names
         key = (
             variable.type,
             variable.stacked,
             tuple(sorted((self.dependencies.block_of[n.index].id, n.op.describe()) for n in casts)),
             _places(accesses),
-            tuple((dim, len(k.nodes), _places(k.natural)) for dim, k in again.items()),
+            tuple((text, len(k.nodes), _places(k.natural)) for text, k in again.items()),
         )
         subgraph = self._subgraph(nodes, frozenset(accesses))
         name, members = f"{variable.name} (access)", (_numbers(nodes),)
-        return key, Cluster(name, subgraph, again, dims, switches, (dims,), {}, members=members)
+        alike = self._alike(again, {})
+        return key, Cluster(name, subgraph, again, dims, switches, (dims,), {}, members=members, alike=alike)
 
     def _access_again(self, casts: list[Node], accesses: set[Access]) -> dict[str, Subgraph]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.
@@ -313,33 +359,47 @@ class _Builder:
             forward = backward.forward
             if forward is None or forward.dim is None or not stands_beside_backward(forward, self.graph):
                 continue
-            dim = forward.dim.name
-            nodes, gathers = extra.setdefault(dim, (set(), set()))
-            remat = {i for i, dims in self.remat.items() if dim in dims}
-            for cast in casts:
-                here = self.dependencies.block_of[cast.index]
-                twin = backward.captured.get(cast.outputs[0], -1)
-                known = here is forward and any(twin in c.outputs for c in casts)
-                if cast.index in remat and self._within(here, forward) and not known:
-                    nodes.add(cast.index)
-            for block, way, tensor in accesses:
-                read = any(
-                    r.index in remat and self.dependencies.block_of[r.index].id == block and r not in casts
-                    for r in self.dependencies.readers[tensor]
-                )
-                twin = backward.captured.get(tensor, tensor)
-                known = block == forward.id and (backward.id, "backward", twin) in accesses
-                if read and self._within(self.graph.blocks[block], forward) and not known:
-                    gathers.add((block, way, tensor))
+            for keep in ((), *keep_sets(self.graph, forward.dim.name)):
+                text = str(Recomputed(forward.dim.name, keep))
+                nodes, gathers = extra.setdefault(text, (set(), set()))
+                self._extra(text, forward, backward, casts, accesses, nodes, gathers)
         reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
         found = {}
-        for dim, (nodes, gathers) in extra.items():
+        for text, (nodes, gathers) in extra.items():
             if nodes or gathers:
                 subgraph = self._subgraph(
                     [*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers)
                 )
-                found[dim] = replace(subgraph, again=True)
+                found[text] = replace(subgraph, again=True)
         return found
+
+    def _extra(
+        self,
+        text: str,
+        forward: Block,
+        backward: Block,
+        casts: list[Node],
+        accesses: set[Access],
+        nodes: set[int],
+        gathers: set[Access],
+    ) -> None:
+        """Adds to `nodes` and `gathers` what one loop's second run has more."""
+        remat = self.again[text]
+        for cast in casts:
+            here = self.dependencies.block_of[cast.index]
+            twin = backward.captured.get(cast.outputs[0], -1)
+            known = here is forward and any(twin in c.outputs for c in casts)
+            if cast.index in remat and self._within(here, forward) and not known:
+                nodes.add(cast.index)
+        for block, way, tensor in accesses:
+            read = any(
+                r.index in remat and self.dependencies.block_of[r.index].id == block and r not in casts
+                for r in self.dependencies.readers[tensor]
+            )
+            twin = backward.captured.get(tensor, tensor)
+            known = block == forward.id and (backward.id, "backward", twin) in accesses
+            if read and self._within(self.graph.blocks[block], forward) and not known:
+                gathers.add((block, way, tensor))
 
     def _within(self, block: Block, other: Block) -> bool:
         """Whether a block is another one, or inside of it."""

@@ -25,7 +25,7 @@ from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler
 from layoutopt.problem import Entry, Row, Sparse
 from layoutopt.space.decisions import Decisions
-from layoutopt.space.recompute import recompute_name
+from layoutopt.space.recompute import chosen as chosen_of
 
 
 class MemoryConstraints:
@@ -54,7 +54,7 @@ class MemoryConstraints:
 
     def rows(self, again: frozenset[str] = frozenset()) -> tuple[Row, ...]:
         """One row for every point of the step that no other point dominates; they hold nothing where a loop
-        of `again` does not run again. No limits are set."""
+        of `again` does not run again, or keeps something else. No limits are set."""
         again |= self.always
         if again not in self._made:
             points = self.context.points(again, self.fuses)
@@ -123,10 +123,9 @@ class MemoryConstraints:
             return row
         most = sum(map(_most, row.entries))
         gates = []
-        for dim in sorted(again):
-            options = self.decided.options[recompute_name(dim)]
-            table = np.array([0.0 if choice else -most for choice in options])
-            gates.append(Entry((self.names.index(recompute_name(dim)),), table))
+        for name, chosen in sorted(map(chosen_of, again)):
+            table = np.array([0.0 if c == chosen else -most for c in self.decided.options[name]])
+            gates.append(Entry((self.names.index(name),), table))
         name = f"{row.name} with {', '.join(sorted(again))} again"
         return replace(row, name=name, entries=(*row.entries, *gates))
 

@@ -131,6 +131,16 @@ def _options(cluster: Cluster, decided: Decisions, switches: Sequence[Choice]) -
     return decided.read({n: choice for n, choice in chosen.items() if n in decided.options})[1]
 
 
+def _merged(chosen: Sequence[Choice], alike: Sequence[tuple[int, Mapping[Choice, Choice]]]) -> Assignment:
+    """An assignment with what is another one's equal in its place."""
+    if not alike:
+        return tuple(chosen)
+    found = list(chosen)
+    for i, same in alike:
+        found[i] = same.get(found[i], found[i])
+    return tuple(found)
+
+
 def _splits(cluster: Cluster) -> int:
     """How many of a cluster's decisions, the first ones, name mesh axes."""
     return len(cluster.dims) + len(cluster.sums)
@@ -153,10 +163,11 @@ class Tabler:
         entries: dict[Assignment, Entry] = {}
         placed: tuple[Assignment, Naming, Layout, Cut] | None = None
         switched: dict[Assignment, Options] = {}
+        alike = [(i, cluster.alike[n]) for i, n in enumerate(cluster.decisions) if n in cluster.alike]
         for assignment in bare.entries:
             for i, choice in zip(place, assignment, strict=True):
                 every[i] = choice
-            key = tuple(every)
+            key = _merged(every, alike)
             if key not in known:
                 splits, rest = key[:count], key[count:]
                 if placed is None or placed[0] != splits:
@@ -172,7 +183,8 @@ class Tabler:
     def entry(self, cluster: Cluster, decided: Decisions, chosen: Mapping[str, Choice]) -> Entry | None:
         """The price of a cluster under one choice of everything; None if that is not legal."""
         known = self._entries.setdefault(cluster, {})
-        key = tuple([chosen.get(n, ()) for n in cluster.decisions])
+        alike = [(i, cluster.alike[n]) for i, n in enumerate(cluster.decisions) if n in cluster.alike]
+        key = _merged([chosen.get(n, ()) for n in cluster.decisions], alike)
         if key not in known:
             splits, rest = key[: _splits(cluster)], key[_splits(cluster) :]
             options = _options(cluster, decided, rest)
@@ -228,9 +240,9 @@ class Tabler:
             seconds -= naming.pricer.message_seconds(axes, itemsize(dtype), late=True)
             small.update({Key((naming.real[a],), dtype, late=True): () for a in axes})
         parts = [lowered]
-        for dim in sorted(options.recompute):
-            if dim in cluster.again:
-                second = self._lowered(cluster, cluster.again[dim], options, oracle, naming)
+        for text in sorted(options.recompute):
+            if text in cluster.again:
+                second = self._lowered(cluster, cluster.again[text], options, oracle, naming)
                 assert second.cost is not None
                 seconds += naming.pricer.total(second.cost)
                 parts.append(second)

@@ -46,7 +46,7 @@ class Searched(Data):
     pins: str | None = None
     forbid: str | None = None
     storage: tuple[str, ...] | None = None
-    recompute: tuple[Flag, ...] | None = None
+    recompute: tuple[Flag | str, ...] | None = None
     microbatches: tuple[Size, ...] | None = None
 
 

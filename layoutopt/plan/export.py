@@ -23,6 +23,7 @@ from layoutopt.plan.units import clean, some
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.kept import Recomputed
 
 if TYPE_CHECKING:
     from mesh_tf_core.ir.program import Program
@@ -88,6 +89,12 @@ def export(what: Exported, to: str) -> str:
             f"{to} places a dimension alike wherever it appears, but in {path!r} this plan has "
             f"{rules_in(rules)} instead; search without --refine, or give these dimensions other "
             "names there in the model"
+        )
+    kept = next((text for text in what.decided.recompute if Recomputed.parse(text).keep), None)
+    if kept is not None and to not in SAY_WHAT_IS_KEPT:
+        raise UserError(
+            f"{to} recomputes all of a block or nothing, but this plan recomputes {kept}; choose "
+            "another form, or recompute all of it"
         )
     return FORMATS[to](what)
 
@@ -167,7 +174,7 @@ def _jax(what: Exported) -> str:
         "from jax.sharding import PartitionSpec as P",
         "",
         *_jax_mesh(what.mesh),
-        *_beside(what, "jax.checkpoint"),
+        *_beside(what, "jax.checkpoint, with a policy that saves what they keep"),
         "",
     ]
     for name, tensors in (("VARIABLES", what.variables), ("INPUTS", what.inputs)):
@@ -258,8 +265,12 @@ MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
 """The logical axes that every matrix has and MaxText splits for FSDP; `d_model` of ours."""
 MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
 """Stage -> the axis of MaxText that splits the batch, and at this stage the state too, or the weights too."""
-MAXTEXT_REMAT = ("minimal_with_context", "full")
-"""`remat_policy` that saves the most, and that recomputes all of a layer (the default there)."""
+MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
+    (): "full",
+    ("products",): "minimal",
+    ("products", "attention"): "minimal_with_context",
+}
+"""What a layer that runs again keeps -> the `remat_policy` that does so. (The last one saves the most.)"""
 
 
 def _maxtext_stage(what: Exported) -> str:
@@ -322,7 +333,7 @@ def _maxtext(what: Exported) -> str:
         for each in MAXTEXT_WEIGHTS:
             logical[each] = [*logical.get(each, ()), *_renamed(batch, names)]
     rules = [json.dumps([each, axes]) for each, axes in logical.items()]
-    more = [f"remat_policy: {MAXTEXT_REMAT[bool(what.decided.recompute)]}"]
+    more = [f"remat_policy: {_maxtext_policy(what)}"]
     more += ["shard_optimizer_over_data: True"] if stage == "zero1" else []
     more += _maxtext_batch(what)
     sizes = dict.fromkeys(MAXTEXT_AXES, 1)
@@ -340,6 +351,26 @@ def _maxtext(what: Exported) -> str:
             "",
         ]
     )
+
+
+def _maxtext_policy(what: Exported) -> str:
+    """The `remat_policy` of a plan; where nothing runs again, the one that saves the most."""
+    policies = {}
+    for text in what.decided.recompute:
+        kept = Recomputed.parse(text).keep
+        if kept not in MAXTEXT_REMAT:
+            known = ", ".join("+".join(keep) or "nothing" for keep in MAXTEXT_REMAT)
+            raise UserError(
+                f"maxtext has no remat_policy for {text}: its named ones keep {known}; choose "
+                "another form, or recompute all of it"
+            )
+        policies[MAXTEXT_REMAT[kept]] = text
+    if len(policies) > 1:
+        raise UserError(
+            f"maxtext has one remat_policy for all layers, but this plan recomputes "
+            f"{', '.join(policies.values())}; search with --recompute whole, or choose another form"
+        )
+    return next(iter(policies), MAXTEXT_REMAT["products", "attention"])
 
 
 def _maxtext_batch(what: Exported) -> list[str]:
@@ -375,6 +406,8 @@ SAY_EVERY_VARIABLE = ("dtensor", "jax")
 """Forms that say how each variable and its state lie, storage included."""
 SAY_NO_TENSOR = ("mesh-tensorflow", "haliax")
 """Forms that say how dimensions are split, and nothing of single variables or inputs."""
+SAY_WHAT_IS_KEPT = ("jax", "maxtext")
+"""Forms in which a block that runs again may keep some of its values."""
 FORMATS: Mapping[str, Callable[[Exported], str]] = {
     "mesh-tensorflow": _mesh_tensorflow,
     "dtensor": _dtensor,

@@ -4,6 +4,7 @@ Every decision has a name and a finite list of options, each a tuple of words; `
   a dimension's name         the mesh axes that it is split over                             `splits`
   "storage of <class>"       (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
   "recompute <dim>"          (), ("on",): the loop over <dim> is recomputed in backward   `recompute`
+                             ("on", "products"): but for what it keeps
   "number of microbatches"   one number in each subproblem                                   `microbatches`
 The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own.
 """

@@ -32,7 +32,8 @@ class Allowed:
       forbid: dimension -> axes it may not be split over.
       orders: "mesh": the axes of a split are in the order of the mesh; "all": in every order.
       storage: stages that variables may be stored at.
-      recompute: whether loops may, must or must not run again in backward.
+      recompute: whether loops may (both), must or must not run again in backward; "selective": or may
+        while they keep some of their values.
       microbatches: numbers of parts of the batch.
     """
 
@@ -40,7 +41,7 @@ class Allowed:
     forbid: Mapping[str, Axes] = field(default_factory=dict)
     orders: str = "mesh"
     storage: tuple[str, ...] = STAGES
-    recompute: tuple[bool, ...] = (False, True)
+    recompute: tuple[bool | str, ...] = (False, True)
     microbatches: tuple[int, ...] = (1,)
 
 

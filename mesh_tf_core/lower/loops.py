@@ -11,7 +11,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Carry, Result, Sliced, make_loop
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.rematerialization import Rematerialization, leading_to, needed_for
+from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import Pairs
 
 Key = int | tuple[int, "Key"]
@@ -23,7 +23,7 @@ class Loops:
 
     Args:
       low: its state.
-      recompute: dimensions of the loops that run again in backward.
+      recompute: the loops that run again in backward, and what they keep (`kept.Recomputed`).
       node, nodes: lower a node (a second time, or not), and those of a block.
     """
 
@@ -35,7 +35,7 @@ class Loops:
         nodes: Callable[[Block], None],
     ) -> None:
         self.low, self._node, self._nodes = low, node, nodes
-        self.remat = Rematerialization(low.graph, recompute)
+        self.remat = rematerialization(low.graph, recompute)
         self._kept: dict[int, dict[Key, int]] = {}
 
     def loop(self, node: Node) -> None:
@@ -154,7 +154,7 @@ class Loops:
                 pairs.append(self._part(self.low.value_of(outer), inner))
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
-        for node in leading_to([tensor for tensor, _ in again], forward):
+        for node in leading_to([tensor for tensor, _ in again], forward, self.remat.kept(forward)):
             self._node(node, True)
         for tensor, inner in again:
             if not self.remat.unsaved(tensor):
@@ -206,14 +206,17 @@ class Loops:
 
     def _keeps(self, block: Block, node: Node, starts: Sequence[int]) -> list[Result]:
         """What recomputation saves instead: the state at the beginning of every iteration, as far as it is
-        read again; for loops inside that run again, what they keep and read."""
+        read again, and what it is to keep; for loops inside that run again, what they keep and read."""
         if not self.remat.names or self._saves_later(block):
             return []
         found: dict[Key, int] = {}
         if self.remat.again(block):
             subgraph = self.low.subgraph
-            read = needed_for(block.saved, block) if subgraph is None else subgraph.needed(block)
+            unread = NOTHING if subgraph is None else subgraph.unread
+            read = self.remat.read_again(block)
             found.update((t, self.low.env[t]) for t in starts if t in read)
+            stays = NOTHING if subgraph is not None and subgraph.again else self.remat.kept(block, unread)
+            found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
         else:
             for inner in self.remat.inner(block):
                 kept = self._kept.get(inner.id, {})
@@ -244,7 +247,7 @@ class Loops:
         while around.parent is not None:
             around = self.low.graph.blocks[around.parent]
             if self.remat.again(around):
-                needed = subgraph.needed(around)
+                needed = self.remat.read_again(around)
                 return [(i, outer) for i, outer in pairs if outer in needed]
         return pairs
 

@@ -14,6 +14,7 @@ from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.dead import drop_dead
+from mesh_tf_core.lower.kept import written
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.rematerialization import check_recompute
 from mesh_tf_core.lower.subgraph import Subgraph
@@ -36,13 +37,18 @@ class Options:
 
     Attributes:
       storage: variable name -> stage (see `lower.storage`) for those that are not stored as the layout says.
-      recompute: names of the dimensions of the loops whose bodies run again in backward.
+      recompute: the loops whose bodies run again in backward, by their dimension, and what they keep
+        (`kept.Recomputed`): "layers", "layers:keep=products".
       microbatches: parts of the batch that a step runs one after the other, adding up their gradients.
     """
 
     storage: Mapping[str, int] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
     microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        if any(":" in text for text in self.recompute):
+            object.__setattr__(self, "recompute", written(self.recompute))
 
     @property
     def key(self) -> Hashable:
@@ -87,7 +93,7 @@ def lower(
 
     Raises:
       ProgramError: the program breaks a rule; a defect of ours.
-      UserError: `recompute` names what is not the dimension of a loop.
+      UserError: `recompute` names what is not the dimension of a loop, or what it does not make.
       LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two
         dimensions of one operation over the same axis.
     """

@@ -2,7 +2,8 @@
 
 A loop that runs again saves its state instead of what its backward reads. Where it is inside of another one,
 which does not run again, that one stacks this state once more, with everything that the second run reads from
-its own body; the backward body then begins with the parts of these stacks.
+its own body; the backward body then begins with the parts of these stacks. What it keeps besides its state
+says `kept`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from functools import cached_property
 
-from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.lower.kept import SETS, Recomputed, check_kept, kept_values
 from mesh_tf_core.tracing.graph import Graph
+
+NOTHING: frozenset[int] = frozenset()
+
+
+def rematerialization(graph: Graph, texts: frozenset[str]) -> Rematerialization:
+    """What some texts (`kept.Recomputed`) say of a graph, worked out once."""
+    return graph.remembered((Rematerialization, texts), lambda: Rematerialization(graph, texts))
 
 
 class Rematerialization:
-    """The loops of a graph that run again when those over the dimensions `names` do."""
+    """The loops of a graph that run again when some texts say so."""
 
-    def __init__(self, graph: Graph, names: frozenset[str]) -> None:
-        self.graph, self.names = graph, names
+    def __init__(self, graph: Graph, texts: frozenset[str]) -> None:
+        self.graph, self.names = graph, {r.dim: r.keep for r in map(Recomputed.parse, texts)}
         self._needs: dict[int, frozenset[int]] = {}
+        self._follows: dict[tuple[int, frozenset[int]], tuple[frozenset[int], frozenset[int]]] = {}
 
     def again(self, block: Block) -> bool:
         """Whether a loop's body runs again in its backward."""
@@ -38,6 +47,29 @@ class Rematerialization:
         loop, inner = self._savers.get(tensor, (None, -1))
         return loop is not None and (self.again(loop) or self.unsaved(inner))
 
+    def kept(self, block: Block, unread: frozenset[int] = NOTHING) -> frozenset[int]:
+        """The tensors of a loop's body that it stacks though it runs again: of those that it is to keep, what
+        is read then.
+
+        Args:
+          unread: stacks of saved values that nothing reads.
+        """
+        return self._again(block, unread)[0]
+
+    def read_again(self, block: Block, unread: frozenset[int] = NOTHING) -> frozenset[int]:
+        """The tensors that what a loop saves follows from when it runs again, kept ones included."""
+        return self._again(block, unread)[1]
+
+    def _again(self, block: Block, unread: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+        key = block.id, unread
+        if key not in self._follows:
+            keep = self.names.get(block.dim.name, ()) if block.dim is not None and self.again(block) else ()
+            may = {t for t in kept_values(keep, block, self.graph) if not self.unsaved(t)}
+            wanted = (t for t, stack in block.saved.items() if stack not in unread)
+            read = frozenset(needed_for(wanted, block, may))
+            self._follows[key] = read & may, read
+        return self._follows[key]
+
     @cached_property
     def _savers(self) -> dict[int, tuple[Block, int]]:
         """Stack of saved values -> the loop that saves it, the tensor in its body."""
@@ -54,7 +86,7 @@ class Rematerialization:
         if loop.id not in self._needs:
             found: set[int] = set()
             if self.again(loop):
-                found |= needed_for(loop.saved, loop)
+                found |= self.read_again(loop)
             else:
                 found.update(*map(self.needs, self.inner(loop)))
             todo = list(found)
@@ -105,19 +137,36 @@ def recomputable(graph: Graph) -> list[str]:
     return list(dict.fromkeys(b.dim.name for b in loops if b.dim is not None and b.dim not in away))
 
 
-def check_recompute(graph: Graph, names: Iterable[str]) -> None:
-    """UserError for a dimension that no loop runs over."""
+def keep_sets(graph: Graph, dim: str) -> tuple[tuple[str, ...], ...]:
+    """The different sets of `kept.SETS` that loops over a dimension may keep when they run again, but for
+    those that leave no work."""
+    return graph.remembered((keep_sets, dim), lambda: tuple(_keep_sets(graph, dim)))
+
+
+def _keep_sets(graph: Graph, dim: str) -> list[tuple[str, ...]]:
+    blocks = [b for b in graph.blocks if b.dim is not None and b.dim.name == dim and has_backward(b, graph)]
+    found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
+    for keep in SETS:
+        remat = rematerialization(graph, frozenset({str(Recomputed(dim, keep))}))
+        kept = tuple(map(remat.kept, blocks))
+        again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))
+        if any(kept) and not all(n.op.free for n in again):
+            found.setdefault(kept, keep)
+    return list(found.values())
+
+
+def check_recompute(graph: Graph, texts: Iterable[str]) -> None:
+    """UserError for what no loop of the graph can do."""
     loops = {b.dim.name for b in graph.blocks if b.dim is not None}
-    for name in names:
-        if name not in loops:
-            raise UserError(f"recompute {name!r}: no loop runs over it; {known_names(name, loops)}")
+    check_kept(texts, loops, (b for b in graph.blocks if has_backward(b, graph)), graph)
 
 
-def needed_for(wanted: Iterable[int], block: Block) -> set[int]:
-    """The tensors, also those of loops inside, that the tensors `wanted` of a block follow from."""
+def needed_for(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) -> set[int]:
+    """The tensors, also those of loops inside, that the tensors `wanted` of a block follow from, where those
+    that are kept are there."""
     needed = set(wanted)
     for node in reversed(block.nodes):
-        if not _makes(node, needed):
+        if not _makes(node, needed, kept):
             continue
         needed.update(node.inputs)
         body = node.body
@@ -129,26 +178,26 @@ def needed_for(wanted: Iterable[int], block: Block) -> set[int]:
     return needed
 
 
-def _makes(node: Node, needed: set[int]) -> bool:
+def _makes(node: Node, needed: Set[int], kept: Set[int]) -> bool:
     made = (*node.outputs, *(node.body.saved.values() if node.body else ()))
-    return any(o in needed for o in made)
+    return any(o in needed and o not in kept for o in made)
 
 
-def leading_to(wanted: Iterable[int], block: Block) -> list[Node]:
-    """The nodes of `block` from which the tensors `wanted` follow, in order."""
-    needed = needed_for(wanted, block)
-    return [node for node in block.nodes if _makes(node, needed)]
+def leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) -> list[Node]:
+    """The nodes of `block` from which the tensors `wanted` follow, in order; see `needed_for`."""
+    needed = needed_for(wanted, block, kept)
+    return [node for node in block.nodes if _makes(node, needed, kept)]
 
 
-def running_again(block: Block, unread: Set[int] = frozenset()) -> list[Node]:
+def running_again(block: Block, unread: Set[int] = frozenset(), kept: Set[int] = NOTHING) -> list[Node]:
     """The nodes, also those of loops inside, that run a second time when a loop's body is recomputed, but for
     stacks that nothing reads."""
     wanted = (tensor for tensor, stack in block.saved.items() if stack not in unread)
-    needed, found = needed_for(wanted, block), list[Node]()
+    needed, found = needed_for(wanted, block, kept), list[Node]()
 
     def visit(inside: Block) -> None:
         for node in inside.nodes:
-            if _makes(node, needed):
+            if _makes(node, needed, kept):
                 found.append(node)
                 if node.body is not None:
                     visit(node.body)

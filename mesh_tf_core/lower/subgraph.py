@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.lower.nodes import Plan
-from mesh_tf_core.lower.rematerialization import needed_for
 from mesh_tf_core.tracing.graph import Graph
 
 Pairs = tuple[tuple[int, int], ...]
@@ -39,7 +38,6 @@ class Subgraph:
     _by_block: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict, compare=False, repr=False)
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
-    _needed: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
     _made: dict[int, tuple[Pairs, Pairs, Pairs]] = field(default_factory=dict, compare=False, repr=False)
 
     def within(self, block: Block) -> list[Node]:
@@ -65,12 +63,6 @@ class Subgraph:
             found = (*(i for n in kept for i in n.inputs), *(t for _, t in self.natural_in(block)))
             self._reads[block.id] = frozenset(found)
         return self._reads[block.id]
-
-    def needed(self, block: Block) -> frozenset[int]:
-        """The tensors that what a loop saves follows from."""
-        if block.id not in self._needed:
-            self._needed[block.id] = frozenset(needed_for(block.saved, block))
-        return self._needed[block.id]
 
     def made(self, scan: Node, graph: Graph) -> tuple[Pairs, Pairs, Pairs]:
         """What a loop stacks, sums and saves of what kept nodes compute."""

@@ -145,6 +145,13 @@ def test_storage_recompute_and_microbatches(
         *plain, "--storage", "output/projecton=zero1"
     )
     assert "no loop runs over 'layer'; did you mean 'layers'?" in refused(*plain, "--recompute", "layer")
+    kept = result(*plain, "--recompute", "layers:keep=attention+products")
+    assert kept["recompute"] == ["layers:keep=products+attention"]
+    all_again = result(*plain, "--recompute", "layers")["predicted"]
+    peaks = [found["peak_memory_bytes"] for found in (all_again, kept["predicted"], before)]
+    flops = [found["flops_per_device"] for found in (before, kept["predicted"], all_again)]
+    assert peaks == sorted(peaks) and flops == sorted(flops)
+    assert "did you mean 'products'?" in refused(*plain, "--recompute", "layers:keep=product")
     assert "--microbatches" in refused(*plain, "--microbatches", "0")
 
 

@@ -254,6 +254,22 @@ def test_maxtext_recomputes_and_cuts_the_batch() -> None:
     assert "per_device_batch_size: 4\n" in plain and "per_device_batch_size: 1\n" in other
 
 
+def test_what_is_kept_is_said_or_refused() -> None:
+    def exported(to: str, *texts: str) -> str:
+        return export(matrices("", "", recompute=texts), to)
+
+    for keep, policy in (("products", "minimal"), ("products+attention", "minimal_with_context")):
+        assert f"remat_policy: {policy}\n" in exported("maxtext", f"layers:keep={keep}")
+    assert "RECOMPUTE = ('layers:keep=products',)" in exported("jax", "layers:keep=products")
+    with pytest.raises(mtf.UserError, match="no remat_policy for layers:keep=outputs: its named ones keep"):
+        exported("maxtext", "layers:keep=outputs")
+    with pytest.raises(mtf.UserError, match="one remat_policy for all layers, but this plan recomputes a, b"):
+        exported("maxtext", "a", "b:keep=products")
+    for to in ("haliax", "mesh-tensorflow", "dtensor"):
+        with pytest.raises(mtf.UserError, match=f"{to} recomputes all of a block or nothing"):
+            export(replace(matrices("", "", layout="batch:a", recompute=("layers:keep=products",))), to)
+
+
 def test_maxtext_takes_its_own_names() -> None:
     weights = (Placed("wi", ("embed", "mlp"), ((), ("c",)), True),)
     found = Exported("title", mtf.Mesh("a:2;c:2"), mtf.Layout("batch:a;mlp:c;kv_heads:c"), weights, ())

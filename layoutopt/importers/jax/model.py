@@ -37,6 +37,7 @@ from layoutopt.importers.jax.writer import Handler, Writer
 from layoutopt.plan.build import Plan, check_plan_model
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.lower.kept import dims_of
 from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.optimizers import Adam, Optimizer, by_name
 from mesh_tf_core.tracing.graph import Graph
@@ -78,7 +79,7 @@ class JaxModel(mtf.Model):
         assert self.origin is not None
         whole = "layers are recomputed whole or not at all"
         parts = [f"{w}: jax.checkpoint of a part is left out: {whole}" for w in self.origin.parts_recomputed]
-        own = sorted(self.origin.recomputed - options.recompute)
+        own = sorted(self.origin.recomputed - dims_of(options.recompute))
         left = [f"the function's own jax.checkpoint of {', '.join(own)} is left out: nothing recomputes it"]
         return (*self.origin.notes, *parts, *(left if own else ()))
 

@@ -1,0 +1,193 @@
+"""What a loop that runs again in backward keeps all the same, and how that is said.
+
+    layers                          nothing but its state: all that backward reads is computed anew
+    layers:keep=attention+products  these values too; what is not kept is computed anew from what is
+
+A kept value is stacked as it is where the loop does not run again. What may be kept:
+    products   results of products with weights, convolutions among them
+    outputs    of these alone what has the dimensions of the loop's state, and is mostly added to it: where a
+               weight's rows are split, devices add it up, and need not again
+    attention  results of attention with the statistics of its rows, and of other products of two activations
+    others     of everything else (norms, activation functions, loops inside), what backward reads
+or by name: a scope (`attention`), of which what is read outside of it is kept, an operation of one
+(`attention/einsum`), a weight (`wi`, `feed_forward/wi`), whose products are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.blocks import Block, Node, reads
+from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.lower.nodes import weights
+from mesh_tf_core.tracing.graph import Graph
+
+PRODUCTS, OUTPUTS, ATTENTION, OTHERS = "products", "outputs", "attention", "others"
+KINDS = (PRODUCTS, OUTPUTS, ATTENTION, OTHERS)
+SETS = (
+    (OUTPUTS,),
+    (ATTENTION,),
+    (OUTPUTS, ATTENTION),
+    (PRODUCTS,),
+    (PRODUCTS, ATTENTION),
+    (PRODUCTS, OTHERS),
+)
+"""What a search decides between. Others are cheap to make and large, so they are kept last."""
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Loops that run again, and what they keep: words of `KINDS` in this order, then names."""
+
+    dim: str
+    keep: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.dim}:keep={'+'.join(self.keep)}" if self.keep else self.dim
+
+    @classmethod
+    @lru_cache(maxsize=1 << 12)
+    def parse(cls, text: str) -> Recomputed:
+        """What `text` says; UserError if it says nothing."""
+        dim, colon, rest = text.partition(":")
+        word, _, listed = rest.partition("=")
+        words = listed.split("+") if colon else []
+        if colon and (word.strip() != "keep" or not all(map(str.strip, words))):
+            raise UserError(
+                f"recompute {text!r}: write the dimension of a loop, or DIM:keep=KIND+KIND; kinds are "
+                f"{', '.join(KINDS)} and names of scopes"
+            )
+        keep = {w.strip() for w in words}
+        keep -= {OUTPUTS} if PRODUCTS in keep else set()
+        return cls(dim.strip(), tuple(sorted(keep, key=_order)))
+
+
+def _order(word: str) -> tuple[int, str]:
+    return KINDS.index(word) if word in KINDS else len(KINDS), word
+
+
+def written(texts: Iterable[str]) -> frozenset[str]:
+    """The same loops, each in the one way that it is written."""
+    return frozenset(str(Recomputed.parse(text)) for text in texts)
+
+
+def dims_of(texts: Iterable[str]) -> frozenset[str]:
+    """The dimensions of the loops."""
+    return frozenset(Recomputed.parse(text).dim for text in texts)
+
+
+def kind_of(tensor: int, block: Block, graph: Graph) -> str:
+    """The kind of a tensor of a loop's body; renamed, laid out otherwise or converted, it is the same."""
+    node = graph.producer.get(tensor)
+    while node is not None and node.inputs and (node.op.free or node.op.converts):
+        node = graph.producer.get(node.inputs[0])
+    if node is None or node.body is not None or node.op.kind not in ("matmul", "attention"):
+        return OTHERS
+    weighs = any(graph.is_free(graph.tensor(i), block) for i in node.inputs)
+    return PRODUCTS if node.op.kind == "matmul" and weighs else ATTENTION
+
+
+def kept_values(words: Iterable[str], block: Block, graph: Graph) -> set[int]:
+    """The tensors of a loop's body that some words mean."""
+    found: set[int] = set()
+    for word in words:
+        if word == OTHERS:
+            found |= {t for t in block.saved if kind_of(t, block, graph) == OTHERS}
+        elif word in KINDS:
+            makers = (n for n in block.nodes if n.op.kind in ("matmul", "attention"))
+            kind = PRODUCTS if word == OUTPUTS else word
+            made = {o for n in makers for o in n.outputs if kind_of(o, block, graph) == kind}
+            found |= made if word != OUTPUTS else {o for o in made if _becomes_state(o, block, graph)}
+        else:
+            found |= _leaving(word, block, graph)
+    found = {t for t in found if not graph.is_free(graph.tensor(t), block)}
+    return {_reduced(t, block, graph) for t in found} if found else found
+
+
+def _like_state(tensor: int, block: Block, graph: Graph) -> bool:
+    dims = set(graph.tensor(tensor).shape.names)
+    return any(dims == set(graph.tensor(c).shape.names) for c in block.carry_in)
+
+
+def _becomes_state(tensor: int, block: Block, graph: Graph) -> bool:
+    return any(_like_state(t, block, graph) for t in (tensor, _reduced(tensor, block, graph)))
+
+
+def _reduced(tensor: int, block: Block, graph: Graph) -> int:
+    """What takes fewer bytes than a tensor and stands for it, as nobody else reads it: what it is converted to,
+    or what it is called between operations, where the state may be split otherwise."""
+    passed = tensor
+    while passed not in block.saved and passed not in block.carry_out:
+        readers = [node for node in block.nodes if passed in reads(node)]
+        if len(readers) != 1 or not (readers[0].op.free or readers[0].op.converts):
+            break
+        (other,) = readers[0].outputs
+        smaller = itemsize(graph.tensor(other).dtype) < itemsize(graph.tensor(tensor).dtype)
+        if smaller or (_like_state(other, block, graph) and not _like_state(tensor, block, graph)):
+            tensor = other
+        passed = other
+    return tensor
+
+
+def _leaving(name: str, block: Block, graph: Graph) -> set[int]:
+    """What a scope, or an operation, gives to others in its body."""
+    inside = [node for node in block.nodes if name in _names(node, graph)]
+    numbers = {node.index for node in inside}
+    read: set[int] = set()
+    for node in block.nodes if inside else ():
+        if node.index not in numbers:
+            read |= reads(node)
+    return {o for node in inside for o in node.outputs} & read
+
+
+def _names(node: Node, graph: Graph) -> Iterator[str]:
+    """What a node may be called: by the parts of its path, and of that of its weights."""
+    paths = [node.path]
+    if node.op.kind == "matmul":
+        paths += [weights(graph)[i] for i in node.inputs if i in weights(graph)]
+    for path in paths:
+        parts = path.split("/")
+        for i in range(len(parts)):
+            yield from ("/".join(parts[i:j]) for j in range(i + 1, len(parts) + 1))
+
+
+def check_kept(texts: Iterable[str], loops: Set[str], blocks: Iterable[Block], graph: Graph) -> None:
+    """UserError for a dimension that no loop runs over, one that is named twice, or words that mean nothing
+    there.
+
+    Args:
+      loops: dimensions of all loops.
+      blocks: the bodies with a backward.
+    """
+    known: dict[str, Recomputed] = {}
+    blocks = list(blocks)
+    for text in texts:
+        asked = Recomputed.parse(text)
+        if asked.dim not in loops:
+            it = "it" if text == asked.dim else repr(asked.dim)
+            raise UserError(f"recompute {text!r}: no loop runs over {it}; {known_names(asked.dim, loops)}")
+        if known.setdefault(asked.dim, asked) != asked:
+            raise UserError(
+                f"recompute: {known[asked.dim]} and {asked} are about the same loops; name {asked.dim} once"
+            )
+        here = [b for b in blocks if b.dim is not None and b.dim.name == asked.dim]
+        for word in asked.keep:
+            if not any(kept_values((word,), block, graph) for block in here):
+                there = dict.fromkeys(word for block in here for word in _words(block, graph))
+                raise UserError(
+                    f"recompute {text!r}: a loop over {asked.dim!r} makes nothing that {word!r} is; "
+                    f"{known_names(word, there)}"
+                )
+
+
+def _words(block: Block, graph: Graph) -> Iterator[str]:
+    """What may be said of a body; of names the single words."""
+    made = {*block.saved, *(o for node in block.nodes for o in node.outputs)}
+    kinds = {kind_of(t, block, graph) for t in made}
+    yield from (word for word in KINDS if word in kinds or (word == OUTPUTS and PRODUCTS in kinds))
+    for node in block.nodes:
+        names = (name for name in _names(node, graph) if "/" not in name and name != node.name)
+        yield from filter(None, names)

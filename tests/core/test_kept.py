@@ -1,0 +1,185 @@
+"""Loops that run again in backward and keep some of their values: the same numbers, less run again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.liveness import memory
+from examples.transformer_lm import data
+from examples.transformer_lm import model as transformer
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.program import Loop, Program
+from mesh_tf_core.lower import loops
+from mesh_tf_core.lower.kept import KINDS, Recomputed
+from mesh_tf_core.lower.verify import verify
+
+SIZES = {"d_model": 8, "d_kv": 2, "heads": 4, "d_ff": 16, "vocab": 16, "batch": 4, "length": 8}
+FORMS: dict[str, dict[str, Any]] = {
+    "fused": {"attention": "fused", "gated": True},
+    "written out": {"attention": "plain", "dropout": 0.3},
+    "bfloat16": {"attention": "fused", "dtype": "bfloat16", "kv_heads": 2},
+}
+MESH, SPLIT = "x:2;y:2", "batch:x;heads:y;d_ff:y;vocab:y"
+
+
+@cache
+def made(form: str) -> mtf.Model:
+    return transformer(layers=2, **SIZES, **FORMS[form])
+
+
+def run(form: str, recompute: str, mesh: str = MESH, layout: str = SPLIT, **options: Any) -> Any:
+    """Variables after two steps, and the program."""
+    again = frozenset(filter(None, [recompute]))
+    chosen = mtf.Options(recompute=again, **options)
+    program = verify(made(form).lower(mtf.Mesh(mesh), mtf.Layout(layout), chosen))
+    engine, batches = LockstepEngine(program), data(**{k: SIZES[k] for k in ("batch", "length", "vocab")})
+    for _ in range(2):
+        batch = next(batches)
+        engine.step({n: batch[n].reshape(program.values[i].shape.sizes) for n, i in program.feeds.items()})
+    assert engine.communication_bytes == program.communication_bytes()
+    return {name: engine.read(name) for name in program.variables}, program
+
+
+@cache
+def plain(form: str) -> dict[str, Any]:
+    found: dict[str, Any] = run(form, "", "one:1", "")[0]
+    return found
+
+
+def same(found: dict[str, Any], form: str) -> None:
+    for name, value in plain(form).items():
+        loose = 2e-2 if form == "bfloat16" else 1e-5
+        np.testing.assert_allclose(found[name], value, rtol=loose, atol=loose, err_msg=name)
+
+
+def again(program: Program) -> Counter[str]:
+    """What runs again, by name."""
+    return Counter(i.name for i, _ in program.walk() if i.origin.phase == "recompute")
+
+
+def stacks(program: Program) -> Counter[str]:
+    """Dimensions of what the first loop stacks."""
+    loop = next(i for i, _ in program.walk() if isinstance(i, Loop))
+    return Counter(" ".join(program.values[r.outer].shape.names) for r in loop.stacked)
+
+
+SETS = ["products", "outputs", "attention", "others", "attention+products", "others+products", "q+wi+o"]
+CASES = [
+    pytest.param(form, keep, marks=() if (row + column) % 3 == 0 else pytest.mark.nightly)
+    for row, form in enumerate(FORMS)
+    for column, keep in enumerate(SETS)
+]
+
+
+@pytest.mark.parametrize(("form", "keep"), CASES)
+def test_the_numbers_stay(form: str, keep: str) -> None:
+    at = SETS.index(keep)
+    layout = (SPLIT, "batch:x;vocab:y", "batch:x+y", "heads:x;d_ff:x+y")[at % 4]
+    options: dict[str, Any] = {}
+    if at % 4 == 1 and not FORMS[form].get("dropout"):  # microbatches draw their own
+        options["microbatches"] = 2
+    if at % 3 == 2:
+        trained = [v.name for v in made(form).graph.variables.values() if v.trainable and len(v.shape)]
+        options["storage"] = dict.fromkeys(trained, 1 + at % 2 * 2)
+    same(run(form, f"layers:keep={keep}", layout=layout, **options)[0], form)
+
+
+def test_what_is_kept_does_not_run_again() -> None:
+    whole, products, attention, rest = (
+        run("fused", text)[1]
+        for text in (
+            "layers",
+            "layers:keep=products",
+            "layers:keep=attention",
+            "layers:keep=products+attention",
+        )
+    )
+    # q, k, v, o and the two that widen; the last product of a layer is not read by its backward.
+    assert again(whole)["einsum"] == 6 == again(attention)["einsum"]
+    assert again(whole)["attention"] == 1 == again(products)["attention"]
+    assert not again(products)["einsum"] and not again(attention)["attention"]
+    assert not {"einsum", "attention"} & again(rest).keys()
+    assert again(rest)["normalize"]
+    # The sum of the heads over devices is not taken again either.
+    assert again(whole)["all_reduce"] == 1 and not again(products)["all_reduce"]
+    assert not again(run("fused", "layers:keep=outputs")[1])["all_reduce"]
+    every, none = (
+        [i.name for i, _ in run("fused", text)[1].walk()]
+        for text in ("layers:keep=products+attention+others", "")
+    )
+    assert every == none
+
+
+def test_what_is_kept_is_held() -> None:
+    peaks = {
+        text: memory(run("fused", text)[1]).peak
+        for text in ("layers", "layers:keep=outputs", "layers:keep=products", "")
+    }
+    held = [*peaks.values()]
+    assert held == sorted(held) and len(set(held)) == 4
+    more = stacks(run("fused", "layers:keep=outputs")[1]) - stacks(run("fused", "layers")[1])
+    assert more == {"layers batch length d_model": 1}
+
+
+def test_another_value_in_the_place_of_a_kept_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: two kept values of one shape change places."""
+    keeps = loops.Loops._keeps
+
+    def wrong(self: loops.Loops, *given: Any) -> Any:
+        found = keeps(self, *given)
+        stacks = self._kept.get(given[0].id, {})
+        large = [key for key in stacks if isinstance(key, int)]
+        shapes = {key: self.low.values[stacks[key]].shape for key in large}
+        pairs = [(a, b) for a in large for b in large if a < b and shapes[a] == shapes[b]]
+        if pairs:
+            a, b = pairs[0]
+            stacks[a], stacks[b] = stacks[b], stacks[a]
+        return found
+
+    monkeypatch.setattr(loops.Loops, "_keeps", wrong)
+    with pytest.raises(AssertionError):
+        same(run("fused", "layers:keep=products")[0], "fused")
+
+
+def test_narrow_values_are_kept_narrow() -> None:
+    program = run("bfloat16", "layers:keep=products")[1]
+    whole = memory(run("bfloat16", "layers")[1]).peak
+    loop = next(i for i, _ in program.walk() if isinstance(i, Loop))
+    assert {program.values[r.outer].dtype for r in loop.stacked} == {"bfloat16"}
+    assert memory(program).peak > whole
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("layer:keep=products", "no loop runs over 'layer'; did you mean 'layers'"),
+        ("layers:keep=product", "makes nothing that 'product' is; did you mean 'products'"),
+        ("layers:keep=", "write the dimension of a loop, or DIM:keep=KIND"),
+        ("layers:products", "write the dimension of a loop, or DIM:keep=KIND"),
+    ],
+)
+def test_what_means_nothing_is_refused(text: str, why: str) -> None:
+    with pytest.raises(mtf.UserError, match=why):
+        run("fused", text)
+
+
+def test_one_loop_is_named_once() -> None:
+    both = mtf.Options(recompute=frozenset({"layers", "layers:keep=products"}))
+    with pytest.raises(mtf.UserError, match="about the same loops; name layers once"):
+        made("fused").lower(mtf.Mesh("one:1"), mtf.Layout(""), both)
+
+
+def test_texts_have_one_form() -> None:
+    assert str(Recomputed.parse("layers : keep = wi + attention+products+outputs")) == (
+        "layers:keep=products+attention+wi"
+    )
+    assert mtf.Options(recompute=frozenset({"layers:keep=attention+products"})).recompute == {
+        "layers:keep=products+attention"
+    }
+    assert Recomputed.parse("layers") == Recomputed("layers") and len(KINDS) == 4

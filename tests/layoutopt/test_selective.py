@@ -1,0 +1,90 @@
+"""Loops that keep some of their values when they run again, as the search decides: tables add up to the price
+of the program, and rows count no more than its peak."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from costmodels.pricing.pricer import pricer
+from layoutopt.evaluator import evaluate
+from layoutopt.formulation.extract import Extraction, extract
+from layoutopt.problem import evaluate as value_of
+from layoutopt.space.decisions import decisions
+from layoutopt.space.kind import Allowed
+from tests.layoutopt.models import EXAMPLES, some_choices
+
+PRICE = 1e-9
+ROUNDING = 1 + 1e-12
+EVERY = (False, "selective", True)
+
+
+def extraction(name: str, mesh: mtf.Mesh, parts: int, hardware: str) -> Extraction:
+    model = EXAMPLES[name]()
+    graph = model.training_step(parts).graph
+    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), recompute=EVERY))
+    return extract(model, mesh, decided, pricer(load_hardware(hardware), mesh))
+
+
+def compare(name: str, on: str, parts: int, hardware: str, count: int) -> None:
+    model, mesh, machine = EXAMPLES[name](), mtf.Mesh(on), load_hardware(hardware)
+    found, rng, compared = extraction(name, mesh, parts, hardware), random.Random(parts), 0
+    while compared < count:
+        layout, options = found.decided.read(some_choices(found.decided, rng))
+        choices = found.choices(layout, options)
+        try:
+            evaluation = evaluate(model, mesh, layout, machine, options)
+        except mtf.LayoutError:
+            assert choices is None
+            continue
+        assert choices is not None
+        objective = value_of(found.problem, choices).objective
+        assert objective == pytest.approx(evaluation.cost.step_seconds, rel=PRICE), (layout, options)
+        rows = found.memory.rows() + found.memory.rows(options.recompute)
+        counted = max(row.use(choices) for row in rows)
+        assert counted <= evaluation.memory.peak * ROUNDING, (layout, options)
+        assert found.read(choices) == (layout, options)
+        compared += 1
+
+
+def test_a_transformer() -> None:
+    compare("transformer with fused attention", "data:2;model:2", 2, "tpu-v3", 8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("hardware", ["tpu-v5e", "a100", "cpu-local"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name: str, hardware: str) -> None:
+    for parts, mesh in ((2, "x:4"), (1, "data:2;model:4")):
+        compare(name, mesh, parts, hardware, 20)
+
+
+def test_what_is_decided() -> None:
+    def options(name: str, loop: str) -> list[str]:
+        graph = EXAMPLES[name]().step_graph
+        found = decisions(graph, mtf.Mesh("x:2"), Allowed(recompute=EVERY)).options[f"recompute {loop}"]
+        return ["+".join(choice[1:]) if choice else "-" for choice in found]
+
+    kept = ["outputs", "attention", "outputs+attention", "products", "products+attention", "products+others"]
+    assert options("transformer", "layers") == ["-", *kept, ""]
+    # Its widening product alone is read again.
+    assert options("reformer", "ff_chunks") == ["-", "products", ""]
+    assert options("branching", "step_1") == ["-", ""]
+
+
+def test_the_rows_of_what_is_kept_reach_the_peak() -> None:
+    name, mesh, on = "transformer with fused attention", mtf.Mesh("data:2;model:2"), "tpu-v3"
+    found, layout = extraction(name, mesh, 1, on), mtf.Layout("batch:data;d_ff:model;heads:model")
+    for keep in ("outputs", "products", "products+attention"):
+        again = frozenset({f"layers:keep={keep}"})
+        options = mtf.Options(recompute=again)
+        choices = found.choices(layout, options)
+        assert choices is not None
+        peak = evaluate(EXAMPLES[name](), mesh, layout, load_hardware(on), options).memory.peak
+        assert max(row.use(choices) for row in found.memory.rows(again)) == peak
+        other = found.choices(layout, mtf.Options(recompute=frozenset({"layers"})))
+        assert other is not None
+        assert max(row.use(other) for row in found.memory.rows(again)) <= peak
