@@ -58,6 +58,7 @@ def report(table: str, rows: Sequence[Priced]) -> dict[str, Any]:
     if len(rows) <= SHOWN:
         for p in rows:
             mark = f"not judged: {p.run.unjudged}" if p.run.unjudged else "fitted" if has_part(p.run) else ""
+            mark += f"keeps {p.run.keeps}" if p.run.keeps else ""
             mark += ", not all is stated" if p.run.assumed else ""
             s = p.run.seconds
             print(
@@ -65,7 +66,8 @@ def report(table: str, rows: Sequence[Priced]) -> dict[str, Any]:
                 f"{p.peak / p.limit:5.0%} {mark}"
             )
     parts = {
-        "no part in a fit": [p for p in rows if not p.run.unjudged and not has_part(p.run)],
+        "no part in a fit": [p for p in rows if not (p.run.unjudged or p.run.keeps) and not has_part(p.run)],
+        "keep some values": [p for p in rows if p.run.keeps and not p.run.unjudged],
         "part in a fit": [p for p in rows if has_part(p.run)],
         "not judged": [p for p in rows if p.run.unjudged],
     }

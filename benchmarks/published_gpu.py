@@ -107,9 +107,9 @@ POLICIES = {
 """How a policy of recomputation begins -> what it keeps of a layer (None cannot be said).
 
 torchtitan's saves attention and every second product of those that a layer makes, in this order: q, k, v, o,
-w1 (activated, `wi`), w3, w2 (torchtitan/parallelisms/parallelize_llama.py, `_get_custom_policy` @4d88a8a44); the
-reduce-scatters of tensor parallelism too. MaxText's "custom" keeps the products of these names on the device,
-and not what its attention kernel hands to backward."""
+w1 (activated, `wi`), w3, w2 (torchtitan/parallelisms/parallelize_llama.py, `_get_custom_policy` @4d88a8a44);
+the reduce-scatters of tensor parallelism too. MaxText's "custom" keeps the products of these names on the
+device, and not what its attention kernel hands to backward."""
 
 
 def kept(named: str, row: Mapping[str, str]) -> str | None:

@@ -20,7 +20,7 @@ TABLES = """\
 ## By table
 
 Mean error, and in brackets its sign. {pipelined} rows with pipeline stages cannot be expressed. Rows not
-judged have a policy of recomputation of their own (priced with nothing recomputed), or several slices.
+judged recompute every second layer (priced with nothing recomputed), or lie on several slices.
 
 | table | rows | which | error | largest | regret, mean and largest |
 |---|---|---|---|---|---|"""
@@ -74,17 +74,20 @@ micro batches come out far too low, and such a price does not add up over operat
 array of each norm beside its input and its result, 4 that theirs makes again; theirs keeps masks of dropout,
 4.7 that ours draws again.
 
-**Memory of torchtitan.** Of its rows in bfloat16 that publish GiB, all recompute selectively, which cannot
-be expressed. Rows in float8 that recompute everything save bfloat16 activations and float32 variables, and
-are priced so below; they are shown, not judged. At 32,768 tokens a GPU a float32 copy of the logits
-(128,256 tokens) is 15.7 GiB. PyTorch's cross entropy, operation by operation, holds three at once, and a
-compiled one holds one.
+**Layers that keep some values.** MaxText's policies keep products by name, Paxml's all of them. torchtitan's
+keeps attention and every second product. They came after all constants were set.
+
+**Memory of torchtitan.** Rows in float8 that recompute everything save bfloat16 activations and float32
+variables, and are priced so below; they are shown, not judged. At 32,768 tokens a GPU a float32 copy of the
+logits (128,256 tokens) is 15.7 GiB. PyTorch's cross entropy, operation by operation, holds three at once,
+and a compiled one holds one.
 
 | run | published GiB | predicted |
 |---|---|---|"""
 
 PARTS = {
     "no part in a fit": "no part in any number",
+    "keep some values": "keep some values of a layer, no part in any number",
     "part in a fit": "had a part",
     "not judged": "not judged",
 }

@@ -112,12 +112,15 @@ def maxtext() -> Iterator[Run]:
             "dtype": "bfloat16",
             "attention": "plain" if old else "fused",
         }
-        whole = row["remat"].startswith("full")
+        keeps = "" if row["remat"].startswith("full") else "products"
         mesh = f"data:{fsdp}" + (f";model:{tensor}" if tensor > 1 else "")
         layout = SPLIT if tensor > 1 else "batch:data"
 
         def program(
-            sizes: Any = sizes, mesh: str = mesh, layout: str = layout, keep: str = "" if whole else "products"
+            sizes: Any = sizes,
+            mesh: str = mesh,
+            layout: str = layout,
+            keep: str = keeps,
         ) -> mtf.Program:
             return lowered(published_model, sizes, mesh, layout, stage=3, recompute=True, keep=keep)
 
@@ -131,10 +134,8 @@ def maxtext() -> Iterator[Run]:
         name = f"{row['slices']} x {row['slice']} {row['model']} {row['layout'].split(';')[0]}"
         family = f"{generation} {row['model']}"
         unjudged = SLICES if row["slices"] != "1" else ""
-        chip, keeps = f"tpu-{generation}", "" if whole else "products"
-        yield Run(
-            "maxtext_tpu.csv", name, family, "", seconds, program, chip, TPU, unjudged, keeps=keeps
-        )
+        chip = f"tpu-{generation}"
+        yield Run("maxtext_tpu.csv", name, family, "", seconds, program, chip, TPU, unjudged, keeps=keeps)
 
 
 def small() -> Iterator[Run]:

@@ -117,8 +117,8 @@ def _becomes_state(tensor: int, block: Block, graph: Graph) -> bool:
 
 
 def _reduced(tensor: int, block: Block, graph: Graph) -> int:
-    """What takes fewer bytes than a tensor and stands for it, as nobody else reads it: what it is converted to,
-    or what it is called between operations, where the state may be split otherwise."""
+    """What takes fewer bytes than a tensor and stands for it, as nobody else reads it: what it is converted
+    to, or what it is called between operations, where the state may be split otherwise."""
     passed = tensor
     while passed not in block.saved and passed not in block.carry_out:
         readers = [node for node in block.nodes if passed in reads(node)]
