@@ -9,7 +9,9 @@ import os
 import secrets
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from mesh_tf_core.errors import UserError
 
@@ -23,9 +25,11 @@ MOST_BYTES = 1 << 28
 """Of a file that is read whole."""
 LONGEST = 200
 """Characters of a path that an error repeats."""
+Content = str | bytes | Callable[[BinaryIO], object]
+"""What is written: text, as UTF-8, bytes, or a function that puts into a file what is not held whole."""
 
 
-def write_file(path: str | Path, content: str | bytes, what: str = "the file") -> Path:
+def write_file(path: str | Path, content: Content, what: str = "the file") -> Path:
     """Writes a file so that whoever looks sees the old one or all of the new one; returns its path.
 
     A link stays a link: what it points to is replaced. A file that is replaced keeps its mode. Pipes, devices
@@ -33,7 +37,6 @@ def write_file(path: str | Path, content: str | bytes, what: str = "the file") -
     none above it.
 
     Args:
-      content: text is written as UTF-8.
       what: names the file in errors.
 
     Raises:
@@ -56,6 +59,8 @@ def write_file(path: str | Path, content: str | bytes, what: str = "the file") -
                 os.close(handle)
     except BrokenPipeError:
         raise  # a reader that has gone is no fault of the user's
+    except UserError:
+        raise  # of what is written
     except (OSError, ValueError) as error:
         raise unwritable(path, error, what) from None
     return Path(path)
@@ -123,7 +128,7 @@ def _need(path: str | Path, access: int) -> None:
         raise PermissionError(errno.EACCES, "permission denied")
 
 
-def _replace(place: Path, data: bytes) -> None:
+def _replace(place: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
     place.parent.mkdir(exist_ok=True)
     mode = None
     if place.exists():
@@ -146,7 +151,11 @@ def _replace(place: Path, data: bytes) -> None:
     sync_names(place.parent)
 
 
-def _put(handle: int, data: bytes) -> None:
+def _put(handle: int, data: bytes | Callable[[BinaryIO], object]) -> None:
+    if callable(data):
+        with open(handle, "wb", closefd=False) as file:
+            data(file)
+        return
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]

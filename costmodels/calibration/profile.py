@@ -55,7 +55,7 @@ def profile(
     content["summary"] = f"{_summary(team)}, measured on {date}"
     content["calibrated"] = True
     if team.accelerated:
-        content["kind"], content["device"] = "gpu", "one GPU"
+        content["kind"], content["device"] = team.kind, f"one {team.kind.upper()}"
     content["compute_curves"] = [
         {
             **_curve(f, source, date),
@@ -119,7 +119,7 @@ def held_out(found: Fit) -> float:
 
 
 def _summary(team: Team) -> str:
-    what = "GPUs" if team.accelerated else "cores as virtual devices"
+    what = f"{team.kind.upper()}s" if team.accelerated else "cores as virtual devices"
     where = f"{team.machine['machines']} machines'" if "machines" in team.machine else "This machine's"
     return f"{where} {what}" + (f" of {team.processes} processes" if team.processes > 1 else "")
 
@@ -145,7 +145,8 @@ def _memory(chip: dict[str, Any], team: Team, source: str, date: str) -> None:
     """A device's memory, and the cores that devices share."""
     if team.accelerated:
         chip.pop("host_cores", None)
-        chip["memory"] = _number(accelerator_memory_bytes(), "B", "what JAX takes of a GPU's memory", date)
+        taken = f"what JAX takes of a {team.kind.upper()}'s memory"
+        chip["memory"] = _number(accelerator_memory_bytes(), "B", taken, date)
         chip["memory_reserve"] = _number(0.0, "B", "what JAX does not take is left out already", date)
         return
     chip["host_cores"] = _number(team.machine["cores"], "count", source, date)

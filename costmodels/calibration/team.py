@@ -45,8 +45,14 @@ class Team:
         return len(self.hosts)
 
     @property
+    def kind(self) -> str:
+        """What its devices are, as hardware files call it; what is no CPU or TPU counts as a GPU."""
+        name = self.devices[0].upper()
+        return next((kind for kind in ("cpu", "tpu") if kind.upper() in name), "gpu")
+
+    @property
     def accelerated(self) -> bool:
-        return "CPU" not in self.devices[0].upper()
+        return self.kind != "cpu"
 
     @property
     def is_writer(self) -> bool:

@@ -23,14 +23,13 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.running import kept, start_devices
+from layoutopt.cli.running import Session, kept
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from mesh_tf_core import Mesh
-    from mesh_tf_core.engines import Cluster
 
 EXAMPLES = examples(
     "layoutopt calibrate",
@@ -105,28 +104,22 @@ def calibrate(
             "own with --out PROFILE.json"
         )
     where = read_mesh(DEFAULT_MESH if mesh is None else mesh)
-    with job.open(engine, as_json, quiet) as (members, terminal):
-        if members is not None:
+    with job.open(engine, as_json, quiet) as session:
+        if session.cluster is not None:
             # First of all: what fails then ends the others too.
-            start_devices(terminal, where.devices, engine, members)
-        if members is None or members.is_writer:
-            _this_machine(terminal, where, thorough, out, engine, members)
+            session.start(where.devices)
+        if session.cluster is None or session.cluster.is_writer:
+            _this_machine(session, where, thorough, out)
         else:
-            _measured(terminal, where, thorough, None, engine, members)
+            _measured(session, where, thorough, None)
 
 
-def _this_machine(
-    terminal: Terminal,
-    mesh: Mesh,
-    thorough: bool,
-    out: Path | None,
-    engine: str,
-    cluster: Cluster | None = None,
-) -> None:
+def _this_machine(session: Session, mesh: Mesh, thorough: bool, out: Path | None) -> None:
     from costmodels.hardware import profile_of, write_profile
     from costmodels.hardware.profiles import made_profiles_directory
     from layoutopt.plan.hardware_results import CalibrateResult
 
+    terminal = session.terminal
     target = out or made_profiles_directory() / f"{THIS_MACHINE}.json"
     check_out(target)
     # A pipe has no folder for what was measured so far.
@@ -135,7 +128,7 @@ def _this_machine(
     if partial is not None and partial.is_file():
         terminal.say(f"going on from the measurements in {partial}")
     with kept(terminal, partial):
-        content = _measured(terminal, mesh, thorough, partial, engine, cluster)
+        content = _measured(session, mesh, thorough, partial)
     with terminal.saved(target, lambda path: write_profile(content, path), "the profile"):
         terminal.result(CalibrateResult(profile=str(target), **_summary(content)))
         if not terminal.as_json:
@@ -144,26 +137,19 @@ def _this_machine(
     terminal.say(f"{used} now means this profile")
 
 
-def _measured(
-    terminal: Terminal,
-    mesh: Mesh,
-    thorough: bool,
-    partial: Path | None,
-    engine: str,
-    cluster: Cluster | None,
-) -> dict[str, Any]:
-    if cluster is None:
-        start_devices(terminal, mesh.devices, engine)
+def _measured(session: Session, mesh: Mesh, thorough: bool, partial: Path | None) -> dict[str, Any]:
+    if session.cluster is None:
+        session.start(mesh.devices)
     from costmodels.calibration import calibrate as measure
 
-    with Steps(terminal, "calibrating", 1) as bar:
+    with Steps(session.terminal, "calibrating", 1) as bar:
         return measure(
             mesh,
             lambda what, done, total: bar.update(done, what, total),
             quick=not thorough,
             resume=partial,
-            cluster=cluster,
-            engine=engine,
+            cluster=session.cluster,
+            engine=session.engine,
         )
 
 

@@ -1,4 +1,4 @@
-"""`layoutopt export`: a plan's layout in another library's form."""
+"""`layoutopt export`: a plan's layout in another library's form, and its predicted step for trace viewers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "layoutopt export plan.json --to mesh-tensorflow",
     "layoutopt export plan.json --to jax --out shardings.py",
+    "layoutopt export plan.json --to perfetto --out step.json.gz",
 )
 
 NAMED = 6
@@ -35,11 +36,17 @@ class Library(StrEnum):
     JAX = "jax"
     HALIAX = "haliax"
     MAXTEXT = "maxtext"
+    PERFETTO = "perfetto"
 
 
 def export(
     plan: PlanArgument,
-    to: Annotated[Library, typer.Option(help="The library.", show_default=False)],
+    to: Annotated[
+        Library,
+        typer.Option(
+            help="The library; perfetto is the predicted step, for trace viewers.", show_default=False
+        ),
+    ],
     model: ModelOption = None,
     out: Annotated[
         Path | None,
@@ -48,7 +55,7 @@ def export(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write a plan's layout in the form that another library takes, and say what it lacks."""
+    """Write a plan's layout in the form that another library takes, and say what it lacks; or its step."""
     from layoutopt.plan.build import decided, load_plan
     from layoutopt.plan.decided import Decided
     from layoutopt.plan.export import Exported, placed
@@ -59,6 +66,9 @@ def export(
     terminal = Terminal(as_json, quiet)
     check_out(out)
     own = load_plan(plan, say_damage)
+    if to is Library.PERFETTO:
+        _write_step(terminal, own, plan, model, out)
+        return
     tensors = None if model is not None else recorded(own, to.value)
     if tensors is None:
         loaded = with_model(own, plan, model).loaded
@@ -76,6 +86,27 @@ def export(
     if beside.refined:
         places = some([*beside.refined], NAMED)
         terminal.say(f"not in this form: how operations of {places} are placed otherwise")
+
+
+def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, out: Path | None) -> None:
+    """Writes the predicted step, packed if that is what the file is called."""
+    from layoutopt.analysis.perfetto import predicted, written
+    from layoutopt.evaluator import evaluate
+    from layoutopt.plan.results import ExportResult
+    from mesh_tf_core.files import write_file
+
+    planned = with_model(plan, path, model)
+    found = evaluate(planned.loaded.model, plan.mesh, plan.layout, planned.hardware, plan.options)
+    events = predicted(found)
+
+    def save(place: Path) -> None:
+        write_file(place, written(events, place.suffix == ".gz"), "--out")
+
+    with terminal.saved(out, save, "the step") as is_saved:
+        text = written(events).decode()
+        terminal.result(ExportResult(to=Library.PERFETTO.value, mesh=plan.mesh.as_dict(), text=text))
+        if not is_saved and not terminal.as_json:
+            sys.stdout.write(text)
 
 
 def recorded(plan: Plan, to: str) -> tuple[tuple[Placed, ...], tuple[Placed, ...]] | None:

@@ -27,9 +27,8 @@ from layoutopt.cli.options import (
     checkpoint_option,
     examples,
     is_plan,
-    read_layout,
 )
-from layoutopt.cli.running import open_trainer, restored, start_jax
+from layoutopt.cli.running import Session, restored
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import seconds_text
 
@@ -69,14 +68,14 @@ def generate(
     from layoutopt.plan.results import Continued, GenerateResult
 
     mesh = mesh if mesh or is_plan(layout) else ONE_DEVICE
-    with job.open(engine, as_json, quiet) as (members, terminal):
-        start_jax(terminal, mesh, layout, engine, members)
-        loaded, given = _loaded(model, settings or [], len(prompt), mesh, layout)
+    with job.open(engine, as_json, quiet) as session:
+        terminal = session.terminal
+        loaded, given = _loaded(session, model, settings or [], len(prompt), mesh, layout)
         feeds, begun = _feeds(loaded, prompt, seed)
-        trainer = open_trainer(terminal, loaded, given, engine, members)
+        trainer = session.trainer(loaded, given)
         step = _restored(terminal, trainer, checkpoint)
         began = time.perf_counter()
-        with terminal.waiting("generating"):
+        with terminal.waiting("compiling and generating", said=True):
             found = trainer.step(feeds)
         seconds = time.perf_counter() - began
         texts = [
@@ -98,14 +97,19 @@ def generate(
 
 
 def _loaded(
-    source: str, settings: Sequence[str], rows: int, mesh: str | None, layout: str | None
+    session: Session,
+    source: str,
+    settings: Sequence[str],
+    rows: int,
+    mesh: str | None,
+    layout: str | None,
 ) -> tuple[Loaded, Given]:
     """The decoding model, with a batch of as many texts as there are prompts (and the layout can split)."""
     from layoutopt.models.loading import load_model
 
     source = source if ":" in Path(source).name else f"{source}:generate"
-    loaded = load_model(source, settings)
-    given = read_layout(loaded, mesh, layout)
+    loaded = session.load(source, settings, mesh, layout)
+    given = session.given(loaded, mesh, layout)
     if "batch" not in loaded.hparams or any(s.partition("=")[0].strip() == "batch" for s in settings):
         return loaded, given
     ways = given.mesh.group_size(given.layout.axes("batch"))

@@ -9,15 +9,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from layoutopt.cli.options import LONGEST
+from layoutopt.cli.running import Session
 from layoutopt.cli.terminal import Terminal
 
-if TYPE_CHECKING:
-    from mesh_tf_core.engines import Cluster
+
+def _seconds(help: str, default: str) -> Any:
+    return typer.Option(min=1, max=LONGEST, metavar="SECONDS", help=help, show_default=default)
 
 
 @dataclass(frozen=True)
@@ -47,23 +49,12 @@ class Job:
     ] = None
     timeout: Annotated[
         float | None,
-        typer.Option(
-            min=1,
-            max=LONGEST,
-            metavar="SECONDS",
-            help="With --cluster: how long to wait for a process that lives but does not come to a step.",
-            show_default="25",
+        _seconds(
+            "With --cluster: how long to wait for a process that lives but does not come to a step.", "25"
         ),
     ] = None
     start_timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            max=LONGEST,
-            metavar="SECONDS",
-            help="With --cluster: how long to wait for one to start.",
-            show_default="300",
-        ),
+        float | None, _seconds("With --cluster: how long to wait for one to start.", "300")
     ] = None
 
     @property
@@ -72,20 +63,18 @@ class Job:
         return self.cluster or self.coordinator is not None
 
     @contextlib.contextmanager
-    def open(self, engine: str, as_json: bool, quiet: bool) -> Iterator[tuple[Cluster | None, Terminal]]:
-        """The processes, which have met, and what this one says: of several one speaks for all. None for
-        this one alone.
+    def open(self, engine: str, as_json: bool, quiet: bool) -> Iterator[Session]:
+        """What the command runs in, once all processes have met; of several one speaks for all.
 
         Raises:
           UserError: the options make no sense together, or the engine runs in one process alone.
           ClusterError: a process did not come, or was lost within.
         """
-        from mesh_tf_core.errors import ClusterError, UserError
+        from mesh_tf_core.errors import ClusterError
 
         if not self.several:
-            if self.processes is not None or self.process is not None:
-                raise UserError("--processes and --process go with --coordinator HOST:PORT; add it")
-            yield None, Terminal(as_json, quiet)
+            self._refuse_alone()
+            yield Session(Terminal(as_json, quiet), engine)
             return
         from layoutopt.cli.group import tell
         from mesh_tf_core.engines import Cluster, chosen
@@ -101,7 +90,19 @@ class Job:
         chosen(engine, made)  # before anybody waits for anybody
         _own_output()
         with made:
-            yield made, Terminal(as_json, quiet, made.is_writer)
+            yield Session(Terminal(as_json, quiet, made.is_writer), engine, made)
+
+    def _refuse_alone(self) -> None:
+        """What is for several processes says nothing to one."""
+        from mesh_tf_core.errors import UserError
+
+        if self.processes is not None or self.process is not None:
+            raise UserError("--processes and --process go with --coordinator HOST:PORT; add it")
+        if self.timeout is not None or self.start_timeout is not None:
+            raise UserError(
+                "--timeout and --start-timeout say how long processes wait for each other; add --cluster (or "
+                "--coordinator HOST:PORT), or leave them out"
+            )
 
 
 ALONE = Job()

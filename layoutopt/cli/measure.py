@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,13 +25,13 @@ from layoutopt.cli.options import (
     SetOption,
     StorageOption,
     examples,
-    read_asked,
     read_hardware,
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import Timed, batches, items_of, open_trainer, start_jax, timed_steps, where
+from layoutopt.cli.running import Session, Timed, batches, items_of, timed_steps
 from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def measure(
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
+    trace: TraceOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
     engine: EngineOption = EngineName.auto,
@@ -70,12 +72,13 @@ def measure(
     from layoutopt.plan.results import MeasureResult
 
     machine = read_hardware(hardware, set_hardware)
-    with job.open(engine, as_json, quiet) as (members, terminal):
-        start_jax(terminal, mesh, layout, engine, members)
-        loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
+    with job.open(engine, as_json, quiet) as session:
+        terminal, traced = session.terminal, Trace(session, trace)
+        loaded = session.load(model, settings, mesh, layout)
+        given = session.given(loaded, mesh, layout, storage, recompute, microbatches)
         predicted = given.priced(loaded, machine)
-        trainer = open_trainer(terminal, loaded, given, engine, members)
-        timed = _timed(terminal, loaded, trainer, warm_up, steps)
+        trainer = session.trainer(loaded, given)
+        timed = _timed(terminal, loaded, trainer, warm_up, steps, lambda run: traced.record(run, predicted))
         ran = trainer.engine
         terminal.result(
             MeasureResult(
@@ -91,37 +94,47 @@ def measure(
             )
         )
         if not as_json:
-            _show(terminal, loaded, predicted, timed, trainer, machine.name)
+            _show(session, loaded, predicted, timed, trainer, machine.name)
 
 
-def _timed(terminal: Terminal, loaded: Loaded, trainer: Trainer, warm_up: int, steps: int) -> Timed:
-    """Times steps from the initial values on; the data is ready before the clock starts."""
+def _timed(
+    terminal: Terminal,
+    loaded: Loaded,
+    trainer: Trainer,
+    warm_up: int,
+    steps: int,
+    record: Callable[[Callable[[int], object]], object],
+) -> Timed:
+    """Times steps from the initial values on; the data is ready before the clock starts. Those that are
+    recorded come after them, for that slows them down."""
     fed = list(itertools.islice(batches(terminal, loaded), min(steps, BATCHES)))
     with Steps(terminal, "measuring", warm_up + steps) as bar:
-        return timed_steps(
+        found = timed_steps(
             trainer,
             fed,
             steps,
             warm_up,
             lambda done, took: bar.update(done, f"{seconds_text(took)} a step" if took else "warming up"),
         )
+    record(lambda n: trainer.step(fed[n % len(fed)]))
+    return found
 
 
 def _show(
-    terminal: Terminal, loaded: Loaded, predicted: Evaluation, timed: Timed, trainer: Trainer, hardware: str
+    session: Session, loaded: Loaded, predicted: Evaluation, timed: Timed, trainer: Trainer, hardware: str
 ) -> None:
     seconds, step, engine = timed.seconds, timed.median, trainer.engine
     items, name = items_of(loaded.model)
     said = predicted.cost.step_seconds
     sent = predicted.program.communication_bytes()
     equal = "as predicted" if sent == engine.communication_bytes else f"predicted: {_sent(sent)}"
-    terminal.show(
+    session.terminal.show(
         facts(
             [
                 ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
                 (
                     "mesh",
-                    f"{trainer.mesh} ({trainer.mesh.devices} devices of {where(trainer.cluster)})",
+                    f"{trainer.mesh} ({trainer.mesh.devices} devices of {session.where})",
                 ),
                 ("layout", layout_text(predicted.program.layout)),
                 (

@@ -279,8 +279,12 @@ def read_layout(
     storage: Sequence[str] | None = None,
     recompute: Sequence[str] | None = None,
     microbatches: int = 1,
+    plan: Plan | None = None,
 ) -> Given:
     """The mesh, the layout and what else is decided, all of which a plan file gives.
+
+    Args:
+      plan: what lies in the plan file, if that was read already.
 
     Raises:
       UserError: no mesh, a malformed mesh or layout, a plan of another model or mesh.
@@ -290,7 +294,7 @@ def read_layout(
     options = read_options(loaded, storage or (), recompute, microbatches)
     if layout is None or not is_plan(layout):
         return Given(read_mesh(mesh), Layout(layout or ""), options)
-    plan = read_plan(loaded, layout)
+    plan = read_plan(loaded, layout, plan)
     if storage or recompute or microbatches > 1:
         from mesh_tf_core import UserError
 
@@ -341,12 +345,12 @@ def say_damage(text: str) -> None:
     typer.echo(f"warning: {text}", err=True)
 
 
-def read_plan(loaded: Loaded, path: str) -> Plan:
+def read_plan(loaded: Loaded, path: str, plan: Plan | None = None) -> Plan:
     """A plan file that was made for this model."""
     from layoutopt.plan.build import check_plan_model, load_plan
     from mesh_tf_core import UserError
 
-    plan = load_plan(path, say_damage)
+    plan = load_plan(path, say_damage) if plan is None else plan
     try:
         check_plan_model(plan, loaded.model)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What `measure` and `train` share: devices of this machine, batches, and the numbers of real steps."""
+"""What commands that run a model share: devices, batches, and the numbers of real steps."""
 
 from __future__ import annotations
 
@@ -15,42 +15,98 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt import signals
+from layoutopt.cli.options import Given, is_plan, read_layout, read_mesh, say_damage
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from layoutopt.cli.options import Given
     from layoutopt.models.loading import Loaded
+    from layoutopt.plan.build import Plan
     from mesh_tf_core import Model
     from mesh_tf_core.engines import Cluster
     from mesh_tf_core.training import Trainer
 
-
-def start_jax(
-    terminal: Terminal, mesh: str | None, layout: str | None, engine: str, cluster: Cluster | None = None
-) -> None:
-    """Makes JAX's devices before the model's file is read, for that may use JAX, which keeps the devices that
-    it starts with; nothing for other engines, or where the options name no mesh."""
-    from layoutopt.cli.options import is_plan, read_mesh
-    from layoutopt.plan.build import load_plan
-    from mesh_tf_core.engines import chosen
-
-    if chosen(engine, cluster) != "jax":
-        return
-    if mesh is not None:
-        start_devices(terminal, read_mesh(mesh).devices, engine, cluster)
-    elif layout is not None and is_plan(layout):
-        start_devices(terminal, load_plan(layout).mesh.devices, engine, cluster)
+OTHERS = {"jax": " of JAX", "lockstep": " of NumPy"}
+"""What is said of engines other than the default."""
 
 
-def open_trainer(
-    terminal: Terminal, loaded: Loaded, given: Given, engine: str = "auto", cluster: Cluster | None = None
-) -> Trainer:
-    """The model on this machine's mesh, or the cluster's; its variables at their initial values."""
-    start_devices(terminal, given.mesh.devices, engine, cluster)
-    from mesh_tf_core.training import Trainer
+@dataclass
+class Session:
+    """One command that runs a model: what it says, on which engine, and the processes that run it together.
 
-    slices = None if given.plan is None else given.plan.slices
-    return Trainer(loaded.model, given.mesh, given.layout, given.options, engine, cluster, slices)
+    Attributes:
+      cluster: the processes, which have met; None for this one alone.
+    """
+
+    terminal: Terminal
+    engine: str = "auto"
+    cluster: Cluster | None = None
+    _plan: Plan | None = None
+
+    def load(
+        self, source: str, settings: Sequence[str] | None, mesh: str | None, layout: str | None = None
+    ) -> Loaded:
+        """The model of a file. JAX's devices come first, if the options name a mesh: the file may use JAX,
+        which keeps the devices that it starts with."""
+        from layoutopt.models.loading import load_model
+        from layoutopt.plan.build import load_plan
+        from mesh_tf_core.engines import chosen
+
+        if chosen(self.engine, self.cluster) == "jax":
+            if mesh is not None:
+                self.start(read_mesh(mesh).devices)
+            elif layout is not None and is_plan(layout):
+                self._plan = load_plan(layout, say_damage)
+                self.start(self._plan.mesh.devices)
+        with self.terminal.waiting("building the model"):
+            return load_model(source, settings or ())
+
+    def given(
+        self,
+        loaded: Loaded,
+        mesh: str | None,
+        layout: str | None,
+        storage: Sequence[str] | None = None,
+        recompute: Sequence[str] | None = None,
+        microbatches: int = 1,
+    ) -> Given:
+        """See `read_layout`."""
+        return read_layout(loaded, mesh, layout, storage, recompute, microbatches, self._plan)
+
+    def start(self, count: int) -> None:
+        """Makes this process's devices, before a library is used for anything else; meets the others."""
+        from mesh_tf_core.engines import chosen, prepare, running
+
+        cluster, terminal, kind = self.cluster, self.terminal, chosen(self.engine, self.cluster)
+        say = terminal.say if not running(kind, cluster) else lambda _: None
+        if cluster is not None:
+            cluster.devices_of(count)  # refused before anything takes time
+            say(f"starting {count} devices in {cluster.processes} processes")
+            _keep_compiled()
+            with hushed():
+                cluster.start(count)
+            return
+        say(f"starting {count} devices{OTHERS.get(kind, '')}")
+        with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
+            if kind == "jax":
+                _keep_compiled()
+            prepare(count, kind)
+
+    def trainer(self, loaded: Loaded, given: Given) -> Trainer:
+        """The model on this machine's mesh, or the cluster's; its variables at their initial values."""
+        self.start(given.mesh.devices)
+        from mesh_tf_core.training import Trainer
+
+        slices = None if given.plan is None else given.plan.slices
+        with self.terminal.waiting("lowering it and making its variables", said=True):
+            return Trainer(
+                loaded.model, given.mesh, given.layout, given.options, self.engine, self.cluster, slices
+            )
+
+    @property
+    def where(self) -> str:
+        """Whose devices a mesh has, in words."""
+        count = 1 if self.cluster is None else self.cluster.processes
+        return "this machine" if count == 1 else f"{count} processes"
 
 
 def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> bool:
@@ -63,32 +119,6 @@ def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> bool:
     return found
 
 
-def start_devices(
-    terminal: Terminal, count: int, engine: str = "auto", cluster: Cluster | None = None
-) -> None:
-    """Makes this process's devices, before a library is used for anything else; meets the others."""
-    from mesh_tf_core.engines import chosen, prepare, running
-
-    kind = chosen(engine, cluster)
-    say = terminal.say if not running(kind, cluster) else lambda _: None
-    if cluster is not None:
-        cluster.devices_of(count)  # refused before anything takes time
-        say(f"starting {count} devices in {cluster.processes} processes")
-        _keep_compiled()
-        with hushed():
-            cluster.start(count)
-        return
-    say(f"starting {count} devices{OTHERS.get(kind, '')}")
-    with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
-        if kind == "jax":
-            _keep_compiled()
-        prepare(count, kind)
-
-
-OTHERS = {"jax": " of JAX", "lockstep": " of NumPy"}
-"""What is said of engines other than the default."""
-
-
 def _keep_compiled() -> None:
     """What JAX compiles is kept for the next command."""
     from costmodels.hardware.profiles import cache_directory
@@ -98,11 +128,6 @@ def _keep_compiled() -> None:
     place = cache_directory("compiled")
     if place is not None:
         home.keep_compiled(place)
-
-
-def where(cluster: Cluster | None) -> str:
-    """Whose devices a mesh has, in words."""
-    return "this machine" if cluster is None or cluster.processes == 1 else f"{cluster.processes} processes"
 
 
 @contextlib.contextmanager

@@ -59,9 +59,12 @@ class Terminal:
                 self.err.print(Text(text), highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Says on a terminal that something takes a moment."""
+    def waiting(self, what: str, said: bool = False) -> Iterator[None]:
+        """Says on a terminal that something takes a moment, as long as it does; elsewhere, if it is to be
+        `said`, in a line."""
         if not self.live:
+            if said:
+                self.say(what)
             yield
             return
         with self.err.status(Text(what)):

@@ -28,7 +28,7 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.running import batches, start_devices, start_jax
+from layoutopt.cli.running import batches
 from layoutopt.cli.terminal import Terminal, facts, plain, table
 from layoutopt.plan.units import seconds_text
 
@@ -62,17 +62,16 @@ def validate(
 ) -> None:
     """Run many layouts on this machine and hold the predicted times against the measured ones."""
     from layoutopt.analysis.validate import validate as run
-    from layoutopt.models.loading import load_model
     from layoutopt.plan.results import ValidateResult
     from mesh_tf_core.files import write_file
 
     check_out(out)
     machine = read_hardware(hardware, set_hardware)
     devices = read_mesh(mesh)
-    with job.open(engine, as_json, quiet) as (members, terminal):
-        start_jax(terminal, mesh, None, engine, members)
-        loaded = load_model(model, settings or ())
-        start_devices(terminal, devices.devices, engine, members)
+    with job.open(engine, as_json, quiet) as session:
+        terminal = session.terminal
+        loaded = session.load(model, settings, mesh)
+        session.start(devices.devices)
         with Steps(terminal, "validating", 1) as bar:
             found = run(
                 loaded.model,
@@ -83,7 +82,7 @@ def validate(
                 batch=next(batches(terminal, loaded)),
                 seed=seed,
                 engine=engine,
-                cluster=members,
+                cluster=session.cluster,
                 on_progress=lambda what, done, total: bar.update(done, what, total),
             )
         result = ValidateResult.model_validate(found)

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dtypes import DTYPES
 
 FORMAT = "layoutopt-checkpoint/3"
 FORMATS = (FORMAT, "layoutopt-checkpoint/2")
 """What is read: in the one before each variable was a .npy file."""
 MANIFEST = "manifest.json"
-LARGEST = 1 << 28
-"""Bytes of a manifest: a million variables."""
+LARGEST = 1 << 32
+"""Bytes of a manifest, written or read: some 30 million pieces."""
 LONGEST = 80
 """Characters of a manifest's texts that a refusal repeats."""
 LAST = 10**18
@@ -100,10 +101,25 @@ class Manifest(BaseModel):
 
 
 def write(path: Path, manifest: Manifest) -> None:
-    """Writes the file, with a digest of all of it. The folder around it gets its name when it is whole."""
-    plain = json.loads(json.dumps(manifest.model_dump(mode="python")))
-    with path.open("w", encoding="utf-8") as file:
-        json.dump({**plain, "sha256": _digest(plain)}, file, indent=1)
+    """Writes the file, with a digest of all of it. The folder around it gets its name when it is whole.
+
+    Raises:
+      OSError: it cannot be written.
+      UserError: it would be larger than what is read.
+    """
+    plain = {
+        **manifest.model_dump(),
+        "extra": json.loads(json.dumps(manifest.extra)),
+    }  # keys as they are read
+    content = json.dumps({**plain, "sha256": _digest(plain)}).encode()
+    if len(content) > LARGEST:
+        parts = sum(len(entry.parts) for entry in manifest.variables.values())
+        raise UserError(
+            f"step {manifest.step} is not saved: its {parts:,} pieces of variables are more than a manifest "
+            "names; save from fewer processes, or stack equal layers"
+        )
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

@@ -231,13 +231,13 @@ class Trainer:
                     if on_step is not None:
                         on_step(step, results, now - last)
                     last = now
-                    if evaluate is not None and judges(step):
-                        evaluate(step)
-                        last = time.perf_counter()
                     self.waited = ready.waited / (now - began)
-                    if checkpoint is not None and saves(step) and step < steps:
+                    if checkpoint is not None and (saves(step) or step == steps):
                         self.save(checkpoint, wait=False)
                         saved = step
+                    if evaluate is not None and judges(step):  # what ends it does not lose the step
+                        evaluate(step)
+                        last = time.perf_counter()
             if self.step_number < steps and not stop():
                 raise UserError(
                     f"the data ended after {self.step_number} of {steps} steps; "
@@ -378,10 +378,13 @@ class Trainer:
         """Writes the model's variables, without the optimizer's, to a .npz or .safetensors file; with `ema`,
         running means (`Optimizer.ema`) under the names of those that are trained."""
         means = running_means(self.program, self.step_number, "save_weights") if ema else NO_MEANS
-        kept = [n for n, s in self.program.variables.items() if s.variable.slot_of is None and n != "step"]
-        arrays = [(name, self.engine.read(means[name].name if name in means else name)) for name in kept]
+        kept = [s.variable for s in self.program.variables.values() if s.variable.slot_of is None]
+        found = {v.name: means.get(v.name, v) for v in kept if v.name != "step"}
         if self.engine.is_chief:
-            write_weights(path, arrays)
+            write_weights(path, found, self.engine.read)
+        else:
+            for variable in found.values():  # whose pieces all processes bring together
+                self.engine.read(variable.name)
 
     def _own_rows(self) -> Any:
         if self.cluster is None or self.model.batch_dim is None:

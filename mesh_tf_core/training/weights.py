@@ -6,19 +6,21 @@ layers, which have a dimension that counts them, are put together layer by layer
 
 from __future__ import annotations
 
-import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.training import array_files, checkpoint
 
 Weights = Mapping[str, Any] | str | Path | Sequence[str | Path]
@@ -98,21 +100,33 @@ def read_weights(
     return made, loaded
 
 
-def write_weights(path: str | Path, variables: Iterable[tuple[str, Any]]) -> None:
-    """Writes arrays by name into a .npz or .safetensors file, beside its place first."""
-    arrays = {name: np.asarray(array, order="C") for name, array in variables}
-    if Path(path).suffix == ".npz":
-        held = io.BytesIO()
-        # NumPy's files have no bfloat16; float32 has all its numbers.
-        plain = {n: a.astype(np.float32) if str(a.dtype) == "bfloat16" else a for n, a in arrays.items()}
-        np.savez(held, **plain)  # type: ignore[arg-type]
-        write_file(path, held.getvalue(), "the weights")
-        return
-    if Path(path).suffix != ".safetensors":
+def write_weights(path: str | Path, variables: Mapping[str, Variable], read: Callable[[str], Any]) -> None:
+    """Writes arrays into a .npz or .safetensors file, beside its place first. One is held at a time.
+
+    Args:
+      variables: whose arrays they are, by the names that these have in the file.
+      read: name of a variable -> its array; asked for in this order.
+    """
+    write = {".npz": _npz, ".safetensors": _safetensors}.get(Path(path).suffix)
+    if write is None:
         raise UserError(f"save_weights: {str(path)!r} must end in .npz or .safetensors")
-    said = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
-    parts = [array_files.header(said), *(array_files.flat(array).tobytes() for array in arrays.values())]
-    write_file(path, b"".join(parts), "the weights")
+    write_file(path, partial(write, variables, read), "the weights")
+
+
+def _safetensors(variables: Mapping[str, Variable], read: Callable[[str], Any], file: BinaryIO) -> None:
+    file.write(array_files.header({name: (v.dtype, v.shape.sizes) for name, v in variables.items()}))
+    for v in variables.values():
+        file.write(array_files.flat(np.asarray(read(v.name), np_dtype(v.dtype))))
+
+
+def _npz(variables: Mapping[str, Variable], read: Callable[[str], Any], file: BinaryIO) -> None:
+    """As `np.savez`, which takes all arrays at once."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, v in variables.items():
+            # These files have no bfloat16; float32 has all its numbers.
+            array = np.asarray(read(v.name), "float32" if v.dtype == "bfloat16" else np_dtype(v.dtype))
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)
 
 
 # -- where weights are ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Prints one JSON object: command -> what it printed, or what went wrong.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import sys
@@ -17,14 +18,17 @@ from typing import Any
 from typer.testing import CliRunner
 
 from layoutopt.cli import app
+from layoutopt.cli.tracing import NAME
 from mesh_tf_core.engines.jax import home
 
 MLP = "examples/mlp.py"
 ON = ("--mesh", "data:2;model:4", "--layout", "batch:data;hidden:model")
+TRACE = "TRACE"
+"""Stands for a folder."""
 TRAIN = ("train", MLP, *ON, "--steps", "20", "--held-out", "2", "--set", "hidden=256")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "train": TRAIN,
-    "measure": ("measure", MLP, *ON, "--steps", "2", "--warm-up", "1"),
+    "measure": ("measure", MLP, *ON, "--steps", "2", "--warm-up", "1", "--trace", TRACE),
     "validate": ("validate", MLP, "--mesh", "data:2", "--layouts", "2", "--steps", "1"),
 }
 
@@ -64,12 +68,14 @@ def main() -> None:
     said: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        file = Path(cache, "eager.py")
+        file, traced = Path(cache, "eager.py"), Path(cache, "traced")
         file.write_text(EAGER, encoding="utf-8")
         for name, (command, _, *words) in COMMANDS.items():
+            words = [str(traced) if word == TRACE else word for word in words]
             line = [command, str(file), *words, "--engine", "jax", "--json", "--quiet"]
             done = CliRunner().invoke(app, line)
             said[name] = json.loads(done.stdout) if done.exit_code == 0 else done.output
+        said["traced"] = json.loads(gzip.decompress((traced / NAME).read_bytes()))["traceEvents"]
         place = Path(cache) / "layoutopt" / "compiled"
         said["kept"] = [oct(place.stat().st_mode & 0o777), len(list(place.iterdir()))]
         said["again"] = torn(place)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import Result
 
 from layoutopt.cli.options import EngineName
+from layoutopt.cli.running import Session
+from layoutopt.cli.terminal import Terminal
+from layoutopt.plan import build
 from mesh_tf_core.engines import KINDS, chosen
 from mesh_tf_core.engines.jax import home
-from tests.cli.engine_cases import TRAIN
+from tests.cli.engine_cases import MLP, TRAIN
 from tests.jax_process import printed
 
 
@@ -81,3 +85,56 @@ def test_the_profile_of_another_engine_has_a_file_of_its_own(run: Callable[..., 
     done = run("calibrate", "--engine", "jax", "--json")
     assert done.exit_code == 2
     assert "--out PROFILE.json" in json.loads(done.stderr)["error"]
+
+
+def test_a_plan_is_read_once(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """JAX's devices, which are those of its mesh, come before the model that it is checked against."""
+    plan, begun = str(tmp_path / "plan.json"), list[Any]()
+    assert run("search", MLP, "--mesh", "data:2", "--out", plan, "--quiet").exit_code == 0
+    read = build.load_plan
+    monkeypatch.setattr(build, "load_plan", lambda path, *told: begun.append(path) or read(path, *told))
+    monkeypatch.setattr(Session, "start", lambda _, count: begun.append(count))
+    session = Session(Terminal(quiet=True), "jax")
+    given = session.given(session.load(MLP, (), None, plan), None, plan)
+    assert begun == [plan, 2] and given.plan is not None and str(given.mesh) == "data:2"
+
+
+@pytest.mark.parametrize("option", ["--timeout", "--start-timeout"])
+def test_how_long_others_are_waited_for_needs_others(option: str, refused: Callable[..., str]) -> None:
+    assert "for each other; add --cluster (or" in refused("train", MLP, "--mesh", "data:2", option, "50")
+
+
+def test_what_happens_until_the_first_loss_is_said(run: Callable[..., Result]) -> None:
+    done = run("train", MLP, "--mesh", "data:2", "--steps", "20", "--held-out", "1", "--engine", "lockstep")
+    first, *rest = done.stderr.splitlines()[:6]
+    assert [first, *(line.partition(":")[0] for line in rest)] == [
+        "searching the layout", "layout", "starting 2 devices of NumPy",
+        "lowering it and making its variables", "compiling the step", "step 1/20",
+    ]  # fmt: skip
+    assert done.stderr.splitlines()[-1] == "evaluating on held-out data"
+
+
+def test_recorded_steps_lie_beside_the_predicted_one(said: dict[str, Any]) -> None:
+    """Of every device, from the first work of the first step on."""
+    events = said["traced"]
+    homes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert list(homes) == [
+        "predicted: one device of data:2;model:4, cpu-local", "measured: host",
+        *(f"measured: CPU:{n}" for n in range(8)),
+    ]  # fmt: skip
+    slices = [e for e in events if e["ph"] == "X"]
+    begins = {pid: min(e["ts"] for e in slices if e["pid"] == pid) for pid in homes.values()}
+    first, host, *devices = begins.values()
+    assert first == min(devices) and host < first
+    steps = [e["name"] for e in slices if e["pid"] == homes["measured: host"]]
+    assert steps == ["step 4", "step 5", "step 6"]  # after one that warms up, and two that are timed
+
+
+def test_only_jax_records_its_steps(refused: Callable[..., str], tmp_path: Path) -> None:
+    words = ("measure", MLP, "--mesh", "data:2", "--engine", "local", "--trace")
+    assert "--trace records what JAX runs, the engine is 'local'; add --engine jax" in refused(*words, "x")
+    (tmp_path / "file").write_text("no folder")
+    words = (*words[:5], "jax", "--trace")
+    assert "--trace" in refused(*words, str(tmp_path / "file"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -311,6 +312,19 @@ def test_names_cannot_break_out_of_the_text() -> None:
     for to in ("jax", "dtensor", "haliax", "mesh-tensorflow"):
         compile(export(what, to), to, "exec")
     assert set(names(export(what, "jax"))["VARIABLES"]) == {evil}
+
+
+def test_the_predicted_step(
+    result: Callable[..., Any], run: Callable[..., Result], plan_file: str, tmp_path: Path
+) -> None:
+    """As `cost` prices it, in a file or printed."""
+    out = tmp_path / "step.json.gz"
+    said = result("export", plan_file, "--to", "perfetto", "--out", str(out))
+    assert gzip.decompress(out.read_bytes()).decode() == said["text"]
+    assert run("export", plan_file, "--to", "perfetto").stdout == said["text"]
+    (step,) = (e for e in json.loads(said["text"])["traceEvents"] if e["name"] == "step")
+    seconds = json.loads(Path(plan_file).read_text(encoding="utf-8"))["predicted"]["step_seconds"]
+    assert step["dur"] == pytest.approx(1e6 * seconds, rel=1e-6)
 
 
 def test_unknown_forms(refused: Callable[..., str], plan_file: str) -> None:

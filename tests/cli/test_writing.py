@@ -47,8 +47,7 @@ def profile_content() -> Any:
 def measured(monkeypatch: pytest.MonkeyPatch, profile_content: Any) -> None:
     """What takes devices, or a compiler, was done already."""
     monkeypatch.setattr("costmodels.calibration.calibrate", lambda *_, **__: profile_content)
-    monkeypatch.setattr("layoutopt.cli.calibrate.start_devices", lambda *_: None)
-    monkeypatch.setattr("layoutopt.cli.validate.start_devices", lambda *_: None)
+    monkeypatch.setattr("layoutopt.cli.running.Session.start", lambda *_: None)
     validation = sample.validation()
     for row in validation["rows"]:
         row |= {"name": "x", "spread": 0.0}

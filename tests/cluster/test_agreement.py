@@ -197,6 +197,20 @@ def test_an_error_of_one_is_told_to_all(job: Job) -> None:
     assert second.failure == ""  # it says its own error
 
 
+def test_an_error_at_the_very_end_is_told_too(job: Job) -> None:
+    """As that of the last checkpoint, for which a process waits before it leaves."""
+    first, second, third = job.join(0, 1, 2)
+
+    def full() -> None:
+        raise OSError("No space left on device")
+
+    second.before_end(full)
+    with pytest.raises(OSError, match="No space"):
+        second.close()
+    for one in (first, third):
+        assert failure(one).endswith("failed: OSError: No space left on device")
+
+
 def test_a_machine_that_slept_blames_nobody(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """All processes stood still together, as on a laptop that was closed."""
     job.join(0, 1, 2)

@@ -18,7 +18,7 @@ import pytest
 
 from mesh_tf_core.engines.pieces import Piece
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.training import checkpoint, locking
+from mesh_tf_core.training import checkpoint, locking, manifest
 from mesh_tf_core.training.locking import locked
 from mesh_tf_core.training.saving import Saver
 from tests.core.saved import VALUES, cut, flip, piece, whole, write_before
@@ -205,6 +205,19 @@ def test_a_writing_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
     found = checkpoint.newest(tmp_path)
     assert found is not None and (found.step, found.skipped) == (1, ())
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000001"]  # and no room is taken
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest has one bound, on writing as on reading."""
+    checkpoint.write(tmp_path, 1, whole(VALUES), {})
+    file = tmp_path / "step-000000001" / manifest.MANIFEST
+    assert b"\n" not in file.read_bytes()
+    monkeypatch.setattr(manifest, "LARGEST", file.stat().st_size)
+    checkpoint.write(tmp_path, 2, whole(VALUES), {})
+    with pytest.raises(UserError, match="step 3 is not saved: its 4 pieces of variables are more than"):
+        checkpoint.write(tmp_path, 3, whole(VALUES), {"data": "a place"})
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and (found.step, found.skipped) == (2, ())
 
 
 def test_an_error_in_the_thread_is_raised_by_the_next_call(

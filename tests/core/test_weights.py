@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,26 @@ def test_bfloat16_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_a_scalar_has_no_axis_in_a_file(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"w{suffix}"
-    write_weights(path, [("temperature", np.float32(0.5))])
     scalar = Variable("temperature", mtf.Shape([]), "float32", mtf.ONES)
+    write_weights(path, {"temperature": scalar}, lambda _: np.float32(0.5))
     ((name, array),), loaded = read_weights([scalar], path, {})
     assert (name, np.shape(array), float(array)) == ("temperature", (), 0.5)
     assert loaded.variables == ("temperature",)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_one_variable_is_held_at_a_time(suffix: str, tmp_path: Path) -> None:
+    """However many are written, and without a copy of any."""
+    size, names = 1 << 18, "abcdef"
+    each = {n: Variable(n, mtf.Shape([mtf.Dim("n", size)]), "float32", mtf.ONES) for n in names}
+    tracemalloc.start()
+    try:
+        write_weights(tmp_path / f"w{suffix}", each, lambda name: np.full(size, ord(name), np.float32))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * 4 * size
+    made, _ = read_weights(each.values(), tmp_path / f"w{suffix}", {})
+    assert {name: (array.shape, float(array[-1])) for name, array in made} == {
+        n: ((size,), float(ord(n))) for n in names
+    }

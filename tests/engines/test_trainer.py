@@ -180,6 +180,19 @@ def test_a_damaged_checkpoint_is_said_and_passed_over(tmp_path: Path) -> None:
     assert found is not None and (found.step, found.skipped) == (3, ())
 
 
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_step_is_saved_before_it_is_evaluated(last: int, tmp_path: Path) -> None:
+    """What ends an evaluation loses no step, the last one neither."""
+
+    def judged(step: int) -> None:
+        if step == last:
+            raise RuntimeError("the power fails")
+
+    with pytest.raises(RuntimeError):
+        trainer().fit(batches(), 3, tmp_path, every=2, evaluate=judged, evaluate_every=1)
+    assert checkpoint.listed(tmp_path)[0][0] == last
+
+
 def test_an_error_in_writing_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     run = trainer()

@@ -71,12 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     evil["details"]["source"] = "os:system"
     (folder / "evil.json").write_text(json.dumps(evil))
     for what in (
-        "layoutopt.cli.running.start_devices",
-        "layoutopt.cli.calibrate.start_devices",
-        "layoutopt.cli.validate.start_devices",
-        "layoutopt.cli.train.open_trainer",
-        "layoutopt.cli.measure.open_trainer",
-        "layoutopt.cli.generate.open_trainer",
+        "layoutopt.cli.running.Session.start",
         "layoutopt.launching.launch",
         "layoutopt.analysis.verify.verify",
         "costmodels.calibration.tpu.calibrate_tpu",

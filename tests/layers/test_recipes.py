@@ -15,7 +15,8 @@ import pytest
 import mesh_tf_core as mtf
 from examples.diffusion import UNet
 from mesh_tf_core import layers
-from mesh_tf_core.training.weights import write_weights
+from mesh_tf_core.training import array_files
+from tests.core.saved import whole
 from tests.layers.helper import check_layouts, run
 
 RNG = np.random.default_rng(0)
@@ -351,7 +352,7 @@ def test_continued(tmp_path: Path) -> None:
         n: np.random.default_rng(zlib.crc32(n.encode())).normal(scale=0.5, size=shape).astype(np.float32)
         for n, shape in case["weights"].items()
     }
-    write_weights(tmp_path / "model.safetensors", weights.items())
+    array_files.write_pieces(tmp_path / "model.safetensors", whole(weights))
     (tmp_path / "config.json").write_text(json.dumps(case["config"]))
     rng = np.random.default_rng(0)
     batch = {

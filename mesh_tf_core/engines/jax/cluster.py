@@ -155,9 +155,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                 self.gather("the end", None, patient=True)
                 self._ended.set()
                 meeting.leave()
+        except BaseException as found:  # of what this process does last
+            error = found
+            raise
         finally:
+            left = self._ended.is_set()
             self._ended.set()
-            if error is not None and not self.failure:
+            if error is not None and not self.failure and not left:
                 self._report(_text(error))
 
     def before_end(self, call: Callable[[], object]) -> None:

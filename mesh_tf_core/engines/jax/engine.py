@@ -21,6 +21,7 @@ from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.jax.placing import placed
+from mesh_tf_core.engines.jax.profile import STEP
 from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
 from mesh_tf_core.engines.pieces import Begin, Piece, initial, joined, writers
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
@@ -212,7 +213,8 @@ class JaxEngine(Stepping):
                     self.cluster.gather("compiling", None, patient=True)
             self._steps += 1
             step = f"step {self._steps} since the start"
-            with self._together(step):
+            numbered = jax.profiler.StepTraceAnnotation(STEP, step_num=self._steps)
+            with self._together(step), numbered:
                 state = {name: self._state[name] for name in self.program.variables}
                 state, results = self._compiled(state, fed)
                 self._state.update(state)

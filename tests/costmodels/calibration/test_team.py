@@ -102,12 +102,21 @@ def test_a_profile_says_how_devices_are_dealt_out(tmp_path: Path) -> None:
     assert "devices_per_process" not in alone["topology"]
 
 
-def test_a_profile_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "kind"), [("/GPU:0", "gpu"), ("cuda:0", "gpu"), ("TPU_0(process=0,(0,0,0,0))", "tpu")]
+)
+def test_a_profile_of_accelerators(
+    device: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They share no cores, have memory of their own, and exchange messages also inside of a process."""
     monkeypatch.setattr(profiles, "accelerator_memory_bytes", lambda: 80 << 30)
-    content = profile(team(None, ("",), "/GPU:0"), fitted(measured()), [], Noise(0.0, 0.0), quick=True)
-    hardware = write_profile(content, tmp_path / "gpus.json")
-    assert (hardware.kind, hardware.contention(64)) == ("gpu", 1.0)
+    content = profile(team(None, ("",), device), fitted(measured()), [], Noise(0.0, 0.0), quick=True)
+    hardware = write_profile(content, tmp_path / "own.json")
+    assert (hardware.kind, hardware.contention(64)) == (kind, 1.0)
+    assert (
+        content["summary"].startswith(f"This machine's {kind.upper()}s,")
+        and content["device"] == f"one {kind.upper()}"
+    )
     assert hardware.usable_memory_bytes == 80 << 30
     assert hardware.devices_per_process == 2
 

@@ -1,0 +1,262 @@
+"""One run of `layoutopt train`: its steps and what is said of them, how it ends, and its results."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import statistics
+import threading
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layoutopt import signals
+from layoutopt.cli.options import Given
+from layoutopt.cli.progress import Steps
+from layoutopt.cli.results import layout_text
+from layoutopt.cli.running import Session, evaluated_model, items_of, restored
+from layoutopt.cli.terminal import facts
+from layoutopt.cli.tracing import Trace
+from layoutopt.plan.units import duration_text, seconds_text, throughput_text
+
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from layoutopt.models.loading import Loaded
+    from layoutopt.plan.results import TrainResult
+    from mesh_tf_core import Model
+    from mesh_tf_core.training import Trainer
+
+LINES = 10
+"""Messages of progress where there is no terminal to draw a bar on."""
+PACE = 100
+"""Steps of which the median says how fast the training goes now."""
+COMPILING = "compiling the step"
+
+
+@dataclass
+class TrainingRun:
+    """One training run and what is known about it."""
+
+    session: Session
+    loaded: Loaded
+    given: Given
+    machine: Hardware
+    steps: int
+    trace: Trace
+    checkpoint: Path | None = None
+    trainer: Trainer | None = None
+    began_at: int = 0
+    losses: array[float] = field(default_factory=lambda: array("d"))  # eight bytes a step, in the longest
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    waited: float = 0.0
+    held_out: dict[str, float] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    references: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.terminal = self.session.terminal
+        self.evaluation = self.given.priced(self.loaded, self.machine)
+        self.predicted = self.evaluation.predicted
+        self.items, self.item = items_of(self.loaded.model)
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def train(self, every: int, held_out: int, evaluate_every: int) -> None:
+        """Trains; a signal ends it after the step that runs, and what was learned is saved."""
+        trainer = self.trainer = self.session.trainer(self.loaded, self.given)
+        checkpoint = self.checkpoint
+        if checkpoint is not None and restored(self.terminal, trainer, checkpoint):
+            self.terminal.say(
+                f"resuming from step {trainer.step_number} of {checkpoint}{_saved_elsewhere(trainer)}"
+            )
+        self.began_at = trainer.step_number
+        stopped, cluster = threading.Event(), trainer.cluster
+
+        def stop() -> None:
+            stopped.set()
+            if cluster is not None:
+                cluster.ask_to_stop()
+            elif trainer.step_number == self.began_at:
+                raise KeyboardInterrupt  # there is nothing to keep, and the first step compiles for long
+
+        def ended() -> bool:
+            return stopped.is_set() if cluster is None else not cluster.begins(trainer.step_number + 1)
+
+        numbers = (signal.SIGINT,) if cluster is None else signals.ENDING
+        with Steps(self.terminal, "training", self.steps) as bar, signals.told(stop, numbers):
+            count = self.steps - self.began_at
+            if count > 0:
+                self._told(bar, self.began_at, COMPILING)
+            self.trace.at(0, count, self.evaluation)
+
+            def tell(step: int, found: dict[str, Any], seconds: float) -> None:
+                self.losses.append(found["loss"])
+                self.seconds.append(seconds)
+                self._told(bar, step, self._facts(step))
+                self.trace.at(step - self.began_at, count, self.evaluation)
+
+            def judge(step: int) -> None:
+                found = self.evaluations[step] = self._judged(held_out)
+                said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+                self.terminal.say(f"step {step}/{self.steps}: held-out {said}")
+
+            judging = judge if held_out and evaluate_every else None
+            data = self.loaded.data(rows=trainer.rows)
+            try:
+                trainer.fit(
+                    data, self.steps, checkpoint, every, tell, ended, judging, evaluate_every, keep=False
+                )
+            except KeyboardInterrupt:  # the second one, or the data's own
+                if checkpoint is not None and cluster is None and not stopped.is_set():
+                    self._save(trainer, checkpoint)
+                raise
+            self.waited = trainer.waited
+            self.trace.end(self.evaluation)
+        if cluster is not None and trainer.step_number < self.steps:
+            cluster.close()  # once all are here: the checkpoint is written
+            raise KeyboardInterrupt
+        if cluster is None and stopped.is_set():
+            raise KeyboardInterrupt
+
+    def _told(self, bar: Steps, step: int, facts: str) -> None:
+        """Shows how far it is; without a terminal the first step is a line, and a few of the others."""
+        bar.update(step, facts)
+        if self.terminal.live:
+            return
+        if facts == COMPILING:
+            self.terminal.say(facts)
+        elif step == self.began_at + 1 or step % max(1, self.steps // LINES) == 0:
+            self.terminal.say(f"step {step}/{self.steps}: {facts}")
+
+    def _save(self, trainer: Trainer, checkpoint: Path) -> None:
+        if trainer.step_number > self.began_at and not trainer.torn:
+            trainer.save(checkpoint)
+
+    def stopped(self) -> str:
+        """Where the training was interrupted, and what of it is kept."""
+        from mesh_tf_core.training.checkpoint import listed
+
+        trainer, checkpoint = self.trainer, self.checkpoint
+        if trainer is None or trainer.step_number == self.began_at:
+            kept = f"; {checkpoint} is as it was" if checkpoint is not None else ""
+            return f"stopped before step {self.began_at + 1} was done{kept}"
+        at = f"in step {trainer.step_number + 1}" if trainer.torn else f"after step {trainer.step_number}"
+        text = f"stopped {at} of {self.steps}"
+        if checkpoint is None:
+            return f"{text}; nothing is saved without --checkpoint DIR"
+        saved = next(iter(listed(checkpoint)), None)
+        if saved is None:
+            return f"{text}; nothing is saved in {checkpoint} yet"
+        if saved[0] != trainer.step_number:
+            return f"{text}; the newest checkpoint in {checkpoint} is of step {saved[0]}"
+        return f"{text}, saved in {checkpoint}; the same command goes on from there"
+
+    def evaluate(self, count: int) -> None:
+        """The loss on data that was not trained on, beside what simpler models reach."""
+        if found := self.evaluations.get(self.steps):  # of these variables already
+            self.held_out = found
+        elif count:
+            with self.terminal.waiting("evaluating on held-out data", said=True):
+                self.held_out = self._judged(count)
+        if self.loaded.function("reference_losses") is not None:
+            self.references = dict(self.loaded.call("reference_losses"))
+
+    def _judged(self, count: int) -> dict[str, float]:
+        """Means over so many held-out batches."""
+        assert self.trainer is not None
+
+        def made(rows: Any) -> Iterator[dict[str, Any]]:
+            return itertools.islice(self.loaded.data("held-out", rows, endless=False), count)
+
+        batches = made if self.loaded.takes_rows else made(None)
+        return self.trainer.evaluate(batches, self._evaluated)
+
+    @cached_property
+    def _evaluated(self) -> Model:
+        return evaluated_model(self.loaded)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of all."""
+        return self._typical(len(self.seconds))
+
+    def _typical(self, last: int) -> float:
+        """The median of so many; the first step is left out, for it compiles."""
+        timed = self.seconds[max(1, len(self.seconds) - last) :] or self.seconds
+        return statistics.median(timed) if timed else float("nan")
+
+    def _facts(self, step: int) -> str:
+        if len(self.losses) == 1:
+            return f"loss {self.losses[0]:.4f}, {seconds_text(self.seconds[0])} with compiling"
+        actual = self._typical(PACE)
+        left = (self.steps - step) * actual
+        return (
+            f"loss {self.losses[-1]:.4f}, {throughput_text(self.items / actual, self.item)}, "
+            f"{seconds_text(actual)} a step ({seconds_text(self.predicted.step_seconds)} predicted), "
+            f"{duration_text(left)} left"
+        )
+
+    # -- results ---------------------------------------------------------------------------------------------
+
+    def result(self) -> TrainResult:
+        """The object of `--json`."""
+        from layoutopt.plan.build import axes_of, model_info
+        from layoutopt.plan.results import TrainResult
+
+        rate: dict[str, Any] = {f"{self.item}_per_second": self.items / self.step_seconds}
+        return TrainResult(
+            model=model_info(self.loaded.model),
+            mesh=self.given.mesh.as_dict(),
+            layout=axes_of(self.given.layout),
+            hardware=self.machine.name,
+            predicted=self.predicted,
+            first_step=self.began_at,
+            steps=self.began_at + len(self.losses),
+            loss=self.losses.tolist(),
+            step_seconds=self.step_seconds,
+            waited_for_input=self.waited,
+            held_out=self.held_out,
+            evaluations={str(step): found for step, found in self.evaluations.items()},
+            reference_losses=self.references,
+            **rate,
+        )
+
+    def show(self) -> None:
+        """The end of a run, for people."""
+        step = self.step_seconds
+        rows = [
+            ("model", f"{self.loaded.model.name}, {self.loaded.model.parameters:,} parameters"),
+            ("mesh", f"{self.given.mesh} ({self.given.mesh.devices} devices of {self.session.where})"),
+            ("layout", layout_text(self.given.layout)),
+        ]
+        if self.losses:
+            predicted = self.predicted.step_seconds
+            rows += [
+                ("trained", f"steps {self.began_at + 1} to {self.began_at + len(self.losses)}"),
+                (
+                    "step",
+                    f"{seconds_text(step)} (predicted {seconds_text(predicted)} for {self.machine.name})",
+                ),
+                ("rate", throughput_text(self.items / step, self.item)),
+                ("input", f"waited for it {100 * self.waited:.1f}% of the time"),
+                ("loss", f"{self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at the end"),
+            ]
+        else:
+            rows.append(("trained", f"nothing to do: the checkpoint is of step {self.began_at} already"))
+        rows += [(f"held-out {name}", f"{value:.4f}") for name, value in self.held_out.items()]
+        rows += [(name, f"{value:.4f}") for name, value in self.references.items()]
+        self.terminal.show(facts(rows))
+
+
+def _saved_elsewhere(trainer: Trainer) -> str:
+    """Where the run was that wrote the checkpoint, if it was on another mesh or in other processes."""
+    now = str(trainer.mesh), 1 if trainer.cluster is None else trainer.cluster.processes
+    mesh, processes = (
+        trainer.resumed.get(name, own) for name, own in zip(("mesh", "processes"), now, strict=True)
+    )
+    if (mesh, processes) == now:
+        return ""
+    return f", saved on {mesh} in {processes} process{'es' if processes != 1 else ''}"
