@@ -20,13 +20,12 @@ from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
 from layoutopt.refine.answer import refined
-from layoutopt.space.kind import Allowed
+from layoutopt.space.kind import STORED, Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 __all__ = ["AUTO", "OBJECTIVES", "Progress", "Standing", "search"]
@@ -47,7 +46,7 @@ def search(
     time_limit: float | Clock | None = None,
     max_axes: int = 2,
     on_progress: Progress | None = None,
-    storage: Sequence[str] = STAGES,
+    storage: Sequence[str] = STORED,
     recompute: Sequence[bool | str] = (False, True),
     microbatches: Sequence[int] = USUAL,
     on_better: Better | None = None,
@@ -67,7 +66,9 @@ def search(
       top: how many of the best layouts to list.
       time_limit: seconds, or a clock that counts them already; the best so far, with what is proven of it, is
         there at most two seconds later.
-      storage: stages that variables may be stored at, of "layout", "zero1", "zero2", "zero3".
+      storage: stages that variables may be stored at, of "layout", "zero1", "zero2", "zero3", or over some
+        axes alone as "zero3@data"; "hybrid" is zero3 over the axes inside a node or slice, where there are
+        others.
       recompute: whether the bodies of loops may, must or must not run again in backward: of False, True and
       "selective", which lets them keep some of their values.
       microbatches: numbers of parts that the batch may be split into; those that do not divide it, or into
@@ -123,7 +124,7 @@ def search(
         microbatches=tuple(map(int, allowed.microbatches)),
     )
     candidates = Search(request, renames=mesh is None)
-    best = candidates.run(subproblems(model, shapes, allowed), keep_best)
+    best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
     if candidates.stopped:
         clock.hurry()  # the plan has its own time
     others: list[Found] = []

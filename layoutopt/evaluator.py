@@ -23,7 +23,7 @@ from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import share_text, size_text
 from layoutopt.space.decisions import Decisions
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
@@ -144,6 +144,10 @@ class Evaluator:
         if mesh not in self._prices:
             self._prices[mesh] = pricer(self.hardware, mesh)
         return self._prices[mesh]
+
+    def near(self, mesh: Mesh) -> Axes:
+        """Its axes inside nodes or slices, where others lie between them."""
+        return self.prices(mesh).placement.near
 
     def context(self, microbatches: int) -> SharedContext:
         if microbatches not in self._contexts:

@@ -29,6 +29,8 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import Mesh
 
 TORUS_AXES = ("x", "y", "z")
+BETWEEN = ("network", "slice")
+"""The levels between nodes, and between slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,13 @@ class Placement:
         names = self.mesh.names
         sets = (s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n))
         return frozenset((frozenset(axes), _anonymous(self.route(axes))) for axes in sets)
+
+    @property
+    def near(self) -> tuple[str, ...]:
+        """The mesh axes inside nodes, or slices, where others lie between them; none where all are alike."""
+        split = [a for a, n in self.mesh.axes if n > 1]
+        inside = tuple(a for a in split if not any(self.factor(a, level) > 1 for level in BETWEEN))
+        return inside if len(inside) < len(split) else ()
 
     def renamed(self, names: Mapping[str, str]) -> Placement:
         """The same with other names for the mesh's axes."""

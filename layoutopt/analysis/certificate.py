@@ -122,7 +122,7 @@ def certify(
         recompute=asked.recompute,
         microbatches=asked.microbatches,
     )
-    for subproblem in subproblems(model, shapes, allowed):
+    for subproblem in subproblems(model, shapes, allowed, evaluator.near):
         seconds = plan.predicted.step_seconds * (1 - EXACT)
         known = [
             (m, b)

@@ -18,10 +18,10 @@ from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
+from layoutopt.space.kind import STORED
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError
-from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 AGREE = 1e-9
@@ -97,7 +97,7 @@ class Asked:
 
     pins: str | None = None
     forbid: str | None = None
-    storage: tuple[str, ...] = STAGES
+    storage: tuple[str, ...] = STORED
     recompute: tuple[bool | str, ...] = (False, True)
     microbatches: tuple[int, ...] = USUAL
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import size_text
+from layoutopt.space.kind import STORED
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 PARSED = {"pins": parse_rules, "forbid": parse_forbid}
@@ -125,8 +125,8 @@ class _Diagnosing:
         for kind, option in (("pins", "--pin"), ("forbid", "--forbid")):
             for name, axes in PARSED[kind](self.asked.get(kind)).items():
                 found[f"{option} {name}:{'+'.join(axes) or 'none'}"] = _without_rule(kind, name)
-        if set(self.asked.get("storage", STAGES)) != set(STAGES):
-            found[f"--storage {','.join(self.asked['storage'])}"] = _set("storage", STAGES)
+        if set(self.asked.get("storage", STORED)) != set(STORED):
+            found[f"--storage {','.join(self.asked['storage'])}"] = _set("storage", STORED)
         if True not in self.asked.get("recompute", (True,)):
             found["--recompute never"] = _set("recompute", (False, True))
         parts = tuple(self.asked.get("microbatches", USUAL))

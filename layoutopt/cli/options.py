@@ -94,7 +94,8 @@ StorageOption = Annotated[
     typer.Option(
         "--storage",
         metavar="[VARIABLE=]STAGE",
-        help="How variables are stored: layout, zero1, zero2 or zero3 (again for more).",
+        help="How variables are stored: layout, zero1, zero2, zero3, or over some axes as zero3@data (again for "
+        "more).",
         show_default="as the layout says",
     ),
 ]
@@ -320,17 +321,17 @@ def read_options(
     from mesh_tf_core import Options, UserError
     from mesh_tf_core.errors import known_names
     from mesh_tf_core.lower.kept import Recomputed
-    from mesh_tf_core.lower.storage import stage_number
+    from mesh_tf_core.lower.storage import Stage, read_stage
 
     graph = loaded.model.graph
     trained = {name: v for name, v in graph.variables.items() if v.trainable and len(v.shape)}
-    stages: dict[str, int] = {}
+    stages: dict[str, int | Stage] = {}
     for text in storage:
         variable, _, stage = text.rpartition("=")
         if variable and variable not in trained:
             raise UserError(f"--storage {text}: no variable {variable!r}; {known_names(variable, trained)}")
         for name in [variable] if variable else trained:
-            stages[name] = stage_number(stage)
+            stages[name] = read_stage(stage).short
     loops = {block.dim.name for block in graph.blocks if block.dim is not None}
     if not recompute:
         recompute = sorted(getattr(getattr(loaded.model, "origin", None), "recomputed", ()))

@@ -114,8 +114,12 @@ def search(
         typer.Option(metavar="RULES", help='Must not hold, as "vocab:model".', show_default=False),
     ] = None,
     storage: Annotated[
-        str, typer.Option(metavar="STAGES", help="How variables may be stored (ZeRO), of these.")
-    ] = "layout,zero1,zero2,zero3",
+        str,
+        typer.Option(
+            metavar="STAGES",
+            help="How variables may be stored (ZeRO; hybrid: zero3 inside a node), of these.",
+        ),
+    ] = "layout,zero1,zero2,zero3,hybrid",
     recompute: Annotated[
         Recompute,
         typer.Option(
@@ -284,9 +288,11 @@ def _help(terminal: Terminal, clock: Clock, model: Model, asked: dict[str, Any])
 
 
 def _stages(text: str) -> list[str]:
-    from mesh_tf_core.lower.storage import STAGES, stage_number
+    from layoutopt.space.kind import HYBRID
+    from mesh_tf_core.lower.storage import read_stage
 
-    return [STAGES[stage_number(part.strip())] for part in text.split(",")]
+    parts = [part.strip() for part in text.split(",")]
+    return [part if part == HYBRID else str(read_stage(part)) for part in parts]
 
 
 def _numbers(text: str) -> list[int]:

@@ -31,7 +31,7 @@ from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import WHOLE
-from mesh_tf_core.lower.storage import narrow_reads
+from mesh_tf_core.lower.storage import Stage, narrow_reads
 from mesh_tf_core.lower.sums import totalled
 from mesh_tf_core.tracing.graph import Graph
 
@@ -218,7 +218,7 @@ class Tabler:
             naming.mesh,
             layout,
             self.graph.variables,
-            options.storage,
+            {v: s.renamed(naming.number) if isinstance(s, Stage) else s for v, s in options.storage.items()},
             self.sizes,
             naming.real,
             narrow_reads(self.graph),

@@ -293,7 +293,8 @@ def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
     graph, stages = model.step_graph, dict[str, int]()
     masters = narrow_reads(graph)
     for name, variables in stored_classes(graph).items():
-        stages.update(dict.fromkeys((v.name for v in variables), max(map(stage_of, decided.options[name]))))
+        last = max(stage_of(choice).number for choice in decided.options[name])
+        stages.update(dict.fromkeys((v.name for v in variables), last))
     most = {n: max(map(mesh.group_size, decided.options[n])) for n in decided.of(Split)}
     total = 0.0
     for v in graph.variables.values():

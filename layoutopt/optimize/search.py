@@ -41,6 +41,7 @@ from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import Stage
 
 NAMED_SHARE = 0.25
 """Part of a time limit in which layouts by name are priced before anything is solved."""
@@ -176,8 +177,8 @@ class Search:
 
     def simpler(self, best: Found) -> Found:
         """As good on a mesh with fewer axes, if the shape was searched."""
-        if not self.renames:
-            return best
+        if not self.renames or any(isinstance(s, Stage) for s in best.options.storage.values()):
+            return best  # what names axes by themselves stays on them
         evaluator = self.request.evaluator
 
         def evaluate(mesh: Mesh, layout: Layout) -> Evaluation:

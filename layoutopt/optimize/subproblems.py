@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from layoutopt.space.decisions import Decisions, decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.kind import HYBRID, Allowed
 from layoutopt.space.microbatches import numbers
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
@@ -26,10 +27,15 @@ class Subproblem:
         return self.decided.microbatches
 
 
-def subproblems(model: Model, shapes: Sequence[Mesh], allowed: Allowed) -> Iterator[Subproblem]:
+def subproblems(
+    model: Model, shapes: Sequence[Mesh], allowed: Allowed, near: Callable[[Mesh], Axes] = lambda _: ()
+) -> Iterator[Subproblem]:
     """Every problem of a search, the fewest microbatches of every mesh first.
 
     More microbatches are left out where what is pinned does not divide the smaller batch.
+
+    Args:
+      near: the axes of a mesh that lie inside nodes or slices, where others do not.
 
     Raises:
       UserError: the model cannot be split into any of these numbers, or what is pinned or forbidden does not
@@ -40,7 +46,10 @@ def subproblems(model: Model, shapes: Sequence[Mesh], allowed: Allowed) -> Itera
         graph = model.training_step(number).graph
         for mesh in shapes:
             try:
-                yield Subproblem(mesh, decisions(graph, mesh, replace(allowed, microbatches=(number,))))
+                here = replace(
+                    allowed, microbatches=(number,), near=near(mesh) if HYBRID in allowed.storage else ()
+                )
+                yield Subproblem(mesh, decisions(graph, mesh, here))
             except UserError:
                 if number == parts[0]:
                     raise

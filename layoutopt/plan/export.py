@@ -24,6 +24,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.storage import STAGES, read_stage
 
 if TYPE_CHECKING:
     from mesh_tf_core.ir.program import Program
@@ -273,16 +274,18 @@ MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
 """What a layer that runs again keeps -> the `remat_policy` that does so. (The last one saves the most.)"""
 
 
-def _maxtext_stage(what: Exported) -> str:
-    """The stage of every matrix; '' if they are stored as the layout says.
+def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
+    """The stage of every matrix, and the axes that split it; '' if they are stored as the layout says.
 
     Raises:
       UserError: MaxText stores all matrices alike, and splits what it stores over the batch's axes alone.
     """
     if not what.decided.storage:
-        return ""
+        return "", ()
     spare = {v.name: _spare(what, v) for v in what.variables if _is_matrix(v)}
-    stages = what.decided.stages()
+    stages: dict[str, list[str]] = {}
+    for said, its in what.decided.stages().items():
+        stages.setdefault(STAGES[read_stage(said).number], []).extend(its)
     if whole := [name for name, axes in spare.items() if axes and name not in what.decided.storage]:
         stages["layout"] = whole
     if len(stages) > 1 or not stages.keys() <= MAXTEXT_STORED.keys():
@@ -294,13 +297,16 @@ def _maxtext_stage(what: Exported) -> str:
     batch = what.layout.axes("batch")
     if any(set(axes) & {*batch} not in (set(), {*batch}) for _, axes in what.layout.items()):
         batch = ()  # they become one axis
+    stored = next((axes for axes in spare.values() if axes), batch)
+    if stages.keys() != {"zero3"} or not {*stored} <= {*batch}:
+        stored = batch  # the rest of the batch is an axis of its own in hybrid sharding alone
     for name, axes in spare.items():
-        if axes and {*axes} != {*batch}:
+        if axes and {*axes} != {*stored}:
             raise UserError(
                 f"maxtext splits what it stores over the batch's axes alone ({'+'.join(batch) or 'none'}), "
                 f"but this plan stores {name} over {'+'.join(axes)}; search with --storage layout"
             )
-    return next(iter(stages))
+    return next(iter(stages)), stored
 
 
 def _is_matrix(v: Placed) -> bool:
@@ -309,14 +315,15 @@ def _is_matrix(v: Placed) -> bool:
 
 
 def _spare(what: Exported, v: Placed) -> Axes:
-    """The axes that storage splits a variable over."""
+    """The axes that storage splits a variable over, or could."""
     split = {a for d in v.dims for a in what.layout.axes(d)}
-    return tuple(a for a, size in what.mesh.axes if size > 1 and a not in split)
+    over = read_stage(what.decided.storage.get(v.name, 0)).over or what.mesh.names
+    return tuple(a for a, size in what.mesh.axes if size > 1 and a not in split and a in over)
 
 
 def _maxtext(what: Exported) -> str:
-    stage, batch = _maxtext_stage(what), what.layout.axes("batch")
-    names = _maxtext_axes(what.mesh, dict.fromkeys(batch, MAXTEXT_STORED[stage]) if stage else {})
+    stage, stored = _maxtext_stage(what)
+    names = _maxtext_axes(what.mesh, dict.fromkeys(stored, MAXTEXT_STORED[stage]) if stage else {})
     logical: dict[str, list[str]] = {}
     for name, axes in what.layout.items():
         if name not in MAXTEXT_ROWS:
@@ -331,7 +338,7 @@ def _maxtext(what: Exported) -> str:
                 )
     if stage == "zero3":
         for each in MAXTEXT_WEIGHTS:
-            logical[each] = [*logical.get(each, ()), *_renamed(batch, names)]
+            logical[each] = [*logical.get(each, ()), *_renamed(stored, names)]
     rules = [json.dumps([each, axes]) for each, axes in logical.items()]
     more = [f"remat_policy: {_maxtext_policy(what)}"]
     more += ["shard_optimizer_over_data: True"] if stage == "zero1" else []

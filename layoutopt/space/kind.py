@@ -21,6 +21,11 @@ from mesh_tf_core.tracing.graph import Graph
 
 Choice = tuple[str, ...]
 """An option in words; `()` is the plain one where a kind has one."""
+HYBRID = "hybrid"
+"""Among the stages that are allowed: the last one over the axes inside a node or a slice alone (HSDP), on
+meshes that have others too."""
+STORED = (*STAGES, HYBRID)
+"""All that is allowed if nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Allowed:
       pins: dimension -> the axes it must be split over (`()`: none).
       forbid: dimension -> axes it may not be split over.
       orders: "mesh": the axes of a split are in the order of the mesh; "all": in every order.
-      storage: stages that variables may be stored at.
+      storage: stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
+      near: the axes of `HYBRID`; none where all links are alike.
       recompute: whether loops may (both), must or must not run again in backward; "selective": or may
         while they keep some of their values.
       microbatches: numbers of parts of the batch.
@@ -40,9 +46,10 @@ class Allowed:
     pins: Mapping[str, Axes] = field(default_factory=dict)
     forbid: Mapping[str, Axes] = field(default_factory=dict)
     orders: str = "mesh"
-    storage: tuple[str, ...] = STAGES
+    storage: tuple[str, ...] = STORED
     recompute: tuple[bool | str, ...] = (False, True)
     microbatches: tuple[int, ...] = (1,)
+    near: Axes = ()
 
 
 @dataclass

@@ -5,23 +5,25 @@ Variables of the same dimensions are one class, and one decision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
+from layoutopt.space.kind import HYBRID, Allowed, Choice, Chosen, Decision, Touched
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import STAGES, stage_number
+from mesh_tf_core.lower.storage import STAGES, Stage, read_stage
 from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
 class Storage(Decision):
-    """The stage of one class of variables, by the names of these: (), ("zero1",), ("zero2",), ("zero3",)."""
+    """The stage of one class of variables: (), ("zero1",), ("zero2",), ("zero3",), or with the axes that it
+    is over, ("zero3", "data", "pod")."""
 
     variables: tuple[str, ...] = ()
     prefix = "storage of "
@@ -31,26 +33,31 @@ class Storage(Decision):
         if not allowed.storage:
             raise UserError(f"storage names no stage; allow one or more of {', '.join(STAGES)}")
         for stage in allowed.storage:
-            stage_number(stage)
+            if stage != HYBRID:
+                read_stage(stage)
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
-        stages = tuple(() if stage == STAGES[0] else (stage,) for stage in allowed.storage)
+        near = f"{STAGES[-1]}{AT}{'+'.join(allowed.near)}" if allowed.near else ""
+        found = (near if stage == HYBRID else stage for stage in allowed.storage)
+        stages = tuple(dict.fromkeys(_choice(read_stage(stage)) for stage in found if stage)) or ((),)
+        for axis in {axis for choice in stages for axis in choice[1:]}:
+            mesh.size(axis)
         for name, variables in stored_classes(graph).items():
             yield cls(name.removeprefix(cls.prefix), stages, tuple(v.name for v in variables))
 
     @property
     def leanest(self) -> Choice:
-        return max(self.options, key=stage_of)
+        return max(self.options, key=_holds_less)
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:
             stages = to.options.setdefault("storage", {})
-            stages.update(dict.fromkeys(self.variables, stage_of(choice)))
+            stages.update(dict.fromkeys(self.variables, stage_of(choice).short))
 
     def read(self, layout: Layout, options: Options) -> Choice:
-        stages = {options.storage.get(v, 0) for v in self.variables}
-        return (STAGES[stages.pop()],) if len(stages) == 1 and stages != {0} else ()
+        stages = {read_stage(options.storage.get(v, 0)) for v in self.variables}
+        return _choice(stages.pop()) if len(stages) == 1 else ()
 
     @classmethod
     def changing(cls, touched: Touched) -> list[str]:
@@ -58,16 +65,26 @@ class Storage(Decision):
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:
-        return {"storage": {name: STAGES[stage] for name, stage in sorted(options.storage.items()) if stage}}
+        stages = {name: read_stage(said) for name, said in sorted(options.storage.items())}
+        return {"storage": {name: str(stage) for name, stage in stages.items() if stage.number}}
 
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"storage": {name: stage_number(stage) for name, stage in said["storage"].items()}}
+        return {"storage": {name: read_stage(stage).short for name, stage in said["storage"].items()}}
 
 
-def stage_of(choice: Choice) -> int:
+def stage_of(choice: Choice) -> Stage:
     """The stage that an option is."""
-    return stage_number(choice[0]) if choice else 0
+    return Stage(STAGES.index(choice[0]), choice[1:] or None) if choice else Stage(0)
+
+
+def _choice(stage: Stage) -> Choice:
+    return (STAGES[stage.number], *(stage.over or ())) if stage.number else ()
+
+
+def _holds_less(choice: Choice) -> tuple[int, float]:
+    """Orders options by what a device holds: later stages less, and those over more axes."""
+    return stage_of(choice).number, len(choice) if choice[1:] else math.inf
 
 
 def storage_class(variable: Variable) -> str:

@@ -31,6 +31,7 @@ from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import Plan, expansion, gathered, gradient_terms, plan_of
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
+from mesh_tf_core.lower.storage import Stages
 from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.graph import Graph
@@ -48,7 +49,7 @@ class Lowering(Placing):
         graph: Graph,
         mesh: Mesh,
         layout: Layout,
-        storage: Mapping[str, int] | None = None,
+        storage: Stages | None = None,
         recompute: Iterable[str] = (),
         subgraph: Subgraph | None = None,
         oracle: Oracle | None = None,
@@ -233,7 +234,7 @@ def lower_base(
     mesh: Mesh,
     layout: Layout,
     results: Mapping[str, Tensor] | None = None,
-    storage: Mapping[str, int] | None = None,
+    storage: Stages | None = None,
     recompute: Iterable[str] = (),
     subgraph: Subgraph | None = None,
     oracle: Oracle | None = None,

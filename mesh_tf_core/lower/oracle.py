@@ -16,7 +16,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.redistribute import Move, Splits, plan_moves, straight
-from mesh_tf_core.lower.storage import Storage
+from mesh_tf_core.lower.storage import Stages, Storage
 
 Question = tuple[Any, ...]
 """A method of `Oracle` and its arguments."""
@@ -27,7 +27,7 @@ class Oracle:
     """Answers the questions of one lowering, and notes them.
 
     Args:
-      stages: variable name -> stage (see `storage`).
+      stages: of variables (see `storage`).
       known: name -> sizes of dimensions that the layout is known to divide; nothing is asked about these.
       real: the names that the mesh's axes have elsewhere, which decide between equally cheap moves.
       narrow: see `storage.narrow_reads`.
@@ -41,7 +41,7 @@ class Oracle:
         mesh: Mesh,
         layout: Layout,
         variables: Mapping[str, Variable],
-        stages: Mapping[str, int],
+        stages: Stages,
         known: Mapping[str, Set[int]] | None = None,
         real: Mapping[str, str] | None = None,
         narrow: Mapping[str, str] | None = None,

@@ -17,6 +17,7 @@ from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.kept import written
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.rematerialization import check_recompute
+from mesh_tf_core.lower.storage import Stages, read_stage
 from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
@@ -36,13 +37,13 @@ class Options:
     """What may be decided besides the layout.
 
     Attributes:
-      storage: variable name -> stage (see `lower.storage`) for those that are not stored as the layout says.
+      storage: of variables that are not stored as the layout says (see `lower.storage`).
       recompute: the loops whose bodies run again in backward, by their dimension, and what they keep
         (`kept.Recomputed`): "layers", "layers:keep=products".
       microbatches: parts of the batch that a step runs one after the other, adding up their gradients.
     """
 
-    storage: Mapping[str, int] = field(default_factory=dict)
+    storage: Stages = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
     microbatches: int = 1
 
@@ -53,7 +54,7 @@ class Options:
     @property
     def key(self) -> Hashable:
         """Equal for equal options, and hashable."""
-        return frozenset(self.storage.items()), *self.told
+        return frozenset((name, read_stage(s)) for name, s in self.storage.items()), *self.told
 
     @cached_property
     def told(self) -> tuple[Hashable, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dims import Shape
@@ -14,7 +14,7 @@ from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Instr, Local
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import pass_of, repeated, weights
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.storage import narrow_reads
+from mesh_tf_core.lower.storage import Stages, narrow_reads
 from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.graph import Graph
@@ -35,7 +35,7 @@ class Placing:
         graph: Graph,
         mesh: Mesh,
         layout: Layout,
-        storage: Mapping[str, int] | None = None,
+        storage: Stages | None = None,
         subgraph: Subgraph | None = None,
         oracle: Oracle | None = None,
     ) -> None:

@@ -12,6 +12,10 @@ sharding of weight update"):
 Of a variable that forward and backward read in half precision only (`narrow_reads`), what is stored is the
 master copy that the update works on. It belongs to the state: from stage 1 on it is split, and its half is
 gathered whole, in half precision, as a step begins (their section 3: 2 + 2 + 12 / N bytes for stage 1).
+
+A stage may name the axes that it splits over, and leave the others whole (`zero3@node`; Zhao et al. 2023,
+"PyTorch FSDP", section 3.2.2, hybrid sharding: gathered within a node, and gradients summed between nodes
+after they were scattered within).
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.tracing.graph import Graph
@@ -51,9 +56,60 @@ _MEANT = {
     "none": "layout",
     "zero0": "layout",
     "0": "layout",
+    "hsdp": "zero3@AXIS, with the axes inside a node,",
+    "hybrid": "zero3@AXIS, with the axes inside a node,",
+    "hybridshard": "zero3@AXIS, with the axes inside a node,",
 }
 """What other libraries call the stages, by ours."""
 Splits = tuple[Axes, ...]
+
+
+class Stage(NamedTuple):
+    """How a variable is stored.
+
+    Attributes:
+      number: of the stage.
+      over: the mesh axes that it may be split over further; None: all.
+    """
+
+    number: int
+    over: Axes | None = None
+
+    def __str__(self) -> str:
+        name = STAGES[self.number]
+        return name if self.over is None else f"{name}{AT}{'+'.join(self.over)}"
+
+    @property
+    def short(self) -> int | Stage:
+        """Its number, if it is over all axes."""
+        return self.number if self.over is None else self
+
+    def renamed(self, axes: Mapping[str, str]) -> Stage:
+        """With other names for mesh axes."""
+        return self if self.over is None else Stage(self.number, tuple(axes.get(a, a) for a in self.over))
+
+
+Stages = Mapping[str, int | Stage]
+"""Variable name -> stage; a number is that stage over all axes."""
+
+
+def read_stage(said: str | int | Stage) -> Stage:
+    """A stage as plans and users write it: `zero3`, or `zero3@data+pod` over these axes alone.
+
+    Raises:
+      UserError: no such stage, or axes that it cannot have.
+    """
+    if isinstance(said, Stage):
+        return said
+    name, at, axes = str(said).partition(AT)
+    if isinstance(said, int) or not at:
+        return Stage(stage_number(said))
+    number, over = stage_number(name.strip()), tuple(a.strip() for a in axes.split("+"))
+    if not number:
+        raise UserError(f"storage {said!r}: {STAGES[0]} splits nothing further; leave {AT}{axes} out")
+    if not all(over) or len(set(over)) < len(over):
+        raise UserError(f"storage {said!r}: name each mesh axis once, as {STAGES[number]}{AT}data+pod")
+    return Stage(number, over)
 
 
 def stage_number(name: str | int) -> int:
@@ -71,33 +127,39 @@ class Storage:
     """The stages of one lowering.
 
     Args:
-      stages: variable name -> stage; variables that are not named have stage 0.
+      stages: variables that are not named have stage 0.
     """
 
-    def __init__(
-        self, mesh: Mesh, layout: Layout, variables: Mapping[str, Variable], stages: Mapping[str, int]
-    ) -> None:
+    def __init__(self, mesh: Mesh, layout: Layout, variables: Mapping[str, Variable], stages: Stages) -> None:
         self.mesh, self.layout, self.variables = mesh, layout, variables
         for name in stages:
             if name not in variables:
                 raise UserError(
                     f"storage: the model has no variable {name!r}; {known_names(name, variables)}"
                 )
-        self.stages = {n: s for n, s in stages.items() if s}
+        self.stages = {n: s for n, said in stages.items() if (s := read_stage(said)).number}
+        for name, stage in self.stages.items():
+            for axis in stage.over or ():
+                if axis not in mesh.names:
+                    raise UserError(
+                        f"storage {stage} of {name!r}: mesh {mesh} has no axis {axis!r}; "
+                        f"{known_names(axis, mesh.names)}"
+                    )
         self._views: dict[str, Layout] = {}
 
     def stage(self, variable: str) -> int:
         """The stage of a variable; 0 if no axis is left over which it could be split further."""
-        stage = self.stages.get(variable, 0)
-        return stage if stage and self.view(variable) != self.layout.at(variable) else 0
+        stage = self.stages.get(variable)
+        return stage.number if stage and self.view(variable) != self.layout.at(variable) else 0
 
     def view(self, variable: str) -> Layout:
         """The layout in which the state of a variable is kept and updated."""
         if variable not in self.stages:
             return self.layout.at(variable)
         if variable not in self._views:
+            over = self.stages[variable].over
             self._views[variable] = shard_layout(
-                self.variables[variable], self.layout.at(variable), self.mesh
+                self.variables[variable], self.layout.at(variable), self.mesh, over
             )
         return self._views[variable]
 
@@ -146,26 +208,30 @@ def _narrowed(node: Node, graph: Graph) -> str | None:
     return after if is_float(after) and itemsize(after) < itemsize(before) else None
 
 
-def shard_layout(variable: Variable, layout: Layout, mesh: Mesh) -> Layout:
+def shard_layout(variable: Variable, layout: Layout, mesh: Mesh, over: Axes | None = None) -> Layout:
     """The layout with this variable's dimensions split further over every axis that does not split them yet.
 
     All spare axes go to one dimension if one is divisible (the largest piece first), else axis by axis; an
     axis that divides no dimension is left out. Dimensions that count layers stay whole.
+
+    Args:
+      over: only these axes.
     """
     names = variable.shape.names
     before = tuple(map(layout.axes, names))
-    after = _further(variable.shape, variable.stacked, before, mesh)
+    allowed = mesh.names if over is None else tuple(a for a in mesh.names if a in over)
+    after = _further(variable.shape, variable.stacked, before, mesh, allowed)
     if after == before:
         return layout
     return layout.with_rules(dict(zip(names, after, strict=True)))
 
 
 @lru_cache(maxsize=1 << 14)
-def _further(shape: Shape, stacked: int, splits: Splits, mesh: Mesh) -> Splits:
+def _further(shape: Shape, stacked: int, splits: Splits, mesh: Mesh, over: Axes) -> Splits:
     own = Shape(shape.dims[stacked:])
     rules = dict(zip(shape.names, splits, strict=True))
     used = {a for axes in splits for a in axes}
-    spare = tuple(a for a in mesh.names if a not in used and mesh.size(a) > 1)
+    spare = tuple(a for a in over if a not in used and mesh.size(a) > 1)
 
     def piece(name: str) -> int:
         return own.dim(name).size // mesh.group_size(rules.get(name, ()))

@@ -12,7 +12,8 @@ Rewrites, each where the all-reduced value has no other reader:
       not of a branch, which may not run
   (5) total(all_reduce(x, a), all_reduce(y, b), z)  ->  all_reduce(total(x, y, z), a+b)
       in an update; devices along b have the same x, and each adds its share of it
-Within microbatches a sum also waits behind casts (the sum of rounded parts is taken once, after all of them).
+Within microbatches a sum, or what a scatter leaves of it, also waits behind casts (the sum of rounded parts is
+taken once, after all of them).
 A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
 together.
 """
@@ -173,7 +174,7 @@ class _Sums:
                 for cast in chain:
                     _drop(cast, out)
                 source = chain[0].inputs[0] if chain else instr.inputs[0]
-                self._scatter(instr, chain, take(source), out)
+                self._scatter(instr, chain, take(source), out, sums)
             else:
                 out.append(instr)
         return out, sums
@@ -195,13 +196,23 @@ class _Sums:
             id = found.inputs[0]
         return None
 
-    def _scatter(self, instr: Slice, chain: Sequence[Local], reduce: AllReduce, out: list[Instr]) -> None:
+    def _scatter(
+        self,
+        instr: Slice,
+        chain: Sequence[Local],
+        reduce: AllReduce,
+        out: list[Instr],
+        sums: dict[int, AllReduce],
+    ) -> None:
         axes = tuple(a for a in instr.axes if a in reduce.axes)
         left = tuple(a for a in reduce.axes if a not in axes)
         start = _place(instr.axes, axes) or 0
         first, rest = instr.axes[:start], instr.axes[start + len(axes) :]
         split = self.values[instr.outputs[0]]
         dtype = self.values[reduce.inputs[0]].dtype
+        behind = self.parts and all(rounds(c.op, self.values[c.outputs[0]].dtype) for c in chain)
+        later = left if behind else ()
+        last = self.values[(chain[-1] if chain else reduce).outputs[0]].dtype
         steps: list[tuple[Callable[..., Instr], str, tuple[Axes, Axes]]] = []
         if first:
             gone = (instr.axes[start:], reduce.axes)
@@ -209,13 +220,15 @@ class _Sums:
         steps.append(
             (lambda i, o: ReduceScatter((i,), (o,), reduce.origin, axes, instr.dim), dtype, (rest, left))
         )
-        if left:
+        if left and not behind:
             steps.append((lambda i, o: AllReduce((i,), (o,), reduce.origin, left), dtype, (rest, ())))
         if rest:
-            steps.append((lambda i, o: Slice((i,), (o,), instr.origin, instr.dim, rest), dtype, ((), ())))
+            steps.append((lambda i, o: Slice((i,), (o,), instr.origin, instr.dim, rest), dtype, ((), later)))
         for cast in chain:
             to = self.values[cast.outputs[0]].dtype
-            steps.append((lambda i, o, c=cast: Local((i,), (o,), c.origin, c.op), to, ((), ())))
+            steps.append((lambda i, o, c=cast: Local((i,), (o,), c.origin, c.op), to, ((), later)))
+        if later:
+            steps.append((lambda i, o: AllReduce((i,), (o,), reduce.origin, left), last, ((), ())))
         id = reduce.inputs[0]
         for number, (make, to, (missing, partial)) in enumerate(steps):
             if number == len(steps) - 1:
@@ -227,9 +240,11 @@ class _Sums:
                     Value(len(self.values), split.shape, to, tuple(splits), partial, split.tensor)
                 )
                 result = len(self.values) - 1
-            out.append(make(id, result))
+            out.append(made := make(id, result))
             self.uses[result] = self.uses[result] or 1
             id = result
+            if isinstance(made, AllReduce):
+                sums[result] = made  # what is left of the sum may wait on
 
     def _passes(self, instr: Local, single: dict[int, AllReduce]) -> bool:
         """Rule (2): linear, every operand an all-reduce of its own over the same axes."""

@@ -13,8 +13,8 @@ from mesh_tf_core import Dim
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.compile import Executable, compile_for
 from mesh_tf_core.engines.jax.hlo import read
-from mesh_tf_core.ir.program import AllGather, Loop, Program, ReadVariable, ReduceScatter
-from mesh_tf_core.lower.storage import narrow_reads
+from mesh_tf_core.ir.program import AllGather, AllReduce, Loop, Program, ReadVariable, ReduceScatter
+from mesh_tf_core.lower.storage import narrow_reads, read_stage
 from mesh_tf_core.optimizers import by_name
 
 B, D, LAYERS = Dim("batch", 16), Dim("d", 64), Dim("layers", 4)
@@ -194,3 +194,71 @@ def test_every_stage_learns_the_same(engine: str, parts: int) -> None:
         np.testing.assert_allclose(losses, expected, 0.0 if exact else 0.02, err_msg=f"stage {stage}")
         if exact:
             np.testing.assert_array_equal(found, weights, err_msg=f"stage {stage}")
+
+
+NODES = mtf.Mesh("pod:2;data:2")
+
+
+def hybrid(stage: str, parts: int = 1, found: mtf.Model | None = None) -> Program:
+    """Hybrid sharding: two nodes of two devices, the batch over all."""
+    found = found or model()
+    stages = {v.name: read_stage(stage) for v in found.graph.variables.values() if v.trainable}
+    options = mtf.Options(storage=stages, microbatches=parts)
+    return found.lower(NODES, mtf.Layout("batch:pod+data"), options)
+
+
+def sent(found: Program) -> dict[tuple[str, tuple[str, ...], bool], int]:
+    """Kind, axes and whether in a loop, of what is sent of the weights -> how often."""
+    inside = {i for loop, _ in found.walk() if isinstance(loop, Loop) for i in loop.body}
+    counts: dict[tuple[str, tuple[str, ...], bool], int] = {}
+    for instr, _ in found.walk():
+        if isinstance(instr, AllGather | ReduceScatter | AllReduce) and (
+            "d" in found.values[instr.outputs[0]].shape.names
+        ):
+            key = instr.name, instr.axes, instr in inside
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_hybrid_sharding_gathers_in_a_node_and_sums_between_nodes_once(parts: int) -> None:
+    """However many microbatches: what nodes add up waits for the last one."""
+    assert sent(hybrid("zero3@data", parts)) == {
+        ("all_gather", ("data",), True): 2,
+        ("reduce_scatter", ("data",), True): 1,
+        ("all_reduce", ("pod",), False): 1,
+    }
+    assert ("all_gather", ("pod", "data"), True) in sent(hybrid("zero3", parts))
+
+
+def test_hybrid_sharding_holds_a_node_s_share() -> None:
+    """16 bytes a parameter, over the two devices of a node; over all four at stage 3."""
+    weights = LAYERS.size * D.size**2
+    assert state_bytes(hybrid("zero3@data")) == 16 / 2 * weights + 4
+    assert state_bytes(hybrid("zero3@data+pod")) == state_bytes(hybrid("zero3")) == 16 / 4 * weights + 4
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "local"])
+def test_hybrid_sharding_learns_the_same(engine: str) -> None:
+    exact = written(dtype="float32", tied=True)
+    expected = learned(hybrid("layout", 2, exact), engine, "w0")
+    for stage in ("zero1@data", "zero2@pod", "zero3@data", "zero3@pod"):
+        found = learned(hybrid(stage, 2, exact), engine, "w0")
+        for its, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(its, wanted, 1e-5, err_msg=stage)
+
+
+def test_stages_are_read_and_written() -> None:
+    for text in ("layout", "zero1", "zero3@data", "zero2@pod+data"):
+        assert str(read_stage(text)) == text
+    for text, said in (
+        ("zero3@", "name each mesh axis once, as zero3@data+pod"),
+        ("zero3@data+data", "name each mesh axis once"),
+        ("layout@data", "splits nothing further; leave @data out"),
+        ("hsdp", "write zero3@AXIS, with the axes inside a node"),
+    ):
+        with pytest.raises(mtf.UserError) as refused:
+            read_stage(text)
+        assert said in str(refused.value)
+    with pytest.raises(mtf.UserError, match="has no axis 'dat'; did you mean 'data'"):
+        hybrid("zero3@dat")

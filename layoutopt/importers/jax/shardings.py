@@ -13,6 +13,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import read_stage
 from mesh_tf_core.model import Model
 
 SPLIT_GRADIENTS = 2
@@ -71,7 +72,9 @@ class Shardings:
         return self._tree(
             params,
             self.origin.parameters,
-            lambda a: self.placing.stored(a.path, slot=stages.get(a.variable, 0) >= SPLIT_GRADIENTS),
+            lambda a: self.placing.stored(
+                a.path, slot=read_stage(stages.get(a.variable, 0)).number >= SPLIT_GRADIENTS
+            ),
             "parameter",
         )
 
