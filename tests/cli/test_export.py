@@ -246,6 +246,16 @@ def test_maxtext_refuses_storage_that_it_has_not(what: Exported, why: str) -> No
         export(what, "maxtext")
 
 
+def test_maxtext_shards_hybridly() -> None:
+    """Stored over a part of the batch's axes, which is `fsdp`; the others are `data`."""
+    text = export(matrices("zero3@b", "zero3@b"), "maxtext")
+    assert "ici_fsdp_parallelism: 4" in text and "ici_data_parallelism: 2" in text
+    table = dict(json.loads(text.split("logical_axis_rules: ")[1]))
+    assert table["embed"] == ["fsdp"] and table["activation_batch"] == ["data", "fsdp"]
+    with pytest.raises(mtf.UserError, match="stores wi over a; search"):
+        export(matrices("zero1@a", "zero1@a"), "maxtext")
+
+
 def test_maxtext_recomputes_and_cuts_the_batch() -> None:
     plain, other = (
         export(matrices("", "", recompute=r, parts=n), "maxtext") for r, n in (((), 1), (("layers",), 4))

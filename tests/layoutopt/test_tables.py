@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -36,15 +37,25 @@ PRICE = 1e-9
 ROUNDING = 1 + 1e-12
 
 
-def extraction(model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware) -> Extraction:
+def extraction(
+    model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware, **allowed: Any
+) -> Extraction:
     graph = model.training_step(parts).graph
-    decided = decisions(graph, mesh, Allowed(microbatches=(parts,)))
+    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), **allowed))
     return extract(model, mesh, decided, pricer(hardware, mesh))
 
 
-def compare(model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware, seed: int, count: int) -> None:
+def compare(
+    model: mtf.Model,
+    mesh: mtf.Mesh,
+    parts: int,
+    hardware: Hardware,
+    seed: int,
+    count: int,
+    **allowed: Any,
+) -> None:
     """Holds the tables and rows against the lowered program for `count` random legal choices."""
-    found = extraction(model, mesh, parts, hardware)
+    found = extraction(model, mesh, parts, hardware, **allowed)
     prices, rng = pricer(hardware, mesh), random.Random(seed)
     compared = 0
     for _ in range(40 * count):
@@ -73,6 +84,13 @@ def compare(model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware, se
 def test_examples(name: str, parts: int) -> None:
     mesh = mtf.Mesh("data:2;model:2" if parts == 1 else "x:4")
     compare(EXAMPLES[name](), mesh, parts, load_hardware("tpu-v3"), seed=parts, count=10)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_storage_over_some_axes(parts: int) -> None:
+    allowed = {"storage": ("layout", "zero2@pod", "zero3", "hybrid"), "near": ("data",)}
+    hardware, mesh = load_hardware("h100"), mtf.Mesh("pod:2;data:2")
+    compare(EXAMPLES["transformer"](), mesh, parts, hardware, parts, 8, **allowed)
 
 
 @pytest.mark.slow

@@ -51,6 +51,21 @@ def slow_bytes(plan_mesh: mtf.Mesh, hardware: Hardware, sent: Mapping[str, float
     return sum(n for axes, n in sent.items() if slow & set(axes.split("+")))
 
 
+def test_storage_in_a_node_is_offered_where_links_differ() -> None:
+    """And taken, where a device has no room for the optimizer's state."""
+    mesh, equal = mtf.Mesh("pod:4;data:2"), mtf.Mesh("pod:2;data:2")
+    hardware = slices_of(2)
+    assert place(hardware, mesh).near == ("data",) and place(hardware, equal).near == ()
+    model = mlp(layers=4, batch=4096, hidden=4096)
+    on: dict[str, Any] = {"mesh": mesh, "hardware": hardware, "recompute": (False,), "microbatches": (1,)}
+    on["memory"] = 600 * 2**20
+    without = search(model, storage=("layout", "zero1", "zero2", "zero3"), **on)
+    plan = search(model, **on)
+    assert plan.solver.status == without.solver.status == "OPTIMAL"
+    assert "zero3@data" in plan.data.storage.values()
+    assert plan.predicted.step_seconds < without.predicted.step_seconds
+
+
 @pytest.mark.parametrize(
     ("hardware", "asked", "large", "avoided"),
     [
