@@ -94,8 +94,8 @@ StorageOption = Annotated[
     typer.Option(
         "--storage",
         metavar="[VARIABLE=]STAGE",
-        help="How variables are stored: layout, zero1, zero2, zero3, or over some axes as zero3@data (again for "
-        "more).",
+        help="How variables are stored: layout, zero1, zero2, zero3, or over some axes as zero3@data "
+        "(again for more).",
         show_default="as the layout says",
     ),
 ]

@@ -12,8 +12,8 @@ Rewrites, each where the all-reduced value has no other reader:
       not of a branch, which may not run
   (5) total(all_reduce(x, a), all_reduce(y, b), z)  ->  all_reduce(total(x, y, z), a+b)
       in an update; devices along b have the same x, and each adds its share of it
-Within microbatches a sum, or what a scatter leaves of it, also waits behind casts (the sum of rounded parts is
-taken once, after all of them).
+Within microbatches a sum, or what a scatter leaves of it, also waits behind casts (the sum of rounded parts
+is taken once, after all of them).
 A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
 together.
 """

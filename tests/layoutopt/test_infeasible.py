@@ -10,8 +10,8 @@ import mesh_tf_core as mtf
 from layoutopt import search
 from layoutopt.analysis.infeasible import Diagnosis, diagnose
 from layoutopt.plan.build import Plan
+from layoutopt.space.kind import STORED
 from mesh_tf_core.errors import InfeasibleError, LimitError
-from mesh_tf_core.lower.storage import STAGES
 from tests.layoutopt.models import EXAMPLES
 
 PLAIN: dict[str, Any] = {
@@ -79,7 +79,7 @@ def plan(model: mtf.Model) -> Plan:
 def test_where_no_single_change_helps_all_conditions_go(model: mtf.Model, plan: Plan) -> None:
     def find(_: mtf.Model, **asked: Any) -> Plan:
         if (
-            set(asked["storage"]) == set(STAGES)
+            set(asked["storage"]) == set(STORED)
             and True in asked["recompute"]
             and len(asked["microbatches"]) > 1
         ):
