@@ -1,9 +1,11 @@
-"""Model FLOPs, and which part of a machine's peak a step turns into them (MFU).
+"""Model FLOPs, and which part of a machine's peak a step turns into them (MFU), or into all products (HFU).
 
 (1) model FLOPs = sum over matrix products, convolutions and attention, forward and backward, of what the
     mathematics of the model needs: no recomputation, no padding, nothing that a layout repeats or a kernel
     does again, no products with ones and zeros that only choose (`Op.overhead`), no updates of variables
 (2) MFU         = sum over dtypes of (model FLOPs / peak FLOP/s of a device) / (devices * seconds of a step)
+(3) HFU         = the same of the products that the devices run: also those of recomputation, and those that a
+    layout repeats
 
 (Chowdhery et al. 2022, "PaLM", appendix B.) Where positions hide keys (a causal mask, a window), fused
 attention counts the pairs that see each other, as Megatron-LM's `num_floating_point_operations` does of
@@ -24,6 +26,8 @@ from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Local, Program
 
 PHASES = ("forward", "backward")
+AGAIN = "recompute"
+"""Phase of what runs a second time."""
 
 
 def model_flops(program: Program) -> dict[str, float]:
@@ -39,6 +43,24 @@ def model_flops(program: Program) -> dict[str, float]:
             if flops := _needed(instr.op, inputs):
                 dtype = inputs[0].dtype
                 found[dtype] = found.get(dtype, 0.0) + times * flops
+    return found
+
+
+def recomputes(program: Program) -> bool:
+    """Whether a step runs anything a second time."""
+    return any(instr.origin.phase == AGAIN for instr, _ in program.walk())
+
+
+def run_flops(program: Program) -> dict[str, float]:
+    """FLOPs of equation (3), by the dtype that the products run in."""
+    found: dict[str, float] = {}
+    devices = program.mesh.devices
+    for instr, times in program.expected():
+        if isinstance(instr, Local) and instr.origin.phase in (*PHASES, AGAIN):
+            inputs = [program.local(i) for i in instr.inputs]
+            if instr.op.kind in MATMUL_CLASSES and inputs:
+                dtype = inputs[0].dtype
+                found[dtype] = found.get(dtype, 0.0) + devices * times * flops_of(instr.op, inputs)
     return found
 
 

@@ -15,7 +15,7 @@ from costmodels.kernels.fused import Fused
 from costmodels.kernels.refused import sentences
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.pricer import Cost, Pricer, pricer
-from costmodels.utilisation import model_flops, utilisation
+from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.table_prices import TablePrices
@@ -57,10 +57,13 @@ class Evaluation:
     @property
     def predicted(self) -> Predicted:
         model, seconds, mesh = self.model, self.cost.step_seconds, self.program.mesh
-        flops = unsplit_flops(model)
+        flops, machine = unsplit_flops(model), self.prices.hardware
+        chips = mesh.devices / machine.devices_per_chip
 
-        def rate(items: int | None) -> float | None:
-            return items / seconds if items and seconds else None
+        def rate(items: float | None, of: float = 1.0) -> float | None:
+            return items / seconds / of if items and seconds else None
+
+        run = run_flops(self.program) if recomputes(self.program) else {}
 
         return Predicted(
             step_seconds=seconds,
@@ -70,10 +73,13 @@ class Evaluation:
             peak_memory_bytes=self.memory.peak,
             flops_per_device=self.cost.flops,
             communication_bytes_per_device=self.program.communication_bytes(),
-            mfu=utilisation(flops, self.prices.hardware, mesh.devices, seconds),
+            mfu=utilisation(flops, machine, mesh.devices, seconds),
+            hfu=utilisation(run, machine, mesh.devices, seconds) if run else None,
             model_flops=sum(flops.values()),
+            model_flops_per_second_per_chip=rate(sum(flops.values()), chips),
             examples_per_second=rate(model.examples),
             tokens_per_second=rate(model.tokens),
+            tokens_per_second_per_chip=rate(model.tokens, chips),
         )
 
     @cached_property

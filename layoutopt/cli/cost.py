@@ -140,15 +140,20 @@ def _show(
     options: Options,
 ) -> None:
     from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
+    from layoutopt.cli.plan_tables import forms_text
     from layoutopt.plan.build import decided
+    from layoutopt.space.trade_names import trade_names
 
     price, held = found.cost, found.memory
+    said = decided(options, found.program.layout)
+    forms = trade_names(loaded.model, found.program.mesh, found.program.layout, said.storage)
     peak = held.points[held.at].origin if held.points else None
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
         ("layout", layout_text(found.program.layout.plain)),
-        *((name, words) for name, words in decided(options, found.program.layout).listed().items() if words),
+        ("parallel", forms_text(forms)),
+        *((name, words) for name, words in said.listed().items() if words),
         ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),
         (
             "step",
@@ -157,6 +162,7 @@ def _show(
             f"(of {seconds_text(price.communication_seconds)})",
         ),
         ("speed", found.predicted.speed),
+        ("per chip", found.predicted.chip_speed),
         ("work", f"{rate_text(price.flops, 'FLOP')} per device"),
         (
             "memory",

@@ -55,6 +55,7 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
         ("model", f"{info.name}, {info.parameters:,} parameters"),
         ("mesh", f"{plan.mesh} ({plan.mesh.devices} devices)"),
         ("layout", rules_text(plan.data.layout)),
+        *([("parallel", forms_text(plan.data.parallelism))] if plan.data.parallelism else []),
         *((name, words) for name, words in plan.data.listed().items() if words),
         ("hardware", plan.data.hardware),
         (
@@ -62,7 +63,7 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
             f"{seconds_text(p.step_seconds)} predicted = {seconds_text(p.compute_seconds)} compute + "
             f"{seconds_text(p.exposed_communication_seconds)} exposed communication",
         ),
-        *([("speed", p.speed)] if p.speed else []),
+        *((name, said) for name, said in (("speed", p.speed), ("per chip", p.chip_speed)) if said),
         ("work", f"{rate_text(p.flops_per_device, 'FLOP')} per device"),
         ("traffic", f"per device: {traffic}" if traffic else "none"),
         ("memory", f"{bytes_text(p.peak_memory_bytes)}{of} per device"),
@@ -86,6 +87,11 @@ def proof(plan: Plan) -> str:
 def rules_text(layout: Mapping[str, Sequence[str]]) -> str:
     """A layout as `--layout` takes it, with room to break the line; says so if nothing is split."""
     return layout_text(layout).replace(";", "; ") or "nothing is split"
+
+
+def forms_text(forms: Mapping[str, str]) -> str:
+    """What the trade calls the axes: 'data: data (ZeRO-2); model: tensor'."""
+    return "; ".join(f"{axis}: {form}" for axis, form in forms.items())
 
 
 @dataclass(frozen=True)

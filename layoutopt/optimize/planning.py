@@ -36,6 +36,7 @@ from layoutopt.plan.schema import PlanFile, SolverInfo
 from layoutopt.plan.units import some
 from layoutopt.problem import TOLERANCE
 from layoutopt.space.microbatches import impossible
+from layoutopt.space.trade_names import trade_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
@@ -95,13 +96,16 @@ def make_plan(
     missing = [*beside.missing]
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
+    said = decided(best.options, best.layout)
+    forms = trade_names(request.model, best.mesh, best.layout, said.storage)
     data = PlanFile(
         format="layoutopt-plan/1",
         model=model_info(request.model),
         mesh=called_mesh(best.mesh, names).as_dict(),
         layout=axes_of(best.layout.renamed(names)),
-        **decided(best.options, best.layout).model_dump(),
+        **said.model_dump(),
         hardware=request.hardware.name,
+        parallelism={names.get(axis, axis): form for axis, form in forms.items()},
         slices={names.get(axis, axis): n for axis, n in _slices(request.hardware, best.mesh)},
         predicted=predicted_of(best.evaluation, names),
         solver=_solver(request, best, proof, bound, considered, seconds),

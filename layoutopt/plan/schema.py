@@ -24,7 +24,7 @@ from pydantic import (
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Details
 from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, refusal, wrong
-from layoutopt.plan.units import clean, share_text, throughput_text
+from layoutopt.plan.units import clean, rate_text, share_text, throughput_text
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import read_file
 
@@ -48,8 +48,10 @@ class Predicted(Data):
 
     Attributes:
       mfu, model_flops: model FLOP utilisation, and model FLOPs of a whole step (`costmodels.utilisation`).
+      hfu: hardware FLOP utilisation, where something is recomputed.
       examples_per_second, tokens_per_second: of all devices; tokens where the model names their dimensions.
         What is not known is left out.
+      tokens_per_second_per_chip, model_flops_per_second_per_chip: a chip may be several devices.
     """
 
     step_seconds: Amount
@@ -60,9 +62,12 @@ class Predicted(Data):
     flops_per_device: Amount = 0.0
     communication_bytes_per_device: dict[str, Amount] = Field(default_factory=dict)
     mfu: Amount | None = None
+    hfu: Amount | None = None
     model_flops: Amount | None = None
+    model_flops_per_second_per_chip: Amount | None = None
     examples_per_second: Amount | None = None
     tokens_per_second: Amount | None = None
+    tokens_per_second_per_chip: Amount | None = None
 
     @model_serializer(mode="wrap")
     def _known(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -83,11 +88,20 @@ class Predicted(Data):
 
     @property
     def speed(self) -> str:
-        """What a step achieves: '41.2% MFU, 12,300 tokens/s'; examples where no tokens are known."""
+        """What a step achieves: '41.2% MFU (54.0% HFU), 12,300 tokens/s'; examples where no tokens are
+        known."""
         tokens, examples = self.tokens_per_second, self.examples_per_second
         rate = [throughput_text(tokens, "tokens")] if tokens is not None else []
         rate = rate or ([throughput_text(examples, "examples")] if examples is not None else [])
-        return ", ".join([*([] if self.mfu is None else [f"{share_text(self.mfu, 1)} MFU"]), *rate])
+        hfu = "" if self.hfu is None else f" ({share_text(self.hfu, 1)} HFU)"
+        return ", ".join([*([] if self.mfu is None else [f"{share_text(self.mfu, 1)} MFU{hfu}"]), *rate])
+
+    @property
+    def chip_speed(self) -> str:
+        """What a chip achieves: '69,428 tokens/s, 241 TFLOP/s of the model'."""
+        tokens, flops = self.tokens_per_second_per_chip, self.model_flops_per_second_per_chip
+        found = [throughput_text(tokens, "tokens")] if tokens is not None else []
+        return ", ".join([*found, *([f"{rate_text(flops, 'FLOP/s')} of the model"] if flops else [])])
 
     @property
     def hidden_seconds(self) -> float:
@@ -168,6 +182,7 @@ class PlanFile(Decided):
 
     Attributes:
       layout: dimension to the mesh axes it is split over, the outermost first.
+      parallelism: mesh axis to what the trade calls it, as 'data (FSDP)' or 'tensor + expert'.
       slices: mesh axis to over how many slices of the machine it lies; left out where it is one.
       refinement: of a layout that is `refined`.
     """
@@ -177,6 +192,7 @@ class PlanFile(Decided):
     mesh: dict[str, Size]
     layout: dict[str, Names]
     hardware: str = ""
+    parallelism: dict[str, str] = Field(default_factory=dict)
     slices: dict[str, Size] = Field(default_factory=dict)
     predicted: Predicted
     solver: SolverInfo | None = None
@@ -197,7 +213,7 @@ class PlanFile(Decided):
     def to_json(self) -> dict[str, Any]:
         """The plan file's object; `details` are what was said of them."""
         found = self.model_dump(mode="json", exclude={"details"})
-        for absent in ("frontier", "notes", "refinement", "slices"):
+        for absent in ("frontier", "notes", "refinement", "slices", "parallelism"):
             if not found.get(absent):
                 found.pop(absent, None)
         if self.details.model_fields_set:

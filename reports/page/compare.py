@@ -102,6 +102,11 @@ def facts(plans: Sequence[PlanFile]) -> Grid:
             if any(p.predicted.speed for p in plans)
             else []
         ),
+        *(
+            [_row("Per chip", plans, lambda p: p.predicted.chip_speed or "–")]
+            if any(p.predicted.chip_speed for p in plans)
+            else []
+        ),
         *(_row(name.capitalize(), plans, _decision(name)) for name in plans[0].listed()),
         _row("Model", plans, lambda p: p.model.name),
     ]

@@ -66,6 +66,8 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> Non
         "model_flops",
         "examples_per_second",
         "tokens_per_second",
+        "tokens_per_second_per_chip",
+        "model_flops_per_second_per_chip",
     }
 
 

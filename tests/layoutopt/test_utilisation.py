@@ -228,3 +228,19 @@ def test_the_best_published_mfu_is_that_of_a_published_run(run: str) -> None:
     (row,) = [r for r in maxtext() if r.name == run]
     known = load_hardware(row.hardware).chip.published_mfu
     assert known is not None and published_mfu(row) == pytest.approx(known.value, abs=5e-4)
+
+
+def test_what_runs_again_counts_as_the_hardwares() -> None:
+    """A layer that runs again makes its products of forward twice, but for the last one, which backward does
+    not read; the logits once. A chip of TPU v3 is two devices."""
+    model, machine = transformer(**SIZES, attention="plain"), load_hardware("tpu-v3")
+    mesh, again = mtf.Mesh("data:2"), mtf.Options(recompute=frozenset({"layers"}))
+    plain, found = (
+        evaluate(model, mesh, LAYOUT_DATA, machine, options).predicted for options in (mtf.Options(), again)
+    )
+    assert plain.hfu is None and found.hfu is not None and found.mfu is not None
+    layers = total(model) - 6 * SIZES["d_model"] * SIZES["vocab"] * TOKENS
+    twice = layers / 3 - 2 * SIZES["layers"] * SIZES["d_model"] * SIZES["d_ff"] * TOKENS
+    assert found.hfu / found.mfu == pytest.approx(1 + twice / total(model), rel=1e-3)
+    assert found.tokens_per_second_per_chip == pytest.approx(TOKENS / found.step_seconds)
+    assert found.model_flops_per_second_per_chip == pytest.approx(total(model) / found.step_seconds)
