@@ -25,6 +25,7 @@ def with_details(plan: Plan, loaded: Loaded, hardware: Hardware, limit: int) -> 
     """The same plan, with all its `details`."""
     from layoutopt.cli.machine_details import calibration_details, hardware_details
     from layoutopt.evaluator import Evaluator
+    from layoutopt.plan.build import AppliesPlans
 
     model = loaded.model
     evaluator = Evaluator(model, hardware)
@@ -40,6 +41,7 @@ def with_details(plan: Plan, loaded: Loaded, hardware: Hardware, limit: int) -> 
         lines=tuple(_line(x) for x in found.cost.lines),
         by_kind={"answer": _shares(found.cost), **_alternatives(plan, evaluator)},
         memory=_memory(found.memory, limit),
+        **({"applies": True} if isinstance(model, AppliesPlans) else {}),
         **({"calibration": calibration} if calibration is not None else {}),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,7 +57,7 @@ def export(
     quiet: QuietOption = False,
 ) -> None:
     """Write a plan's layout in the form that another library takes, and say what it lacks; or its step."""
-    from layoutopt.plan.build import decided, load_plan
+    from layoutopt.plan.build import AppliesPlans, decided, load_plan
     from layoutopt.plan.decided import Decided
     from layoutopt.plan.export import Exported, placed
     from layoutopt.plan.export import export as written
@@ -70,12 +71,15 @@ def export(
         _write_step(terminal, own, plan, model, out)
         return
     tensors = None if model is not None else recorded(own, to.value)
+    arrays: Mapping[str, tuple[Placed, ...]] = {}
     if tensors is None:
-        loaded = with_model(own, plan, model).loaded
-        tensors = placed(loaded.model.lower(own.mesh, own.layout, own.options))
+        found = with_model(own, plan, model).loaded.model
+        tensors = placed(found.lower(own.mesh, own.layout, own.options))
+        if to is Library.JAX and isinstance(found, AppliesPlans):
+            arrays = found.arrays(own)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
     beside = decided(own.options, own.layout)
-    text = written(Exported(title, own.mesh, own.layout, *tensors, beside), to.value)
+    text = written(Exported(title, own.mesh, own.layout, *tensors, beside, arrays), to.value)
     more: dict[str, Any] = {}
     if beside.refined:
         more["not_said"] = Decided(refined=beside.refined).model_dump(exclude_defaults=True)
@@ -118,7 +122,7 @@ def recorded(plan: Plan, to: str) -> tuple[tuple[Placed, ...], tuple[Placed, ...
     if to in SAY_NO_TENSOR:
         return (), ()
     details = plan.data.details
-    if not {"variables", "inputs"} <= details.model_fields_set:
+    if not {"variables", "inputs"} <= details.model_fields_set or (details.applies and to == Library.JAX):
         return None
     for tensor in (*details.variables, *details.inputs):
         for axis in (a for axes in tensor.splits for a in axes):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.schema import (
@@ -25,6 +26,9 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
+if TYPE_CHECKING:
+    from layoutopt.plan.export import Placed
+
 
 @runtime_checkable
 class AppliesPlans(Protocol):
@@ -32,6 +36,9 @@ class AppliesPlans(Protocol):
 
     def applied(self, plan: Plan) -> Any:
         """The plan in that program."""
+
+    def arrays(self, plan: Plan) -> Mapping[str, tuple[Placed, ...]]:
+        """That program's arrays as the plan stores them, by the name of a section."""
 
 
 class Plan:

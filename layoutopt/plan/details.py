@@ -368,6 +368,7 @@ class Details(Data):
       hardware: description, how the mesh lies on it, numbers with their sources.
       dims: dimension to size.
       variables: every variable as it is stored; inputs: every input as devices hold it.
+      applies: the model is another library's program, whose own arrays only the model knows.
       lines: the priced instructions of the answer.
       by_kind: seconds by kind of work, of the answer (named so) and every alternative.
       memory: the timeline of the answer, and what is held at its peak.
@@ -381,6 +382,7 @@ class Details(Data):
     dims: dict[str, Size] = Field(default_factory=dict)
     variables: tuple[Variable, ...] = ()
     inputs: tuple[Variable, ...] = ()
+    applies: Flag = False
     lines: tuple[PricedLine, ...] = ()
     by_kind: dict[str, Shares] = Field(default_factory=dict)
     memory: MemoryTimeline | None = None

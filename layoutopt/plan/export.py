@@ -47,7 +47,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class Exported:
-    """What is written: a layout, every tensor that lies between steps, and what else is decided."""
+    """What is written: a layout, every tensor that lies between steps, and what else is decided.
+
+    Attributes:
+      arrays: of a model from JAX, by the name of a section: its arrays as the user's program has them.
+    """
 
     title: str
     mesh: Mesh
@@ -55,6 +59,7 @@ class Exported:
     variables: tuple[Placed, ...]
     inputs: tuple[Placed, ...]
     decided: Decided = field(default_factory=Decided)
+    arrays: Mapping[str, tuple[Placed, ...]] = field(default_factory=dict)
 
 
 def placed(program: Program) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
@@ -168,6 +173,10 @@ def _dtensor(what: Exported) -> str:
     return "\n".join([*lines, "    }", ""])
 
 
+_SECTIONS = {"OPTIMIZER": "  # what optax remembers of a parameter in its shape (mu and nu of adam)"}
+"""What a line says of a section."""
+
+
 def _jax(what: Exported) -> str:
     lines = [
         _comment(what.title),
@@ -178,8 +187,12 @@ def _jax(what: Exported) -> str:
         *_beside(what, "jax.checkpoint, with a policy that saves what they keep"),
         "",
     ]
-    for name, tensors in (("VARIABLES", what.variables), ("INPUTS", what.inputs)):
-        lines.append(f"{name} = {{")
+    if what.arrays:
+        lines[1:1] = [
+            "# layoutopt.load_plan(FILE).of(model()).jax.train_step(None, optimizer) applies all of it."
+        ]
+    for name, tensors in (what.arrays or {"VARIABLES": what.variables, "INPUTS": what.inputs}).items():
+        lines.append(f"{name} = {{{_SECTIONS.get(name, '')}")
         for tensor in tensors:
             specs = ", ".join(_spec(axes) for axes in tensor.splits)
             lines.append(f"    {tensor.name!r}: P({specs}),{_dims(tensor)}")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from typer.testing import CliRunner
 
 import layoutopt
 import mesh_tf_core as mtf
+from layoutopt.cli import app
+from layoutopt.models.loading import load_model
 from layoutopt.plan.build import Plan
 from tests.importers.jax_models import MODELS, imported, perceptron_arguments, recurrence
 from tests.importers.jax_plans import plan_of
@@ -197,3 +201,28 @@ def test_a_mesh_over_slices_lies_as_the_plan_was_priced(monkeypatch: pytest.Monk
     plan = plan_of(model, "data:2;model:4", "batch:data", slices={"model": 2})
     assert plan.jax.mesh == {"data": 1, "model": 2}
     assert plan_of(model, "data:2;model:4", "batch:data").jax.mesh == {"data": 2, "model": 1}
+
+
+def test_an_export_has_the_arrays_of_the_users_program(tmp_path: Path) -> None:
+    """Of layers that became one variable, each of its own, and what optax remembers of it."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import jax, layoutopt\n"
+        "from tests.importers.test_reroll import batch, blocks, unrolled\n"
+        "def model():\n"
+        "    return layoutopt.from_jax(unrolled, {'blocks': blocks()}, batch())\n"
+    )
+    model = load_model(str(path)).model
+    plan = plan_of(model, "data:2", "batch:data", stage="zero1", hardware="cpu-local")
+    plan = plan.with_details(variables=(), inputs=(), applies=True)
+    plan.save(tmp_path / "plan.json")
+    done = CliRunner().invoke(app, ["export", f"{tmp_path}/plan.json", "--model", str(path), "--to", "jax"])
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, Any] = {}
+    exec(done.stdout, found)
+    P = jax.sharding.PartitionSpec
+    assert found["PARAMETERS"]["blocks/1/up"] == P(None, None)
+    assert found["OPTIMIZER"]["blocks/1/up"] == P("data", None)
+    assert found["INPUTS"]["x"][0] == "data" and "VARIABLES" not in found
+    done = CliRunner().invoke(app, ["export", f"{tmp_path}/plan.json", "--to", "jax"])
+    assert done.exit_code == 2 and "name it with --model MODEL" in done.stderr

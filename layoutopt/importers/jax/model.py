@@ -29,12 +29,13 @@ from layoutopt.importers.jax.naming import named
 from layoutopt.importers.jax.optax_of import optax_of
 from layoutopt.importers.jax.origin import ArrayAxes, Origin
 from layoutopt.importers.jax.parts import why_whole
-from layoutopt.importers.jax.placing import inner_dims
+from layoutopt.importers.jax.placing import Placing, inner_dims
 from layoutopt.importers.jax.relations import Axis
 from layoutopt.importers.jax.reroll import Rerolled, rerolled
 from layoutopt.importers.jax.shardings import jax_mesh
 from layoutopt.importers.jax.writer import Handler, Writer
 from layoutopt.plan.build import Plan, check_plan_model
+from layoutopt.plan.export import Placed
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.kept import dims_of
@@ -73,6 +74,27 @@ class JaxModel(mtf.Model):
                 "in the user's function; search without --refine"
             )
         return self.under(plan.mesh, plan.layout, plan.options, jax_mesh(plan.mesh, plan.slices))
+
+    def arrays(self, plan: Plan) -> dict[str, tuple[Placed, ...]]:
+        """The user's own arrays as the plan stores them; UserError as `plan.jax` has it."""
+        check_plan_model(plan, self)
+        origin = self.origin
+        assert origin is not None
+        lies = Placing(plan.mesh, plan.layout, origin, self.lower(plan.mesh, plan.layout, plan.options))
+        found = {
+            "PARAMETERS": [(a, lies.stored(a.path)) for a in origin.parameters.values()],
+            "OPTIMIZER": [(a, lies.stored(a.path, slot=True)) for a in origin.parameters.values()],
+            "STATE": [(a, lies.argument(a)) for a in origin.state.values()],
+            "INPUTS": [(a, lies.argument(a)) for a in origin.batch.values()],
+        }
+        return {
+            name: tuple(
+                Placed(a.path, a.named, tuple(axes or () for axes in spec), sizes=a.shape)
+                for a, spec in listed
+            )
+            for name, listed in found.items()
+            if listed
+        }
 
     def notes(self, options: mtf.Options) -> tuple[str, ...]:
         """What of the function is not in the graph, and what of its own these options do otherwise."""

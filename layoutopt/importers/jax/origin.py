@@ -32,9 +32,13 @@ class ArrayAxes:
     variable: str = ""
     layer: int | None = None
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Every axis by its factors."""
+        return tuple(a[0] if len(a) == 1 else f"({' '.join(a)})" if a else "1" for a in self.axes)
+
     def __str__(self) -> str:
-        parts = (a[0] if len(a) == 1 else f"({' '.join(a)})" if a else "1" for a in self.axes)
-        return f"{self.path} [{' '.join(parts)}]"
+        return f"{self.path} [{' '.join(self.named)}]"
 
 
 @dataclass(frozen=True)
