@@ -58,7 +58,7 @@ class Evaluation:
     def predicted(self) -> Predicted:
         model, seconds, mesh = self.model, self.cost.step_seconds, self.program.mesh
         flops, machine = unsplit_flops(model), self.prices.hardware
-        chips = mesh.devices / machine.devices_per_chip
+        chips = machine.chips(mesh.devices)
 
         def rate(items: float | None, of: float = 1.0) -> float | None:
             return items / seconds / of if items and seconds else None

@@ -300,6 +300,10 @@ class Hardware:
     def devices_per_chip(self) -> int:
         return int(self.chip.devices.value)
 
+    def chips(self, devices: int) -> int:
+        """Chips that so many devices are of; virtual devices of a CPU are one machine's."""
+        return 1 if self.chip.host_cores is not None else -(-devices // self.devices_per_chip)
+
     @cached_property
     def devices_per_process(self) -> int | None:
         """Devices that a process holds, in the order of ranks; None unless collectives were measured so."""

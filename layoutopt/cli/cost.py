@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from layoutopt.cli.bill import PriceOption, TokensOption, bill, check_tokens, read_prices, read_tokens
 from layoutopt.cli.options import (
     THIS_MACHINE,
     HardwareOption,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.results import CostLine
+    from layoutopt.plan.training import Training
     from mesh_tf_core import Options
 
 EXAMPLES = examples(
@@ -56,6 +58,8 @@ def cost(
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
     memory: MemoryOption = None,
+    tokens: TokensOption = None,
+    price: PriceOption = None,
     lines: LinesOption = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -67,8 +71,11 @@ def cost(
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
+    count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
     loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
+    check_tokens(count, loaded.model.tokens)
     found = given.priced(loaded, machine)
+    total = bill(found.predicted, machine, found.program.mesh.devices, count, prices.get(machine.name))
     opened = opened_lines(found.cost, found.prices) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)
@@ -81,6 +88,7 @@ def cost(
             **given_json(loaded.model, given),
             hardware=machine.name,
             predicted=found.predicted,
+            training=total,
             feasible=reason is None,
             reason=reason,
             findings=[Finding(**asdict(doubt)) for doubt in doubts],
@@ -88,7 +96,7 @@ def cost(
         )
     )
     if not as_json:
-        _show(terminal, loaded, found, machine, limit, reason, given.options)
+        _show(terminal, loaded, found, machine, limit, reason, given.options, total)
         if lines:
             from layoutopt.cli.cost_tables import line_table
 
@@ -138,6 +146,7 @@ def _show(
     limit: int,
     reason: str | None,
     options: Options,
+    total: Training | None,
 ) -> None:
     from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
     from layoutopt.cli.plan_tables import forms_text
@@ -163,6 +172,7 @@ def _show(
         ),
         ("speed", found.predicted.speed),
         ("per chip", found.predicted.chip_speed),
+        *([("training", total.words)] if total else []),
         ("work", f"{rate_text(price.flops, 'FLOP')} per device"),
         (
             "memory",

@@ -64,6 +64,7 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
             f"{seconds_text(p.exposed_communication_seconds)} exposed communication",
         ),
         *((name, said) for name, said in (("speed", p.speed), ("per chip", p.chip_speed)) if said),
+        *([("training", plan.data.training.words)] if plan.data.training else []),
         ("work", f"{rate_text(p.flops_per_device, 'FLOP')} per device"),
         ("traffic", f"per device: {traffic}" if traffic else "none"),
         ("memory", f"{bytes_text(p.peak_memory_bytes)}{of} per device"),

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli.bill import PriceOption, TokensOption, bill, read_prices, read_tokens
 from layoutopt.cli.details import with_details
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option
-from layoutopt.cli.plans import ModelOption, with_model
+from layoutopt.cli.plans import ModelOption, hardware_of, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import bytes_text
 
@@ -43,6 +44,8 @@ def report(
         Path | None,
         path_option("DIR", "Write the tables there too: CSV."),
     ] = None,
+    tokens: TokensOption = None,
+    price: PriceOption = None,
     model: ModelOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -52,7 +55,10 @@ def report(
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
+    count = read_tokens(tokens)
     found = [_complete(terminal, path, model) for path in plans]
+    prices = read_prices(price or (), [plan.data.hardware for plan in found])
+    found = [_billed(plan, count, prices.get(plan.data.hardware)) for plan in found]
     files = [write_report(terminal, found, out, None if validation is None else _json(validation))]
     if figures is not None:
         files += _written(terminal, found, figures, "figures")
@@ -100,6 +106,16 @@ def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
         terminal.say(f"{error}, which fills in variables, operations and memory")
         return plan
     return with_details(plan, found.loaded, found.hardware, found.limit)
+
+
+def _billed(plan: Plan, tokens: float | None, price: float | None) -> Plan:
+    """The plan with what training takes; as it is where nothing of that is asked."""
+    from layoutopt.cli.options import read_hardware
+
+    if tokens is None and price is None:
+        return plan
+    machine = read_hardware(hardware_of(plan), None)
+    return plan.with_training(bill(plan.predicted, machine, plan.mesh.devices, tokens, price))
 
 
 def _json(path: Path) -> dict[str, Any]:

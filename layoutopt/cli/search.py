@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from layoutopt.cli.bill import PriceOption, TokensOption, bill, check_tokens, read_prices, read_tokens
 from layoutopt.cli.options import (
     THIS_MACHINE,
     HardwareOption,
@@ -141,6 +142,8 @@ def search(
             help="Then place dimensions otherwise in single operations, as if renamed, if that gains time.",
         ),
     ] = False,
+    tokens: TokensOption = None,
+    price: PriceOption = None,
     time_limit: TimeLimitOption = None,
     out: Annotated[
         Path | None,
@@ -165,7 +168,9 @@ def search(
     check_out(report, "--report")
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
+    count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
     loaded = in_time(clock, model, lambda: load_model(model, settings or ()))
+    check_tokens(count, loaded.model.tokens)
     asked: dict[str, Any] = {
         "pins": ";".join(pin or ()) or None,
         "forbid": ";".join(forbid or ()) or None,
@@ -204,7 +209,8 @@ def search(
             raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
         named = with_settings(hardware, set_hardware or ())
         question = where_of(kept.plan).model_copy(update={"hardware": named})
-        plan = kept.plan = kept.plan.with_details(
+        cost = bill(kept.plan.predicted, machine, kept.plan.mesh.devices, count, prices.get(machine.name))
+        plan = kept.plan = kept.plan.with_training(cost).with_details(
             source=model, source_sha256=loaded.hashes(), search=question
         )
         full = plan

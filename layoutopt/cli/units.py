@@ -1,4 +1,4 @@
-"""Amounts of memory as users write them."""
+"""Amounts as users write them: of memory, and of other things."""
 
 from __future__ import annotations
 
@@ -42,3 +42,20 @@ def parse_bytes(text: str, option: str = "--memory") -> int:
     if not 1 <= amount < 2**63:
         raise UserError(f"{option} {text!r}: must be at least 1 B and less than 8 EiB")
     return round(amount)
+
+
+COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def parse_count(text: str, option: str, example: str) -> float:
+    """The number of '300B', '1.5T', '1e22' or '70_000'; UserError otherwise."""
+    from mesh_tf_core.errors import UserError
+
+    match = _AMOUNT.fullmatch(text.strip().replace("_", ""))
+    units = {name.lower(): factor for name, factor in COUNTS.items()}
+    if match is None or match["unit"].lower() not in units:
+        raise UserError(f"{option} {text!r} is not a number; write for example {option} {example}")
+    found = float(match["number"]) * units[match["unit"].lower()]
+    if not 0 < found < 1e40:
+        raise UserError(f"{option} {text!r}: needs a positive number, as {option} {example}")
+    return found

@@ -18,6 +18,7 @@ from layoutopt.plan.schema import (
     plan_file,
     read_plan_file,
 )
+from layoutopt.plan.training import Training
 from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
@@ -82,6 +83,10 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Writes the plan file, whole or not at all; UserError if it cannot be written."""
         write_file(path, json.dumps(self.to_json(), indent=1) + "\n", "the plan")
+
+    def with_training(self, found: Training | None) -> Plan:
+        """The same plan with what training under it takes."""
+        return Plan(self.data.model_copy(update={"training": found}), self.stopped, self.model)
 
     def with_details(self, **found: Any) -> Plan:
         """The same plan with some parts of its `details` set anew."""

@@ -15,6 +15,7 @@ from layoutopt.plan.decided import Decided, Refined
 from layoutopt.plan.details import Curve, Proof, Robustness, Validation
 from layoutopt.plan.fields import Data, Figure, Flag
 from layoutopt.plan.schema import ModelInfo, Predicted
+from layoutopt.plan.training import Training
 
 Layout = dict[str, list[str]]
 """Dimension to mesh axes."""
@@ -78,6 +79,7 @@ class CostResult(Decided, LayoutResult):
     command = "cost"
     hardware: str
     predicted: Predicted
+    training: Training | None = Field(default=None, exclude_if=lambda value: value is None)
     feasible: Flag
     reason: str | None
     findings: list[Finding]

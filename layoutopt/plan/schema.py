@@ -24,6 +24,7 @@ from pydantic import (
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Details
 from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, refusal, wrong
+from layoutopt.plan.training import Training
 from layoutopt.plan.units import clean, rate_text, share_text, throughput_text
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import read_file
@@ -184,6 +185,7 @@ class PlanFile(Decided):
       layout: dimension to the mesh axes it is split over, the outermost first.
       parallelism: mesh axis to what the trade calls it, as 'data (FSDP)' or 'tensor + expert'.
       slices: mesh axis to over how many slices of the machine it lies; left out where it is one.
+      training: what training takes and costs, where that was asked.
       refinement: of a layout that is `refined`.
     """
 
@@ -195,6 +197,7 @@ class PlanFile(Decided):
     parallelism: dict[str, str] = Field(default_factory=dict)
     slices: dict[str, Size] = Field(default_factory=dict)
     predicted: Predicted
+    training: Training | None = None
     solver: SolverInfo | None = None
     alternatives: list[Alternative] = Field(default_factory=list)
     frontier: list[Alternative] | None = None
@@ -213,7 +216,7 @@ class PlanFile(Decided):
     def to_json(self) -> dict[str, Any]:
         """The plan file's object; `details` are what was said of them."""
         found = self.model_dump(mode="json", exclude={"details"})
-        for absent in ("frontier", "notes", "refinement", "slices", "parallelism"):
+        for absent in ("frontier", "notes", "refinement", "slices", "parallelism", "training"):
             if not found.get(absent):
                 found.pop(absent, None)
         if self.details.model_fields_set:

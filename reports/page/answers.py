@@ -68,6 +68,7 @@ def speed(plan: PlanFile) -> Answer:
     step = plan.predicted.step_seconds
     other = best_alternative(plan)
     said = "per step, predicted" + (f" ({plan.predicted.speed})" if plan.predicted.speed else "")
+    said += f". {plan.training.words}" if plan.training else ""
     note = said
     if other is not None and other.ratio is not None:
         name = shorten(other.choice.name, 36)

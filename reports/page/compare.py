@@ -107,6 +107,11 @@ def facts(plans: Sequence[PlanFile]) -> Grid:
             if any(p.predicted.chip_speed for p in plans)
             else []
         ),
+        *(
+            [_row("Training", plans, lambda p: p.training.words if p.training else "–")]
+            if any(p.training for p in plans)
+            else []
+        ),
         *(_row(name.capitalize(), plans, _decision(name)) for name in plans[0].listed()),
         _row("Model", plans, lambda p: p.model.name),
     ]

@@ -1,0 +1,70 @@
+"""The options `--tokens` and `--price`: what training with a layout takes and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layoutopt.cli.units import parse_count
+
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from layoutopt.plan.schema import Predicted
+    from layoutopt.plan.training import Training
+
+TokensOption = Annotated[
+    str | None,
+    typer.Option(metavar="T", help="Also what training on so many takes, as 300B.", show_default=False),
+]
+PriceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]P",
+        help="Also what that costs: of a chip-hour, as 4.2 or tpu-v5p=4.2 (again for more).",
+        show_default=False,
+    ),
+]
+
+
+def read_tokens(text: str | None) -> float | None:
+    """The number of `--tokens`."""
+    return None if text is None else parse_count(text, "--tokens", "300B")
+
+
+def read_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Hardware -> price of a chip-hour, of `4.2` for all of it, or `tpu-v5p=4.2` for one."""
+    from mesh_tf_core.errors import UserError, known_names
+
+    found: dict[str, float] = {}
+    for text in texts:
+        name, equals, number = text.rpartition("=")
+        if equals and name not in names:
+            raise UserError(f"--price {text}: {name!r} is no --hardware here; {known_names(name, names)}")
+        value = parse_count(number, "--price", f"{name or names[0]}=4.2")
+        found.update(dict.fromkeys([name] if equals else names, value))
+    return found
+
+
+def check_tokens(tokens: float | None, own: float | None) -> None:
+    """UserError for `--tokens` of a model that does not say which of its dimensions count its `own`."""
+    from mesh_tf_core.errors import UserError
+
+    if tokens is not None and not own:
+        raise UserError(
+            "--tokens: nothing says what a token of this model is; name the dimensions that count them, as "
+            'Model(..., token_dims=("batch", "length"))'
+        )
+
+
+def bill(
+    predicted: Predicted, machine: Hardware, devices: int, tokens: float | None, price: float | None
+) -> Training | None:
+    """What training takes and costs; None where neither tokens nor a price are given."""
+    from layoutopt.plan.training import training
+
+    if tokens is None and price is None:
+        return None
+    check_tokens(tokens, predicted.tokens_per_second)
+    return training(predicted, machine.chips(devices), tokens, price)

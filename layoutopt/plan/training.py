@@ -1,0 +1,53 @@
+"""What training with a plan takes and costs: time, chip-hours, money."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from layoutopt.plan.fields import Amount, Data
+from layoutopt.plan.units import count, duration_text, rounded
+
+if TYPE_CHECKING:
+    from layoutopt.plan.schema import Predicted
+
+HOUR = 3600.0
+
+
+class Training(Data):
+    """Training on a number of tokens, or an hour of it where none is given.
+
+    Attributes:
+      tokens: trained on.
+      seconds, chip_hours: what that takes, by the predicted step alone: no start, no failures.
+      price: of a chip-hour; money: what all costs, in its unit.
+    """
+
+    tokens: Amount | None = None
+    seconds: Amount
+    chip_hours: Amount
+    price: Amount | None = None
+    money: Amount | None = None
+
+    @property
+    def words(self) -> str:
+        """'300 B tokens take 18 h 45 min: 1,203 chip-hours, 5,053 at 4.2 each'."""
+        hours = f"{self.chip_hours:,.0f}" if self.chip_hours >= 10 else f"{self.chip_hours:.3g}"
+        days = self.seconds / 24 / HOUR
+        lasts = f"{days:,.1f} days" if days >= 2 else duration_text(self.seconds)
+        takes = f"{rounded(count(self.tokens))} tokens take {lasts}" if self.tokens else "an hour"
+        found = f"{takes}: {hours} chip-hours"
+        if self.money is None:
+            return found
+        money = f"{self.money:,.0f}" if self.money >= 1000 else f"{self.money:.4g}"
+        return f"{found}, {money} at {self.price:g} each"
+
+
+def training(predicted: Predicted, chips: float, tokens: float | None, price: float | None) -> Training:
+    """What training takes; an hour of it without `tokens`, which a prediction with tokens a second needs."""
+    seconds = HOUR
+    if tokens is not None:
+        assert predicted.tokens_per_second
+        seconds = tokens / predicted.tokens_per_second
+    hours = chips * seconds / HOUR
+    money = None if price is None else hours * price
+    return Training(tokens=tokens, seconds=seconds, chip_hours=hours, price=price, money=money)
