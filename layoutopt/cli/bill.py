@@ -67,4 +67,4 @@ def bill(
     if tokens is None and price is None:
         return None
     check_tokens(tokens, predicted.tokens_per_second)
-    return training(predicted, machine.chips(devices), tokens, price)
+    return training(predicted.tokens_per_second, machine.chips(devices), tokens, price)

@@ -55,7 +55,7 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
         ("model", f"{info.name}, {info.parameters:,} parameters"),
         ("mesh", f"{plan.mesh} ({plan.mesh.devices} devices)"),
         ("layout", rules_text(plan.data.layout)),
-        *([("parallel", forms_text(plan.data.parallelism))] if plan.data.parallelism else []),
+        *([("parallel", forms_text(plan.data.details.parallelism))] if plan.data.details.parallelism else []),
         *((name, words) for name, words in plan.data.listed().items() if words),
         ("hardware", plan.data.hardware),
         (

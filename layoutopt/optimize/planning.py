@@ -96,16 +96,13 @@ def make_plan(
     missing = [*beside.missing]
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
-    said = decided(best.options, best.layout)
-    forms = trade_names(request.model, best.mesh, best.layout, said.storage)
     data = PlanFile(
         format="layoutopt-plan/1",
         model=model_info(request.model),
         mesh=called_mesh(best.mesh, names).as_dict(),
         layout=axes_of(best.layout.renamed(names)),
-        **said.model_dump(),
+        **decided(best.options, best.layout).model_dump(),
         hardware=request.hardware.name,
-        parallelism={names.get(axis, axis): form for axis, form in forms.items()},
         slices={names.get(axis, axis): n for axis, n in _slices(request.hardware, best.mesh)},
         predicted=predicted_of(best.evaluation, names),
         solver=_solver(request, best, proof, bound, considered, seconds),
@@ -121,7 +118,8 @@ def make_plan(
             *_fewer(request, len(others) + 1),
         ],
     )
-    return Plan(data, stopped)
+    plan = Plan(data, stopped)
+    return plan.with_details(parallelism=trade_names(request.model, plan.mesh, plan.layout, data.storage))
 
 
 def _slices(hardware: Hardware, mesh: Mesh) -> Iterator[tuple[str, int]]:

@@ -366,6 +366,7 @@ class Details(Data):
         file's folder (`layoutopt.models.recorded`).
       search: what was asked besides the model and the mesh.
       hardware: description, how the mesh lies on it, numbers with their sources.
+      parallelism: mesh axis to what the trade calls it, as 'data (FSDP)' or 'tensor + expert'.
       dims: dimension to size.
       variables: every variable as it is stored; inputs: every input as devices hold it.
       applies: the model is another library's program, whose own arrays only the model knows.
@@ -379,6 +380,7 @@ class Details(Data):
     source_sha256: dict[str, str] = Field(default_factory=dict)
     search: Searched | None = None
     hardware: HardwareInfo | None = None
+    parallelism: dict[str, str] = Field(default_factory=dict)
     dims: dict[str, Size] = Field(default_factory=dict)
     variables: tuple[Variable, ...] = ()
     inputs: tuple[Variable, ...] = ()

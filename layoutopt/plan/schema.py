@@ -183,7 +183,6 @@ class PlanFile(Decided):
 
     Attributes:
       layout: dimension to the mesh axes it is split over, the outermost first.
-      parallelism: mesh axis to what the trade calls it, as 'data (FSDP)' or 'tensor + expert'.
       slices: mesh axis to over how many slices of the machine it lies; left out where it is one.
       training: what training takes and costs, where that was asked.
       refinement: of a layout that is `refined`.
@@ -194,7 +193,6 @@ class PlanFile(Decided):
     mesh: dict[str, Size]
     layout: dict[str, Names]
     hardware: str = ""
-    parallelism: dict[str, str] = Field(default_factory=dict)
     slices: dict[str, Size] = Field(default_factory=dict)
     predicted: Predicted
     training: Training | None = None
@@ -216,7 +214,7 @@ class PlanFile(Decided):
     def to_json(self) -> dict[str, Any]:
         """The plan file's object; `details` are what was said of them."""
         found = self.model_dump(mode="json", exclude={"details"})
-        for absent in ("frontier", "notes", "refinement", "slices", "parallelism", "training"):
+        for absent in ("frontier", "notes", "refinement", "slices", "training"):
             if not found.get(absent):
                 found.pop(absent, None)
         if self.details.model_fields_set:

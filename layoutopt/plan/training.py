@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from layoutopt.plan.fields import Amount, Data
 from layoutopt.plan.units import count, duration_text, rounded
-
-if TYPE_CHECKING:
-    from layoutopt.plan.schema import Predicted
 
 HOUR = 3600.0
 
@@ -42,12 +37,12 @@ class Training(Data):
         return f"{found}, {money} at {self.price:g} each"
 
 
-def training(predicted: Predicted, chips: float, tokens: float | None, price: float | None) -> Training:
-    """What training takes; an hour of it without `tokens`, which a prediction with tokens a second needs."""
+def training(rate: float | None, chips: float, tokens: float | None, price: float | None) -> Training:
+    """What training takes at a rate of tokens a second; an hour of it without `tokens`."""
     seconds = HOUR
     if tokens is not None:
-        assert predicted.tokens_per_second
-        seconds = tokens / predicted.tokens_per_second
+        assert rate
+        seconds = tokens / rate
     hours = chips * seconds / HOUR
     money = None if price is None else hours * price
     return Training(tokens=tokens, seconds=seconds, chip_hours=hours, price=price, money=money)

@@ -37,25 +37,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class AxisUse:
-    """A mesh axis and the dimensions split over it."""
+    """A mesh axis, the dimensions split over it, and what the trade calls that."""
 
     chip: Chip
     size: int
     dims: str
+    form: str
 
 
 def axis_uses(plan: PlanFile, most: int = 5) -> tuple[AxisUse, ...]:
     """What lies on every axis, in words that fit one line or two."""
     return tuple(
-        AxisUse(Chip(shorten(axis, 32), axis_token(axis, plan.mesh)), size, _use(plan, axis, most))
+        AxisUse(
+            Chip(shorten(axis, 32), axis_token(axis, plan.mesh)),
+            size,
+            some(dims_on(plan, axis), most, 24),
+            shorten(plan.details.parallelism.get(axis, ""), 48),
+        )
         for axis, size in plan.mesh.items()
     )
-
-
-def _use(plan: PlanFile, axis: str, most: int) -> str:
-    """'tensor: d_ff, heads'; the dimensions alone where a plan does not say what splitting them is called."""
-    dims, form = some(dims_on(plan, axis), most, 24), plan.parallelism.get(axis, "")
-    return ": ".join(filter(None, (shorten(form, 48), dims)))
 
 
 def answers(plan: PlanFile) -> tuple[Answer, ...]:

@@ -40,12 +40,12 @@ def test_a_plans_bill_and_its_reports(run: Callable[..., Result], tmp_path: Path
     plan, page = tmp_path / "plan.json", tmp_path / "page.html"
     done = run("search", *LM, "--mesh", "data:2", "--tokens", "1B", "--price", "4.2", "--out", str(plan))
     assert re.search(
-        r"^training +1 B tokens take .*: [\d.,]+ chip-hours, [\d.,]+ at 4.2 each", done.stdout, re.M
+        r"^training +1\sB tokens take .*: [\d.,]+ chip-hours, [\d.,]+ at 4.2 each", done.stdout, re.M
     )
     assert run("report", str(plan), "--out", str(page)).exit_code == 0
-    assert "1 B tokens take" in page.read_text(encoding="utf-8")
+    assert "1\u00a0B tokens take" in page.read_text(encoding="utf-8")
     assert run("report", str(plan), "--out", str(page), "--tokens", "2T").exit_code == 0
-    assert "2 T tokens take" in page.read_text(encoding="utf-8")
+    assert "2\u00a0T tokens take" in page.read_text(encoding="utf-8")
 
 
 def test_wrong_ones(refused: Callable[..., str]) -> None:
