@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 import layoutopt
 import mesh_tf_core as mtf
+from layoutopt.importers.jax.saved import saved_values
 from tests.importers.jax_models import compared, numbers
 from tests.importers.jax_plans import plan_of
 from tests.marks import by_day
@@ -274,6 +276,39 @@ def test_a_plan_recomputes_layers_as_they_are_written(again: bool) -> None:
     wanted = jax.value_and_grad(unrolled)(params, batch())
     for x, y in zip(jax.tree.leaves(jax.jit(applied)(params, batch())), jax.tree.leaves(wanted), strict=True):
         assert np.allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
+def products_of(text: Any) -> int:
+    """How many products a traced function has, in loops and checkpoints too."""
+    return str(text).count("dot_general[")
+
+
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_what_a_plan_keeps_is_saved(loss: Callable[..., Any]) -> None:
+    params = {"blocks": blocks() if loss is unrolled else stacked(blocks())}
+    model = layoutopt.from_jax(loss, params, batch())
+    wanted = jax.value_and_grad(loss)(params, batch())
+    made = {}
+    for text in ("layers", "layers:keep=products", "layers:keep=up"):
+        applied = jax.value_and_grad(plan_of(model, "data:1", "", recompute=[text]).jax.apply(loss))
+        made[text] = products_of(jax.make_jaxpr(applied)(params, batch()))
+        found = jax.tree.leaves(jax.jit(applied)(params, batch()))
+        for x, y in zip(found, jax.tree.leaves(wanted), strict=True):
+            assert np.allclose(x, y, rtol=1e-5, atol=1e-7)
+    # Of each layer the widening product alone is read again.
+    each = LAYERS if loss is unrolled else 1
+    assert made["layers"] - made["layers:keep=products"] == each
+    assert made["layers:keep=up"] == made["layers:keep=products"]
+
+
+def test_what_has_no_value_in_the_function_is_refused() -> None:
+    model = layoutopt.from_jax(scanned, {"blocks": stacked(blocks())}, batch())
+    assert model.origin is not None
+    nameless = replace(model.origin, tensors={})
+    texts = frozenset({"layers:keep=products"})
+    assert saved_values(model.step_graph, model.origin, texts)
+    with pytest.raises(mtf.UserError, match=r"keeps products of layers, but .*einsum makes a value that the"):
+        saved_values(model.step_graph, nameless, texts)
 
 
 @pytest.mark.parametrize("loss", [unrolled, scanned])

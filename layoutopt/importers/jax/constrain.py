@@ -17,6 +17,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.origin import Origin
 from layoutopt.importers.jax.placing import Placing, Spec, partition_spec
 from layoutopt.importers.jax.replay import Calls
+from layoutopt.importers.jax.saved import SAVED
 from mesh_tf_core.errors import UserError
 
 Ref = int
@@ -66,7 +68,8 @@ class Constrained:
       recompute: dimensions of loops whose bodies run again in backward.
       split: ids of parameters that are stored otherwise than operations read them.
       shared: of these, those that loops take apart: each layer's part is gathered inside of the loop.
-      met: of `recompute`, those that a loop was found for.
+      saved: ids of values that are saved though their layer runs again.
+      met: of `recompute`, those that a loop was found for; `named`: of `saved`, those that were made.
       gathers: PartitionSpecs that parameters were gathered to.
     """
 
@@ -75,7 +78,9 @@ class Constrained:
     recompute: frozenset[str]
     split: frozenset[int]
     shared: set[int]
+    saved: frozenset[int] = frozenset()
     met: set[str] = field(default_factory=set)
+    named: set[int] = field(default_factory=set)
     gathers: set[Any] = field(default_factory=set)
     refs: Iterator[Ref] = field(default_factory=itertools.count)
     values: dict[Ref, Operand] = field(default_factory=dict)
@@ -251,7 +256,14 @@ class Constrained:
         if any(id(x) in self.shared for x in e.ins) and e.prim in _PASSING:
             self.shared.update(map(id, e.outs))
             return outs
-        return [self.placed(x, v) if self._unsure(e, v) else x for x, v in zip(outs, e.outs, strict=True)]
+        outs = [self.placed(x, v) if self._unsure(e, v) else x for x, v in zip(outs, e.outs, strict=True)]
+        return [self._named(x, v) if id(v) in self.saved else x for x, v in zip(outs, e.outs, strict=True)]
+
+    def _named(self, x: Any, v: Var) -> Any:
+        """A value under the name that the policy of its layer saves."""
+        self.named.add(id(v))
+        named: Any = import_module("jax.ad_checkpoint").checkpoint_name(x, SAVED)
+        return named
 
     def _scan(self, calls: Calls, eqn: Any, same: Any, ins: list[Any], e: Equation) -> Sequence[Any]:
         body = e.body
@@ -275,11 +287,14 @@ class Constrained:
         return calls.bind_scan(eqn, inner, run, ins)
 
     def _saving(self, run: Callable[..., Any], again: bool, gathers: bool) -> Callable[..., Any]:
-        """A layer that saves for backward what it should: nothing if it runs again, never what it gathers."""
+        """A layer that saves for backward what it should: nothing if it runs again but what is kept then;
+        never what it gathers."""
         if not again and not gathers:
             return run
-        policy = None if again else _all_but(self.gathers)
-        saving: Callable[..., Any] = jax_module().checkpoint(run, policy=policy)
+        jax = jax_module()
+        names = jax.checkpoint_policies.save_only_these_names(SAVED) if self.saved else None
+        policy = names if again else _all_but(self.gathers)
+        saving: Callable[..., Any] = jax.checkpoint(run, policy=policy)
         return saving
 
     def _unsure(self, e: Equation, v: Var) -> bool:
@@ -322,12 +337,17 @@ def _differs(how: str) -> UserError:
 
 
 def constrained(
-    loss: Callable[..., Any], placing: Placing, mesh: Any, recompute: frozenset[str], split: frozenset[int]
+    loss: Callable[..., Any],
+    placing: Placing,
+    mesh: Any,
+    recompute: frozenset[str],
+    split: frozenset[int],
+    saved: frozenset[int] = frozenset(),
 ) -> Callable[..., Any]:
     """`loss` with its values placed; of the same arguments, or of a part of their batch.
 
     Args:
-      split: see `Constrained`.
+      split, saved: see `Constrained`.
     """
     origin: Origin = placing.origin
     layers = layered(origin.block) | {id(v) for own in origin.rerolled.stacks.values() for v in own}
@@ -342,13 +362,18 @@ def constrained(
         ]
         # Only a part of the batch has other numbers than the whole.
         whole = closed if sizes[0] == sizes[1] else calls.traced(loss, origin.arguments)[0]
-        run = Constrained(placing, mesh, recompute, split, set(shared), gathers=gathers)
+        run = Constrained(placing, mesh, recompute, split, set(shared), saved, gathers=gathers)
         flat = run.run(closed, whole, jax.tree_util.tree_leaves(args), origin.block)
         missing = recompute - run.met
         if missing:
             raise UserError(
                 f"plan.jax: the plan recomputes {', '.join(sorted(missing))}, which are no layers of the "
                 "function; write them as jax.lax.scan, or search again with --recompute never"
+            )
+        if saved - run.named:
+            raise UserError(
+                "plan.jax: what the plan keeps lies within a function with a derivative of its own, whose "
+                "values have no names; search again with --recompute auto"
             )
         return jax.tree_util.tree_unflatten(tree, flat)
 

@@ -4,8 +4,8 @@ Every decision of the plan is applied, or refused by name:
   layout        shardings of arguments, constraints of values (`constrain`)
   storage       shardings of parameters, gradients and the optimizer's state; parameters that are stored split
                 are gathered where they are used
-  recompute     jax.checkpoint of a loop's body, or of each layer that is written out; refused where they keep
-                some of their values
+  recompute     jax.checkpoint of a loop's body, or of each layer that is written out, with a policy
+                that saves what they keep; refused where that is no value of the function
   microbatches  a loop over parts of the batch that adds up gradients
 """
 
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from layoutopt.importers.jax.constrain import constrained
+from layoutopt.importers.jax.saved import saved_values
 from layoutopt.importers.jax.shardings import Shardings
 from layoutopt.importers.jax.step import Step
-from mesh_tf_core.errors import UserError
-from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.kept import dims_of
 
 
 class JaxPlan(Shardings):
@@ -31,18 +31,17 @@ class JaxPlan(Shardings):
           loss: the function that was imported; the default.
 
         Raises:
-          UserError: what is recomputed keeps some of its values.
+          UserError: what is kept is no value of the function.
         """
         again = self.options.recompute
-        for text in sorted(again):
-            asked = Recomputed.parse(text)
-            if asked.keep:
-                raise UserError(
-                    f"plan.jax: the plan recomputes {asked.dim} but for {', '.join(asked.keep)}; it can be "
-                    f"recomputed whole: --recompute {asked.dim}, or search with --recompute auto"
-                )
+        saved = saved_values(self.model.step_graph, self.origin, again)
         return constrained(
-            loss or self.origin.loss, self.placing, self.mesh, again, self.placing.split_stored
+            loss or self.origin.loss,
+            self.placing,
+            self.mesh,
+            dims_of(again),
+            self.placing.split_stored,
+            saved,
         )
 
     def train_step(self, loss: Callable[..., Any] | None, optimizer: Any) -> Step:

@@ -209,6 +209,7 @@ def from_jax(
         dims,
         called,
         again,
+        {number: found.id for number, found in writer.values.items() if isinstance(found, Tensor)},
     )
     writer.graph.unsplit.update(
         inner_dims([*origin.parameters.values(), *origin.state.values(), *origin.batch.values()])

@@ -53,6 +53,7 @@ class Origin:
       notes: what was left out.
       block, classes, names: the traced function, and the class and name of every factor of every axis.
       rerolled: the same with its equal layers as loops, of which the graph is made.
+      tensors: id of a value of that -> the graph's tensor.
     """
 
     loss: Callable[..., Any] = field(repr=False)
@@ -67,6 +68,7 @@ class Origin:
     classes: Classes = field(repr=False)
     names: Mapping[Node, str] = field(repr=False)
     rerolled: Rerolled = field(repr=False)
+    tensors: Mapping[int, int] = field(repr=False)
 
     def loop_dims(self, loop: Equation) -> frozenset[str]:
         """What a loop's iterations are called."""

@@ -1,0 +1,60 @@
+"""Which values of a JAX function are saved though their layer is recomputed (`mesh_tf_core.lower.kept`)."""
+
+from __future__ import annotations
+
+from layoutopt.importers.jax.origin import Origin
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Block
+from mesh_tf_core.lower.rematerialization import Rematerialization, rematerialization
+from mesh_tf_core.tracing.graph import Graph
+
+SAVED = "layoutopt_saved"
+"""What `jax.ad_checkpoint.checkpoint_name` calls them."""
+
+
+def saved_values(graph: Graph, origin: Origin, texts: frozenset[str]) -> frozenset[int]:
+    """Ids of the values of the traced function that are saved.
+
+    Args:
+      graph: with the gradients.
+      texts: which loops run again, and what they keep (`kept.Recomputed`).
+
+    Raises:
+      UserError: what is to be kept is no value of the function (a part of an operation of its own).
+    """
+    remat = rematerialization(graph, texts)
+    kept = [(block, t) for block in graph.blocks if remat.again(block) for t in sorted(remat.kept(block))]
+    if not kept:
+        return frozenset()
+    first: dict[int, int] = {}
+    for e in origin.rerolled.block.walk():
+        for y in e.outs:
+            if id(y) in origin.tensors:
+                first.setdefault(_named_so(origin.tensors[id(y)], graph), id(y))
+    found: set[int] = set()
+    for block, tensor in kept:
+        value = first.get(_named_so(tensor, graph))
+        if value is None:
+            raise _lacking(remat, block, tensor, graph)
+        found.add(value)
+    found |= {number for number, twin in origin.rerolled.twins.items() if id(twin) in found}
+    return frozenset(found.intersection(id(y) for e in origin.block.walk() for y in e.outs))
+
+
+def _named_so(tensor: int, graph: Graph) -> int:
+    """What a tensor is another name of."""
+    node = graph.producer.get(tensor)
+    while node is not None and node.op.free and node.inputs:
+        tensor = node.inputs[0]
+        node = graph.producer.get(tensor)
+    return tensor
+
+
+def _lacking(remat: Rematerialization, block: Block, tensor: int, graph: Graph) -> UserError:
+    assert block.dim is not None
+    maker, dim = graph.producer.get(tensor), block.dim.name
+    what = maker.path if maker is not None else "a loop inside"
+    return UserError(
+        f"plan.jax: the plan keeps {'+'.join(remat.names[dim])} of {dim}, but {what} makes a value that the "
+        f"function has no name for; recompute {dim} whole (--recompute {dim}), or keep something else"
+    )
