@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from layoutopt.importers.huggingface import from_huggingface
     from layoutopt.importers.jax.model import from_jax
     from layoutopt.plan.build import Plan, load_plan
+    from layoutopt.sizing.sizing import size
 
-__all__ = ["Plan", "from_huggingface", "from_jax", "load_plan", "search"]
+__all__ = ["Plan", "from_huggingface", "from_jax", "load_plan", "search", "size"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,6 +26,7 @@ def __getattr__(name: str) -> Any:
         "search": "layoutopt.api",
         "from_huggingface": "layoutopt.importers.huggingface",
         "from_jax": "layoutopt.importers.jax.model",
+        "size": "layoutopt.sizing.sizing",
         "Plan": "layoutopt.plan.build",
         "load_plan": "layoutopt.plan.build",
     }

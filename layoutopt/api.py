@@ -53,6 +53,7 @@ def search(
     keep_best: bool = False,
     orders: str = "mesh",
     refine: bool = False,
+    alternatives: bool = True,
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -77,6 +78,7 @@ def search(
       ("all", which takes longer). A pin may have any order.
       refine: then place dimensions otherwise in single operations, as if they had other names there, where
         that takes less time (at most 40 s of looking).
+      alternatives: look for named and simpler layouts to stand beside the answer, which take longer than it.
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 
@@ -149,6 +151,7 @@ def search(
             clock.elapsed,
             candidates.stopped,
             tuple(candidates.unsplit),
+            alternatives,
         ).with_details(search=asked)
 
     try:

@@ -21,6 +21,7 @@ from layoutopt.cli import (
     measure,
     report,
     search,
+    size,
     solve_problem,
     train,
     validate,
@@ -59,6 +60,7 @@ app.command(epilog=search.EXAMPLES, rich_help_panel=FIND)(search.search)
 app.command(epilog=explain.EXAMPLES, rich_help_panel=FIND)(explain.explain)
 app.command(epilog=cost.EXAMPLES, rich_help_panel=FIND)(cost.cost)
 app.command(epilog=lint.EXAMPLES, rich_help_panel=FIND)(lint.lint)
+app.command(epilog=size.EXAMPLES, rich_help_panel=FIND)(size.size)
 app.command(epilog=train.EXAMPLES, rich_help_panel=RUN)(train.train)
 app.command(epilog=launch.EXAMPLES, rich_help_panel=RUN)(launch.launch)
 app.command(epilog=generate.EXAMPLES, rich_help_panel=RUN)(generate.generate)

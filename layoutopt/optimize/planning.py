@@ -62,6 +62,7 @@ def make_plan(
     seconds: float,
     stopped: bool = False,
     unsplit: Sequence[str] = (),
+    alternatives: bool = True,
 ) -> Plan:
     """The plan of the best layout.
 
@@ -76,6 +77,7 @@ def make_plan(
       seconds: wall time of the search.
       stopped: Ctrl-C ended it.
       unsplit: dimensions that had to stay whole.
+      alternatives: look for those that stand beside the answer.
 
     Raises:
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
@@ -89,7 +91,8 @@ def make_plan(
         if request.objective != "memory":
             proof.look(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
         repeats.extend(repeated_work(request, best.evaluation, best.options.microbatches, names))
-        beside.look(subproblem)
+        if alternatives:
+            beside.look(subproblem)
 
     with request.clock.at_most(max(BESIDE, BESIDE_SHARE * request.clock.elapsed)):
         request.clock.within(PLANNED, look)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from layoutopt.cli import app
 from layoutopt.models import checked
-from layoutopt.plan import hardware_results, results
+from layoutopt.plan import hardware_results, results, size_results
 from layoutopt.plan.fields import Data
 from layoutopt.plan.schema import PlanFile
 
@@ -65,6 +65,7 @@ SCHEMAS: dict[str, type[Data]] = {
     "solve-problem": results.SolveProblemResult,
     "export": results.ExportResult,
     "init": results.InitResult,
+    "size": size_results.SizeResult,
     "hardware": hardware_results.HardwareList,
 }
 """What each command prints."""

@@ -1,0 +1,242 @@
+"""`layoutopt size`: which size to train, on which chips, on how many, for how long."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from layoutopt.cli.options import (
+    THIS_MACHINE,
+    JsonOption,
+    MemoryOption,
+    ModelArgument,
+    QuietOption,
+    SetHardwareOption,
+    SetOption,
+    TimeLimitOption,
+    check_out,
+    complete_hardware,
+    examples,
+    in_time,
+    path_option,
+    read_hardware,
+    time_limited,
+)
+from layoutopt.cli.progress import Steps
+from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.units import parse_bytes, parse_count
+
+EXAMPLES = examples(
+    "layoutopt size examples/transformer_lm.py:llama3_8b --budget 1e22 --hardware tpu-v5p --devices 64",
+    "layoutopt size examples/transformer_lm.py:llama3_8b --tokens 300B --hardware tpu-v5p --hardware h100 "
+    "--price tpu-v5p=4.2 --price h100=3",
+    "layoutopt size model.py --devices 64 --days 30 --hardware h100 --fit runs.csv --json",
+)
+
+
+def size(
+    model: ModelArgument,
+    budget: Annotated[
+        str | None, typer.Option(metavar="FLOP", help="Training work, as 1e22.", show_default=False)
+    ] = None,
+    loss: Annotated[
+        float | None, typer.Option(metavar="L", help="To reach, in nats per token.", show_default=False)
+    ] = None,
+    money: Annotated[
+        str | None, typer.Option(metavar="M", help="To spend; needs --price.", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T",
+            help="To train the size given on, as 300B: only chips are asked for.",
+            show_default=False,
+        ),
+    ] = None,
+    days: Annotated[
+        float | None,
+        typer.Option(
+            metavar="D", help="With --devices: to use them for; else the deadline.", show_default=False
+        ),
+    ] = None,
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(metavar="N", help="How many, as 64 or 16,64.", show_default="looked for"),
+    ] = None,
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME_OR_FILE",
+            help="See `layoutopt hardware` (again for more).",
+            autocompletion=complete_hardware,
+            show_default=THIS_MACHINE,
+        ),
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]P",
+            help="Of a chip-hour, as 4.2 or tpu-v5p=4.2 (again for more).",
+            show_default=False,
+        ),
+    ] = None,
+    law: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="besiroglu, hoffmann, kaplan or muennighoff.",
+            show_default="besiroglu",
+        ),
+    ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUNS.csv", help="Instead: a law of your own runs (N, D, loss).", show_default=False
+        ),
+    ] = None,
+    scale: Annotated[
+        str,
+        typer.Option(metavar="RULE", help='How sizes differ: both, depth, width, or "layers:1;d_model:1".'),
+    ] = "both",
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOW:HIGH", help="Parameters, as 1B:20B.", show_default="around the law's optimum"
+        ),
+    ] = None,
+    candidates: Annotated[int, typer.Option(metavar="K", help="How many sizes.")] = 9,
+    unique: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T", help="Tokens that your data has: more of them are repetitions.", show_default=False
+        ),
+    ] = None,
+    inference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T",
+            help="Tokens that the model is to make afterwards: they are paid for too.",
+            show_default=False,
+        ),
+    ] = None,
+    pretrained: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA", help="What it was trained on before: text or text+code.", show_default=False
+        ),
+    ] = None,
+    characters: Annotated[float, typer.Option(metavar="C", help="Of a token, for --pretrained.")] = 4.0,
+    replicas: Annotated[
+        int | None, typer.Option(metavar="M", help="Of DiLoCo, which costs loss.", show_default=False)
+    ] = None,
+    max_axes: Annotated[int, typer.Option(metavar="K", help="Axes of a mesh, at most.")] = 2,
+    settings: SetOption = None,
+    set_hardware: SetHardwareOption = None,
+    memory: MemoryOption = None,
+    time_limit: TimeLimitOption = None,
+    out: Annotated[Path | None, path_option("PLAN.json", "Write the best size's plan there.")] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Which size to train, on which chips, on how many, for how long: scaling laws over proven layouts."""
+    clock = time_limited(time_limit)
+    from layoutopt.models.loading import load_model
+    from layoutopt.sizing.sizing import size as answer
+
+    terminal = Terminal(as_json, quiet)
+    check_out(out)
+    asked: dict[str, Any] = {
+        "budget": _count(budget, "--budget", "1e22"),
+        "money": _count(money, "--money", "1e6"),
+        "tokens": _count(tokens, "--tokens", "300B"),
+        "unique": _count(unique, "--unique", "100B"),
+        "inference": _count(inference, "--inference", "1T") or 0.0,
+    }
+    names = hardware or [THIS_MACHINE]
+    machines = [read_hardware(name, set_hardware) for name in names]
+    prices = read_prices(price or (), [machine.name for machine in machines])
+    numbers = _devices(devices or ())
+    limit = None if memory is None else float(parse_bytes(memory))
+    loaded = in_time(clock, model, lambda: load_model(model, settings or ()))
+    with Steps(terminal, "sizing", 1) as bar:
+        found = answer(
+            lambda **hparams: load_model(model, hparams).model,
+            loaded.hparams,
+            loss=loss,
+            days=days,
+            devices=numbers,
+            hardware=machines,
+            price=prices,
+            law=law or "",
+            runs=fit,
+            scale=scale,
+            sizes=None if sizes is None else _sizes(sizes),
+            candidates=candidates,
+            pretrained=pretrained,
+            characters=characters,
+            replicas=replicas,
+            memory=limit,
+            max_axes=max_axes,
+            time_limit=clock,
+            on_progress=lambda done, total, what: bar.update(done, what, max(total, done + 1)),
+            **asked,
+        )
+    plan = found.plan.with_details(source=model, source_sha256=loaded.hashes())
+    with terminal.saved(out, plan.save, "the plan"):
+        terminal.result(found.data)
+        if not as_json:
+            from layoutopt.cli.size_tables import show
+
+            show(terminal, found.data)
+    if out is not None:
+        sets = _sets(settings or (), found.best.hparams)
+        terminal.say(f"next: layoutopt cost {model}{sets} --layout {out}; report and export take it too")
+
+
+def _sets(settings: Sequence[str], chosen: Mapping[str, Any]) -> str:
+    """`--set` of what makes the best size of the model file."""
+    own = [text for text in settings if text.partition("=")[0].strip() not in chosen]
+    words = [*own, *(f"{name}={value}" for name, value in chosen.items())]
+    return "".join(f" --set {shlex.quote(word)}" for word in words)
+
+
+def _count(text: str | None, option: str, example: str) -> float | None:
+    return None if text is None else parse_count(text, option, example)
+
+
+def _devices(texts: Sequence[str]) -> tuple[int, ...]:
+    from mesh_tf_core.errors import UserError
+
+    found = []
+    for part in ",".join(texts).split(",") if texts else ():
+        if not (part.strip().isascii() and part.strip().isdigit()) or len(part.strip()) > 9:
+            raise UserError(f"--devices {part.strip()!r}: write numbers, as --devices 64 or --devices 16,64")
+        found.append(int(part))
+    return tuple(found)
+
+
+def _sizes(text: str) -> tuple[float, float]:
+    from mesh_tf_core.errors import UserError
+
+    low, colon, high = text.partition(":")
+    if not colon:
+        raise UserError(f"--sizes {text!r}: write the fewest and the most parameters, as --sizes 1B:20B")
+    return parse_count(low, "--sizes", "1B:20B"), parse_count(high, "--sizes", "1B:20B")
+
+
+def read_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Hardware -> price of a chip-hour, of `4.2` for all of it, or `tpu-v5p=4.2` for one."""
+    from mesh_tf_core.errors import UserError, known_names
+
+    found: dict[str, float] = {}
+    for text in texts:
+        name, equals, number = text.rpartition("=")
+        if equals and name not in names:
+            raise UserError(f"--price {text}: {name!r} is no --hardware here; {known_names(name, names)}")
+        value = parse_count(number, "--price", f"{name or names[0]}=4.2")
+        found.update(dict.fromkeys([name] if equals else names, value))
+    return found

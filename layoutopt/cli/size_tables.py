@@ -1,0 +1,167 @@
+"""An answer of `size` in the terminal."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from layoutopt.cli.terminal import facts, table
+from layoutopt.plan.units import bytes_text, count, digits, layout_text, mesh_option, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from layoutopt.cli.terminal import Terminal
+    from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult, Sweep
+
+GOALS = {
+    "budget": "{:.3g} FLOP",
+    "loss": "a loss of {:g}",
+    "money": "{:,.0f} to spend",
+    "tokens": "{:.3g} tokens",
+    "days": "{:g} days",
+}
+MOST = 40
+"""Rows of the table."""
+
+
+def show(terminal: Terminal, found: SizeResult) -> None:
+    """What to train where, why, and what else there is."""
+    best = found.best
+    terminal.show(facts(_answer(found, best)), "")
+    terminal.show(_rows(found))
+    for name, words in _remarks(found):
+        terminal.show(f"{name}: {words}")
+
+
+def asked_text(found: SizeResult) -> str:
+    """The question in words."""
+    said = [GOALS[name].format(found.question[name]) for name in GOALS if name in found.question]
+    if "devices" in found.question:
+        said.append(f"{', '.join(f'{n:,}' for n in found.question['devices'])} devices")
+    return ", ".join(said)
+
+
+def law_text(law: LawInfo) -> str:
+    """A law's name, its constants with what is known of their errors, and its source."""
+    parts = []
+    for name, value in law.constants.items():
+        text = f"{name} {value:.4g}"
+        if name in law.intervals:
+            low, high = law.intervals[name]
+            text += f" ({low:.4g} to {high:.4g})"
+        parts.append(text)
+    return f"{law.name}: {', '.join(parts)}; {law.source}"
+
+
+def number(value: float | None, significant: int = 3) -> str:
+    """Any number in three digits: 1.87 T, 12.3."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return count(value).replace("\u00a0", " ") if abs(value) >= 1e4 else digits(value, significant)
+
+
+def loss_text(each: SizedCandidate) -> str:
+    """A loss, with its interval where there is one."""
+    if each.loss is None:
+        return "–"
+    if each.loss_interval is None or None in each.loss_interval:
+        return f"{each.loss:.4f}"
+    low, high = each.loss_interval
+    return f"{each.loss:.4f} ({low:.4f} to {high:.4f})"
+
+
+def changed(each: SizedCandidate) -> str:
+    """What is not the user's, as `--set` takes it."""
+    return " ".join(f"{name}={value}" for name, value in each.hparams.items()) or "as given"
+
+
+def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
+    per = (best.tokens or 0) / max(best.parameters, 1)
+    rows = [
+        ("asked", asked_text(found)),
+        ("train", f"{found.model}, {best.parameters:,} parameters ({changed(best)})"),
+        ("on", f"{number(best.tokens)} tokens, {digits(per)} a parameter: {best.flops:.3g} FLOP"),
+        ("loss", f"{loss_text(best)} nats per token"),
+        (
+            "with",
+            f"{best.devices:,} devices of {best.hardware}, mesh {mesh_option(best.mesh)}, "
+            f"{layout_text(best.layout) or 'nothing split'}"
+            + (f"; {best.in_short()}" if best.in_short() else ""),
+        ),
+        (
+            "step",
+            f"{seconds_text(best.step_seconds or 0.0)}, {share_text(best.mfu or 0.0, 1)} MFU, "
+            f"{number(best.tokens_per_second)} tokens/s, {bytes_text(best.peak_memory_bytes)} a device, "
+            f"{best.status}",
+        ),
+        ("takes", f"{number(best.days)} days, {number(best.chip_hours)} chip-hours" + _money(best)),
+    ]
+    if found.flat is not None:
+        rows.append(
+            (
+                "flat",
+                f"{count(found.flat.low)} to {count(found.flat.high)} parameters within {found.flat.within}",
+            )
+        )
+    if found.optimum is not None:
+        o = found.optimum
+        rows.append(
+            (
+                "by the law",
+                f"for {o.flops:.3g} FLOP at 6 a parameter and token: {number(o.parameters)} parameters, "
+                f"{number(o.tokens)} tokens, loss {o.loss:.4f}",
+            )
+        )
+    rows.append(("law", law_text(found.law)))
+    return rows
+
+
+def _money(each: SizedCandidate) -> str:
+    return "" if each.money is None else f", {each.money:,.0f} to pay"
+
+
+def _rows(found: SizeResult) -> Table:
+    priced = any(each.money is not None for each in found.candidates)
+    columns = ["parameters", "tokens", "loss", "hardware", "devices", "mesh", "MFU", "days", "chip-hours"]
+    columns += ["money"] if priced else []
+    shown = found.candidates[:MOST]
+    rows = [
+        (
+            number(each.parameters),
+            number(each.tokens),
+            loss_text(each),
+            each.hardware,
+            f"{each.devices:,}",
+            mesh_option(each.mesh),
+            share_text(each.mfu or 0.0, 1),
+            number(each.days),
+            number(each.chip_hours),
+            *([number(each.money)] if priced else []),
+            "frontier" if each.frontier else "",
+        )
+        for each in shown
+    ]
+    strong = next((i for i, each in enumerate(shown) if each == found.best), None)
+    return table("Candidates", [*columns, ""], rows, (0, 1, 2, 4, 6, 7, 8, 9), strong=strong)
+
+
+def sweep_text(sweep: Sweep) -> str:
+    """From how many devices on a size fits, and up to how many more of them pay."""
+    pays = f"up to {sweep.searched_to:,}, as far as was searched, more of them pay"
+    if sweep.pays_to is not None:
+        pays = f"above {sweep.pays_to:,} a token costs over a quarter more than the least"
+    return f"fits from {sweep.fits_from:,} devices; {pays}"
+
+
+def _remarks(found: SizeResult) -> list[tuple[str, str]]:
+    said = [(sweep.hardware, sweep_text(sweep)) for sweep in found.sweeps]
+    batch, critical = found.best.batch_tokens, found.critical_batch_tokens
+    if critical:
+        said.append(
+            ("batch", f"{batch:,} tokens; the critical batch is about {critical:,.0f} (Kaplan et al. 2020)")
+        )
+    said += [
+        ("cannot", f"{count(u.parameters)} on {u.devices:,} {u.hardware}: {u.reason}") for u in found.unfit
+    ]
+    return said + [("note", note) for note in found.notes]

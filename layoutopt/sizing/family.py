@@ -1,0 +1,257 @@
+"""Real models of other sizes of the user's own: its hyperparameters, scaled by a rule.
+
+    both    depth and width by the same factor: the shape of the model stays, but for what numbers of heads
+            leave to the depth
+    depth   layers alone
+    width   heads, width and what follows from it alone
+
+Heads keep their size: there are more of them, and the width goes with their number. So do the hidden
+layers, and what else has a width of its own. Heads that share keys and values (grouped-query attention) keep
+their number of groups. Numbers of heads keep three binary digits, so that they divide over devices; layers
+are whole.
+A rule of the user's own names hyperparameters with the powers of the factor: `layers:1;d_model:0.5`.
+
+A size is counted on the model that is built, not by a formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from layoutopt.models.labels import labels_of
+from layoutopt.sizing.forecast import Size
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.model import Model
+
+Build = Callable[..., Model]
+DEPTH = (
+    "layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_layers",
+    "n_layers",
+    "n_layer",
+    "depth",
+    "num_hidden_layers",
+)
+HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads")
+GROUPS = ("kv_heads", "num_kv_heads", "num_key_value_heads")
+WIDTH = (
+    "d_model",
+    "width",
+    "hidden",
+    "hidden_size",
+    "n_embd",
+    "d_ff",
+    "d_expert",
+    "d_inner",
+    "kv_rank",
+    "q_rank",
+    "ffn_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+)
+"""Hyperparameters by what they are, as examples and Hugging Face configurations call them."""
+RULES = ("both", "depth", "width")
+DIGITS = 3
+"""Binary digits that numbers of heads keep."""
+MULTIPLE = 8
+"""Of widths that no number of heads gives."""
+NEAR, TRIES = 0.02, 12
+"""How near a size is to the one asked for where that is possible, and how often another factor is tried."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One size.
+
+    Attributes:
+      hparams: those that are not the user's.
+      model: it; `size` is counted on it.
+    """
+
+    hparams: Mapping[str, Any]
+    model: Model = field(repr=False)
+    size: Size
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of training (`costmodels.utilisation`), by the model's own count."""
+        from layoutopt.evaluator import unsplit_flops
+
+        return sum(unsplit_flops(self.model).values()) / self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        assert self.model.tokens is not None
+        return self.model.tokens
+
+
+class Family:
+    """The sizes of one model.
+
+    Args:
+      build: makes the model of hyperparameters.
+      hparams: the user's, all of them.
+      rule: one of `RULES`, or powers by name.
+    """
+
+    def __init__(self, build: Build, hparams: Mapping[str, Any], rule: str = "both") -> None:
+        self.build, self.hparams = build, dict(hparams)
+        self.powers = powers_of(rule, self.hparams)
+        self._known: dict[tuple[tuple[str, Any], ...], Candidate] = {}
+
+    @cached_property
+    def own(self) -> Candidate:
+        """The user's size."""
+        return self.at(1.0)
+
+    def at(self, factor: float, deeper: float = 1.0) -> Candidate:
+        """The size of a factor, whose depth is so many times what the rule says; equal hyperparameters are
+        one candidate."""
+        hparams = self.scaled(factor, deeper)
+        key = tuple(sorted(hparams.items()))
+        if key not in self._known:
+            model = self.build(**{**self.hparams, **hparams})
+            if model.tokens is None:
+                raise UserError(
+                    f"model {model.name!r} names no tokens, and laws are of tokens; give it "
+                    "token_dims, as mtf.Model(..., token_dims=(batch, length))"
+                )
+            changed = {n: v for n, v in hparams.items() if v != self.hparams[n]}
+            self._known[key] = Candidate(changed, model, counted(model))
+        return self._known[key]
+
+    def scaled(self, factor: float, deeper: float = 1.0) -> dict[str, Any]:
+        """The hyperparameters of a factor, those that the rule names."""
+        found: dict[str, Any] = {}
+        heads = next((n for n in HEADS if n in self.powers), None)
+        groups = max((self.hparams[n] for n in GROUPS if self.hparams.get(n)), default=1)
+        ratio = factor
+        if heads is not None:
+            base, power = self.hparams[heads], self.powers[heads]
+            step = groups if base % groups == 0 else 1
+            found[heads] = rounded_to(base * factor**power, step)
+            ratio = (found[heads] / base) ** (1 / power) if power else factor
+        for name, power in self.powers.items():
+            if name in found:
+                continue
+            value = self.hparams[name]
+            if name in DEPTH:
+                found[name] = max(1, round(value * deeper * factor**power))
+            elif name in HEADS:
+                found[name] = rounded_to(value * factor**power, 1)
+            else:
+                found[name] = whole(value * ratio**power)
+        return found
+
+    def sizes(self, wanted: Sequence[float], counts: Callable[[Size], float]) -> Iterator[Candidate]:
+        """Different candidates with about these numbers of parameters, as `counts` counts them."""
+        seen: set[int] = set()
+        for target in wanted:
+            found = self._near(target, counts)
+            if id(found) not in seen:
+                seen.add(id(found))
+                yield found
+
+    def _near(self, target: float, counts: Callable[[Size], float]) -> Candidate:
+        """By secants in logarithms; what numbers of heads leave is left to the depth."""
+        tried: dict[float, Candidate] = {}
+        factor = 1.0
+        for _ in range(TRIES):
+            now = tried[factor] = self.at(factor)
+            if abs(math.log(target / counts(now.size))) <= NEAR:
+                break
+            known = sorted((f, counts(c.size)) for f, c in tried.items())
+            low = max((pair for pair in known if pair[1] <= target), default=None)
+            high = min((pair for pair in known if pair[1] > target), default=None)
+            if low is None or high is None:
+                # Parameters grow with the cube of a factor of depth and width.
+                factor *= (target / counts(now.size)) ** (1 / 3)
+            else:
+                share = math.log(target / low[1]) / math.log(high[1] / low[1])
+                share = min(max(share, 0.1), 0.9)
+                factor = low[0] ** (1 - share) * high[0] ** share
+            if factor in tried:
+                break
+
+        def off(candidate: Candidate) -> float:
+            return abs(math.log(target / counts(candidate.size)))
+
+        factor, best = min(tried.items(), key=lambda pair: off(pair[1]))
+        if off(best) > NEAR and any(name in DEPTH for name in self.powers) and len(self.powers) > 1:
+            best = min(best, self.at(factor, target / counts(best.size)), key=off)
+        return best
+
+
+def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
+    """Hyperparameter -> power of the factor.
+
+    Raises:
+      UserError: no such rule, or hyperparameters that are not there, or nothing that is known to be a size.
+    """
+    sizes = {n for n, v in hparams.items() if isinstance(v, int) and not isinstance(v, bool) and v > 0}
+    if rule in RULES:
+        depth = [n for n in DEPTH if n in sizes] if rule != "width" else []
+        width = [n for n in (*HEADS, *WIDTH) if n in sizes] if rule != "depth" else []
+        if rule == "depth" and not depth:
+            raise UserError(f"--scale depth: no hyperparameter is a known depth; {_named(sizes)}")
+        if rule == "width" and not width:
+            raise UserError(f"--scale width: no hyperparameter is a known width; {_named(sizes)}")
+        if not depth and not width:
+            raise UserError(f"--scale both: no hyperparameter is a known depth or width; {_named(sizes)}")
+        return dict.fromkeys((*depth, *width), 1.0)
+    powers = {}
+    for part in filter(None, (part.strip() for part in rule.split(";"))):
+        name, colon, text = part.partition(":")
+        try:
+            power = float(text)
+        except ValueError:
+            power = math.nan
+        if not colon or not 0 < power <= 4:
+            raise UserError(
+                f"--scale {rule!r}: write {', '.join(RULES)}, or hyperparameters with powers of at most 4, "
+                'as "layers:1;d_model:1;heads:1"'
+            )
+        if name.strip() not in sizes:
+            raise UserError(f"--scale {rule!r}: {name.strip()!r} is no size; {known_names(name, sizes)}")
+        powers[name.strip()] = power
+    if not powers:
+        raise UserError(f"--scale {rule!r}: write {', '.join(RULES)}, or powers by name")
+    return powers
+
+
+def _named(sizes: set[str]) -> str:
+    return f'name them with powers, as --scale "layers:1;d_model:1"; sizes are: {", ".join(sorted(sizes))}'
+
+
+def rounded_to(value: float, step: int) -> int:
+    """A multiple of `step` with at most three binary digits beyond it; at least one."""
+    units = max(value / step, 1.0)
+    coarse = 2 ** max(0, math.floor(math.log2(units)) + 1 - DIGITS)
+    return step * coarse * max(1, round(units / coarse))
+
+
+def whole(value: float) -> int:
+    """The value if it is whole, else a multiple of 8; at least one."""
+    near = round(value)
+    if abs(value - near) < 1e-9 * max(value, 1) or value < MULTIPLE:
+        return max(1, near)
+    return MULTIPLE * round(value / MULTIPLE)
+
+
+def counted(model: Model) -> Size:
+    """Trained scalars, exactly; without those of words (variables with the dimension of the labels) and of
+    learned positions (with a dimension of the tokens')."""
+    words = {dim.name for dim, _ in labels_of(model.graph).values()}
+    places = {"positions", *(d.name if isinstance(d, Dim) else d for d in model.token_dims)}
+    trained = [v for v in model.graph.variables.values() if v.trainable]
+    total = sum(v.shape.size for v in trained)
+    without = sum(v.shape.size for v in trained if not {*v.shape.names} & (words | places))
+    return Size(total, without or total)

@@ -1,0 +1,234 @@
+"""A law of the user's own runs: approach 3 of Hoffmann et al. 2022 (section 3.3, appendix D.3).
+
+(1) least sum over runs of Huber_delta(log(E + A / N^alpha + B / D^beta) - log L), delta = 1e-3
+
+The sum, not the mean, and to the end: with the mean solvers stop early, which is how the published
+constants were missed (Besiroglu et al. 2024, section 4). log E, log A and log B are searched, the latter two
+at the centre of the runs. Intervals are the middle 95 % over bootstraps: runs drawn again with replacement
+and fitted again. Those of a loss that is predicted have the residual of a run drawn besides.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from layoutopt.sizing.laws import Additive
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.files import read_file
+
+Floats = npt.NDArray[np.float64]
+DELTA = 1e-3
+RESAMPLES, SHARE = 200, 0.95
+LEAST, KINDS = 6, 3
+"""Runs, and different sizes and numbers of tokens among them, that five constants need at least."""
+EXPONENTS, FLOORS = (0.2, 0.5, 1.0), (0.3, 0.6, 0.9)
+"""Where the search of the constants begins; floors are parts of the least loss."""
+POLISHED = 8
+"""Of these, those from which the search goes on: the nearest to most runs."""
+COLUMNS = {"N": ("n", "parameters", "params"), "D": ("d", "tokens"), "loss": ("loss", "l")}
+
+
+@dataclass(frozen=True)
+class FittedLaw(Additive):
+    """A law with what is known of its constants.
+
+    Attributes:
+      samples: float64 [bootstraps, 5]: E, A, B, alpha, beta.
+      residuals: float64 [runs]: log L less the log of the fit.
+      points: N, D and loss of its runs.
+    """
+
+    samples: Floats = field(default_factory=lambda: np.zeros((0, 5)), repr=False, compare=False)
+    residuals: Floats = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
+    points: tuple[tuple[float, float, float], ...] = field(default=(), repr=False)
+
+    @property
+    def runs(self) -> int:
+        return len(self.residuals)
+
+    @property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """95 % intervals of the constants and of a = beta / (alpha + beta)."""
+        e, a, b, alpha, beta = self.samples.T
+        found = {"E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "a": beta / (alpha + beta)}
+        return {name: _middle(values) for name, values in found.items()}
+
+    def loss_interval(self, parameters: float, tokens: float) -> tuple[float, float]:
+        """The 95 % interval of the loss of one more run."""
+        e, a, b, alpha, beta = self.samples.T
+        means = np.log(e + a / parameters**alpha + b / tokens**beta)
+        spread = self.residuals * math.sqrt(self.runs / max(self.runs - 5, 1))  # five constants were fitted
+        drawn = np.random.default_rng(0).choice(spread, (8, len(means)))
+        low, high = _middle((means + drawn).ravel())
+        return math.exp(low), math.exp(high)
+
+
+def _middle(values: Floats) -> tuple[float, float]:
+    low, high = np.quantile(values, [(1 - SHARE) / 2, (1 + SHARE) / 2])
+    return float(low), float(high)
+
+
+def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int = RESAMPLES) -> FittedLaw:
+    """The law of some runs.
+
+    Args:
+      runs: a frame, or a mapping, with columns N (parameters), D (tokens) and loss.
+
+    Raises:
+      UserError: too few runs, or too few different ones, or values that are not positive.
+    """
+    n, d, loss = (np.asarray(runs[c], dtype=np.float64) for c in COLUMNS)
+    for column, values in zip(COLUMNS, (n, d, loss), strict=True):
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise UserError(f"{source}: column {column!r} must hold positive numbers; leave out other runs")
+    sizes, lengths = len(np.unique(n)), len(np.unique(d))
+    if len(loss) < LEAST or sizes < KINDS or lengths < KINDS:
+        raise UserError(
+            f"{source}: {len(loss)} runs of {sizes} sizes N and {lengths} numbers of tokens D; a law has "
+            f"five constants and needs at least {LEAST} runs of {KINDS} sizes and {KINDS} numbers of tokens"
+        )
+    found = _best(n, d, loss, _starts(n, d, loss))
+    rng, samples = np.random.default_rng(0), list[Floats]()
+    while len(samples) < resamples:
+        chosen = rng.integers(0, len(loss), len(loss))
+        if len(np.unique(n[chosen])) >= KINDS and len(np.unique(d[chosen])) >= KINDS:
+            samples.append(_best(n[chosen], d[chosen], loss[chosen], [found], (n, d)))
+    constants = dict(zip(("E", "A", "B", "alpha", "beta"), _constants(found, n, d), strict=True))
+    ranges = (float(n.min()), float(n.max())), (float(d.min()), float(d.max()))
+    residuals = np.log(loss) - _log_loss(found, n, d, (n, d))
+    return FittedLaw(
+        name,
+        "total",
+        constants,
+        *ranges,
+        source,
+        f"{len(loss)} runs, intervals of {resamples} bootstraps of runs",
+        samples=np.array([_constants(s, n, d) for s in samples]),
+        residuals=residuals,
+        points=tuple(zip(n.tolist(), d.tolist(), loss.tolist(), strict=True)),
+    )
+
+
+def _centres(n: Floats, d: Floats) -> tuple[float, float]:
+    return float(np.log(n).mean()), float(np.log(d).mean())
+
+
+def _constants(found: Floats, n: Floats, d: Floats) -> tuple[float, ...]:
+    """E, A, B, alpha, beta of what was searched."""
+    a, b, e, alpha, beta = found
+    at_n, at_d = _centres(n, d)
+    return (
+        math.exp(e),
+        math.exp(a + alpha * at_n),
+        math.exp(b + beta * at_d),
+        float(alpha),
+        float(beta),
+    )
+
+
+def _terms(found: Floats, n: Floats, d: Floats, around: tuple[Floats, Floats]) -> Floats:
+    """The logarithms of the three terms, [3, runs]."""
+    a, b, e, alpha, beta = found
+    at_n, at_d = _centres(*around)
+    return np.stack([a - alpha * (np.log(n) - at_n), b - beta * (np.log(d) - at_d), np.full(len(n), e)])
+
+
+def _log_loss(found: Floats, n: Floats, d: Floats, around: tuple[Floats, Floats]) -> Floats:
+    return np.logaddexp.reduce(_terms(found, n, d, around), axis=0)
+
+
+def _starts(n: Floats, d: Floats, loss: Floats) -> list[Floats]:
+    """At the centre, what is above the floor is half of the size's and half of the data's."""
+    starts = []
+    for part in FLOORS:
+        floor = part * loss.min()
+        half = math.log((float(np.exp(np.log(loss).mean())) - floor) / 2)
+        starts += [np.array([half, half, math.log(floor), x, y]) for x in EXPONENTS for y in EXPONENTS]
+    return starts
+
+
+def _best(
+    n: Floats,
+    d: Floats,
+    loss: Floats,
+    starts: Sequence[Floats],
+    around: tuple[Floats, Floats] | None = None,
+) -> Floats:
+    """Equation (1): log A and log B at the centre, log E, alpha, beta."""
+    from scipy.optimize import least_squares
+
+    around, wanted = around or (n, d), np.log(loss)
+    at_n, at_d = _centres(*around)
+    by_n, by_d = np.log(n) - at_n, np.log(d) - at_d
+
+    def miss(x: Floats) -> Floats:
+        return _log_loss(x, n, d, around) - wanted
+
+    def slope(x: Floats) -> Floats:
+        terms = _terms(x, n, d, around)
+        a, b, e = np.exp(terms - np.logaddexp.reduce(terms, axis=0))
+        return np.stack([a, b, e, -a * by_n, -b * by_d], axis=1)
+
+    top = math.log(loss.min())
+    low, high = [-20.0, -20.0, top - 20, 0.0, 0.0], [top + 10, top + 10, top, 4.0, 4.0]
+    options: dict[str, Any] = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-14, "max_nfev": 400}
+
+    def lost(x: Floats) -> float:
+        return float(np.minimum(np.abs(miss(x)), 10 * DELTA).sum())
+
+    results = [
+        least_squares(
+            miss,
+            np.clip(s, np.array(low) + 1e-9, np.array(high) - 1e-9),
+            slope,
+            (low, high),
+            loss="huber",
+            f_scale=DELTA,
+            **options,
+        )
+        for s in sorted(starts, key=lost)[:POLISHED]
+    ]
+    best: Floats = min(results, key=lambda r: float(r.cost)).x
+    return best
+
+
+def read_runs(path: str | Path) -> Any:
+    """The runs of a CSV file with a header, as a frame with columns N, D and loss.
+
+    Raises:
+      UserError: no such file, no such columns, or a value that is no number.
+    """
+    import pandas as pd
+
+    what = f"--fit {str(path)!r}"
+    try:
+        content = io.BytesIO(read_file(path))
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}; give a CSV file with N, D and loss") from None
+    try:
+        frame = pd.read_csv(content, comment="#", skipinitialspace=True)
+    except ValueError as error:  # also of what is no text, and of rows that do not agree
+        raise UserError(f"{what} is no CSV file with a header ({' '.join(str(error).split())})") from None
+    by_name = {str(c).strip().lower(): c for c in frame.columns}
+    found = {}
+    for column, names in COLUMNS.items():
+        known = next((by_name[name] for name in names if name in by_name), None)
+        if known is None:
+            raise UserError(
+                f"{what}: has no column {column!r}; write N (parameters), D (tokens) and loss; "
+                f"{known_names(column, map(str, frame.columns))}"
+            )
+        numbers = pd.to_numeric(frame[known], errors="coerce")
+        if numbers.isna().any():
+            row = int(numbers.isna().idxmax())
+            raise UserError(f"{what}: row {row + 1} of column {known!r} is {frame[known][row]!r}, no number")
+        found[column] = numbers.astype(float)
+    return pd.DataFrame(found)

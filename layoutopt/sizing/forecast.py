@@ -1,0 +1,190 @@
+"""What a law is told besides size and tokens, and the loss that then follows.
+
+(1) repeated data  D' = U + U R_D (1 - exp(-(D / U - 1) / R_D)) of U tokens seen D / U times, and
+                   N' = V + V R_N (1 - exp(-(N / V - 1) / R_N)) with V the size that U tokens suit, or N
+                   if that is less                                  Muennighoff et al. 2023, equations 5, 6
+(2) pre-training   D + k D^alpha N^beta, in characters                 Hernandez et al. 2021, equation 1.1
+(3) replicas       L times the ratio of DiLoCo's loss with M replicas to that of data-parallel training,
+                   both at this N                                                     Charles et al. 2025
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from layoutopt.plan.units import count
+from layoutopt.sizing.laws import FLOPS, Law, data
+from mesh_tf_core.errors import UserError, known_names
+
+CHARACTERS = 4.0
+"""Of a token, where nothing is said: about what byte-pair codes of English have."""
+STEPS = 60
+"""Halvings of a range of logarithms."""
+SMALLEST, LARGEST = 1.0, 1e30
+"""Tokens that are looked at."""
+WORK = 60.0
+"""Decimal digits of the FLOPs that are looked at."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameters of a model: all, and all but those of words and positions."""
+
+    total: int
+    non_embedding: int
+
+    def counted(self, law: Law) -> float:
+        """N as a law counts it."""
+        return self.non_embedding if law.counts == "non-embedding" else self.total
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A law with what it is told.
+
+    Attributes:
+      unique: tokens of the data; more are repetitions (None: there are always new ones).
+      pretrained: `text` or `text+code`: what the models were trained on before (None: nothing).
+      characters: of a token.
+      replicas: of DiLoCo, that synchronise rarely (None: data-parallel training).
+    """
+
+    law: Law
+    unique: float | None = None
+    pretrained: str | None = None
+    characters: float = CHARACTERS
+    replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        known = [name for name, each in data()["transfer"].items() if isinstance(each, dict)]
+        if self.pretrained is not None and self.pretrained not in known:
+            raise UserError(
+                f"--pretrained {self.pretrained}: no law is known; {known_names(self.pretrained, known)}"
+            )
+        if self.unique is not None and not 0 < self.unique < math.inf:
+            raise UserError(f"--unique {self.unique!r}: needs a positive number of tokens")
+        if not 0 < self.characters < 1e6:
+            raise UserError(f"--characters {self.characters!r}: needs a positive number of a token's")
+        if self.replicas is not None and self.replicas < 1:
+            raise UserError(f"--replicas {self.replicas}: needs at least 1")
+
+    def loss(self, size: Size, tokens: float) -> float:
+        """Nats per token after `tokens`, seen once or again."""
+        parameters, seen = size.counted(self.law), tokens
+        if self.unique is not None and tokens > self.unique:
+            parameters, seen = self._repeated(parameters, tokens, self.unique)
+        if self.pretrained is not None:
+            seen += self.transferred(size, tokens if self.unique is None else min(tokens, self.unique))
+        return self.law.loss(parameters, seen) * self.divergence(size)
+
+    def loss_of(self, parameters: float, tokens: float) -> float:
+        """The same of a size of which nothing is known but its parameters."""
+        return self.loss(Size(round(parameters), round(parameters)), tokens)
+
+    def _repeated(self, parameters: float, tokens: float, unique: float) -> tuple[float, float]:
+        """Equations (1)."""
+        c = data()["repeated"]["constants"]
+        suits = min(parameters, self.law.matched(unique))
+        return (
+            suits * (1 + c["R_N"] * -math.expm1(-(parameters / suits - 1) / c["R_N"])),
+            unique * (1 + c["R_D"] * -math.expm1(-(tokens / unique - 1) / c["R_D"])),
+        )
+
+    def transferred(self, size: Size, tokens: float) -> float:
+        """Equation (2): tokens that pre-training stands for."""
+        if self.pretrained is None:
+            return 0.0
+        c = data()["transfer"][self.pretrained]
+        found = c["k"] * (tokens * self.characters) ** c["alpha"] * size.non_embedding ** c["beta"]
+        return float(found / self.characters)
+
+    def divergence(self, size: Size) -> float:
+        """Equation (3)."""
+        if self.replicas is None:
+            return 1.0
+        said = data()["replicas"]
+        own, joint = said["data_parallel"], said["joint"]
+        n = size.total
+        apart = joint["A"] * n ** joint["alpha"] * self.replicas ** joint["beta"]
+        return float(apart / (own["A"] * n ** own["alpha"]))
+
+    def tokens_to(self, size: Size, loss: float) -> float:
+        """Tokens after which a size has this loss; inf if it never has."""
+        if self.loss(size, LARGEST) >= loss:
+            return math.inf
+        if self.unique is None and self.pretrained is None:
+            return self.law.tokens_to(loss / self.divergence(size), size.counted(self.law))
+        low, high = math.log(SMALLEST), math.log(LARGEST)
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.loss(size, math.exp(middle)) <= loss else (middle, high)
+        return math.exp(high)
+
+    def optimum(self, flops: float, served: float = 0.0, per: float = FLOPS) -> tuple[float, float]:
+        """N and D of the least loss under C = `per` N (D + `served` / 3): a token that is served takes
+        forward alone (Sardana et al. 2024, equation 3)."""
+        if not (served or self.unique or self.pretrained or self.replicas):
+            return self.law.optimum(flops, per)
+        from scipy.optimize import minimize_scalar
+
+        def lost(log_n: float) -> float:
+            n = math.exp(log_n)
+            left = flops / (per * n) - served / 3
+            return self.loss_of(n, left) if left > SMALLEST else 1e3 * (1 + log_n)
+
+        center = math.log(self.law.optimum(flops, per)[0])
+        grid = [center + 0.25 * i for i in range(-60, 41)]
+        first = min(grid, key=lost)
+        found = minimize_scalar(lost, bounds=(first - 0.3, first + 0.3), method="bounded")
+        n = math.exp(float(found.x))
+        return n, flops / (per * n) - served / 3
+
+    @property
+    def floor(self) -> float:
+        """The loss that nothing goes below."""
+        return self.law.floor
+
+    def budget_for(self, loss: float, served: float = 0.0) -> float:
+        """C of which this loss is the optimum; inf if there is none."""
+        low, high = 1.0, WORK  # of log10 C
+        if self._least(10**high, served) > loss:
+            return math.inf
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._least(10**middle, served) <= loss else (middle, high)
+        return 10.0**high
+
+    def _least(self, flops: float, served: float) -> float:
+        n, d = self.optimum(flops, served)
+        return self.loss_of(n, d) if d > SMALLEST else math.inf
+
+    def outside(self, size: Size, tokens: float) -> list[str]:
+        """In words, where an answer lies beyond the runs of what it follows from."""
+        said = self.law.outside(size.counted(self.law), tokens)
+        if self.unique is not None and (epochs := tokens / self.unique) > 1:
+            most = data()["repeated"]["ranges"]["epochs"][1]
+            said += [f"{epochs:,.0f} epochs are more than its runs had ({most:,})"] if epochs > most else []
+        if self.replicas is not None:
+            low, high = data()["replicas"]["ranges"]["parameters"]
+            most = data()["replicas"]["ranges"]["replicas"][1]
+            if not low <= size.total <= high:
+                said.append(f"DiLoCo's law is of {count(low)} to {count(high)} parameters")
+            if self.replicas > most:
+                said.append(f"{self.replicas} replicas are more than DiLoCo's runs had ({most})")
+        return said
+
+    def sources(self) -> list[str]:
+        """What was told beyond the law, each with where its constants are from."""
+        said = data()
+        return [
+            *([f"data that repeats: {said['repeated']['source']}"] if self.unique is not None else []),
+            *([f"pre-training: {said['transfer']['source']}"] if self.pretrained is not None else []),
+            *([f"replicas: {said['replicas']['source']}"] if self.replicas is not None else []),
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """What it was told, as plain data."""
+        told = {"unique": self.unique, "pretrained": self.pretrained, "replicas": self.replicas}
+        return {name: value for name, value in told.items() if value is not None}

@@ -1,0 +1,206 @@
+"""Scaling laws: the loss (nats per token) of a model of N parameters after D tokens.
+
+(1) additive   L = E + A / N^alpha + B / D^beta                            Hoffmann et al. 2022, equation 10
+(2) joint      L = ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D        Kaplan et al. 2020, equation 1.5
+(3) least L under C = k N D:  N = G (C / k)^a,  D = (C / k)^b / G
+    of (1)  a = beta / (alpha + beta),  G = (alpha A / (beta B))^(1 / (alpha + beta))
+    of (2)  a = 1 / (1 + q),  G = (q N_c^q / D_c)^a  with q = alpha_N / alpha_D;  b = 1 - a in both
+
+k is 6 for a dense model whose attention is left out (Kaplan et al. 2020, section 2.1). Constants are data,
+each with its source: `laws.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from layoutopt.plan.units import count
+from mesh_tf_core.errors import UserError, known_names
+
+FLOPS = 6.0
+"""Training FLOPs per parameter and token."""
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Law(ABC):
+    """A law with its constants.
+
+    Attributes:
+      counts: the parameters that N counts: all (`total`), or all but those of words and positions
+        (`non-embedding`).
+      errors: standard errors of constants, where the source says them.
+      parameters, tokens: the ranges of the runs that it was fitted to.
+      note: what else to know of it.
+    """
+
+    name: str
+    counts: str
+    constants: Mapping[str, float]
+    parameters: Range
+    tokens: Range
+    source: str
+    note: str = ""
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def exponents(self) -> tuple[float, float]:
+        """a and b of (3)."""
+
+    @property
+    @abstractmethod
+    def ratio(self) -> float:
+        """G of (3)."""
+
+    @abstractmethod
+    def loss(self, parameters: float, tokens: float) -> float:
+        """L; `tokens` may be infinite."""
+
+    @abstractmethod
+    def tokens_to(self, loss: float, parameters: float) -> float:
+        """D after which a size has this loss; inf if it never has."""
+
+    @property
+    @abstractmethod
+    def floor(self) -> float:
+        """The loss that no size goes below."""
+
+    def optimum(self, flops: float, per: float = FLOPS) -> tuple[float, float]:
+        """N and D of the least loss under C = `per` N D."""
+        a, b = self.exponents
+        work = flops / per
+        return self.ratio * work**a, work**b / self.ratio
+
+    def matched(self, tokens: float) -> float:
+        """N for which D tokens are the optimum."""
+        a, b = self.exponents
+        return self.ratio * (self.ratio * tokens) ** (a / b)
+
+    def outside(self, parameters: float, tokens: float) -> list[str]:
+        """In words, where a question lies beyond the runs that the law was fitted to."""
+        said = []
+        asked = (("parameters", parameters, self.parameters), ("tokens", tokens, self.tokens))
+        for what, value, (low, high) in asked:
+            if not low <= value <= high:
+                side = "fewer" if value < low else "more"
+                end = low if value < low else high
+                said.append(f"{count(value)} {what} are {side} than its runs had ({count(end)})")
+        return said
+
+
+class Additive(Law):
+    """Equation (1)."""
+
+    @property
+    def exponents(self) -> tuple[float, float]:
+        alpha, beta = self.constants["alpha"], self.constants["beta"]
+        return beta / (alpha + beta), alpha / (alpha + beta)
+
+    @property
+    def ratio(self) -> float:
+        c = self.constants
+        return (c["alpha"] * c["A"] / (c["beta"] * c["B"])) ** (1 / (c["alpha"] + c["beta"]))
+
+    @property
+    def floor(self) -> float:
+        return self.constants["E"]
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        c = self.constants
+        return c["E"] + c["A"] / parameters ** c["alpha"] + c["B"] / tokens ** c["beta"]
+
+    def tokens_to(self, loss: float, parameters: float) -> float:
+        c = self.constants
+        left = loss - self.loss(parameters, math.inf)
+        return math.inf if left <= 0 else (c["B"] / left) ** (1 / c["beta"])
+
+
+class Joint(Law):
+    """Equation (2)."""
+
+    @property
+    def _q(self) -> float:
+        return self.constants["alpha_N"] / self.constants["alpha_D"]
+
+    @property
+    def exponents(self) -> tuple[float, float]:
+        return 1 / (1 + self._q), self._q / (1 + self._q)
+
+    @property
+    def ratio(self) -> float:
+        c, q = self.constants, self._q
+        return (q * c["N_c"] ** q / c["D_c"]) ** (1 / (1 + q))
+
+    @property
+    def floor(self) -> float:
+        return 0.0
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        c = self.constants
+        return ((c["N_c"] / parameters) ** self._q + c["D_c"] / tokens) ** c["alpha_D"]
+
+    def tokens_to(self, loss: float, parameters: float) -> float:
+        c = self.constants
+        if loss <= self.loss(parameters, math.inf):
+            return math.inf
+        return c["D_c"] / (loss ** (1 / c["alpha_D"]) - (c["N_c"] / parameters) ** self._q)
+
+
+FORMS: dict[str, type[Law]] = {"additive": Additive, "joint": Joint}
+
+
+@cache
+def data() -> dict[str, Any]:
+    """What `laws.json` says."""
+    text = resources.files("layoutopt.sizing").joinpath("laws.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def law_names() -> list[str]:
+    """The published laws, the default first."""
+    first: str = data()["default"]
+    return [first, *(name for name in data()["laws"] if name != first)]
+
+
+def published(name: str) -> Law:
+    """A published law; UserError for a name that there is not."""
+    known = data()["laws"]
+    if name not in known:
+        raise UserError(f"--law {name}: no such law; {known_names(name, known)}")
+    said = known[name]
+    ranges = said["ranges"]
+    return FORMS[said["form"]](
+        name,
+        said["counts"],
+        said["constants"],
+        tuple(ranges["parameters"]),
+        tuple(ranges["tokens"]),
+        said["source"],
+        said["note"],
+        said.get("errors", {}),
+    )
+
+
+def compute_efficient() -> tuple[float, float, float]:
+    """Exponents of the loss, of N and of D in the compute of Kaplan et al. 2020, from their constants alone.
+
+    1 / alpha_C = 1 / alpha_S + 1 / alpha_B + 1 / alpha_N, N ~ C^(alpha_C / alpha_N) (equations 6.4 and 6.5).
+    """
+    steps, batch = data()["steps"]["constants"], data()["critical_batch"]["constants"]
+    alpha_c = 1 / (1 / steps["alpha_S"] + 1 / batch["alpha"] + 1 / steps["alpha_N"])
+    return alpha_c, alpha_c / steps["alpha_N"], 1 - alpha_c / steps["alpha_N"]
+
+
+def critical_batch(loss: float) -> float:
+    """Tokens of a batch above which more of them save few steps: Kaplan et al. 2020, equation 1.4."""
+    c = data()["critical_batch"]["constants"]
+    return float(c["B"] / loss ** (1 / c["alpha"]))

@@ -1,0 +1,120 @@
+"""What is asked of a sizing, and how many tokens follow from it for a candidate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from layoutopt.sizing.family import Candidate
+from layoutopt.sizing.forecast import Forecast
+from layoutopt.sizing.timing import Machine, Timing
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.mesh import MOST_DEVICES
+
+DAY, HOUR = 86_400.0, 3_600.0
+GOALS = ("budget", "loss", "money", "tokens")
+GUESSED_MFU = 0.4
+"""Of machines, before anything is searched: it only says which sizes are looked at."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One of `budget` (FLOP), `loss` (nats per token), `money` (in the unit of prices) and `tokens`, or
+    `devices` and `days` together; with one of the others, days are a deadline.
+
+    Attributes:
+      devices: numbers of them (none: they are looked for).
+      served: tokens that the model is to make when it is trained.
+    """
+
+    budget: float | None = None
+    loss: float | None = None
+    money: float | None = None
+    tokens: float | None = None
+    days: float | None = None
+    devices: tuple[int, ...] = ()
+    served: float = 0.0
+
+    def __post_init__(self) -> None:
+        given = [name for name in GOALS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UserError(f"--{given[0]} and --{given[1]}: ask for one of them; the other follows from it")
+        if not given and (self.days is None or not self.devices):
+            raise UserError(
+                "what is given? write --budget FLOP, --loss L, --money M with --price, --tokens T for this "
+                "very size, or --devices N with --days D"
+            )
+        for name in (*given, *(["days"] if self.days is not None else [])):
+            value = getattr(self, name)
+            if not 0 < value < 1e40:
+                raise UserError(f"--{name} {value!r}: needs a positive number")
+        if not 0 <= self.served < 1e40:
+            raise UserError(f"--inference {self.served!r}: needs a number of tokens")
+        for number in self.devices:
+            if not 1 <= number <= MOST_DEVICES:
+                raise UserError(f"--devices {number}: needs 1 to {MOST_DEVICES:,}")
+
+    @property
+    def goal(self) -> str:
+        """What is given: one of `GOALS`, or `days`."""
+        return next((name for name in GOALS if getattr(self, name) is not None), "days")
+
+    @property
+    def deadline(self) -> float:
+        """Days in which training has to end; inf: any."""
+        return math.inf if self.days is None or self.goal == "days" else self.days
+
+    def facts(self) -> dict[str, Any]:
+        """It as plain data."""
+        said = {name: getattr(self, name) for name in (*GOALS, "days")}
+        told = {name: value for name, value in said.items() if value is not None}
+        return {
+            **told,
+            **({"devices": list(self.devices)} if self.devices else {}),
+            **({"inference": self.served} if self.served else {}),
+        }
+
+    def trained(self, forecast: Forecast, candidate: Candidate, timing: Timing | None) -> float:
+        """Tokens that a candidate is trained on; inf if it never comes to the loss.
+
+        Args:
+          timing: needed for `days` and `money`.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        if self.budget is not None:
+            return self.budget / candidate.flops_per_token - self.served / 3
+        if self.loss is not None:
+            return forecast.tokens_to(candidate.size, self.loss)
+        assert timing is not None
+        return timing.tokens_per_second * self._seconds(timing.machine, timing.devices)
+
+    def _seconds(self, machine: Machine, devices: int) -> float:
+        """Seconds that are given."""
+        if self.money is None:
+            assert self.days is not None
+            return self.days * DAY
+        assert machine.price is not None
+        return self.money / machine.price / machine.chips(devices) * HOUR
+
+    def refusal(self, candidate: Candidate, tokens: float) -> str:
+        """Why a candidate cannot answer; '' if it can."""
+        if self.loss is not None and math.isinf(tokens):
+            return f"it never comes to a loss of {self.loss:g}, however long it is trained"
+        if tokens < candidate.tokens:
+            return f"there is less than one step of {candidate.tokens:,} tokens to train it"
+        return ""
+
+    def work(self, machine: Machine, dtype: str) -> tuple[float, float]:
+        """FLOPs of training that a machine gives by a guess, the least and the most."""
+        if self.budget is not None:
+            return self.budget, self.budget
+        peak = machine.hardware.peak_flops(dtype) * GUESSED_MFU
+        if self.money is not None:
+            assert machine.price is not None
+            found = self.money / machine.price * HOUR * peak * machine.hardware.devices_per_chip
+            return found, found
+        assert self.days is not None
+        rates = [peak * n / machine.hardware.contention(n) for n in self.devices]
+        return min(rates) * self.days * DAY, max(rates) * self.days * DAY

@@ -1,0 +1,262 @@
+"""The door of sizing: a question about a model's size, checked, and its answer as data and frames."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodels.hardware import Hardware, load_hardware
+from layoutopt.clock import Clock
+from layoutopt.plan.build import Plan
+from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
+from layoutopt.sizing.answer import Answering, Row, Tell, said
+from layoutopt.sizing.family import Family
+from layoutopt.sizing.fitting import FittedLaw, fit, read_runs
+from layoutopt.sizing.forecast import CHARACTERS, Forecast
+from layoutopt.sizing.laws import critical_batch, data, published
+from layoutopt.sizing.question import Question
+from layoutopt.sizing.timing import Machine, Timer
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.model import Model
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MOST_CANDIDATES = 200
+HARDWARE = "cpu-local"
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """An answer.
+
+    Attributes:
+      data: what `layoutopt size --json` prints.
+      plan: the best layout of the best size.
+      model: the best size, built.
+    """
+
+    data: SizeResult
+    plan: Plan = field(repr=False)
+    model: Model = field(repr=False)
+
+    @property
+    def best(self) -> SizedCandidate:
+        return self.data.best
+
+    @cached_property
+    def candidates(self) -> DataFrame:
+        """A row for every size on some devices of a machine; hyperparameters have columns of their own."""
+        import pandas as pd
+
+        rows = []
+        for each in self.data.candidates:
+            row = each.model_dump()
+            rows.append({**row.pop("hparams"), **row})
+        return pd.DataFrame(rows)
+
+    @cached_property
+    def frontier(self) -> DataFrame:
+        """The candidates that no other beats in loss, days and cost, by their parameters."""
+        found = self.candidates
+        return found[found["frontier"]].sort_values(["parameters", "days"], ignore_index=True)
+
+
+def size(
+    model: Callable[..., Model],
+    hparams: Mapping[str, Any] | None = None,
+    *,
+    budget: float | None = None,
+    loss: float | None = None,
+    money: float | None = None,
+    tokens: float | None = None,
+    days: float | None = None,
+    devices: int | Sequence[int] = (),
+    hardware: str | Hardware | Sequence[str | Hardware] = HARDWARE,
+    price: float | Mapping[str, float] | None = None,
+    law: str = "",
+    runs: Any = None,
+    scale: str = "both",
+    sizes: tuple[float, float] | None = None,
+    candidates: int = 9,
+    unique: float | None = None,
+    pretrained: str | None = None,
+    characters: float = CHARACTERS,
+    replicas: int | None = None,
+    inference: float = 0.0,
+    memory: float | None = None,
+    max_axes: int = 2,
+    time_limit: float | Clock | None = None,
+    on_progress: Tell | None = None,
+) -> Sizing:
+    """Which size of a model to train, on which chips, on how many, for how long.
+
+    Args:
+      model: makes the model of hyperparameters, as the function of a model file.
+      hparams: the user's; the others have their defaults.
+      budget, loss, money, tokens: what is given, one of them (FLOP, nats per token, the unit of prices); or
+        `devices` and `days`. With one of them, days are a deadline.
+      devices: numbers of them; none: they are looked for.
+      price: of a chip-hour, for all hardware or by its name.
+      law: a published law's name (`layoutopt.sizing.laws.law_names`).
+      runs: own runs to fit a law to: a CSV file, or a frame with columns N, D and loss.
+      scale: how sizes differ (`layoutopt.sizing.family`).
+      sizes: the fewest and the most parameters; None: around the law's optimum.
+      candidates: how many sizes.
+      unique: tokens of the data; more of them are repetitions.
+      pretrained, characters: on what the models were trained before; characters of a token.
+      replicas: of DiLoCo.
+      inference: tokens that the model is to make afterwards, at the same cost per FLOP.
+
+    Raises:
+      InfeasibleError: nothing can answer.
+      LimitError: nothing was searched in time.
+      UserError: wrong input.
+    """
+    question = Question(budget, loss, money, tokens, days, _numbers(devices), float(inference))
+    if not 1 <= candidates <= MOST_CANDIDATES:
+        raise UserError(f"--candidates {candidates}: needs 1 to {MOST_CANDIDATES}")
+    if sizes is not None and not 0 < sizes[0] <= sizes[1] < 1e20:
+        raise UserError(
+            f"--sizes {sizes[0]:g}:{sizes[1]:g}: write the fewest and the most parameters, as 1B:20B"
+        )
+    if runs is not None and law:
+        raise UserError("--law and --fit: a law is published or fitted; leave one of them out")
+    machines = machines_of(hardware, price, memory)
+    if question.money is not None:
+        for machine in machines:
+            if machine.price is None:
+                raise UserError(
+                    f"--money: what is a chip-hour of {machine.name}? write --price {machine.name}=4.2"
+                )
+    forecast = Forecast(_law(law, runs), unique, pretrained, characters, replicas)
+    family = Family(model, _all_hparams(model, hparams), scale)
+    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
+    answering = Answering(
+        question, forecast, family, machines, Timer(max_axes, clock), candidates, sizes, on_progress
+    )
+    best = answering.run()
+    assert best.timing.plan is not None
+    return Sizing(_result(answering, best), best.timing.plan, best.candidate.model)
+
+
+def machines_of(
+    hardware: str | Hardware | Sequence[str | Hardware],
+    price: float | Mapping[str, float] | None,
+    memory: float | None = None,
+) -> list[Machine]:
+    """The machines of a question, each once, with their prices."""
+    asked = [hardware] if isinstance(hardware, str | Hardware) else list(hardware)
+    loaded = [load_hardware(h) if isinstance(h, str) else h for h in asked]
+    names = [machine.name for machine in loaded]
+    prices = price if isinstance(price, Mapping) else dict.fromkeys(names, price)
+    for name, value in prices.items():
+        if name not in names:
+            raise UserError(f"--price {name}={value:g}: no such --hardware here; {known_names(name, names)}")
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--price {name}={value:g}: needs a positive number")
+    found = {
+        h.name: Machine(h.name, h, h.usable_memory_bytes if memory is None else memory, prices.get(h.name))
+        for h in loaded
+    }
+    if not found:
+        raise UserError("--hardware is missing: on which machine? write for example --hardware tpu-v5p")
+    return [*found.values()]
+
+
+def _numbers(devices: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({devices} if isinstance(devices, int) else {*devices}))
+
+
+def _law(name: str, runs: Any) -> Any:
+    if runs is None:
+        return published(name or data()["default"])
+    if isinstance(runs, str | Path):
+        return fit(read_runs(runs), source=str(runs))
+    return fit(runs)
+
+
+def _all_hparams(model: Callable[..., Model], hparams: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The user's hyperparameters and the defaults of the others."""
+    from layoutopt.models.hparams import defaults_of
+
+    if not callable(model):
+        raise UserError(
+            f"size: {model!r} makes no models; give the function that does, as model(layers=12, d_model=512)"
+        )
+    defaults = defaults_of(model, getattr(model, "__name__", "model"))
+    return {**{n: d.value for n, d in defaults.items() if d.given}, **(hparams or {})}
+
+
+def law_info(forecast: Forecast) -> LawInfo:
+    """A law as plain data."""
+    law = forecast.law
+    own = law if isinstance(law, FittedLaw) else None
+    return LawInfo(
+        name=law.name,
+        counts=law.counts,
+        constants=dict(law.constants),
+        source=law.source,
+        note=law.note,
+        ranges={"parameters": law.parameters, "tokens": law.tokens},
+        errors=dict(law.errors),
+        intervals=own.intervals if own else {},
+        runs=list(own.points) if own else [],
+        told=forecast.facts(),
+        sources=forecast.sources(),
+    )
+
+
+def _result(answering: Answering, best: Row) -> SizeResult:
+    question, forecast = answering.question, answering.forecast
+    frontier = answering.frontier()
+    rows = sorted(
+        answering.rows, key=lambda r: (r.candidate.size.total, r.timing.machine.name, r.timing.devices)
+    )
+    told = {id(r): said(r, forecast, id(r) in frontier) for r in rows}
+    answer = told[id(best)]
+    batch = critical_batch(best.loss)
+    return SizeResult(
+        model=best.candidate.model.name,
+        question=question.facts(),
+        law=law_info(forecast),
+        best=answer,
+        candidates=[told[id(r)] for r in rows],
+        unfit=answering.unfit,
+        optimum=answering.optimum(best),
+        flat=answering.flat(best),
+        sweeps=[*answering.sweeps(best)],
+        critical_batch_tokens=batch,
+        notes=[*_notes(answering, best, answer, batch)],
+    )
+
+
+def _notes(answering: Answering, best: Row, answer: SizedCandidate, batch: float) -> Sequence[str]:
+    """What readers of the answer should know."""
+    question = answering.question
+    notes = [f"beyond the law's runs: {each}" for each in answer.beyond]
+    sizes = {r.candidate.size.total for r in answering.rows}
+    own = best.candidate.size.total
+    if len(sizes) > 1 and own in (min(sizes), max(sizes)):
+        end = "smallest" if own == min(sizes) else "largest"
+        notes.append(f"the best is the {end} size that was searched and can answer; widen --sizes")
+    if answer.batch_tokens > batch:
+        notes.append(
+            f"a batch of {answer.batch_tokens:,} tokens is above the critical one, about {batch:,.0f} at "
+            f"this loss ({data()['critical_batch']['source']}): it needs more tokens than the law says"
+        )
+    if answer.status != "OPTIMAL":
+        notes.append(f"the layout of the best is not proven ({answer.status}, gap {answer.gap or 0:.1%})")
+    if answering.missing:
+        notes.append(f"no time was left for {answering.missing} searches")
+    if question.served:
+        notes.append(
+            f"{question.served:.3g} tokens are to be made afterwards, each at a third of a trained one's "
+            f"FLOPs and at the same cost per FLOP ({data()['inference']['source']}); days and money are of "
+            "training alone"
+        )
+    return notes

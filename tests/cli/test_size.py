@@ -1,0 +1,86 @@
+"""`size`: the contract's JSON, what people see, wrong input in one line, what cannot be with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from layoutopt.cli.units import parse_count
+from layoutopt.plan.build import load_plan
+from mesh_tf_core.errors import UserError
+
+LM = "examples/transformer_lm.py"
+SIZES = ("layers=1", "length=32", "batch=4", "d_model=64", "heads=2")
+TINY = tuple(word for each in SIZES for word in ("--set", each))
+SMALL = (LM, *TINY, "--hardware", "tpu-v5e", "--max-axes", "1")
+ASKED = ("size", *SMALL, "--budget", "1e14", "--devices", "2", "--candidates", "2", "--law", "kaplan")
+CONTRACT = {
+    "hparams", "parameters", "tokens", "loss", "flops", "hardware", "devices", "mesh", "layout",
+    "step_seconds", "mfu", "days", "chip_hours", "money",
+}  # fmt: skip
+
+
+def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> None:
+    found = result(*ASKED, "--price", "1.2")
+    assert {"law", "best", "candidates"} <= set(found)
+    assert all(set(each) >= CONTRACT for each in (found["best"], *found["candidates"]))
+    assert found["best"] in found["candidates"]
+    assert found["law"]["name"] == "kaplan" and "2001.08361" in found["law"]["source"]
+    assert found["question"] == {"budget": 1e14, "devices": [2]}
+    assert found["best"]["money"] == pytest.approx(1.2 * found["best"]["chip_hours"])
+
+
+def test_people_see_what_to_train_where_and_the_plan_is_kept(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    done = run(*ASKED, "--candidates", "1", "--sizes", "200k:200k", "--out", str(out))
+    assert done.exit_code == 0, done.stderr
+    for words in ("1e+14 FLOP", "nats per token", "chip-hours", "Kaplan et al. 2020", "frontier"):
+        assert words in done.stdout, words
+    assert load_plan(out).data.details.source == LM
+    for words in (f"next: layoutopt cost {LM}", "--set length=32", f"--layout {out}"):
+        assert words in done.stderr, words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "what is given? write --budget FLOP"),
+        (("--budget", "lots"), "--budget 'lots' is not a number; write for example --budget 1e22"),
+        (("--budget", "1e20", "--tokens", "3B"), "--budget and --tokens: ask for one of them"),
+        (("--money", "1e6"), "--money: what is a chip-hour of tpu-v5e? write --price tpu-v5e=4.2"),
+        (("--money", "1e6", "--price", "h100=3"), "'h100' is no --hardware here"),
+        (("--budget", "1e20", "--devices", "many"), "--devices 'many': write numbers"),
+        (("--budget", "1e20", "--sizes", "1B"), "--sizes '1B': write the fewest and the most"),
+        (("--budget", "1e20", "--law", "moore"), "--law moore: no such law"),
+        (("--budget", "1e20", "--fit", "README.md"), "--fit 'README.md'"),
+        (("--budget", "1e20", "--fit", "none.csv"), "No such file"),
+        (("--budget", "1e20", "--characters", "nan"), "--characters nan: needs a positive number"),
+    ],
+)
+def test_wrong_input_is_one_line(refused: Callable[..., str], words: tuple[str, ...], said: str) -> None:
+    assert said in refused("size", *SMALL, *words)
+
+
+def test_what_cannot_be_is_said_with_its_reason(refused: Callable[..., str]) -> None:
+    assert "no size comes to it by the law 'besiroglu'" in refused("size", *SMALL, "--loss", "1.5", code=3)
+    said = refused("size", *SMALL, "--tokens", "1M", "--devices", "1", "--memory", "1MiB", code=3)
+    assert "none of 1 candidates can answer" in said and "no layout of" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("300B", 3e11), ("1.5T", 1.5e12), ("1e22", 1e22), ("70_000", 7e4), ("2k", 2e3)]
+)
+def test_counts_are_read_as_people_write_them(text: str, number: float) -> None:
+    assert parse_count(text, "--tokens", "300B") == number
+
+
+@pytest.mark.parametrize("text", ["", "B", "3GiB", "-1", "0", "1e99", "nan"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--tokens"):
+        parse_count(text, "--tokens", "300B")

@@ -1,0 +1,227 @@
+"""Families of real models, and answers about their size against the searches they are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import layoutopt
+from examples.moe_lm import model as mixture
+from examples.transformer_lm import llama3_8b
+from examples.transformer_lm import model as transformer
+from layoutopt.evaluator import unsplit_flops
+from layoutopt.models.hparams import defaults_of
+from layoutopt.sizing.family import Family, counted, powers_of, rounded_to
+from layoutopt.sizing.laws import published
+from layoutopt.sizing.sizing import Sizing
+from mesh_tf_core.errors import InfeasibleError, UserError
+from mesh_tf_core.model import Model
+
+TINY = {
+    "layers": 2,
+    "d_model": 64,
+    "d_kv": 16,
+    "heads": 4,
+    "d_ff": 256,
+    "batch": 8,
+    "length": 32,
+    "vocab": 64,
+}
+LARGER = {**TINY, "d_model": 512, "d_ff": 2048, "batch": 64, "length": 256}
+ASKED: dict[str, Any] = {"hardware": "tpu-v5e", "max_axes": 1}
+
+
+def family(build: Any, rule: str = "both", **hparams: Any) -> Family:
+    defaults = {n: d.value for n, d in defaults_of(build, "model").items() if d.given}
+    return Family(build, {**defaults, **hparams}, rule)
+
+
+# -- families ------------------------------------------------------------------------------------------------
+
+
+def test_depth_and_width_grow_alike_and_heads_keep_their_size() -> None:
+    found = family(llama3_8b).scaled(0.5)
+    assert found == {"layers": 16, "heads": 16, "d_model": 2048, "d_ff": 7168}
+
+
+def test_a_size_is_counted_on_the_model_that_is_built() -> None:
+    own = family(llama3_8b).own
+    assert own.size.total == 8_030_261_248 and own.hparams == {}
+    # Untied: as many words at the end as at the beginning.
+    assert own.size.total - own.size.non_embedding == 2 * 128256 * 4096
+
+
+def test_learned_positions_are_no_parameters_of_the_layers() -> None:
+    model = transformer(**TINY)
+    size = counted(model)
+    assert size.total == model.parameters
+    assert size.total - size.non_embedding == 2 * 64 * 64 + 32 * 64
+
+
+def test_sizes_are_near_those_that_were_asked_for() -> None:
+    wanted = [3e9, 8e9, 20e9, 70e9, 200e9]
+    found = [*family(llama3_8b).sizes(wanted, lambda size: size.total)]
+    assert [c.size.total for c in found] == [pytest.approx(n, rel=0.12) for n in wanted]
+    assert all(c.model.parameters == c.size.total for c in found)
+    shapes = [c.model.hparams or c.hparams for c in found]
+    assert all(s.get("heads", 32) % 8 == 0 for s in shapes)
+
+
+def test_depth_alone_and_width_alone() -> None:
+    (deep,) = family(llama3_8b, "depth").sizes([16e9], lambda size: size.total)
+    (wide,) = family(llama3_8b, "width").sizes([16e9], lambda size: size.total)
+    assert set(deep.hparams) == {"layers"} and "layers" not in wide.hparams
+    own = family(llama3_8b, "layers:1;d_ff:2").scaled(2.0)
+    assert own == {"layers": 64, "d_ff": 4 * 14336}
+
+
+def test_experts_keep_their_number() -> None:
+    assert set(family(mixture).powers) == {"layers", "heads", "d_model", "d_ff"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("wide", "write both, depth, width"),
+        ("layers", "write both, depth, width"),
+        ("layers:9", "powers of at most 4"),
+        ("layres:1", "did you mean 'layers'"),
+        ("", "write both, depth, width"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused(rule: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        family(transformer, rule)
+
+
+def test_a_model_without_known_sizes_asks_for_powers() -> None:
+    with pytest.raises(
+        UserError, match=r"no hyperparameter is a known depth or width; name them with powers"
+    ):
+        powers_of("both", {"units": 12, "rate": 0.1, "tied": True})
+    assert powers_of("units:1", {"units": 12}) == {"units": 1.0}
+
+
+def test_numbers_of_heads_keep_three_binary_digits() -> None:
+    assert [rounded_to(x, 1) for x in (0.2, 5, 9, 13, 33, 100)] == [1, 5, 8, 12, 32, 96]
+    assert [rounded_to(x, 8) for x in (5, 33, 100)] == [8, 32, 104 - 8]
+
+
+# -- answers -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def budget() -> Sizing:
+    return layoutopt.size(
+        transformer, TINY, budget=1e15, devices=2, candidates=3, price=2.0, law="kaplan", **ASKED
+    )
+
+
+def test_the_best_under_a_budget_has_the_least_loss(budget: Sizing) -> None:
+    law = published("kaplan")
+    frame = budget.candidates
+    assert len(frame) == 3 and budget.best.loss == frame["loss"].min()
+    for each in budget.data.candidates:
+        model = transformer(**{**TINY, **each.hparams})
+        assert (each.parameters, each.non_embedding) == (model.parameters, counted(model).non_embedding)
+        flops = sum(unsplit_flops(model).values()) / model.tokens  # type: ignore[operator]
+        assert each.tokens * flops == pytest.approx(1e15)
+        assert each.loss == pytest.approx(law.loss(each.non_embedding, each.tokens))
+
+
+def test_time_and_money_follow_from_the_proven_layout(budget: Sizing) -> None:
+    best = budget.best
+    plan = layoutopt.search(budget.model, devices=2, hardware="tpu-v5e", max_axes=1, alternatives=False)
+    assert plan.solver.status == best.status == "OPTIMAL"
+    assert plan.predicted.step_seconds == best.step_seconds and plan.layout == budget.plan.layout
+    assert best.days == pytest.approx(best.tokens / best.batch_tokens * best.step_seconds / 86400)
+    assert best.chip_hours == pytest.approx(2 * 24 * best.days) and best.money == pytest.approx(
+        2 * best.chip_hours
+    )
+
+
+def test_the_frontier_has_the_best_and_nothing_that_another_beats(budget: Sizing) -> None:
+    frontier = budget.frontier
+    assert budget.best.parameters in set(frontier["parameters"])
+    assert list(frontier["loss"]) != []
+    for _, row in frontier.iterrows():
+        better = budget.candidates[
+            (budget.candidates["loss"] < row["loss"]) & (budget.candidates["days"] < row["days"])
+        ]
+        assert better.empty
+
+
+def test_the_question_turned_round_has_the_same_answer(budget: Sizing) -> None:
+    """The loss of the best asks for its budget; its days on its devices give its tokens."""
+    size = float(budget.best.parameters)
+    asked: dict[str, Any] = {"devices": 2, "sizes": (size, size), "candidates": 1, "law": "kaplan", **ASKED}
+    own = {**TINY, **budget.best.hparams}
+    by_loss = layoutopt.size(transformer, own, loss=budget.best.loss, **asked)
+    assert by_loss.best.flops == pytest.approx(1e15, rel=1e-6)
+    by_days = layoutopt.size(transformer, own, days=budget.best.days, **asked)
+    assert by_days.best.tokens == pytest.approx(budget.best.tokens)
+    by_money = layoutopt.size(transformer, own, money=budget.best.money, price=2.0, **asked)
+    assert by_money.best.tokens == pytest.approx(budget.best.tokens)
+
+
+def test_for_a_given_size_chips_are_looked_for() -> None:
+    found = layoutopt.size(transformer, TINY, tokens=1e9, hardware=["tpu-v5e", "tpu-v5p"], max_axes=1)
+    assert {c.parameters for c in found.data.candidates} == {transformer(**TINY).parameters}
+    assert all(c.tokens == 1e9 for c in found.data.candidates)
+    assert [s.hardware for s in found.data.sweeps] == ["tpu-v5e", "tpu-v5p"]
+    for sweep in found.data.sweeps:
+        own = {c.devices: c.chip_hours for c in found.data.candidates if c.hardware == sweep.hardware}
+        assert sweep.fits_from == 1 and sweep.pays_to is not None
+        assert own[sweep.pays_to] <= 1.25 * min(own.values()) < min(own[n] for n in own if n > sweep.pays_to)
+    assert found.best.devices <= max(s.pays_to or 0 for s in found.data.sweeps)
+
+
+def test_a_deadline_is_met_by_the_cheapest() -> None:
+    asked = {"tokens": 1e9, "devices": (1, 2), **ASKED}
+    free = layoutopt.size(transformer, LARGER, **asked)
+    days = {c.devices: float(c.days or 0.0) for c in free.data.candidates}
+    assert days[1] > days[2]
+    found = layoutopt.size(transformer, LARGER, days=days[2] * 1.01, **asked)
+    assert found.best.devices == 2
+    with pytest.raises(InfeasibleError, match=r"--days .*: the soonest that was found takes"):
+        layoutopt.size(transformer, LARGER, days=days[2] / 2, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({}, "what is given? write --budget"),
+        ({"budget": 1e20, "loss": 2.0}, "--budget and --loss: ask for one of them"),
+        ({"days": 3}, "what is given?"),
+        ({"money": 1e6}, "--money: what is a chip-hour of tpu-v5e"),
+        ({"budget": float("nan")}, "--budget nan: needs a positive number"),
+        ({"budget": 1e20, "devices": 0}, "--devices 0: needs 1"),
+        ({"budget": 1e20, "candidates": 0}, "--candidates 0"),
+        ({"budget": 1e20, "law": "chinchilla"}, "--law chinchilla: no such law"),
+        ({"budget": 1e20, "price": {"h100": 3.0}}, "--price h100=3: no such --hardware here"),
+        ({"budget": 1e20, "sizes": (2.0, 1.0)}, "--sizes 2:1"),
+        ({"budget": 1e20, "replicas": 0}, "--replicas 0"),
+    ],
+)
+def test_wrong_questions_are_one_line(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        layoutopt.size(transformer, TINY, **{**ASKED, **asked})
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_no_size_can_reach_is_proven() -> None:
+    with pytest.raises(InfeasibleError, match=r"--loss 1.8: no size comes to it by the law 'besiroglu'"):
+        layoutopt.size(transformer, TINY, loss=1.8, devices=2, **ASKED)
+    with pytest.raises(InfeasibleError, match="less than one step"):
+        layoutopt.size(transformer, TINY, tokens=10, devices=2, **ASKED)
+
+
+def test_a_model_without_tokens_is_refused() -> None:
+    def build(batch: int = 8, width: int = 4) -> Model:
+        from examples.mlp import model
+
+        return model(batch=batch)
+
+    with pytest.raises(UserError, match="names no tokens, and laws are of tokens"):
+        layoutopt.size(build, tokens=1e9, scale="width:1", **ASKED)
