@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from layoutopt.cli.bill import read_prices
 from layoutopt.cli.options import (
     THIS_MACHINE,
     JsonOption,
@@ -226,17 +227,3 @@ def _sizes(text: str) -> tuple[float, float]:
     if not colon:
         raise UserError(f"--sizes {text!r}: write the fewest and the most parameters, as --sizes 1B:20B")
     return parse_count(low, "--sizes", "1B:20B"), parse_count(high, "--sizes", "1B:20B")
-
-
-def read_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    """Hardware -> price of a chip-hour, of `4.2` for all of it, or `tpu-v5p=4.2` for one."""
-    from mesh_tf_core.errors import UserError, known_names
-
-    found: dict[str, float] = {}
-    for text in texts:
-        name, equals, number = text.rpartition("=")
-        if equals and name not in names:
-            raise UserError(f"--price {text}: {name!r} is no --hardware here; {known_names(name, names)}")
-        value = parse_count(number, "--price", f"{name or names[0]}=4.2")
-        found.update(dict.fromkeys([name] if equals else names, value))
-    return found

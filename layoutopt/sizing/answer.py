@@ -183,7 +183,7 @@ class Answering:
     def _row(self, timing: Timing, tokens: float) -> Row:
         machine, candidate = timing.machine, timing.candidate
         seconds = tokens / timing.tokens_per_second
-        chip_hours = machine.chips(timing.devices) * seconds / HOUR
+        chip_hours = machine.hardware.chips(timing.devices) * seconds / HOUR
         money = None if machine.price is None else chip_hours * machine.price
         priced = all(m.price is not None for m in self.machines)
         cost = money if priced and money is not None else chip_hours

@@ -96,7 +96,7 @@ class Question:
             assert self.days is not None
             return self.days * DAY
         assert machine.price is not None
-        return self.money / machine.price / machine.chips(devices) * HOUR
+        return self.money / machine.price / machine.hardware.chips(devices) * HOUR
 
     def refusal(self, candidate: Candidate, tokens: float) -> str:
         """Why a candidate cannot answer; '' if it can."""

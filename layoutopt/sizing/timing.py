@@ -29,10 +29,6 @@ class Machine:
     limit: float
     price: float | None = None
 
-    def chips(self, devices: int) -> int:
-        """Chips that so many devices are of."""
-        return -(-devices // self.hardware.devices_per_chip)
-
 
 @dataclass(frozen=True)
 class Timing:
