@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import layoutopt
 import mesh_tf_core as mtf
@@ -285,12 +286,18 @@ def products_of(text: Any) -> int:
 
 @pytest.mark.parametrize("loss", [unrolled, scanned])
 def test_what_a_plan_keeps_is_saved(loss: Callable[..., Any]) -> None:
+    def layer(h: Any, p: Params, *more: Any) -> Any:
+        return h + jnp.tanh(checkpoint_name(h * p["scale"] @ p["up"], "wide")) @ p["down"]
+
+    def named(params: Params, batch: Any) -> Any:
+        return loss(params, batch, layer)
+
     params = {"blocks": blocks() if loss is unrolled else stacked(blocks())}
-    model = layoutopt.from_jax(loss, params, batch())
-    wanted = jax.value_and_grad(loss)(params, batch())
+    model = layoutopt.from_jax(named, params, batch())
+    wanted = jax.value_and_grad(named)(params, batch())
     made = {}
-    for text in ("layers", "layers:keep=products", "layers:keep=up"):
-        applied = jax.value_and_grad(plan_of(model, "data:1", "", recompute=[text]).jax.apply(loss))
+    for text in ("layers", "layers:keep=products", "layers:keep=wide"):
+        applied = jax.value_and_grad(plan_of(model, "data:1", "", recompute=[text]).jax.apply(named))
         made[text] = products_of(jax.make_jaxpr(applied)(params, batch()))
         found = jax.tree.leaves(jax.jit(applied)(params, batch()))
         for x, y in zip(found, jax.tree.leaves(wanted), strict=True):
@@ -298,7 +305,7 @@ def test_what_a_plan_keeps_is_saved(loss: Callable[..., Any]) -> None:
     # Of each layer the widening product alone is read again.
     each = LAYERS if loss is unrolled else 1
     assert made["layers"] - made["layers:keep=products"] == each
-    assert made["layers:keep=up"] == made["layers:keep=products"]
+    assert made["layers:keep=wide"] == made["layers:keep=products"]
 
 
 def test_what_has_no_value_in_the_function_is_refused() -> None:

@@ -16,6 +16,7 @@ from layoutopt.importers.jax.writer import Handler, Kept, Number, Uniform, Value
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.corners import extreme, modulus
+from mesh_tf_core.ops.shape import Reshape
 
 # -- of numbers ----------------------------------------------------------------------------------------------
 
@@ -265,6 +266,15 @@ def _same(w: Writer, e: Equation) -> None:
         w.put(y, w.elementwise(x, y))
 
 
+def _named(w: Writer, e: Equation) -> None:
+    """`jax.ad_checkpoint.checkpoint_name`: a scope of this name, by which a plan may keep the value."""
+    _same(w, e)
+    value, name = w.value(e.out), str(e.params.get("name", ""))
+    if isinstance(value, Tensor) and name.isidentifier():
+        with w.graph.scope(name):
+            w.put(e.out, w.graph.apply(Reshape(value.shape), value))
+
+
 def _constrained(w: Writer, e: Equation) -> None:
     place = e.where.replace("\\", "/").rsplit("/", 1)[-1]
     note = f"{place}: its sharding constraint is left out, the search decides"
@@ -399,7 +409,6 @@ TABLE: Mapping[str, Handler] = {
         (
             "copy",
             "copy_p",
-            "name",
             "optimization_barrier",
             "device_put",
             "pvary",
@@ -408,6 +417,7 @@ TABLE: Mapping[str, Handler] = {
         ),
         _same,
     ),
+    "name": _named,
     **dict.fromkeys(("sharding_constraint", "layout_constraint", "mesh_cast", "reshard"), _constrained),
     "select_n": _select,
     "clamp": _clamp,
