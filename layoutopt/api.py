@@ -20,7 +20,7 @@ from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
 from layoutopt.refine.answer import refined
-from layoutopt.space.kind import STORED, Allowed
+from layoutopt.space.kind import GATHER, STORED, Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
@@ -54,6 +54,7 @@ def search(
     orders: str = "mesh",
     refine: bool = False,
     alternatives: bool = True,
+    context: Sequence[str] = (GATHER,),
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -79,6 +80,8 @@ def search(
       refine: then place dimensions otherwise in single operations, as if they had other names there, where
         that takes less time (at most 40 s of looking).
       alternatives: look for named and simpler layouts to stand beside the answer, which take longer than it.
+      context: how attention may be done to keys that lie split as its queries do: of "gather", "ring",
+        "zigzag" and "all_to_all".
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 
@@ -91,7 +94,7 @@ def search(
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    lists = storage, recompute, microbatches
+    lists = storage, recompute, microbatches, context
     _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
@@ -100,6 +103,7 @@ def search(
         tuple(dict.fromkeys(storage)),
         tuple(r if isinstance(r, str) else bool(r) for r in recompute),
         tuple(sorted(set(microbatches))),
+        tuple(dict.fromkeys(context)),
     )
     request = Request(
         model,
@@ -124,6 +128,7 @@ def search(
         storage=allowed.storage,
         recompute=allowed.recompute,
         microbatches=tuple(map(int, allowed.microbatches)),
+        context=None if allowed.context == (GATHER,) else allowed.context,
     )
     candidates = Search(request, renames=mesh is None)
     best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
@@ -182,6 +187,7 @@ def _check(
     storage: Any,
     recompute: Any,
     microbatches: Any,
+    context: Any,
 ) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
     if objective not in OBJECTIVES:
@@ -208,7 +214,8 @@ def _check(
     for name, rules in (("pins", pins), ("forbid", forbid)):
         if not isinstance(rules, str | Mapping | None):
             raise UserError(f"{name} {rules!r}: write them as 'batch:data', or as a dict of dimensions")
-    for name, found in (("storage", storage), ("recompute", recompute), ("microbatches", microbatches)):
+    lists = {"storage": storage, "recompute": recompute, "microbatches": microbatches, "context": context}
+    for name, found in lists.items():
         if isinstance(found, str) or not isinstance(found, Iterable):
             raise UserError(f"{name} {found!r}: needs a list of what is allowed")
     if mesh is None and (pins or forbid):

@@ -121,6 +121,7 @@ def certify(
         storage=asked.storage,
         recompute=asked.recompute,
         microbatches=asked.microbatches,
+        context=asked.context,
     )
     for subproblem in subproblems(model, shapes, allowed, evaluator.near):
         seconds = plan.predicted.step_seconds * (1 - EXACT)

@@ -18,7 +18,7 @@ from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
-from layoutopt.space.kind import STORED
+from layoutopt.space.kind import GATHER, STORED
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError
@@ -100,6 +100,7 @@ class Asked:
     storage: tuple[str, ...] = STORED
     recompute: tuple[bool | str, ...] = (False, True)
     microbatches: tuple[int, ...] = USUAL
+    context: tuple[str, ...] = (GATHER,)
 
     def with_pins(self, more: str | None) -> Mapping[str, Any]:
         """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""

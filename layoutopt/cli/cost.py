@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from layoutopt.cli.bill import PriceOption, TokensOption, bill, check_tokens, read_prices, read_tokens
 from layoutopt.cli.options import (
     THIS_MACHINE,
+    ContextOption,
     HardwareOption,
     JsonOption,
     LayoutOption,
@@ -54,6 +55,7 @@ def cost(
     storage: StorageOption = None,
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
+    context: ContextOption = None,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -72,7 +74,7 @@ def cost(
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
-    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
+    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches, context)
     check_tokens(count, loaded.model.tokens)
     found = given.priced(loaded, machine)
     total = bill(found.predicted, machine, found.program.mesh.devices, count, prices.get(machine.name))

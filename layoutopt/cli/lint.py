@@ -10,6 +10,7 @@ import typer
 from layoutopt.cli.cost import show_doubts
 from layoutopt.cli.options import (
     THIS_MACHINE,
+    ContextOption,
     Given,
     HardwareOption,
     JsonOption,
@@ -49,6 +50,7 @@ def lint(
     storage: StorageOption = None,
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
+    context: ContextOption = None,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -72,10 +74,10 @@ def lint(
     loaded = load_model(model, settings or ())
     unlike: list[str] = []
     if layout is None and loaded.function("shardings") is not None:
-        options = read_options(loaded, storage or (), recompute or (), microbatches)
+        options = read_options(loaded, storage or (), recompute or (), microbatches, context or ())
         given, unlike = own_shardings(loaded, mesh, options)
     else:
-        given = read_layout(loaded, mesh, layout, storage, recompute, microbatches)
+        given = read_layout(loaded, mesh, layout, storage, recompute, microbatches, context)
     found = given.priced(loaded, machine)
     doubts = [Doubt("placed unlike", text) for text in unlike]
     doubts += doubts_of(loaded.model, found, machine, given.options)

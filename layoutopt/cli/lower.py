@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli.options import (
+    ContextOption,
     JsonOption,
     LayoutOption,
     MeshOption,
@@ -46,6 +47,7 @@ def lower(
     storage: StorageOption = None,
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
+    context: ContextOption = None,
     settings: SetOption = None,
     emit: Annotated[
         Form, typer.Option(help="Our own text, or StableHLO for the TPU compiler.")
@@ -57,7 +59,7 @@ def lower(
     from layoutopt.plan.results import LowerResult
 
     terminal = Terminal(as_json)
-    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches)
+    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches, context)
     program = loaded.model.lower(given.mesh, given.layout, given.options)
     text = _emit(program, emit)
     terminal.result(

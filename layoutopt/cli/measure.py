@@ -11,6 +11,7 @@ import typer
 from layoutopt.cli.job import ALONE, Job, in_job
 from layoutopt.cli.options import (
     THIS_MACHINE,
+    ContextOption,
     EngineName,
     EngineOption,
     HardwareOption,
@@ -56,6 +57,7 @@ def measure(
     storage: StorageOption = None,
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
+    context: ContextOption = None,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
@@ -75,7 +77,7 @@ def measure(
     with job.open(engine, as_json, quiet) as session:
         terminal, traced = session.terminal, Trace(session, trace)
         loaded = session.load(model, settings, mesh, layout)
-        given = session.given(loaded, mesh, layout, storage, recompute, microbatches)
+        given = session.given(loaded, mesh, layout, storage, recompute, microbatches, context)
         predicted = given.priced(loaded, machine)
         trainer = session.trainer(loaded, given)
         timed = _timed(terminal, loaded, trainer, warm_up, steps, lambda run: traced.record(run, predicted))

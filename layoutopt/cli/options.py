@@ -109,6 +109,15 @@ RecomputeOption = Annotated[
         show_default="none; of JAX, what the program does",
     ),
 ]
+ContextOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--context",
+        metavar="[DIM=]FORM",
+        help="Attention to keys that lie split along DIM: ring, zigzag or all_to_all (again for more).",
+        show_default="they are gathered",
+    ),
+]
 MicrobatchesOption = Annotated[
     int, typer.Option("--microbatches", min=1, metavar="N", help="Parts of the batch, one after the other.")
 ]
@@ -265,12 +274,13 @@ def read_asked(
     storage: Sequence[str] | None = None,
     recompute: Sequence[str] | None = None,
     microbatches: int = 1,
+    context: Sequence[str] | None = None,
 ) -> tuple[Loaded, Given]:
     """The model of a file, and what is decided about it."""
     from layoutopt.models.loading import load_model
 
     loaded = load_model(model, settings or ())
-    return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches)
+    return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches, context)
 
 
 def read_layout(
@@ -280,6 +290,7 @@ def read_layout(
     storage: Sequence[str] | None = None,
     recompute: Sequence[str] | None = None,
     microbatches: int = 1,
+    context: Sequence[str] | None = None,
     plan: Plan | None = None,
 ) -> Given:
     """The mesh, the layout and what else is decided, all of which a plan file gives.
@@ -292,11 +303,11 @@ def read_layout(
     """
     from mesh_tf_core import Layout
 
-    options = read_options(loaded, storage or (), recompute, microbatches)
+    options = read_options(loaded, storage or (), recompute, microbatches, context or ())
     if layout is None or not is_plan(layout):
         return Given(read_mesh(mesh), Layout(layout or ""), options)
     plan = read_plan(loaded, layout, plan)
-    if storage or recompute or microbatches > 1:
+    if storage or recompute or microbatches > 1 or context:
         from mesh_tf_core import UserError
 
         raise UserError(
@@ -312,15 +323,21 @@ def read_layout(
 
 
 def read_options(
-    loaded: Loaded, storage: Sequence[str], recompute: Sequence[str] | None, microbatches: int
+    loaded: Loaded,
+    storage: Sequence[str],
+    recompute: Sequence[str] | None,
+    microbatches: int,
+    context: Sequence[str] = (),
 ) -> Options:
-    """What is decided beside the layout; a stage without a variable is for all trained ones.
+    """What is decided beside the layout; a stage without a variable is for all trained ones, a form of
+    attention without a dimension for all keys.
 
     Where nothing is said of recomputation, it is what a JAX program says itself (jax.checkpoint).
     """
     from mesh_tf_core import Options, UserError
     from mesh_tf_core.errors import known_names
     from mesh_tf_core.lower.kept import Recomputed
+    from mesh_tf_core.lower.nodes import check_context, crossed
     from mesh_tf_core.lower.storage import Stage, read_stage
 
     graph = loaded.model.graph
@@ -338,7 +355,14 @@ def read_options(
     for text, dim in ((text, Recomputed.parse(text).dim) for text in recompute):
         if dim not in loops:
             raise UserError(f"--recompute {text}: no loop runs over {dim!r}; {known_names(dim, loops)}")
-    return Options(stages, frozenset(recompute), microbatches)
+    forms: dict[str, str] = {}
+    for text in context:
+        dim, _, form = text.rpartition("=")
+        if not dim and not crossed(graph):
+            raise UserError(f"--context {text}: the model has no fused attention; leave it out")
+        forms.update(dict.fromkeys([dim] if dim else crossed(graph), form))
+    check_context(graph, forms)
+    return Options(stages, frozenset(recompute), microbatches, frozenset(forms.items()))
 
 
 def say_damage(text: str) -> None:

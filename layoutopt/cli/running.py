@@ -68,9 +68,10 @@ class Session:
         storage: Sequence[str] | None = None,
         recompute: Sequence[str] | None = None,
         microbatches: int = 1,
+        context: Sequence[str] | None = None,
     ) -> Given:
         """See `read_layout`."""
-        return read_layout(loaded, mesh, layout, storage, recompute, microbatches, self._plan)
+        return read_layout(loaded, mesh, layout, storage, recompute, microbatches, context, self._plan)
 
     def start(self, count: int) -> None:
         """Makes this process's devices, before a library is used for anything else; meets the others."""

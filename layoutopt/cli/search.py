@@ -131,6 +131,13 @@ def search(
     microbatches: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
     ] = "1,2,4,8,16,32",
+    context: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMS",
+            help="How attention to split keys may be done: gather, ring, zigzag, all_to_all, of these.",
+        ),
+    ] = "gather",
     orders: Annotated[
         Orders, typer.Option(help="A split over several axes: in the order of the mesh, or in every order.")
     ] = Orders.MESH,
@@ -177,6 +184,7 @@ def search(
         "storage": _stages(storage),
         "recompute": list(RECOMPUTE[recompute]),
         "microbatches": _numbers(microbatches),
+        "context": [form.strip() for form in context.split(",") if form.strip()],
     }
     where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),

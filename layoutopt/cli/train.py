@@ -12,6 +12,7 @@ from layoutopt import signals
 from layoutopt.cli.job import ALONE, Job, in_job
 from layoutopt.cli.options import (
     THIS_MACHINE,
+    ContextOption,
     EngineName,
     EngineOption,
     Given,
@@ -62,6 +63,7 @@ def train(
     storage: StorageOption = None,
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
+    context: ContextOption = None,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
     checkpoint: Annotated[
@@ -87,7 +89,7 @@ def train(
     """Train a model on this machine's mesh, under the best layout or one of yours."""
     run: TrainingRun | None = None
     if layout == AUTO:
-        _refuse_decided(storage, recompute, microbatches)
+        _refuse_decided(storage, recompute, microbatches, context)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(job.open(engine, as_json, quiet))
         terminal, traced = session.terminal, Trace(session, trace)
@@ -106,7 +108,7 @@ def train(
             if layout == AUTO:
                 given = _searched(session, loaded, machine, mesh)
             else:
-                given = session.given(loaded, mesh, layout, storage, recompute, microbatches)
+                given = session.given(loaded, mesh, layout, storage, recompute, microbatches, context)
             run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint)
             run.train(every, held_out, evaluate_every)
             run.evaluate(held_out)
@@ -126,11 +128,15 @@ def _own(stack: contextlib.ExitStack, terminal: Terminal, checkpoint: Path) -> N
         terminal.say(f"warning: {trouble}")
 
 
-def _refuse_decided(storage: list[str] | None, recompute: list[str] | None, microbatches: int) -> None:
+def _refuse_decided(
+    storage: list[str] | None, recompute: list[str] | None, microbatches: int, context: list[str] | None
+) -> None:
     from mesh_tf_core.errors import UserError
 
-    if storage or recompute or microbatches > 1:
-        raise UserError("--layout auto decides storage, recompute and microbatches too; leave them out")
+    if storage or recompute or microbatches > 1 or context:
+        raise UserError(
+            "--layout auto decides storage, recompute, microbatches and context too; leave them out"
+        )
 
 
 def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | None) -> Given:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.options import (
+    ContextOption,
     JsonOption,
     LayoutOption,
     MeshOption,
@@ -66,6 +67,7 @@ def verify(
     storage: StorageOption = None,
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
+    context: ContextOption = None,
     settings: SetOption = None,
     model: ModelOption = None,
     text: Annotated[
@@ -85,7 +87,7 @@ def verify(
     terminal = Terminal(as_json, quiet)
     check_out(text, "--text")
     machine = read_hardware(generation(topology).hardware)
-    loaded, given = _asked(source, model, settings, mesh, layout, storage, recompute, microbatches)
+    loaded, given = _asked(source, model, settings, mesh, layout, storage, recompute, microbatches, context)
     evaluation = given.priced(loaded, machine)
     terminal.say(f"compiling for {topology}; large models take minutes")
     with hushed():
@@ -109,6 +111,7 @@ def _asked(
     storage: list[str] | None,
     recompute: list[str] | None,
     microbatches: int,
+    context: list[str] | None,
 ) -> tuple[Loaded, Given]:
     """The model and what is decided about it: a plan gives everything, a model file nothing."""
     from layoutopt.cli.options import Given
@@ -120,8 +123,8 @@ def _asked(
             raise UserError(
                 f"--model names the model of a plan, but {source!r} is not a PLAN.json; leave it out"
             )
-        return read_asked(source, settings, mesh, layout, storage, recompute, microbatches)
-    if settings or mesh or layout or storage or recompute or microbatches > 1:
+        return read_asked(source, settings, mesh, layout, storage, recompute, microbatches, context)
+    if settings or mesh or layout or storage or recompute or microbatches > 1 or context:
         raise UserError(
             f"{source} says the hyperparameters, the mesh, the layout and how variables are stored; "
             "leave these options out, or give the MODEL"

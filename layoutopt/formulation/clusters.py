@@ -173,7 +173,7 @@ class _Builder:
         ]
         variables = [self.graph.variables[self.graph.gradient_of[t]] for t in made]
         variables = variables if updated is None else [updated, *variables]
-        return changing(Touched(self.remat.get(node.index, ()), saved, variables))
+        return changing(Touched(self.remat.get(node.index, ()), saved, variables, node.op.crosses[:1]))
 
     def _own(self, node: Node) -> tuple[int, ...]:
         """What a node computes itself: what else a loop gives, its body's nodes make."""

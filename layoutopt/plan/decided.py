@@ -29,10 +29,11 @@ class Refined(Data):
     refined: dict[str, dict[str, Names]] = Field(default_factory=dict)
 
     @model_serializer(mode="wrap")
-    def _refined_if_so(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _what_is_said(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = made(self)
-        if not found.get("refined"):
-            found.pop("refined", None)
+        for name in ("refined", "context"):
+            if not found.get(name):
+                found.pop(name, None)
         return found
 
 
@@ -43,11 +44,14 @@ class Decided(Refined):
       storage: variable to its stage (ZeRO), for those that are not stored as the layout says.
       recompute: dimensions of the loops that are recomputed in backward (activation checkpointing).
       microbatches: parts of the batch, one after the other.
+      context: dimension of keys to the form of attention to them (`search --context`), of those that are not
+        gathered.
     """
 
     storage: dict[str, str] = Field(default_factory=dict)
     recompute: Names = Field(default_factory=list)
     microbatches: Size = 1
+    context: dict[str, str] = Field(default_factory=dict)
 
     def listed(self) -> dict[str, str]:
         """Name of a kind -> its whole decision in words, '' if plain."""
@@ -55,6 +59,7 @@ class Decided(Refined):
             "storage": "; ".join(f"{stage} of {', '.join(names)}" for stage, names in self.stages().items()),
             "recompute": ", ".join(self.recompute),
             "microbatches": str(self.microbatches) if self.microbatches > 1 else "",
+            "context": ", ".join(f"{form} of {dim}" for dim, form in self.context.items()),
             "refined": "; ".join(f"{rules_in(rules)} in {path}" for path, rules in self.refined.items()),
         }
 
@@ -62,6 +67,7 @@ class Decided(Refined):
         """All that is not plain, in a few words: 'zero3 ×4; recompute layers; 2 microbatches'."""
         found = [f"{stage} ×{len(names)}" for stage, names in sorted(self.stages().items())]
         found += [f"recompute {dim}" for dim in self.recompute]
+        found += [f"{form} of {dim}" for dim, form in self.context.items()]
         found += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         found += [f"refined in {some([*self.refined], NAMED)}"] if self.refined else []
         return "; ".join(found)

@@ -36,6 +36,7 @@ class Searched(Data):
       memory_bytes: of a device; None: what the hardware has.
       devices, max_axes: of a search for the mesh too; no devices: the plan's mesh was given.
       storage, recompute, microbatches: what could be decided; None: everything.
+      context: forms of attention that could be chosen; None: keys were gathered.
     """
 
     hardware: str | None = None
@@ -48,6 +49,7 @@ class Searched(Data):
     storage: tuple[str, ...] | None = None
     recompute: tuple[Flag | str, ...] | None = None
     microbatches: tuple[Size, ...] | None = None
+    context: tuple[str, ...] | None = None
 
 
 class Number(Data):

@@ -88,6 +88,12 @@ def export(what: Exported, to: str) -> str:
             f"{to} says how dimensions are split, not how single variables are stored, but this plan stores "
             f"{some(names, NAMED)} at {stage}; search with --storage layout, or choose another form"
         )
+    if context := what.decided.context:
+        dim, form = next(iter(context.items()))
+        raise UserError(
+            f"{to} says how tensors lie, not that attention to {dim!r} is {form}, as in this plan; "
+            "train with layoutopt, or search with --context gather"
+        )
     refined = what.decided.refined
     if refined and to not in SAY_EVERY_VARIABLE:
         path, rules = next(iter(refined.items()))

@@ -5,6 +5,7 @@ Every decision has a name and a finite list of options, each a tuple of words; `
   "storage of <class>"       (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
   "recompute <dim>"          (), ("on",): the loop over <dim> is recomputed in backward   `recompute`
                              ("on", "products"): but for what it keeps
+  "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
 The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own.
 """
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from layoutopt.space.context import Context
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.recompute import Recompute
@@ -25,7 +27,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
-KINDS: tuple[type[Decision], ...] = (Split, Storage, Recompute, Microbatches)
+KINDS: tuple[type[Decision], ...] = (Split, Storage, Recompute, Context, Microbatches)
 """The kinds of decisions, in the order of their variables in problems."""
 
 

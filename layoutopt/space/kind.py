@@ -26,6 +26,8 @@ HYBRID = "hybrid"
 meshes that have others too."""
 STORED = (*STAGES, HYBRID)
 """All that is allowed if nothing is said."""
+GATHER = "gather"
+"""Attention to keys that lie split, if nothing else is chosen."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Allowed:
       recompute: whether loops may (both), must or must not run again in backward; "selective": or may
         while they keep some of their values.
       microbatches: numbers of parts of the batch.
+      context: "gather", and forms of attention in which keys that lie split are not.
     """
 
     pins: Mapping[str, Axes] = field(default_factory=dict)
@@ -50,6 +53,7 @@ class Allowed:
     recompute: tuple[bool | str, ...] = (False, True)
     microbatches: tuple[int, ...] = (1,)
     near: Axes = ()
+    context: tuple[str, ...] = (GATHER,)
 
 
 @dataclass
@@ -76,11 +80,13 @@ class Touched:
       recomputed: dimensions of the loops whose recomputation makes it run again.
       saved: dimensions of the loops that save what it computes for backward.
       variables: trained variables that it updates, or whose gradient it makes.
+      keys: the dimension of keys that it attends to.
     """
 
     recomputed: Sequence[str] = ()
     saved: Sequence[str] = ()
     variables: Sequence[Variable] = ()
+    keys: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

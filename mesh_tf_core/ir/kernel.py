@@ -209,6 +209,7 @@ class Attending:
       bias: added to the logits.
       mask: bool; keys count where it holds.
       segments: of queries [.., queries, 1] and of keys [.., 1, keys]; keys count where the two are equal.
+      partial: the log-sum-exp that gradients are given is of more keys than these.
       rate: of dropout on the weights.
       noise: which row of the whole tensor each is (see `ops.random.rows`), twice uint32 [.., queries, 1],
         and the key of the weights' random numbers.
@@ -227,6 +228,7 @@ class Attending:
     bias: T | None = None
     mask: T | None = None
     segments: tuple[T, T] | None = None
+    partial: bool = False
     rate: float = 0.0
     noise: tuple[T, T, T] | None = None
 

@@ -1,10 +1,10 @@
 """The contract of an operation: all that anyone may ask of one, checked when its class is made.
 
   required facets  roles, infer, kernel, flops, gradient
-  optional facets  lower, operands, expand, moved, contraction, overhead, unreduced, summand, distributes,
-                   untrained, labels, describe; each says what holds without it
-  facts            kind, free, linear, converts, divides, regroups, renames, still, scales,
-                   derives_key: attributes of the class, or properties where they depend
+  optional facets  lower, spread, operands, expand, moved, contraction, overhead, unreduced, summand,
+                   distributes, untrained, labels, describe; each says what holds without it
+  facts            kind, free, linear, converts, divides, regroups, renames, crosses, still,
+                   scales, derives_key: attributes of the class, or properties where they depend
                    on its fields
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
@@ -126,6 +126,7 @@ class Op:
     FACETS: ClassVar = ("roles", "infer", "kernel", "flops", "gradient")
     OPTIONAL: ClassVar = (
         "lower",
+        "spread",
         "operands",
         "expand",
         "moved",
@@ -145,7 +146,7 @@ class Op:
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
         **dict.fromkeys(("free", "linear", "converts", "divides"), (False, True)),
         **dict.fromkeys(("regroups", "derives_key", "scales"), (False, True)),
-        **dict.fromkeys(("renames", "still"), ((),)),
+        **dict.fromkeys(("renames", "crosses", "still"), ((),)),
     }
     """Fact -> the values that it may have."""
 
@@ -165,6 +166,9 @@ class Op:
     """True if an axis may split one dimension of an input and another of the output."""
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Dimensions that its output has under another name: (old, new)."""
+    crosses: ClassVar[tuple[str, ...]] = ()
+    """Dimensions, one of them `whole`, whose pieces meet in it in one of the forms that `spread` has; options
+    name the form by the first."""
     still: ClassVar[tuple[str, ...]] = ()
     """Dimensions that its parameters name although it moves nothing along them."""
     scales: ClassVar[bool] = False
@@ -223,6 +227,23 @@ class Op:
           types: of the outputs.
         """
         raise NotImplementedError
+
+    def spread(
+        self,
+        low: Emitter,
+        inputs: Sequence[int],
+        types: Sequence[TensorType],
+        form: str,
+        wanted: Sequence[bool],
+    ) -> Sequence[int] | None:
+        """Its outputs, in a form in which what it needs whole is not gathered (see `crosses`); None if
+        gathering does, and without it.
+
+        Args:
+          inputs, types: as of `lower`.
+          wanted: of each output, whether anyone reads it; if not, any value stands for it.
+        """
+        return None
 
     def operands(self, inputs: Sequence[int]) -> Sequence[int]:
         """Those of its inputs that a device reads; without it, all. The others, only its gradient wants."""

@@ -42,6 +42,7 @@ class Lowering(Placing):
 
     Attributes:
       masters: a variable's tensor -> its master copy as it is stored, where `env` has the half of it.
+      context: dimension of keys -> the form of attention to them (`Options`).
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Lowering(Placing):
         recompute: Iterable[str] = (),
         subgraph: Subgraph | None = None,
         oracle: Oracle | None = None,
+        context: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(graph, mesh, layout, storage, subgraph, oracle)
+        self.context = context or {}
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
         self._plans: dict[int, Plan] = {} if subgraph is None else subgraph.plans
@@ -102,7 +105,8 @@ class Lowering(Placing):
             inputs = [masters[i] if i in masters else self.value_of(i) for i in node.inputs]
             outs = self.apply(op, inputs, plan, node.outputs)
             for tensor, out in zip(node.outputs, outs, strict=True):
-                self.bind(tensor, out)
+                if out >= 0:
+                    self.bind(tensor, out)
         elif isinstance(op, Scan):
             self.loops.loop(node)
         elif isinstance(op, Feed):
@@ -141,7 +145,8 @@ class Lowering(Placing):
         return splits
 
     def apply(self, op: Op, inputs: Sequence[int], plan: Plan, tensors: Sequence[int]) -> Sequence[int]:
-        """Lowers one operation; returns its outputs in natural sharding, nothing pending.
+        """Lowers one operation; returns its outputs in natural sharding, nothing pending; -1 for what nobody
+        reads.
 
         Args:
           tensors: the graph's tensors that the outputs are, -1 for none.
@@ -158,6 +163,11 @@ class Lowering(Placing):
         layout = self.layout
         reduced = layout.split(roles.reduced) if roles.reduced else []
         self.check_disjoint(op, layout.split(roles.parallel) + reduced)
+        if self.context and (form := self.context.get(next(iter(op.crosses), ""))):
+            wanted = [not self._unread(tensor) for tensor in tensors]
+            spread = op.spread(self, inputs, plan.types, form, wanted)
+            if spread is not None:
+                return [self.to_natural(o) if w else -1 for o, w in zip(spread, wanted, strict=True)]
         whole = layout.split(roles.whole) if roles.whole else []
         if whole and not gathered(op, roles):
             return self._expanded(op, inputs)
@@ -184,6 +194,19 @@ class Lowering(Placing):
             self.joined(o, axes, roles.combine) if axes else o for o, axes in zip(outs, lacking, strict=True)
         )
         return [self.to_natural(o) for o in joined]
+
+    def _unread(self, tensor: int) -> bool:
+        """Whether a tensor is only for a second run of what makes it now, which makes it again. (The whole
+        program drops as dead what would be done for it.)"""
+        if tensor < 0 or self._again or (self.subgraph is not None and self.subgraph.again):
+            return False
+        block = self.graph.blocks[self.graph.tensor(tensor).block]
+        unread = frozenset() if self.subgraph is None else self.subgraph.unread
+        remat = self.loops.remat
+        if not remat.again(block) or tensor in remat.kept(block, unread):
+            return False
+        leaving = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
+        return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)
 
     def _partial(self, names: Sequence[str]) -> Axes:
         """The axes that split some dimensions which are summed out."""
@@ -238,10 +261,11 @@ def lower_base(
     recompute: Iterable[str] = (),
     subgraph: Subgraph | None = None,
     oracle: Oracle | None = None,
+    context: Mapping[str, str] | None = None,
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
-    state = Lowering(graph, mesh, layout, storage, recompute, subgraph, oracle)
+    state = Lowering(graph, mesh, layout, storage, recompute, subgraph, oracle, context)
     state.nodes(graph.blocks[0])
     if subgraph is not None:
         state.deliver_gradients()

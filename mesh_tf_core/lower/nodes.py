@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import Origin
 from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.context import FORMS
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -122,9 +124,28 @@ def moved_dims(node: Node, tensor: int, graph: Graph) -> list[str]:
     op = node.op
     if isinstance(op, Connection) or op.expands():
         return []
-    whole = gathered(op, op.roles(*(graph.tensor(i).type for i in node.inputs)))
+    whole = {*gathered(op, op.roles(*(graph.tensor(i).type for i in node.inputs))), *op.crosses}
     stay = {n for o in node.outputs for n in graph.tensor(o).shape.names}
     return [n for n in graph.tensor(tensor).shape.names if n in whole or (op.regroups and n not in stay)]
+
+
+def crossed(graph: Graph) -> tuple[str, ...]:
+    """The dimensions that forms of attention are chosen for."""
+    return graph.remembered(
+        crossed, lambda: tuple(dict.fromkeys(n for node, _ in graph.walk() for n in node.op.crosses[:1]))
+    )
+
+
+def check_context(graph: Graph, context: Mapping[str, str]) -> None:
+    """UserError if a form is none, or of what is no dimension of keys."""
+    for name, form in context.items():
+        if form not in FORMS:
+            raise UserError(f"context {name}={form}: {known_names(form, FORMS)}")
+        if name not in crossed(graph):
+            keys = ", ".join(map(repr, crossed(graph))) or "none"
+            raise UserError(
+                f"context {name}={form}: no fused attention has keys along {name!r}; found {keys}"
+            )
 
 
 def plan_of(node: Node, graph: Graph) -> Plan:

@@ -15,6 +15,7 @@ from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.kept import written
+from mesh_tf_core.lower.nodes import check_context
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.rematerialization import check_recompute
 from mesh_tf_core.lower.storage import Stages, read_stage
@@ -41,11 +42,14 @@ class Options:
       recompute: the loops whose bodies run again in backward, by their dimension, and what they keep
         (`kept.Recomputed`): "layers", "layers:keep=products".
       microbatches: parts of the batch that a step runs one after the other, adding up their gradients.
+      context: (dimension of keys, form): how attention to keys that are split is done, of those to which it
+        does not gather them (`ops.context.FORMS`).
     """
 
     storage: Stages = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
     microbatches: int = 1
+    context: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self) -> None:
         if any(":" in text for text in self.recompute):
@@ -98,11 +102,14 @@ def lower(
       LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two
         dimensions of one operation over the same axis.
     """
+    forms = dict(options.context)
     if subgraph is None:
+        check_context(graph, forms)
         known = {name: max(sizes) for name, sizes in graph.dims().items()}
         layout.check(mesh, known, paths(graph))
         check_recompute(graph, options.recompute)
-    program = lower_base(graph, mesh, layout, results, options.storage, options.recompute, subgraph, oracle)
+    given = options.storage, options.recompute
+    program = lower_base(graph, mesh, layout, results, *given, subgraph, oracle, forms)
     if subgraph is not None:
         # What is dead or travels together is not known from a part of the graph.
         return cut.end(delay_sums(cut.begin(program), oracle))

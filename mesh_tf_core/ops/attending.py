@@ -10,7 +10,8 @@ from typing import Any, ClassVar, cast
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel
-from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.op import Emitter, Op, TensorType
+from mesh_tf_core.ops.context import spread
 from mesh_tf_core.ops.random import rows as rows_of
 
 EXTRAS = ("bias", "mask", "segments", "memory_segments", "key")
@@ -59,7 +60,7 @@ class AnyAttention(Op, abstract=True):
     Attributes:
       d_kv: name of the dimension that queries and keys are multiplied over.
       length, memory: positions of queries and of keys.
-      scale, causal, window, extra_logit, rate: see `Attending`.
+      scale, causal, window, extra_logit, partial, rate: see `Attending`.
       extras: which of `EXTRAS` there are.
     """
 
@@ -71,6 +72,7 @@ class AnyAttention(Op, abstract=True):
     window: int = 0
     extra_logit: float | None = None
     rate: float = 0.0
+    partial: bool = False
     extras: tuple[str, ...] = ()
     kind: ClassVar[str] = "attention"
     products: ClassVar[tuple[int, int]] = (1, 1)
@@ -94,7 +96,7 @@ class AnyAttention(Op, abstract=True):
 
     def describe(self) -> str:
         chosen = [f.name for f in fields(self)[4:-1] if getattr(self, f.name) != f.default]
-        said = [n if n == "causal" else f"{n}={getattr(self, n)}" for n in chosen]
+        said = [n if getattr(self, n) is True else f"{n}={getattr(self, n)}" for n in chosen]
         return f"{self.name}({', '.join([self.length.name, self.memory.name, *said, *self.extras])})"
 
     def sides(self, query: TensorType, key: TensorType, value: TensorType) -> Sides:
@@ -105,6 +107,21 @@ class AnyAttention(Op, abstract=True):
         width = next(d for d in value.shape if d.name == self.d_kv or d.name not in key.shape.names)
         rows = Shape([*shared, *group, query.shape.dim(self.length.name)])
         return Sides(shared, group, width, rows, Shape([*rows, key.shape.dim(self.memory.name)]))
+
+    @property
+    def crosses(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Its keys' positions, and its queries'."""
+        return self.memory.name, self.length.name
+
+    def spread(
+        self,
+        low: Emitter,
+        inputs: Sequence[int],
+        types: Sequence[TensorType],
+        form: str,
+        wanted: Sequence[bool],
+    ) -> Sequence[int] | None:
+        return spread(self, low, inputs, types, form, wanted)
 
     def whole(self, sides: Sides) -> dict[str, str]:
         """Dimensions that every device needs all of, and why."""
@@ -147,6 +164,7 @@ class AnyAttention(Op, abstract=True):
             bias=given.get("bias"),
             mask=given.get("mask"),
             segments=(given["segments"], given["memory_segments"]) if "segments" in given else None,
+            partial=self.partial,
             rate=self.rate,
             noise=noise,
         )

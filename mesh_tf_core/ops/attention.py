@@ -23,7 +23,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops import blockwise
 from mesh_tf_core.ops.attending import AnyAttention, Sides, back, ordered
@@ -167,6 +167,18 @@ class FusedAttentionBiasGrad(_Backward):
     def name(self) -> str:
         return "attentionbiasgrad"
 
+    def spread(
+        self,
+        low: Emitter,
+        inputs: Sequence[int],
+        types: Sequence[TensorType],
+        form: str,
+        wanted: Sequence[bool],
+    ) -> Sequence[int] | None:
+        return (
+            None  # its bias has positions of queries or of keys only: what the other side lacks is gathered
+        )
+
     def roles(self, *inputs: TensorType) -> Roles:
         sides, bias = self.sides(*inputs[:3]), inputs[3].shape.names
         kept = tuple(n for n in sides.rows.names if n in bias)
@@ -244,7 +256,7 @@ def attention(
         window,
         extra_logit,
         dropout,
-        tuple(given),
+        extras=tuple(given),
     )
     result, _ = query.graph.apply(op, query, key, value, *given.values())
     out: Tensor = result

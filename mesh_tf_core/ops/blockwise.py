@@ -19,9 +19,11 @@ from mesh_tf_core.ops.random import uniform
 
 MOST = 1 << 22
 """Logits of a block."""
-_LEAST, _HIDDEN = -1e30, -2e30
+_LEAST, HIDDEN = -1e30, -2e30
 """The least logit that a bias makes, and the one of a key that does not count: less, whatever the bias, so
 that a row sees keys that are hidden from it only where it sees no other; then it sees all alike."""
+NOTHING_SEEN = (_LEAST + HIDDEN) / 2
+"""The log-sum-exp of a row that sees no key is less than this, of all others more."""
 
 
 def _sizes(x: Any) -> list[int]:
@@ -157,7 +159,7 @@ def _logits(k: Kernel, a: Attending) -> Any:
     if a.bias is not None:
         s = k.binary("add", s, k.cast(a.bias, wide))
         s = s if seen is None else k.binary("max", s, k.scalar(_LEAST, wide))
-    return s if seen is None else k.where(seen, s, k.scalar(_HIDDEN, wide))
+    return s if seen is None else k.where(seen, s, k.scalar(HIDDEN, wide))
 
 
 def _seen(k: Kernel, a: Attending) -> Any:
@@ -224,11 +226,15 @@ def _weights(k: Kernel, a: Attending, lse: Any, dresult: Any, delta: Any) -> tup
     """Of one block: the weights, and the gradient of the logits."""
     s = _logits(k, a)
     axis, column = len(s.shape) - 1, [*_sizes(lse), 1]
-    if a.extra_logit is None:
-        # Not exp(s - lse): where all keys are hidden, lse has lost how many they are beside `_HIDDEN`.
+    if a.extra_logit is None and not a.partial:
+        # Not exp(s - lse): where all keys are hidden, lse has lost how many they are beside `HIDDEN`.
         weights = k.softmax(s, axis)
     else:
-        weights = k.exp_less(s, k.reshape(lse, column), axis, False)
+        total = k.reshape(lse, column)
+        weights = k.exp_less(s, total, axis, False)
+        if a.partial and (a.mask is not None or a.segments is not None):
+            nothing = k.binary("lt", total, k.scalar(NOTHING_SEEN, _wide(a)))
+            weights = k.where(nothing, k.softmax(s, axis), weights)
     dp = _kept(k, a, _shaped(k, a, _product(k, a, "bnd,bmd->bnm", dresult, a.value), s.shape[axis]))
     return weights, k.binary("mul", weights, k.binary("sub", dp, k.reshape(delta, column)))
 

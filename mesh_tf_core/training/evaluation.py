@@ -80,7 +80,9 @@ class Evaluation:
         self.least: dict[str, float] = {}
         results, self.whole = self._results(model, graph)
         storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
-        program = lower(graph, training.program.mesh, layout, results, Options(storage))
+        program = lower(
+            graph, training.program.mesh, layout, results, Options(storage, context=options.context)
+        )
         self.engine = training.beside(program)
         has_rows = cluster is not None and model.batch_dim is not None
         self.rows = rows_of(program, str(model.batch_dim), self.engine.ranks) if has_rows else None

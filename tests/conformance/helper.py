@@ -92,6 +92,7 @@ class Sample:
       together: names that may not share an axis although no input or output has them all, e.g. "a b c".
       loops: names that count iterations and may not be split at all.
       stops: inputs (by position) whose gradient is not the derivative, by definition.
+      context: form of attention to keys "m" where they are split as queries "l" are.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Sample:
     together: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
     stops: tuple[int, ...] = ()
+    context: str = ""
 
 
 @dataclass
@@ -162,7 +164,9 @@ class Built:
                 self.results[f"grad{i}"] = dx
 
     def program(self, mesh: mtf.Mesh, layout: mtf.Layout) -> Program:
-        return verify(mtf.lower(self.graph, mesh, layout, self.results))
+        alike = self.sample.context and layout.axes("l") and layout.axes("l") == layout.axes("m")
+        options = mtf.Options(context=frozenset({("m", self.sample.context)} if alike else ()))
+        return verify(mtf.lower(self.graph, mesh, layout, self.results, options))
 
     def run(self, program: Program, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         engine = LockstepEngine(program)

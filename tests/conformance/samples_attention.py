@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from scipy import special
 
 import mesh_tf_core as mtf
 from mesh_tf_core.ops.attention import FusedAttention
+from mesh_tf_core.ops.context import RING, ZIGZAG
 from tests.conformance.helper import Arg, Sample, dims
 
 Q, K = Arg("b:2 l:8 h:4 d:2"), Arg("b:2 m:8 h:4 d:2")
@@ -71,6 +73,41 @@ def _with_statistic(g: mtf.Graph, q: mtf.Tensor, k: mtf.Tensor, v: mtf.Tensor, b
     return result, lse.cast(q.dtype)
 
 
+def _statistic(causal: bool) -> Callable[..., Any]:
+    def apply(g: mtf.Graph, q: mtf.Tensor, k: mtf.Tensor, v: mtf.Tensor) -> Any:
+        length, memory = q.dim("l"), k.dim("m")
+        result, lse = g.apply(FusedAttention("d", length, memory, 2**-0.5, causal=causal), q, k, v)
+        return result, lse.cast(q.dtype)
+
+    return apply
+
+
+def _texts(q: np.ndarray, k: np.ndarray, v: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    mask, ids, keys = others
+    seen = (ids[:, :, None] == keys[:, None, :]) & mask[None, None, :] & (_apart(16, 16) >= 0)
+    return attend(q, k, v, seen, 0.0, 0.5)[0]
+
+
+TEXTS = (
+    *(Arg(f"b:2 {n}:16 d:2") for n in "lmm"),
+    Arg("m:16", "bool"),
+    *(Arg(f"b:2 {n}:16", "int:2") for n in "lm"),
+)
+ROUND = tuple(
+    Sample(
+        f"attention in texts, {form}",
+        "attention",
+        lambda g, q, k, v, mask, ids, others: mtf.attention(
+            q, k, v, "l", "m", "d", mask=mask, segments=(ids, others), causal=True, extra_logit=0.5
+        ),
+        TEXTS,
+        _texts,
+        together=("b l",),
+        context=form,
+    )
+    for form in (RING, ZIGZAG)
+)
+
 SAMPLES = (
     Sample(
         "attention",
@@ -114,5 +151,35 @@ SAMPLES = (
         (Arg("g:8 l:4 d:2"), Arg("m:8 d:2"), Arg("m:8 d:2"), Arg("m:8")),
         lambda q, k, v, bias: attend(q, k, v, _apart(4) >= 0, bias),
         together=("l g",),
+    ),
+    *ROUND,
+    Sample(
+        "attention, ring",
+        "attention",
+        _statistic(False),
+        (Arg("g:2 l:8 d:2"), Arg("m:16 d:2"), Arg("m:16 e:3")),
+        lambda q, k, v: attend(q, k, v),
+        together=("l g",),
+        context="ring",
+    ),
+    Sample(
+        "attention, zigzag",
+        "attention",
+        _statistic(True),
+        (Arg("g:2 l:16 d:2"), Arg("m:16 d:2"), Arg("m:16 e:3")),
+        lambda q, k, v: attend(q, k, v, _apart(16, 16) >= 0),
+        together=("l g",),
+        context="zigzag",
+    ),
+    Sample(
+        "attention, all_to_all",
+        "attention",
+        lambda g, q, k, v: mtf.attention(q, k, v, "l", "m", "d", causal=True),
+        (Arg("l:8 h:8 d:2"), Arg("h:8 m:8 d:2"), Arg("m:8 h:8 d:2")),
+        lambda q, k, v: attend(q.transpose(1, 0, 2), k, v.transpose(1, 0, 2), _apart() >= 0)[0].transpose(
+            1, 0, 2
+        ),
+        together=("l h",),
+        context="all_to_all",
     ),
 )

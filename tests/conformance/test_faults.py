@@ -20,6 +20,7 @@ from mesh_tf_core.lower.redistribute import plan_moves
 from mesh_tf_core.ops import (
     along,
     basic,
+    context,
     conv,
     convgrid,
     cumulative,
@@ -362,3 +363,30 @@ def test_wrong_value() -> None:
     wrong = Sample("exp", "elementwise", sample.apply, sample.args, lambda x: 2.0**x)
     with pytest.raises(AssertionError, match="off the dense result"):
         check_dense(wrong)
+
+
+def _not_sent(self: Any, id: int, shift: int = 1, pairs: Any = ()) -> int:
+    return id
+
+
+def _unjoined(self: Any, k: Any, at: At, *slices: Any) -> Any:
+    one, low, other, _ = slices
+    return k.cast(k.binary("add", one, other), self.dtype), low
+
+
+ROUND: dict[str, tuple[type, str, Any, str]] = {
+    "nothing is sent": (context._Ring, "sent", _not_sent, "attention, ring"),
+    "keys stay": (context._Ring, "round", lambda self, keys: [*keys], "attention, zigzag"),
+    "parts are added": (context.JoinParts, "kernel", _unjoined, "attention, ring"),
+    "later keys count": (context.LaterRows, "counts", lambda *_: None, "attention in texts, ring"),
+    "all devices count": (context.AddPart, "counts", lambda *_: None, "attention, zigzag"),
+    "pieces stay": (context._Ring, "homes", lambda self, odd: (), "attention, zigzag"),
+    "sums are not taken": (context, "_summed", lambda low, id: id, "attention, ring"),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("fault", ROUND)
+def test_context(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, wrong, sample = ROUND[fault]
+    monkeypatch.setattr(where, name, wrong)
+    caught(sample, mesh="x:2;y:2" if "sums" in fault else "x:2")

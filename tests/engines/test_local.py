@@ -18,6 +18,7 @@ from mesh_tf_core.engines.tf.local import TfLocalEngine
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import Op, Roles
 from mesh_tf_core.ir.program import COLLECTIVES, Collective
+from mesh_tf_core.ops.context import FORMS
 from tests.engines import number_cases
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 from tests.marks import by_day
@@ -75,6 +76,24 @@ def test_loops_in_loops(devices):
     same(engine.step(batch), open_engine(program, "lockstep").step(batch), 1e-6)
     assert engine.communication_bytes == program.communication_bytes()
     assert engine.communication_bytes["a"] > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_to_keys_on_other_devices(form: str) -> None:
+    sizes = {n: mtf.Dim(n, k) for n, k in {"l": 16, "m": 16, "h": 4, "d": 2}.items()}
+    g = mtf.Graph()
+    q, k, v = (
+        g.input(n, [sizes[p], sizes["h"], sizes["d"]], "float64") for n, p in zip("qkv", "lmm", strict=True)
+    )
+    y = mtf.attention(q, k, v, "l", "m", "d", causal=True)
+    found = mtf.gradients(mtf.reduce_sum(y * y), [q, k, v])
+    results = {"y": y, **{f"d{n}": dx for n, dx in zip("qkv", found, strict=True) if dx is not None}}
+    options = mtf.Options(context=frozenset({("m", form)}))
+    program = mtf.lower(g, mtf.Mesh("a:2;b:2"), mtf.Layout("l:b;m:b;h:a"), results, options)
+    local, lockstep = both(program)
+    batch = numbers(program)
+    same(local.step(batch), lockstep.step(batch))
+    assert local.communication_bytes == program.communication_bytes()
 
 
 def test_large_sums_are_shared_between_cores():

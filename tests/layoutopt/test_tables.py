@@ -22,6 +22,7 @@ from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
 from layoutopt.space.storage import stored_classes
+from mesh_tf_core.ops.context import FORMS
 from tests.layoutopt.models import (
     EXAMPLES,
     HARDWARE,
@@ -112,6 +113,15 @@ def test_what_is_passed_on_without_work(name: str, hardware: str) -> None:
 )
 def test_what_two_operations_convert_alike(dtype: str, hardware: str) -> None:
     compare(towers(dtype), mtf.Mesh("data:2;model:2"), 1, load_hardware(hardware), seed=11, count=10)
+
+
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_attention_to_keys_on_other_devices(parts: int) -> None:
+    pins = dict.fromkeys(("length", "memory_length"), ("x",))
+    model = transformer(**{**SMALL, "layers": 2}, positions="rotary", kv_heads=2, dtype="bfloat16")
+    hardware = load_hardware("tpu-v5e" if parts == 1 else "a100")
+    asked = {"pins": pins, "context": ("gather", *FORMS)}
+    compare(model, mtf.Mesh("x:2;y:2"), parts, hardware, seed=5, count=12 if parts == 1 else 60, **asked)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,6 +6,7 @@ Every decision of the plan is applied, or refused by name:
                 are gathered where they are used
   recompute     jax.checkpoint of a loop's body, or of each layer that is written out, with a policy
                 that saves what they keep; refused where that is no value of the function
+  context       refused: it is done between devices
   microbatches  a loop over parts of the batch that adds up gradients
 """
 
@@ -35,6 +36,12 @@ class JaxPlan(Shardings):
         """
         again = self.options.recompute
         saved = saved_values(self.model.step_graph, self.origin, again)
+        if context := dict(self.options.context):
+            dim, form = next(iter(context.items()))
+            raise UserError(
+                f"plan.jax: the plan's attention to {dim!r} is {form}, which no sharding says; search with "
+                "--context gather"
+            )
         return constrained(
             loss or self.origin.loss,
             self.placing,

@@ -1,0 +1,64 @@
+"""Context parallelism: how attention to keys that lie split is done, where its queries are split alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from layoutopt.space.kind import GATHER, Allowed, Choice, Chosen, Decision, Touched
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.nodes import crossed
+from mesh_tf_core.ops.context import FORMS
+from mesh_tf_core.tracing.graph import Graph
+
+WAYS = (GATHER, *FORMS)
+
+
+@dataclass(frozen=True)
+class Context(Decision):
+    """Attention to the keys along one dimension: () gathers them, else one of `FORMS`."""
+
+    prefix = "context of "
+
+    @classmethod
+    def check(cls, allowed: Allowed) -> None:
+        if not allowed.context:
+            raise UserError(f"context names no form; allow one or more of {', '.join(WAYS)}")
+        for form in allowed.context:
+            if form not in WAYS:
+                raise UserError(f"context {form!r}: {known_names(form, WAYS)}")
+
+    @classmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+        options = tuple(() if form == GATHER else (form,) for form in allowed.context)
+        for dim in crossed(graph):
+            yield cls(dim, options)
+
+    @property
+    def leanest(self) -> Choice:
+        # The others need splits; who asks has a layout.
+        return self.options[0]
+
+    def apply(self, choice: Choice, to: Chosen) -> None:
+        if choice:
+            to.options["context"] = to.options.get("context", frozenset()) | {(self.subject, *choice)}
+
+    def read(self, layout: Layout, options: Options) -> Choice:
+        form = dict(options.context).get(self.subject)
+        return (form,) if form else ()
+
+    @classmethod
+    def changing(cls, touched: Touched) -> list[str]:
+        return [cls.prefix + dim for dim in touched.keys]
+
+    @classmethod
+    def written(cls, options: Options) -> dict[str, Any]:
+        return {"context": dict(sorted(options.context))}
+
+    @classmethod
+    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
+        return {"context": frozenset(said["context"].items())}

@@ -1,0 +1,53 @@
+"""`--context`: by hand, in plans, in exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+LM = "examples/transformer_lm.py"
+SIZES = ("layers=2", "d_model=16", "d_ff=32", "d_kv=4", "heads=4", "length=16", "batch=4", "positions=rotary")
+SETS = tuple(word for size in SIZES for word in ("--set", size))
+SPLIT = ("--mesh", "seq:2", "--layout", "length:seq;memory_length:seq")
+PINS = tuple(word for name in ("length", "memory_length") for word in ("--pin", f"{name}:seq"))
+
+
+def test_by_hand(run: Callable[..., Result]) -> None:
+    done = run("lower", LM, *SETS, *SPLIT, "--context", "zigzag")
+    assert done.exit_code == 0, done.stderr
+    assert "permute(seq, +1, wrap)" in done.stdout and "all_gather(seq, memory_length)" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ring", "--layout", "length:seq"), "needs length and memory_length split over the same axes"),
+        (("rnig",), "did you mean 'ring'"),
+        (("length=ring",), "no fused attention has keys along 'length'; found 'memory_length'"),
+        (("ring", "--set", "attention=plain"), "the model has no fused attention"),
+        (("all_to_all", "--set", "heads=1", "--set", "batch=1"), "needs heads that 2 devices divide"),
+        (("ring", "--set", "dropout=0.1"), "cannot have dropout of its weights"),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...], said: str, run: Callable[..., Result]) -> None:
+    layout = SPLIT if "--layout" not in words else SPLIT[:2]
+    done = run("cost", LM, *SETS, *layout, "--hardware", "tpu-v3", "--context", *words)
+    assert done.exit_code == 2 and said in done.stderr
+
+
+def test_a_plan_says_it(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    out = str(tmp_path / "plan.json")
+    asked = (*PINS, "--context", "ring", "--recompute", "never", "--microbatches", "1", "--storage", "layout")
+    plan = result("search", LM, *SETS, "--mesh", "seq:2", "--hardware", "tpu-v3", *asked, "--out", out)
+    assert plan["context"] == {"memory_length": "ring"} and plan["solver"]["status"] == "OPTIMAL"
+    assert plan["details"]["search"]["context"] == ["ring"]
+    found = result("cost", LM, *SETS, "--layout", out, "--hardware", "tpu-v3")
+    assert found["predicted"]["step_seconds"] == pytest.approx(plan["predicted"]["step_seconds"])
+    refused = run("export", out, "--to", "jax")
+    assert refused.exit_code == 2 and "attention to 'memory_length' is ring" in refused.stderr
