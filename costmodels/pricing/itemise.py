@@ -22,7 +22,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from costmodels.hardware import Cluster, Hardware
@@ -35,7 +35,7 @@ from costmodels.kernels.quantities import of_copy, of_kernel, of_local, quantity
 from costmodels.network.collectives import full_bytes
 from costmodels.pricing.items import Called, Computed, Item, Sent, Started
 from costmodels.pricing.op_by_op import array_functions, is_measured
-from costmodels.pricing.overlap import ACTIVATION, classes
+from costmodels.pricing.overlap import ACTIVATION, RING, Beside, beside, classes
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -76,7 +76,7 @@ class Stack:
     through: bool = False
 
 
-Unit: TypeAlias = "Local | Collective | Kernel | Group | VariableCast | Stack"
+Unit: TypeAlias = "Local | Collective | Beside | Kernel | Group | VariableCast | Stack"
 """What is priced on its own; a group is one unit with an item for each of its kernels."""
 
 
@@ -164,6 +164,7 @@ class Itemiser:
         """
         timed = self._timed(program, again) if kernels is None else kernels.items
         purposes = classes(program) if self.overlaps else {}
+        rings = beside(program) if self.overlaps else {}
         stacks = _stacks(program) if self.in_parts else {}
         for what, times in timed:
             if isinstance(what, Collective):
@@ -173,7 +174,7 @@ class Itemiser:
                     purpose = purposes.get(what.outputs[0], ACTIVATION)
                     joins = self.joins and purpose != ACTIVATION and not isinstance(what, AllReduce)
                     sending = Sending(purpose, joins=joins)
-                yield what, times, sending
+                yield rings.get(what.outputs[0], what), times, sending
             elif isinstance(what, Loop):
                 for unit, often in (*self._stacked(program, what), *self._added(program, what)):
                     yield unit, times * often, None
@@ -229,6 +230,9 @@ class Itemiser:
         if isinstance(unit, Stack):
             return (Computed(of_copy(local(unit.value), unit.passes, unit.through), 0.0),)
         assert sending is not None
+        if isinstance(unit, Beside):
+            found = [Computed(of_local(k, local), 0.0) for k in unit.kernels]
+            return self.of_ring(unit, sending, [local(i) for i in unit.instr.inputs], mesh, found)
         return self.of_collective(unit, sending, [local(i) for i in unit.inputs], mesh)
 
     def _of_kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
@@ -247,6 +251,19 @@ class Itemiser:
         if not self.copies or not isinstance(instr, AllToAll) or mesh.group_size(instr.axes) == 1:
             return (sent,)
         return (sent, *[Computed(of_copy(t, 2), 0.0) for t in types])
+
+    def of_ring(
+        self,
+        unit: Beside,
+        sending: Sending,
+        types: Sequence[TensorType],
+        mesh: Mesh,
+        under: Sequence[Computed],
+    ) -> tuple[Item, ...]:
+        """The items of a message that runs beside kernels."""
+        sent, *more = self.of_collective(unit.instr, sending, types, mesh)
+        assert isinstance(sent, Sent)
+        return replace(sent, purpose=RING, under=tuple(under), share=unit.share), *more
 
     def _of_local(self, instr: Local, find: Find, local: Types) -> Item:
         quantity = of_local(instr, local)
@@ -319,6 +336,7 @@ def label(unit: Unit, item: Item) -> tuple[str, str, Origin]:
         return first.name, text, first.origin
     if isinstance(unit, Stack):
         return "stack", unit.loop.text(), unit.loop.origin
+    unit = unit.instr if isinstance(unit, Beside) else unit
     assert isinstance(unit, Local | Collective)
     if isinstance(unit, Collective) and not isinstance(item, Sent):
         return "copy", unit.text(), unit.origin

@@ -90,6 +90,7 @@ class Sent:
       together: its values share one latency, else each is sent by itself.
       crossings: of a permutation, how many pieces share a link of a ring.
       joined: it travels with a larger one, which pays for the latency.
+      under: of a ring, what runs meanwhile; `share` of its time is for this one.
     """
 
     kind: str
@@ -100,6 +101,8 @@ class Sent:
     together: bool = True
     crossings: int = 1
     joined: bool = False
+    under: tuple[Computed, ...] = ()
+    share: float = 1.0
     flops: ClassVar[float] = 0.0
     bytes: ClassVar[float] = 0.0
 

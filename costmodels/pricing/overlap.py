@@ -3,15 +3,20 @@
   gradient    sums of gradients that only the update of variables reads: the rest of backward runs meanwhile
   parameter   gathers of variables that are stored split, before their use or after their update: the layer
               before, or the next step's forward, runs meanwhile
+  ring        what goes round while a device works on what came before (`mesh_tf_core.ops.context`)
   activation  everything else: what follows waits for it
 The hidden part of a collective is a fraction of its own time, so prices of collectives add up, as the search
 needs; that there is enough compute to hide it under is not checked here. A class that a file does not name is
 exposed. Local to what a collective's value is made from and read by, so parts of a program have its classes.
+
+Of a ring it is known what runs meanwhile: the attention of one operation, lowered as one, so nothing of other
+parts of the program. It hides as much as it takes, shared between the messages by their bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from costmodels.kernels.fusion import fusion_of
 from mesh_tf_core.ir.program import (
@@ -21,6 +26,7 @@ from mesh_tf_core.ir.program import (
     Instr,
     Local,
     Loop,
+    Permute,
     Program,
     ReduceScatter,
     Slice,
@@ -29,6 +35,44 @@ from mesh_tf_core.ir.program import (
 
 GRADIENT, PARAMETER, ACTIVATION = "gradient", "parameter", "activation"
 CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
+RING = "ring"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """A message, and the kernels that run meanwhile: `share` of their time is for it."""
+
+    instr: Collective
+    kernels: tuple[Local, ...]
+    share: float
+
+
+def beside(program: Program) -> dict[int, Beside]:
+    """The messages of rings that something runs beside, by the value that they make: the attention of their
+    operation up to the next ones."""
+    found: dict[int, Beside] = {}
+    sent: list[Permute] = []
+    kernels: list[Local] = []
+
+    def ends() -> None:
+        sizes = [program.values[i.outputs[0]].local_bytes(program.mesh) for i in sent]
+        if kernels:
+            shares = (size / sum(sizes) for size in sizes)
+            each = (Beside(i, tuple(kernels), share) for i, share in zip(sent, shares, strict=True))
+            found.update((b.instr.outputs[0], b) for b in each)
+        sent.clear()
+        kernels.clear()
+
+    for instr, _ in program.walk():
+        goes_round = isinstance(instr, Permute) and instr.wrap
+        if sent and (instr.origin != sent[0].origin or (goes_round and kernels)):
+            ends()
+        if isinstance(instr, Permute) and goes_round:
+            sent.append(instr)
+        elif sent and isinstance(instr, Local) and instr.op.kind == "attention":
+            kernels.append(instr)
+    ends()
+    return found
 
 
 def classes(program: Program) -> dict[int, str]:

@@ -5,7 +5,7 @@
 (2) communication seconds  = sum over collectives of times * t(kind, axes, bytes)
     `costmodels.network.collectives`
 (3) exposed communication  = sum over collectives of (1 - hidden fraction of its class) * its seconds
-    `costmodels.pricing.overlap`
+    `costmodels.pricing.overlap`; of a message beside known kernels, what is longer than its share of theirs
 (4) step seconds           = compute + exposed communication
 
 Items add up over programs; seconds come last.
@@ -137,6 +137,9 @@ class Pricer:
                 self._compute[item.quantity] = seconds
         elif isinstance(item, Sent):
             seconds = self._sent(item)
+            if item.under:
+                hidden = item.share * sum(self.seconds_of(each)[0] for each in item.under)
+                return seconds, max(0.0, seconds - hidden)
             return seconds, seconds * (1.0 - self.hardware.hidden_fraction(item.purpose))
         elif isinstance(item, Called):
             seconds = self._op_by_op.called(item)

@@ -13,9 +13,10 @@ template whose pieces have the same types have the same items: a search meets fe
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from costmodels.kernels.groups import Group, VariableCast
+from costmodels.kernels.quantities import of_local
 from costmodels.pricing.itemise import (
     Itemiser,
     Placed,
@@ -25,7 +26,8 @@ from costmodels.pricing.itemise import (
     split_names,
     stays,
 )
-from costmodels.pricing.items import Item
+from costmodels.pricing.items import Computed, Item
+from costmodels.pricing.overlap import Beside
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -67,6 +69,12 @@ class Instance:
         template, types = self.template, [piece(placed) for placed in self.values]
         if self.collective is not None:
             assert template.sending is not None
+            if isinstance(template.unit, Beside):
+                met, count = template.unit, len(self.collective.inputs)
+                local = dict(zip(template.values, types, strict=True)).__getitem__
+                under = [Computed(of_local(k, local), 0.0) for k in met.kernels]
+                found = replace(met, instr=self.collective)
+                return itemiser.of_ring(found, template.sending, types[:count], mesh, under)
             return itemiser.of_collective(self.collective, template.sending, types, mesh)
         key: Hashable = tuple([t.shape.sizes for t in types])
         if itemiser.op_by_op:
@@ -140,7 +148,8 @@ class Templates:
             if template is None:
                 template = self._templates[key] = KernelTemplate(unit, ids, sending)
             known = [self._values.setdefault(kind, {}) for kind in kinds]
-            yield _Row(template, tuple(zip(ids, known, strict=True)), times, number.get(id(unit)))
+            instr = unit.instr if isinstance(unit, Beside) else unit
+            yield _Row(template, tuple(zip(ids, known, strict=True)), times, number.get(id(instr)))
 
 
 def structural_key(program: Program) -> tuple[Hashable, list[Collective]]:
@@ -174,6 +183,10 @@ def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
         return what, (*unit.inputs, *unit.outputs)
     if isinstance(unit, Stack):
         return ("stack", unit.passes, unit.through), (unit.value,)
+    if isinstance(unit, Beside):
+        kernels = tuple((k.op, len(k.inputs), len(k.outputs)) for k in unit.kernels)
+        ids = (*unit.instr.inputs, *(i for k in unit.kernels for i in (*k.inputs, *k.outputs)))
+        return (unit.instr.name, kernels, unit.share), ids
     assert isinstance(unit, Collective)
     return unit.name, unit.inputs
 

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, cast
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, TensorType
-from mesh_tf_core.ops.context import spread
+from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ops.random import rows as rows_of
 
 EXTRAS = ("bias", "mask", "segments", "memory_segments", "key")
@@ -112,16 +111,6 @@ class AnyAttention(Op, abstract=True):
     def crosses(self) -> tuple[str, ...]:  # type: ignore[override]
         """Its keys' positions, and its queries'."""
         return self.memory.name, self.length.name
-
-    def spread(
-        self,
-        low: Emitter,
-        inputs: Sequence[int],
-        types: Sequence[TensorType],
-        form: str,
-        wanted: Sequence[bool],
-    ) -> Sequence[int] | None:
-        return spread(self, low, inputs, types, form, wanted)
 
     def whole(self, sides: Sides) -> dict[str, str]:
         """Dimensions that every device needs all of, and why."""

@@ -23,18 +23,19 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops import blockwise
 from mesh_tf_core.ops.attending import AnyAttention, Sides, back, ordered
 from mesh_tf_core.ops.basic import cast, constant_like
 from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.context import Spread
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import need_ints
 
 
 @dataclass(frozen=True)
-class FusedAttention(AnyAttention):
+class FusedAttention(Spread):
     """Result [query with the values' width] and log-sum-exp [rows] from (query, key, value, extras)."""
 
     @property
@@ -122,7 +123,7 @@ class _Backward(AnyAttention, abstract=True):
 
 
 @dataclass(frozen=True)
-class FusedAttentionGrad(_Backward):
+class FusedAttentionGrad(Spread, _Backward):
     """Gradients of query, key and value."""
 
     products: ClassVar[tuple[int, int]] = (3, 2)
@@ -166,18 +167,6 @@ class FusedAttentionBiasGrad(_Backward):
     @property
     def name(self) -> str:
         return "attentionbiasgrad"
-
-    def spread(
-        self,
-        low: Emitter,
-        inputs: Sequence[int],
-        types: Sequence[TensorType],
-        form: str,
-        wanted: Sequence[bool],
-    ) -> Sequence[int] | None:
-        return (
-            None  # its bias has positions of queries or of keys only: what the other side lacks is gathered
-        )
 
     def roles(self, *inputs: TensorType) -> Roles:
         sides, bias = self.sides(*inputs[:3]), inputs[3].shape.names

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -30,12 +30,10 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.program import Local, Permute
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.attending import AnyAttention
 from mesh_tf_core.ops.blockwise import HIDDEN, NOTHING_SEEN
 from mesh_tf_core.ops.common import all_parallel
 from mesh_tf_core.ops.shape import Concat, Reshape, SliceDim
-
-if TYPE_CHECKING:
-    from mesh_tf_core.ops.attending import AnyAttention
 
 RING, ZIGZAG, ALL_TO_ALL = "ring", "zigzag", "all_to_all"
 FORMS = (RING, ZIGZAG, ALL_TO_ALL)
@@ -176,30 +174,35 @@ class LaterRows(_Step):
 # -- lowering ------------------------------------------------------------------------------------------------
 
 
-def spread(
-    op: AnyAttention,
-    low: Emitter,
-    inputs: Sequence[int],
-    types: Sequence[TensorType],
-    form: str,
-    wanted: Sequence[bool],
-) -> Sequence[int] | None:
-    """The outputs of an attention, or of its gradient; None if its axes have one device. LayoutError if its
-    operands or the layout do not allow the form."""
-    axes = low.layout.axes(op.memory.name)
-    if not axes or axes != low.layout.axes(op.length.name):
-        both = f"{op.length.name} and {op.memory.name}"
-        raise _refused(op, form, f"needs {both} split over the same axes", f"split both, or leave {form} out")
-    if low.oracle.ways(axes) == 1:
-        return None
-    # All else that it needs whole is gathered as ever.
-    others = [n for n in op.roles(*(_type(low, i) for i in inputs)).whole if n != op.memory.name]
-    if whole := low.layout.split(others):
-        inputs = [low.without(i, whole) for i in inputs]
-    lies = low.layout.with_rules(dict.fromkeys(others, ()))
-    if form == ALL_TO_ALL:
-        return _exchanged(op, low, inputs, types, axes, lies)
-    return _Ring(op, low, axes, form, lies).run(inputs, types, wanted)
+@dataclass(frozen=True)
+class Spread(AnyAttention, abstract=True):
+    """What need not gather its keys: attention, and its gradients but that of a bias."""
+
+    def spread(
+        self,
+        low: Emitter,
+        inputs: Sequence[int],
+        types: Sequence[TensorType],
+        form: str,
+        wanted: Sequence[bool],
+    ) -> Sequence[int] | None:
+        """As `Op.spread`; LayoutError if the operands or the layout do not allow the form."""
+        axes = low.layout.axes(self.memory.name)
+        if not axes or axes != low.layout.axes(self.length.name):
+            both = f"{self.length.name} and {self.memory.name}"
+            raise _refused(
+                self, form, f"needs {both} split over the same axes", f"split both, or leave {form} out"
+            )
+        if low.oracle.ways(axes) == 1:
+            return None
+        # All else that it needs whole is gathered as ever.
+        others = [n for n in self.roles(*(_type(low, i) for i in inputs)).whole if n != self.memory.name]
+        if whole := low.layout.split(others):
+            inputs = [low.without(i, whole) for i in inputs]
+        lies = low.layout.with_rules(dict.fromkeys(others, ()))
+        if form == ALL_TO_ALL:
+            return _exchanged(self, low, inputs, types, axes, lies)
+        return _Ring(self, low, axes, form, lies).run(inputs, types, wanted)
 
 
 def _refused(op: AnyAttention, form: str, why: str, instead: str) -> LayoutError:
@@ -432,11 +435,13 @@ class _Ring:
     def attention(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Result and log-sum-exp, each in one or two pieces."""
         rows = keys = [list(xs) for xs in zip(*parts, strict=True)]
+        coming = [self.round(each) for each in keys]
         found = [self.part(own, first=True, own=True) for own in rows]
         if self.form == ZIGZAG:
             found[1] = self.join(found[1], self.part(self.met(rows[1], keys[0])))
         for step in range(1, self.count):
-            keys, last = [self.round(each) for each in keys], step == self.count - 1
+            keys, last = coming, step == self.count - 1
+            coming = keys if last else [self.round(each) for each in keys]
             if self.form == RING:
                 new = self.part(self.met(rows[0], keys[0]))
                 found = [self.join(found[0], new, last, step if self.op.causal else 0)]
@@ -449,6 +454,7 @@ class _Ring:
     def gradient(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Gradients of query, key and value, each in one or two pieces."""
         rows = keys = [list(xs) for xs in zip(*parts, strict=True)]
+        coming = [self.round(each) for each in keys]
         after = [self.later(each, 0) for each in rows]
         made = [self.part(own, first=True, own=True) for own in rows]
         queries, found = [each[0] for each in made], [each[1:] for each in made]
@@ -461,7 +467,8 @@ class _Ring:
         if self.form == ZIGZAG:
             earlier()
         for step in range(1, self.count):
-            keys, last = [self.round(each) for each in keys], step == self.count - 1
+            keys, last = coming, step == self.count - 1
+            coming = keys if last else [self.round(each) for each in keys]
             found = [[self.sent(x) for x in each] for each in found]
             if self.form == RING:
                 rest = self.later(rows[0], step) if self.op.causal else after[0]
