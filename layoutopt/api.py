@@ -103,7 +103,7 @@ def search(
         tuple(dict.fromkeys(storage)),
         tuple(r if isinstance(r, str) else bool(r) for r in recompute),
         tuple(sorted(set(microbatches))),
-        tuple(dict.fromkeys(context)),
+        context=tuple(dict.fromkeys(context)),
     )
     request = Request(
         model,
