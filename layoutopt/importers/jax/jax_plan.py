@@ -19,6 +19,7 @@ from layoutopt.importers.jax.constrain import constrained
 from layoutopt.importers.jax.saved import saved_values
 from layoutopt.importers.jax.shardings import Shardings
 from layoutopt.importers.jax.step import Step
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.kept import dims_of
 
 
