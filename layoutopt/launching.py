@@ -34,6 +34,10 @@ PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections."""
 FINAL = (2, 3, 4)
 """Exit codes that another start would give again."""
+REFUSED = 5.0
+"""As `SETTLE` after one of these, which no start will mend; then the others are ended at once."""
+STACK = ("@", "***", "terminate called", "what():")
+"""What a process that aborts writes last: it says nothing to users."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +165,15 @@ def _watched(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, ...]:
     until = float("inf")
     while None in (found := [worker.poll() for worker in workers]):
         codes, now = [code for code in found if code is not None], time.monotonic()
-        if any(codes):
+        if any(code in FINAL for code in codes):
+            until = min(until, now + REFUSED)
+        elif any(codes):
             until = min(until, now + SETTLE)
         elif codes:
             until = min(until, now + FINISH)
         if now > until:
             stuck = tuple(i for i, code in enumerate(found) if code is None)
-            _end([workers[i] for i in stuck])
+            _end([workers[i] for i in stuck], 1.0 if any(code in FINAL for code in codes) else None)
             return stuck
         time.sleep(POLL)
     return ()
@@ -219,7 +225,7 @@ def _last_line(notes: IO[bytes]) -> str:
     notes.seek(max(0, size - 4096))
     lines = notes.read().decode(errors="replace").split("\n")
     found = [line.strip() for line in reversed(lines) if line.strip()]
-    return next((line for line in found if not line.startswith(("@", "***"))), "")  # addresses of a stack
+    return next((line for line in found if not line.startswith(STACK)), "")
 
 
 def _signal_name(number: int) -> str:

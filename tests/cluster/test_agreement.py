@@ -65,7 +65,8 @@ class Job:
         self.store, self.told = Store(), list[str]()
         self.members: list[Cluster] = []
         monkeypatch.setattr(meeting, "join", lambda place, timeout: (self.store, place.process, N))
-        monkeypatch.setattr(meeting, "leave", lambda: None)
+        for name in ("leave", "drop"):
+            monkeypatch.setattr(meeting, name, lambda: None)
         monkeypatch.setattr(clusters.atexit, "register", lambda call: None)
         monkeypatch.setattr(Cluster, "_end", lambda one, text: self.told.append(text))
 
@@ -120,6 +121,20 @@ def test_values_go_round(job: Job) -> None:
         job.together(lambda one: one.same("the program", "y" if one.index == 2 else "x"))
     job.together(lambda one: one.close())
     assert job.told == []
+
+
+def test_who_counts_others_otherwise_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {2: N - 1}
+    monkeypatch.setattr(
+        meeting, "join", lambda place, _: (job.store, place.process, counts.get(place.process, N))
+    )
+    for one in (made := [Cluster("127.0.0.1:1", N, i) for i in range(N)]):
+        job.members.append(one)
+    with ThreadPoolExecutor(N) as pool:
+        found = [pool.submit(one.join) for one in made]
+    for each in found:
+        with pytest.raises(mtf.UserError, match=r"counts . processes, .* give all the same --processes"):
+            each.result()
 
 
 def test_all_end_after_the_same_step(job: Job) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from layoutopt import launching
 from layoutopt.cli import app
 from layoutopt.launching import Attempt, launch, run_once
 from mesh_tf_core.engines import Cluster
-from mesh_tf_core.errors import ClusterError
+from mesh_tf_core.engines.jax import meeting
+from mesh_tf_core.errors import ClusterError, UserError
 from tests.cluster.job import ROOT, Job, wait_for
 from tests.marks import by_day
 
@@ -120,6 +122,16 @@ def test_the_others_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (attempt.codes[1], attempt.stuck, attempt.culprit) == (7, (0,), 1)
 
 
+def test_what_is_refused_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "SETTLE", 600.0)
+    monkeypatch.setattr(launching, "REFUSED", 0.0)
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "model.py"
+    file.write_text(LEAVES.replace("7", "2") + WAITS, encoding="utf-8")
+    attempt = run_once(["train", "--cluster", str(file), "--mesh", "data:2"], 2)
+    assert (attempt.codes[1], attempt.stuck, attempt.exit_code) == (2, (0,), 2)
+
+
 @pytest.mark.parametrize(
     ("number", "code"),
     by_day(
@@ -200,6 +212,30 @@ def test_a_process_that_never_comes_is_told() -> None:
     assert done.returncode == ClusterError.exit_code, done.stderr
     assert done.stderr.startswith(f"error: not all processes of the job met at {place[1]} within 1 s; is")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_number_that_the_job_has_not_is_refused() -> None:
+    """JAX would abort the process, with the addresses of its stack."""
+    port = launching.free_port()
+    service = meeting._Coordinator(f"127.0.0.1:{port}", 2)
+    words = ["--coordinator", f"127.0.0.1:{port}", "--processes", "3", "--process", "2"]
+    command = [sys.executable, "-m", "layoutopt", "train", "examples/mlp.py", "--mesh", "data:3", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    service.shutdown()
+    service._process.wait()
+    assert done.returncode == 2, done.stderr
+    assert f"the coordinator at 127.0.0.1:{port} refuses process 2 of 3: another one has" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_two_jobs_do_not_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh_tf_core.engines.jax.coordinator.LINGER", 0.0)
+    said = r"process 0 cannot listen on .* in use\); is another job there"
+    with (
+        socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken,
+        pytest.raises(UserError, match=said),
+    ):
+        meeting._Coordinator(f"127.0.0.1:{taken.getsockname()[1]}", 2)
 
 
 def test_the_options_say_how_long_a_job_waits() -> None:

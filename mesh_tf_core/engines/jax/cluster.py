@@ -106,7 +106,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
         Raises:
           ClusterError: one did not come.
-          UserError: the processes cannot be found, or the coordinator's port is in use.
+          UserError: the processes cannot be found, have the same numbers or count each other differently, or
+            the coordinator's port is in use.
         """
         if self.joined:
             return
@@ -115,7 +116,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         for run, name in ((self._beat, "signs of life"), (self._judge, "others' signs of life")):
             threading.Thread(target=run, name=name, daemon=True).start()
         atexit.register(self._at_exit)
-        self.hosts = tuple(self.gather("the start", socket.gethostname(), patient=True))
+        found = self.gather("the start", [socket.gethostname(), self.processes], patient=True)
+        meeting.check_counts(self.index, self.processes, found)
+        self.hosts = tuple(host for host, _ in found)
 
     def start(self, mesh_devices: int) -> tuple[Any, ...]:
         """JAX's devices by rank, those of this process among them; joins the others first.
@@ -163,6 +166,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             self._ended.set()
             if error is not None and not self.failure and not left:
                 self._report(_text(error))
+                meeting.drop()
 
     def before_end(self, call: Callable[[], object]) -> None:
         """Calls it when this process is about to leave with the others."""

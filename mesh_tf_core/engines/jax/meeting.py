@@ -5,6 +5,7 @@ must and says who is missing. What no release of JAX promises to keep is in `joi
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,8 @@ from mesh_tf_core.errors import ClusterError, UserError
 ADDRESS, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 ABORTS = 3600
 """Seconds after us that JAX stops to wait for the others: it aborts the process then."""
+REFUSED = "bad_cast"
+"""What JAX says to a process that its service refuses."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,10 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
         return _Coordinator(bind, processes)
 
     def connect(*args: Any, **options: Any) -> Any:
-        return client(*args, **options, shutdown_on_destruction=False)
+        # Without a function to call JAX aborts a process that the service refuses. It calls none, for it
+        # cannot make Python's object of the reason: the connecting fails with `REFUSED`.
+        call = {"missed_heartbeat_callback": lambda _: None}
+        return client(*args, **options, **call, shutdown_on_destruction=False)
 
     service, client = _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client
     _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client = serve, connect
@@ -140,6 +147,13 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
             "--start-timeout says how long to wait"
         ) from None
     except RuntimeError as error:
+        if REFUSED in str(error):
+            drop()
+            raise UserError(
+                f"cluster: the coordinator at {state.coordinator_address} refuses process "
+                f"{state.process_id} of {state.num_processes}: another one has this number, or there are "
+                "fewer; give every process a number of its own, from 0 on, and all the same --processes"
+            ) from None
         raise ClusterError(
             f"the processes of the job cannot meet at {state.coordinator_address} "
             f"({' '.join(str(error).split())[:200]})"
@@ -176,6 +190,28 @@ def leave() -> None:
         jax.distributed.shutdown()
 
 
+def check_counts(own: int, processes: int, found: Sequence[tuple[str, int]]) -> None:
+    """UserError unless all processes count as many.
+
+    Args:
+      own: number of this one, which counts so many `processes`.
+      found: machine of each process, and how many processes it counts.
+    """
+    for i, (host, count) in enumerate(found):
+        if count != processes:
+            raise UserError(
+                f"cluster: worker {i} ({host}) counts {count} processes, worker {own} {processes}; give all "
+                "the same --processes"
+            )
+
+
+def drop() -> None:
+    """Leaves without the others: at the end of this process JAX would wait for them, a minute long."""
+    from jax._src import distributed
+
+    distributed.global_state.client = distributed.global_state.service = None
+
+
 def _own_address(coordinator: str) -> str | None:
     """The address of this machine by which it reaches the coordinator; None if a name in a network leads to
     loopback here, as a machine's own name may."""
@@ -192,10 +228,36 @@ def _own_address(coordinator: str) -> str | None:
     return found if is_local or not ipaddress.ip_address(found).is_loopback else None
 
 
+def _check_free(bind: str) -> None:
+    """UserError where somebody listens already, and goes on when the service of a job that was lost would be
+    gone: JAX's would share the port with it, and the processes of a job would meet in two places."""
+    host, _, port = bind.rpartition(":")
+    until = time.monotonic() + coordinator.LINGER
+    while True:
+        try:
+            family, kind, *_, where = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            )[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what ended has left it
+                probe.bind(where)
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return  # JAX will say what is wrong
+            if time.monotonic() > until:
+                raise UserError(
+                    f"cluster: process 0 cannot listen on {bind} ({error.strerror}); is another job there, "
+                    "or another process 0?"
+                ) from None
+        time.sleep(coordinator.LOOK)
+
+
 class _Coordinator:
     """The coordination service in a process of its own; see `engines.jax.coordinator`."""
 
     def __init__(self, bind: str, processes: int) -> None:
+        _check_free(bind)
         command = [sys.executable, "-P", coordinator.__file__, bind, str(processes)]
         with tempfile.TemporaryFile() as notes:
             self._process = subprocess.Popen(
@@ -209,6 +271,7 @@ class _Coordinator:
                 raise UserError(
                     f"cluster: process 0 cannot listen on {bind} ({told[:200]}); is another job there?"
                 )
+            self._process.stdout.close()
 
     def shutdown(self) -> None:
         """It ends by itself a little later."""
