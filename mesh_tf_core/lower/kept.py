@@ -124,7 +124,9 @@ def _reduced(tensor: int, block: Block, graph: Graph) -> int:
         readers = [node for node in block.nodes if passed in reads(node)]
         if len(readers) != 1 or not (readers[0].op.free or readers[0].op.converts):
             break
-        (other,) = readers[0].outputs
+        other, *more = readers[0].outputs
+        if more:  # several values with one gradient of their own
+            break
         smaller = itemsize(graph.tensor(other).dtype) < itemsize(graph.tensor(tensor).dtype)
         if smaller or (_like_state(other, block, graph) and not _like_state(tensor, block, graph)):
             tensor = other
