@@ -67,7 +67,7 @@ def common_run(table: str, row: Mapping[str, str]) -> Run:
 
     def program() -> mtf.Program:
         mesh, layout = mesh_and_layout(split, rules)
-        again, stays = named != "none", keep or ""
+        again, stays = named != "none" and keep is not None, keep or ""
         return lowered(
             published_model, sizes, mesh, layout, stage=stage, recompute=again, keep=stays, microbatches=parts
         )
