@@ -17,6 +17,7 @@ from __future__ import annotations
 from reports import figures, tables
 from reports.files import write_figures, write_tables
 from reports.page.render import report_html, write_report
+from reports.page.size import size_html, write_size_report
 from reports.reader import FORMAT, plan_of, read_plan
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "plan_of",
     "read_plan",
     "report_html",
+    "size_html",
     "tables",
     "write_figures",
     "write_report",
+    "write_size_report",
     "write_tables",
 ]

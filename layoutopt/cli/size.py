@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,9 @@ from layoutopt.cli.options import (
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.units import parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    from layoutopt.plan.size_results import SizeResult
 
 EXAMPLES = examples(
     "layoutopt size examples/transformer_lm.py:llama3_8b --budget 1e22 --hardware tpu-v5p --devices 64",
@@ -140,6 +143,7 @@ def size(
     memory: MemoryOption = None,
     time_limit: TimeLimitOption = None,
     out: Annotated[Path | None, path_option("PLAN.json", "Write the best size's plan there.")] = None,
+    report: Annotated[Path | None, path_option("FILE.html", "Write a report there.")] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -150,6 +154,7 @@ def size(
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
+    check_out(report, "--report")
     asked: dict[str, Any] = {
         "budget": _count(budget, "--budget", "1e22"),
         "money": _count(money, "--money", "1e6"),
@@ -193,6 +198,8 @@ def size(
             from layoutopt.cli.size_tables import show
 
             show(terminal, found.data)
+        if report is not None:
+            write_report(terminal, found.data, report)
     if out is not None:
         sets = _sets(settings or (), found.best.hparams)
         terminal.say(f"next: layoutopt cost {model}{sets} --layout {out}; report and export take it too")
@@ -203,6 +210,15 @@ def _sets(settings: Sequence[str], chosen: Mapping[str, Any]) -> str:
     own = [text for text in settings if text.partition("=")[0].strip() not in chosen]
     words = [*own, *(f"{name}={value}" for name, value in chosen.items())]
     return "".join(f" --set {shlex.quote(word)}" for word in words)
+
+
+def write_report(terminal: Terminal, found: SizeResult, out: Path) -> None:
+    """Writes the page of an answer."""
+    import reports
+
+    with terminal.waiting("drawing the report"):
+        reports.write_size_report(found, out)
+    terminal.say(f"wrote the report to {out}")
 
 
 def _count(text: str | None, option: str, example: str) -> float | None:

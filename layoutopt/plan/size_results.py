@@ -115,8 +115,19 @@ class Sweep(Data):
     searched_to: int
 
 
+class Course(Data):
+    """The loss of one size as it is trained: FLOPs and loss, in order."""
+
+    parameters: Figure
+    points: list[tuple[float, float]]
+
+
 class SizeResult(Result):
-    """`size`."""
+    """`size`.
+
+    Attributes:
+      courses: of some of the sizes that were searched; `least`: the least loss by the law at some FLOPs.
+    """
 
     command = "size"
     model: str
@@ -129,4 +140,6 @@ class SizeResult(Result):
     flat: Flat | None = None
     sweeps: list[Sweep] = Field(default_factory=list)
     critical_batch_tokens: Figure = None
+    least: list[tuple[float, float]] = Field(default_factory=list)
+    courses: list[Course] = Field(default_factory=list)
     notes: Names = Field(default_factory=list)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from layoutopt.plan.decided import Decided
-from layoutopt.plan.size_results import Flat, Optimum, SizedCandidate, Sweep, Unfit
+from layoutopt.plan.size_results import Course, Flat, Optimum, SizedCandidate, Sweep, Unfit
 from layoutopt.plan.units import count, digits
 from layoutopt.sizing.family import Candidate, Family
 from layoutopt.sizing.fitting import FittedLaw
@@ -32,6 +32,8 @@ AROUND = 6.0
 NEAR_LOSS, NEAR_COST = 0.01, 1.1
 """Nats per token above the best, and times the least cost, that are called flat."""
 DOUBLINGS = 4
+DECADES, PER_DECADE, MOST_COURSES = 2, 6, 8
+"""Of FLOPs that curves are of, on both sides, their points, and how many sizes have one."""
 Tell = Callable[[int, int, str], None]
 """tell(searches done, of about so many, what is looked at)."""
 
@@ -325,6 +327,29 @@ class Answering:
                     pays_to=None if pays == max(counts) else pays,
                     searched_to=max(counts),
                 )
+
+    def least(self, best: Row) -> list[tuple[float, float]]:
+        """FLOPs around the answer's, and the least loss by the law."""
+        flops = best.candidate.flops_per_token * best.tokens
+        around = [
+            flops * 10 ** (i / PER_DECADE) for i in range(-PER_DECADE * DECADES, PER_DECADE * DECADES + 1)
+        ]
+        pairs = [(c, self.forecast.optimum(c, self.question.served)) for c in around]
+        return [(c, self.forecast.loss_of(n, d)) for c, (n, d) in pairs if n >= 1 and d >= 1]
+
+    def courses(self, best: Row) -> list[Course]:
+        """Some sizes, evenly taken, on the way to their tokens."""
+        sizes = sorted({id(r.candidate): r for r in self.rows}.values(), key=lambda r: r.candidate.size.total)
+        stride = max(1, -(-len(sizes) // MOST_COURSES))
+        chosen = [r for i, r in enumerate(sizes) if i % stride == 0 or r.candidate is best.candidate]
+        found = []
+        for row in chosen:
+            parts = [row.tokens * 10 ** (-i / PER_DECADE) for i in reversed(range(2 * PER_DECADE))]
+            points = [
+                (t * row.candidate.flops_per_token, self.forecast.loss(row.candidate.size, t)) for t in parts
+            ]
+            found.append(Course(parameters=row.candidate.size.total, points=points))
+        return found
 
     def optimum(self, best: Row) -> Optimum:
         """What the law alone says for the FLOPs of the answer."""

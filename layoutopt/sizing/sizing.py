@@ -231,6 +231,8 @@ def _result(answering: Answering, best: Row) -> SizeResult:
         flat=answering.flat(best),
         sweeps=[*answering.sweeps(best)],
         critical_batch_tokens=batch,
+        least=answering.least(best),
+        courses=answering.courses(best),
         notes=[*_notes(answering, best, answer, batch)],
     )
 

@@ -43,7 +43,7 @@ def report_html(
     """
     found = _read(plans, validation)
     date = datetime.date.today().isoformat() if written is None else written
-    return _environment().get_template("report.html.j2").render(_context(found, date))
+    return environment().get_template("report.html.j2").render(_context(found, date))
 
 
 def write_report(
@@ -98,13 +98,14 @@ def _context(plans: list[PlanFile], written: str) -> dict[str, Any]:
         "pictures": () if one else compare.pictures(plans),
         "facts": None if one else compare.facts(plans),
         "sections": sections(plans),
-        "style": _style(),
+        "style": style(),
         "written": written,
     }
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Templates, of which everything is escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     made = Environment(
@@ -119,7 +120,7 @@ def _environment() -> Environment:
 
 
 @cache
-def _style() -> Markup:
+def style() -> Markup:
     """The style sheet with the theme's colours; paper is always light."""
     from markupsafe import Markup
 

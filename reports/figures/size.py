@@ -1,0 +1,161 @@
+"""What a size promises: loss against compute with the law, and time against money over hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from layoutopt.plan.size_results import SizedCandidate, SizeResult
+from layoutopt.plan.units import count, digits, rounded
+from reports.figures.scales import log_steps, padded
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, settings, ticks
+from reports.theme import AXES, LIGHT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PLOT = 230.0
+HOUR = 24.0
+FLOPS = 6.0
+"""Of a parameter and token, where runs say no FLOPs."""
+
+
+def loss_compute(found: SizeResult, title: str = "") -> Figure:
+    """Loss against FLOPs: sizes on their way, where they end, the least that the law allows, own runs."""
+    with settings():
+        sheet = Sheet(PLOT + 74, title)
+        sheet.text(MARGIN, 11, "loss, nats per token", "muted", SMALL)
+        ax = sheet.axes(48, 24, WIDTH - 64, PLOT)
+        runs = [(FLOPS * n * d, loss) for n, d, loss in found.law.runs]
+        ends = [(c.flops, c.loss) for c in found.candidates if c.flops and c.loss]
+        curves = [point for course in found.courses for point in course.points]
+        _logarithmic(ax, [x for x, _ in (*ends, *curves, *runs)], [y for _, y in (*ends, *curves, *runs)])
+        for course in found.courses:
+            _line(ax, course.points, "other", 1.0)
+        _line(ax, found.least, "compute", 1.75)
+        _dots(ax, runs, "memory", 3)
+        _dots(ax, ends, "ink", 4)
+        best = found.best
+        if best.flops and best.loss:
+            _dots(ax, [(best.flops, best.loss)], "exposed", 9)
+            label(ax, best.flops, best.loss, rounded(count(best.parameters)), "ink", (8, 6), bold=True)
+        for course in (found.courses[0], found.courses[-1]) if len(found.courses) > 1 else ():
+            if course.parameters != best.parameters:
+                x, y = course.points[-1]
+                label(ax, x, y, rounded(count(course.parameters or 0)), "muted", (6, -3))
+        sheet.text(WIDTH - MARGIN, PLOT + 62, "FLOP of training", "muted", SMALL, "right")
+        return sheet.figure
+
+
+def _logarithmic(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
+    ax.set_xscale("log")
+    ax.set_xlim(*padded(xs, 0.12))
+    ax.set_ylim(min(ys) - 0.04, min(max(ys), 2.5 * min(ys)) + 0.05)
+    steps = log_steps(*ax.get_xlim(), 5)
+    ticks(ax, "x", steps, [f"{v:.0e}".replace("e+", "e") for v in steps], grid=False)
+    low, high = ax.get_ylim()
+    step = next(s for s in (0.05, 0.1, 0.25, 0.5, 1.0, 2.5) if (high - low) / s <= 8 or s == 2.5)
+    first = int(low / step) + 1
+    values = [step * i for i in range(first, int(high / step) + 1)]
+    ticks(ax, "y", values, [f"{v:.2f}" for v in values])
+
+
+def _line(ax: Axes, points: Sequence[tuple[float, float]], token: str, width: float) -> None:
+    ax.plot([x for x, _ in points], [y for _, y in points], color=LIGHT[token], linewidth=width)
+
+
+def _dots(ax: Axes, points: Sequence[tuple[float, float]], token: str, size: float) -> None:
+    ax.plot([x for x, _ in points], [y for _, y in points], "o", color=LIGHT[token], markersize=size)
+
+
+def find_loss_compute(found: SizeResult) -> str:
+    """What the best size reaches, and how flat that is."""
+    best = found.best
+    text = f"{rounded(count(best.parameters))} parameters reach {best.loss:.3f} with {best.flops:.2g} FLOP"
+    if found.flat is None or found.flat.low == found.flat.high:
+        return text
+    low, high = rounded(count(found.flat.low)), rounded(count(found.flat.high))
+    return f"{text}; {low} to {high} are within {found.flat.within}"
+
+
+def tell_loss_compute(found: SizeResult) -> str:
+    """Every candidate in words."""
+    told = {
+        f"{count(c.parameters)} parameters: {c.flops:.3g} FLOP, loss {c.loss:.4f}" for c in found.candidates
+    }
+    return f"Loss against compute. {'; '.join(sorted(told))}."
+
+
+def time_money(found: SizeResult, title: str = "") -> Figure:
+    """Days against money (chip-hours where no price is known): the best size over hardware and devices."""
+    rows = of_best(found)
+    priced = all(r.money is not None for r in rows)
+    with settings():
+        names = list(dict.fromkeys(r.hardware for r in rows))
+        sheet = Sheet(PLOT + 92, title)
+        sheet.text(MARGIN, 11, "money" if priced else "chip-hours", "muted", SMALL)
+        ax = sheet.axes(58, 24, WIDTH - 78, PLOT)
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        days, costs = [r.days or 0.0 for r in rows], [_cost(r, priced) for r in rows]
+        ax.set_xlim(*padded(days, 0.1))
+        ax.set_ylim(*padded(costs, 0.15))
+        x, y = log_steps(*ax.get_xlim(), 5), log_steps(*ax.get_ylim(), 5)
+        ticks(ax, "x", x, [_days(v) for v in x], grid=False)
+        ticks(ax, "y", y, [rounded(count(v)) if v >= 1e4 else rounded(digits(v)) for v in y])
+        for i, name in enumerate(names):
+            own = sorted((r for r in rows if r.hardware == name), key=lambda r: r.devices)
+            points = [(r.days or 0.0, _cost(r, priced)) for r in own]
+            token = f"axis{i % AXES}"
+            _line(ax, points, token, 1.5)
+            _dots(ax, points, token, 5)
+            for row, (a, b) in ((own[0], points[0]), (own[-1], points[-1])):
+                label(ax, a, b, f"{row.devices:,}", token, (5, 5))
+        best = found.best
+        ax.plot(
+            [best.days or 0.0],
+            [_cost(best, priced)],
+            "o",
+            markersize=11,
+            markerfacecolor="none",
+            markeredgecolor=LIGHT["ink"],
+        )
+        sheet.text(WIDTH - MARGIN, PLOT + 62, "days", "muted", SMALL, "right")
+        sheet.key(PLOT + 80, [(f"axis{i % AXES}", name) for i, name in enumerate(names)])
+        return sheet.figure
+
+
+def of_best(found: SizeResult) -> list[SizedCandidate]:
+    """The rows of the best size."""
+    own = found.best
+    return [c for c in found.candidates if c.parameters == own.parameters and c.hparams == own.hparams]
+
+
+def _cost(row: SizedCandidate, priced: bool) -> float:
+    return (row.money if priced else row.chip_hours) or 0.0
+
+
+def _days(value: float) -> str:
+    return rounded(digits(value)) if value >= 1 else f"{rounded(digits(value * HOUR))} h"
+
+
+def find_time_money(found: SizeResult) -> str:
+    """Where it trains, for how long, for how much."""
+    best = found.best
+    cost = (
+        f"{count(best.chip_hours or 0)} chip-hours" if best.money is None else f"{count(best.money)} to pay"
+    )
+    return f"{best.devices:,} devices of {best.hardware}: {_days(best.days or 0.0)} days, {cost}".replace(
+        " h days", " hours"
+    )
+
+
+def tell_time_money(found: SizeResult) -> str:
+    """Every number of devices in words."""
+    told = []
+    for r in of_best(found):
+        cost = f"{count(r.chip_hours or 0)} chip-hours"
+        cost += "" if r.money is None else f", {count(r.money)} to pay"
+        told.append(f"{r.devices:,} {r.hardware}: {digits(r.days or 0)} days, {cost}")
+    return f"Time against cost of the best size. {'; '.join(told)}. A circle marks the answer."

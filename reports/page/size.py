@@ -1,0 +1,165 @@
+"""The page of a sizing: what to train where, loss against compute, time against money, all candidates."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from layoutopt.plan.size_results import SizedCandidate, SizeResult
+from layoutopt.plan.units import count, digits, memory, mesh_text, percent, rounded, shorten
+from mesh_tf_core.files import write_file
+from reports.figures import size as figures
+from reports.page.answers import Answer
+from reports.page.cells import Block, Cell, Column, Grid, Panel, Section
+from reports.page.grids import record
+from reports.page.render import environment, style
+from reports.svg import figure_svg
+
+LEADS = {
+    "loss": (
+        "Thin lines are sizes on the way to their last token, dots where they end; the thick line is the "
+        "least loss that the law allows for the compute, at six FLOPs a parameter and token."
+    ),
+    "time": (
+        "The best size on each number of devices that was searched; numbers at the ends are devices. Step "
+        "times are those of proven layouts."
+    ),
+    "candidates": (
+        "Every size that was searched, in its best layout. The frontier is what no other beats in loss, days "
+        "and cost."
+    ),
+    "law": "The law, its constants and where they are from, and what else to know of the answer.",
+}
+
+
+def size_html(found: SizeResult, written: str | None = None) -> str:
+    """The report of an answer of `layoutopt size`; `written`: the date at the end, None is today, '' none."""
+    date = datetime.date.today().isoformat() if written is None else written
+    return environment().get_template("size.html.j2").render(_context(found, date))
+
+
+def write_size_report(found: SizeResult, path: str | Path) -> None:
+    """Writes `size_html` to a file; UserError if it cannot be written."""
+    write_file(path, size_html(found), "the report")
+
+
+def _context(found: SizeResult, written: str) -> dict[str, Any]:
+    heading = shorten(found.model, 160)
+    asked = ", ".join(f"{name} {_said(value)}" for name, value in found.question.items())
+    return {
+        "title": f"{shorten(heading, 80)} · layoutopt size",
+        "heading": heading,
+        "subject": f"Which size, which chips, how many, how long: {asked}",
+        "answers": _answers(found),
+        "sections": _sections(found),
+        "style": style(),
+        "written": written,
+    }
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_said, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _answers(found: SizeResult) -> tuple[Answer, ...]:
+    best = found.best
+    interval = ""
+    if best.loss_interval is not None and None not in best.loss_interval:
+        interval = " to ".join(f"{x:.3f}" for x in best.loss_interval)
+    cost = f"{count(best.chip_hours or 0)} chip-hours"
+    return (
+        Answer("Which size", rounded(count(best.parameters)), f"on {count(best.tokens or 0)} tokens"),
+        Answer("What loss", f"{best.loss:.3f}", interval or "nats per token", "warn" if best.beyond else ""),
+        Answer("Which chips", f"{best.devices:,} × {best.hardware}", f"{mesh_text(best.mesh)}, {_mfu(best)}"),
+        Answer(
+            "How long",
+            f"{digits(best.days or 0)} days",
+            cost if best.money is None else f"{cost}, {count(best.money)} to pay",
+        ),
+        Answer(
+            "How sure",
+            "Beyond the runs" if best.beyond else "Within the runs",
+            f"law: {found.law.name}; layout {best.status}",
+            "warn" if best.beyond else "good",
+        ),
+    )
+
+
+def _mfu(each: SizedCandidate) -> str:
+    return f"{percent(each.mfu or 0.0)} MFU"
+
+
+def _sections(found: SizeResult) -> list[Section]:
+    loss = Block(
+        figures.find_loss_compute(found),
+        figure_svg(
+            figures.loss_compute(found), "size-loss", "Loss against compute", figures.tell_loss_compute(found)
+        ),
+    )
+    sections = [_section("loss", "Loss against compute", loss)]
+    if len(figures.of_best(found)) > 1:
+        time = Block(
+            figures.find_time_money(found),
+            figure_svg(
+                figures.time_money(found), "size-time", "Time against cost", figures.tell_time_money(found)
+            ),
+            notes=tuple(
+                f"{s.hardware} fits from {s.fits_from:,} devices"
+                + (f"; above {s.pays_to:,} a token costs over a quarter more" if s.pays_to else "")
+                for s in found.sweeps
+            ),
+        )
+        sections.append(_section("time", "Time against cost", time))
+    sections.append(_section("candidates", "Candidates", Block(grid=_candidates(found))))
+    sections.append(_section("law", "The law", _law(found)))
+    return sections
+
+
+def _section(id: str, title: str, block: Block) -> Section:
+    return Section(id, title, LEADS[id], (Panel("", "", (block,)),))
+
+
+def _candidates(found: SizeResult) -> Grid:
+    head = (
+        Column("Parameters", lead=True),
+        Column("Tokens", True),
+        Column("Loss", True),
+        Column("Chips"),
+        Column("Step", True),
+        Column("Days", True),
+        Column("Cost", True),
+    )
+    return Grid("Candidates", head, [_row(found, c) for c in found.candidates], shown=20)
+
+
+def _row(found: SizeResult, c: SizedCandidate) -> list[Cell]:
+    changed = ", ".join(f"{n} {v}" for n, v in c.hparams.items())
+    hours = f"{count(c.chip_hours or 0)} chip-hours"
+    return [
+        Cell(rounded(count(c.parameters)), changed, strong=c == found.best),
+        Cell(count(c.tokens or 0)),
+        Cell(f"{c.loss:.4f}", "frontier" if c.frontier else ""),
+        Cell(f"{c.devices:,} × {c.hardware}", f"{mesh_text(c.mesh)}; {memory(c.peak_memory_bytes)}"),
+        Cell(f"{digits(c.step_seconds or 0)} s", _mfu(c)),
+        Cell(digits(c.days or 0)),
+        Cell(hours if c.money is None else count(c.money), "" if c.money is None else hours),
+    ]
+
+
+def _law(found: SizeResult) -> Block:
+    law = found.law
+    pairs = [("Law", law.name), ("Source", law.source), ("It counts", f"{law.counts} parameters")]
+    for name, value in law.constants.items():
+        text = f"{value:.6g}"
+        if name in law.errors:
+            text += f" ± {law.errors[name]:g}"
+        if name in law.intervals:
+            text += " ({:.4g} to {:.4g})".format(*law.intervals[name])
+        pairs.append((name, text))
+    pairs += [(f"Runs: {name}", f"{count(low)} to {count(high)}") for name, (low, high) in law.ranges.items()]
+    notes = (*filter(None, [law.note]), *law.sources, *found.notes)
+    unfit = [f"{count(u.parameters)} on {u.devices:,} {u.hardware} cannot: {u.reason}" for u in found.unfit]
+    return Block(grid=record(pairs, "The law"), notes=(*notes, *unfit))
