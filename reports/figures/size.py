@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.size_results import SizedCandidate, SizeResult
-from layoutopt.plan.units import count, digits, rounded
+from layoutopt.plan.units import count, digits, plural, rounded
 from reports.figures.scales import log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, settings, ticks
 from reports.theme import AXES, LIGHT
@@ -29,7 +29,9 @@ def loss_compute(found: SizeResult, title: str = "") -> Figure:
         ax = sheet.axes(48, 24, WIDTH - 64, PLOT)
         runs = [(FLOPS * n * d, loss) for n, d, loss in found.law.runs]
         ends = [(c.flops, c.loss) for c in found.candidates if c.flops and c.loss]
+        last = max(x for x, _ in ends or [(1.0, 1.0)])
         curves = [point for course in found.courses for point in course.points]
+        curves += [point for point in found.least if point[0] <= 2 * last]
         _logarithmic(ax, [x for x, _ in (*ends, *curves, *runs)], [y for _, y in (*ends, *curves, *runs)])
         for course in found.courses:
             _line(ax, course.points, "other", 1.0)
@@ -102,6 +104,7 @@ def time_money(found: SizeResult, title: str = "") -> Figure:
         ax.set_xlim(*padded(days, 0.1))
         ax.set_ylim(*padded(costs, 0.15))
         x, y = log_steps(*ax.get_xlim(), 5), log_steps(*ax.get_ylim(), 5)
+        x = x if len(x) > 1 else [min(days), max(days)]
         ticks(ax, "x", x, [_days(v) for v in x], grid=False)
         ticks(ax, "y", y, [rounded(count(v)) if v >= 1e4 else rounded(digits(v)) for v in y])
         for i, name in enumerate(names):
@@ -146,9 +149,8 @@ def find_time_money(found: SizeResult) -> str:
     cost = (
         f"{count(best.chip_hours or 0)} chip-hours" if best.money is None else f"{count(best.money)} to pay"
     )
-    return f"{best.devices:,} devices of {best.hardware}: {_days(best.days or 0.0)} days, {cost}".replace(
-        " h days", " hours"
-    )
+    lasts = f"{digits(best.days or 0)} days" if (best.days or 0) >= 1 else _days(best.days or 0)
+    return f"{plural(best.devices, 'device')} of {best.hardware}: {lasts}, {cost}"
 
 
 def tell_time_money(found: SizeResult) -> str:

@@ -1,0 +1,90 @@
+"""The report of a sizing: its figures say every candidate, the page is whole, texts of users stay texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import reports
+from layoutopt.plan.size_results import SizeResult
+from reports.figures import size as figures
+
+
+def candidate(parameters: int, devices: int, **more: Any) -> dict[str, Any]:
+    days = 100.0 / devices
+    return {
+        "hparams": {"layers": parameters // 10**8},
+        "parameters": parameters,
+        "tokens": 2e10,
+        "loss": 2.4 + 1e8 / parameters,
+        "flops": 6 * parameters * 2e10,
+        "hardware": "tpu-v5p",
+        "devices": devices,
+        "mesh": {"data": devices},
+        "layout": {"batch": ["data"]},
+        "step_seconds": 0.5,
+        "mfu": 0.5,
+        "days": days,
+        "chip_hours": 24 * days * devices,
+        "money": None,
+        "status": "OPTIMAL",
+        **more,
+    }
+
+
+@pytest.fixture
+def found() -> SizeResult:
+    best = candidate(10**9, 64, beyond=["1 B parameters are more than its runs had (1 M)"])
+    return SizeResult.model_validate(
+        {
+            "model": "<b>lm</b>",
+            "question": {"budget": 1.2e20, "devices": [64, 32]},
+            "law": {
+                "name": "own",
+                "counts": "total",
+                "constants": {"E": 1.5, "alpha": 0.3},
+                "intervals": {"E": [1.4, 1.6]},
+                "runs": [[1e6, 1e8, 4.0]],
+                "source": "runs.csv",
+            },
+            "best": best,
+            "candidates": [best, candidate(10**9, 32), candidate(5 * 10**8, 64)],
+            "unfit": [{"parameters": 10**10, "hardware": "tpu-v5p", "devices": 64, "reason": "too large"}],
+            "flat": {"within": "0.01 nats per token", "low": 5 * 10**8, "high": 10**9},
+            "sweeps": [{"hardware": "tpu-v5p", "fits_from": 32, "pays_to": 32, "searched_to": 64}],
+            "least": [[1e19, 3.0], [1e20, 2.5]],
+            "courses": [{"parameters": 10**9, "points": [[1e19, 3.2], [1.2e20, 2.5]]}],
+        }
+    )
+
+
+def test_the_page_answers_and_hides_nothing(found: SizeResult) -> None:
+    page = reports.size_html(found, written="")
+    for words in (
+        "1 B",
+        "Beyond the runs",
+        "64 × tpu-v5p",
+        "1.4 to 1.6",
+        "too large",
+        "above 32 a token costs",
+    ):
+        assert words.replace(" ", "\u00a0") in page or words in page, words
+    assert "<b>lm" not in page and "&lt;b&gt;lm" in page
+    assert page.count("<svg") == 2 and "http" not in page.split("</style>")[1]
+
+
+def test_figures_say_every_candidate_in_words(found: SizeResult) -> None:
+    told = figures.tell_loss_compute(found)
+    assert told.count("parameters") == 2 and "loss 2.6000" in told
+    assert "500\u00a0M to 1\u00a0B are within 0.01 nats" in figures.find_loss_compute(found)
+    assert figures.tell_time_money(found).count("tpu-v5p") == 2
+    assert figures.find_time_money(found).startswith("64 devices of tpu-v5p: 1.56 days")
+
+
+def test_a_drawing_has_a_dot_for_each_candidate_and_run(found: SizeResult) -> None:
+    figure = figures.loss_compute(found)
+    dots = [line for line in figure.axes[1].lines if line.get_marker() == "o"]
+    assert sorted(len(line.get_xdata()) for line in dots) == [1, 1, 3]
+    money = figures.time_money(found).axes[1]
+    assert [len(line.get_xdata()) for line in money.lines if line.get_marker() == "o"] == [2, 1]
