@@ -153,11 +153,11 @@ def _show(
     from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
     from layoutopt.cli.plan_tables import forms_text
     from layoutopt.plan.build import decided
-    from layoutopt.space.trade_names import trade_names
+    from layoutopt.plan.trade_names import trade_names
 
     price, held = found.cost, found.memory
     said = decided(options, found.program.layout)
-    forms = trade_names(loaded.model, found.program.mesh, found.program.layout, said.storage)
+    forms = trade_names(loaded.model, found.program.mesh, found.program.layout, said)
     peak = held.points[held.at].origin if held.points else None
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),

@@ -26,7 +26,7 @@ def with_details(plan: Plan, loaded: Loaded, hardware: Hardware, limit: int) -> 
     from layoutopt.cli.machine_details import calibration_details, hardware_details
     from layoutopt.evaluator import Evaluator
     from layoutopt.plan.build import AppliesPlans
-    from layoutopt.space.trade_names import trade_names
+    from layoutopt.plan.trade_names import trade_names
 
     model = loaded.model
     evaluator = Evaluator(model, hardware)
@@ -36,7 +36,7 @@ def with_details(plan: Plan, loaded: Loaded, hardware: Hardware, limit: int) -> 
         source=loaded.source,
         source_sha256=loaded.hashes(),
         hardware=hardware_details(hardware, plan.mesh),
-        parallelism=trade_names(model, plan.mesh, plan.layout, plan.data.storage),
+        parallelism=trade_names(model, plan.mesh, plan.layout, plan.data),
         dims={name: max(sizes) for name, sizes in model.graph.dims().items()},
         variables=tuple(_variables(found.program)),
         inputs=tuple(_inputs(found.program)),

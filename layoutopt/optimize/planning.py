@@ -33,10 +33,10 @@ from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
 from layoutopt.plan.schema import PlanFile, SolverInfo
+from layoutopt.plan.trade_names import trade_names
 from layoutopt.plan.units import some
 from layoutopt.problem import TOLERANCE
 from layoutopt.space.microbatches import impossible
-from layoutopt.space.trade_names import trade_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
@@ -122,7 +122,7 @@ def make_plan(
         ],
     )
     plan = Plan(data, stopped)
-    return plan.with_details(parallelism=trade_names(request.model, plan.mesh, plan.layout, data.storage))
+    return plan.with_details(parallelism=trade_names(request.model, plan.mesh, plan.layout, data))
 
 
 def _slices(hardware: Hardware, mesh: Mesh) -> Iterator[tuple[str, int]]:

@@ -1,10 +1,11 @@
-"""What the trade calls each axis of a mesh: data, FSDP, tensor, sequence, expert or pipeline parallel."""
+"""What the trade calls each axis of a mesh: data, FSDP, tensor, sequence, context, expert or pipeline."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 
+from layoutopt.plan.decided import Decided
 from layoutopt.space.parallelism import parallelism
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -15,23 +16,23 @@ STORED = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}
 IDLE = "idle"
 
 
-def trade_names(model: Model, mesh: Mesh, layout: Layout, storage: Mapping[str, str]) -> dict[str, str]:
+def trade_names(model: Model, mesh: Mesh, layout: Layout, decided: Decided) -> dict[str, str]:
     """Axis -> what its devices share: 'data (FSDP)', 'tensor + expert', 'idle' where they share nothing.
 
     Args:
-      storage: variable to its stage, as a plan file says it.
+      decided: what a plan file says beside the layout.
     """
     return {
-        axis: " + ".join(dict.fromkeys(_forms(model, axis, layout, storage))) or IDLE
+        axis: " + ".join(dict.fromkeys(_forms(model, axis, layout, decided))) or IDLE
         for axis, size in mesh.axes
         if size > 1
     }
 
 
-def _forms(model: Model, axis: str, layout: Layout, storage: Mapping[str, str]) -> Iterator[str]:
+def _forms(model: Model, axis: str, layout: Layout, decided: Decided) -> Iterator[str]:
     known = parallelism(model)
     split = [name for name, axes in layout.items() if axis in axes]
-    stored = _stored(model, axis, layout, storage)
+    stored = _stored(model, axis, layout, decided)
     if any(name in known.data for name in split):
         yield f"data ({stored})" if stored else "data"
     elif stored:
@@ -39,23 +40,25 @@ def _forms(model: Model, axis: str, layout: Layout, storage: Mapping[str, str]) 
     loops = {b.dim.name for b in model.step_graph.blocks if b.dim is not None}
     weights = [name for name in known.weights if name not in known.experts]
     tables = {name for v in model.graph.variables.values() for name in v.shape.names}
-    forms: tuple[tuple[str, Sequence[str] | set[str]], ...] = (
+    forms: tuple[tuple[str, Collection[str]], ...] = (
+        ("context", decided.context.keys()),
         ("sequence", [name for name in known.sequence if name not in tables]),
         ("pipeline", loops),
         ("tensor", weights),
         ("expert", known.experts),
     )
-    yield from (form for form, names in forms if any(name in names for name in split))
+    found = [form for form, names in forms if any(name in names for name in split)]
+    yield from (form for form in found if form != "sequence" or "context" not in found)
     named = {*known.data, *known.sequence, *loops, *known.weights}
     yield from (name for name in split if name not in named)
 
 
-def _stored(model: Model, axis: str, layout: Layout, storage: Mapping[str, str]) -> str:
+def _stored(model: Model, axis: str, layout: Layout, decided: Decided) -> str:
     """How most parameters are stored along an axis; '' if most are whole there, or split by the layout."""
     trained = {n: v for n, v in model.graph.variables.items() if v.trainable}
     found: Counter[str] = Counter()
     for name, variable in trained.items():
-        stage, _, over = storage.get(name, "").partition("@")
+        stage, _, over = decided.storage.get(name, "").partition("@")
         split = {a for dim in variable.shape.names for a in layout.axes(dim)}
         if stage in STORED and axis not in split and (not over or axis in over.split("+")):
             found[STORED[stage]] += variable.shape.size
