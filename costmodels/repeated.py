@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from costmodels.kernels.quantities import flops_of
 from mesh_tf_core.ir.program import Local, Program
+from mesh_tf_core.tracing.graph import Graph
 
 LEAST_SHARE = 0.02
 """A share of the products' FLOPs below this is not mentioned."""
@@ -35,7 +36,7 @@ def near_sizes(size: int, parts: int) -> list[int]:
 
 def repeated(program: Program) -> dict[str, Repeated]:
     """Mesh axis -> the products that are not split over it, where these are worth a word."""
-    axes = [a for a in program.mesh.names if program.mesh.size(a) > 1]
+    axes, apart = [a for a in program.mesh.names if program.mesh.size(a) > 1], _apart(program)
     found, total = {a: Repeated() for a in axes}, 0.0
     for instr, times in program.walk():
         if not isinstance(instr, Local) or instr.op.kind not in ("matmul", "conv"):
@@ -44,6 +45,7 @@ def repeated(program: Program) -> dict[str, Repeated]:
         flops = times * flops_of(instr.op, [program.local(i) for i in instr.inputs])
         total += flops
         used = {a for v in values for split in v.splits for a in split}
+        used.update(apart.get(instr.origin.node, ()))
         for axis in axes:
             if axis not in used:
                 found[axis].flops[instr.origin.scope or "the model"] += flops
@@ -51,3 +53,14 @@ def repeated(program: Program) -> dict[str, Repeated]:
     for each in found.values():
         each.share = sum(each.flops.values()) / total if total else 0.0
     return {axis: each for axis, each in found.items() if each.share > LEAST_SHARE}
+
+
+def _apart(program: Program) -> dict[int, set[str]]:
+    """Nodes of stages of pipelines -> the axes that tell these apart: their devices do not do the same."""
+    found: dict[int, set[str]] = {}
+    graph = program.graph
+    for block in graph.blocks if isinstance(graph, Graph) else ():
+        if block.spread and block.dim is not None:
+            for node, _ in block.walk():
+                found.setdefault(node.index, set()).update(program.layout.axes(block.dim.name))
+    return found

@@ -6,7 +6,7 @@ solver.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,11 +16,12 @@ from costmodels.kernels.refused import sentences
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.pricer import Cost, Pricer, pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
+from costmodels.waiting import waiting
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.schema import Predicted
-from layoutopt.plan.units import share_text, size_text
+from layoutopt.plan.units import seconds_text, share_text, size_text
 from layoutopt.space.decisions import Decisions
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -55,6 +56,11 @@ class Evaluation:
         return memory(self.program, itemiser.fuses, self._kernels, itemiser.tiles)
 
     @property
+    def pipeline(self) -> Mapping[str, int]:
+        """Dimensions of layers that are stages of a pipeline -> how many stages."""
+        return self.model.stages(self.program.mesh, self.program.layout)
+
+    @property
     def predicted(self) -> Predicted:
         model, seconds, mesh = self.model, self.cost.step_seconds, self.program.mesh
         flops, machine = unsplit_flops(model), self.prices.hardware
@@ -86,7 +92,7 @@ class Evaluation:
     def notes(self) -> tuple[str, ...]:
         """What to know of the price: where it is of another kind, what it prices too low, and where it claims
         more than anyone published."""
-        own = (*self.cost.notes, *sentences(self.program, self.prices.hardware))
+        own = (*self._waits(), *self.cost.notes, *sentences(self.program, self.prices.hardware))
         best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu
         if best is None or mfu is None or mfu <= best.value:
             return own
@@ -99,6 +105,16 @@ class Evaluation:
             f"{share_text(again, step)} on recomputation and {share_text(waits, step)} waiting for messages, "
             "and the price leaves out input, the host and stragglers",
         )
+
+    def _waits(self) -> Iterator[str]:
+        """What the stages of pipelines wait, in words."""
+        for found in waiting(self.program, self.cost):
+            stages = f"each of the {found.stages} stages of {found.dim!r} waits in {found.waits} of"
+            share = f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
+            yield (
+                f"{stages} {found.ticks} ticks for microbatches, {seconds_text(found.seconds)} or {share}; "
+                "more microbatches wait less"
+            )
 
     def reason(self, limit: float | None) -> str | None:
         """Why it does not fit into `limit` bytes, naming the largest tensors; None if it fits."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from mesh_tf_core.errors import UserError
@@ -16,13 +17,16 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
+from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
+from mesh_tf_core.tracing.pipeline import layers_of_stage, loop_dims, pipelined
 
 DEFAULT = Options()
+NO_STAGES: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass
@@ -50,7 +54,7 @@ class Model:
     token_dims: Sequence[Dim | str] = ()
     network: Callable[[Graph], Callable[..., Tensor]] | None = field(default=None, repr=False)
     _whole: TrainingStep | None = field(default=None, repr=False, compare=False)
-    _parts: dict[int, tuple[int, TrainingStep]] = field(default_factory=dict, repr=False, compare=False)
+    _others: dict[Hashable, tuple[int, TrainingStep]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Tensor) or len(self.loss.shape):
@@ -99,22 +103,30 @@ class Model:
         """The graph with gradients and updates."""
         return self.training_step().graph
 
-    def training_step(self, microbatches: int = 1) -> TrainingStep:
+    def training_step(self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES) -> TrainingStep:
         """Forward, backward and update as one graph; with several microbatches, gradients are accumulated
-        over them."""
-        whole = self._whole = self._whole or self._whole_step()
-        if microbatches == 1:
+        over them, or with `stages` (dimension of layers -> their number) they go through a pipeline."""
+        whole = self._whole = self._whole or self._whole_step(self.loss, self.metrics)
+        if microbatches == 1 and not stages:
             return whole
-        version, step = self._parts.get(microbatches, (-1, whole))
+        key = microbatches, *sorted(stages.items())
+        version, step = self._others.get(key, (-1, whole))
         if version != whole.graph.version:
-            step = self._in_parts(microbatches)
-            self._parts[microbatches] = whole.graph.version, step
+            step = self._pipelined(microbatches, stages) if stages else self._in_parts(microbatches)
+            self._others[key] = whole.graph.version, step
         return step
 
-    def _whole_step(self) -> TrainingStep:
-        graph = self.graph
+    def stages(self, mesh: Mesh, layout: Layout) -> dict[str, int]:
+        """The stages of pipelines under a layout: dimensions of layers that it splits -> how often."""
+        counted = loop_dims(self.graph)
+        split = ((n, axes) for n, axes in layout.rules if n in counted and set(axes) <= {*mesh.names})
+        ways = {name: mesh.group_size(axes) for name, axes in split}
+        return {name: n for name, n in ways.items() if n > 1}
+
+    def _whole_step(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> TrainingStep:
+        graph = graph_of(loss)
         trained = [v for v in graph.variables.values() if v.trainable]
-        grads = gradients(self.optimizer.scaled_loss(self.loss), [graph.read(v) for v in trained])
+        grads = gradients(self.optimizer.scaled_loss(loss), [graph.read(v) for v in trained])
         missing = [v.name for v, g in zip(trained, grads, strict=True) if g is None]
         if missing:
             raise UserError(
@@ -124,7 +136,17 @@ class Model:
         # The update widens what it reads; until then a gradient lies and travels in the width it is made in.
         pairs = [(v, unwidened(g)) for v, g in zip(trained, grads, strict=True) if g is not None]
         apply_updates(graph, self.optimizer, pairs)
-        return TrainingStep(graph, {"loss": self.loss, **self.metrics}, tuple(pairs))
+        return TrainingStep(graph, {"loss": loss, **metrics}, tuple(pairs))
+
+    def _pipelined(self, microbatches: int, stages: Mapping[str, int]) -> TrainingStep:
+        if self.batch_dim is None:
+            raise UserError(
+                f"model {self.name!r}: its inputs have no first dimension in common to make microbatches of, "
+                f"so that {' and '.join(stages)} cannot be split"
+            )
+        whole = self.training_step()
+        _, found = pipelined(whole.graph, self.batch_dim, microbatches, stages, whole.results)
+        return self._whole_step(found["loss"], {n: found[n] for n in self.metrics})
 
     def _in_parts(self, microbatches: int) -> TrainingStep:
         whole = self.training_step()
@@ -145,7 +167,13 @@ class Model:
 
     def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT, *, check: bool = True) -> Program:
         """The training step as an SPMD program; `check` as in `lower`."""
-        step = self.training_step(options.microbatches)
+        stages = self.stages(mesh, layout)
+        step = self.training_step(options.microbatches, stages)
+        if stages:
+            own = {name: layers_of_stage(name) for name in stages}
+            again = map(Recomputed.parse, options.recompute)
+            told = (str(replace(loop, dim=own.get(loop.dim, loop.dim))) for loop in again)
+            options = replace(options, recompute=frozenset(told))
         return lower(step.graph, mesh, layout, step.results, options, check=check)
 
 

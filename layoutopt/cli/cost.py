@@ -156,7 +156,7 @@ def _show(
     from layoutopt.plan.trade_names import trade_names
 
     price, held = found.cost, found.memory
-    said = decided(options, found.program.layout)
+    said = decided(options, found.program.layout, found.pipeline)
     forms = trade_names(loaded.model, found.program.mesh, found.program.layout, said)
     peak = held.points[held.at].origin if held.points else None
     rows = [

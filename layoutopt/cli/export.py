@@ -78,7 +78,7 @@ def export(
         if to is Library.JAX and isinstance(found, AppliesPlans):
             arrays = found.arrays(own)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
-    beside = decided(own.options, own.layout)
+    beside = decided(own.options, own.layout, own.data.pipeline)
     text = written(Exported(title, own.mesh, own.layout, *tensors, beside, arrays), to.value)
     more: dict[str, Any] = {}
     if beside.refined:

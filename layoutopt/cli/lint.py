@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,9 +105,12 @@ def lint(
             [
                 ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
                 ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name}"),
-                ("layout", _text(given)),
+                ("layout", _text(given, found.pipeline)),
                 ("step", f"{seconds_text(now)} predicted"),
-                (proof, f"{seconds_text(least)} with {_text(its)}"),
+                (
+                    proof,
+                    f"{seconds_text(least)} with {_text(its, loaded.model.stages(its.mesh, its.layout))}",
+                ),
                 ("this costs", f"{times_text(now, least)} of the best"),
             ]
         )
@@ -116,11 +120,11 @@ def lint(
         terminal.show("", "no likely mistake was found")
 
 
-def _text(given: Given) -> str:
+def _text(given: Given, pipeline: Mapping[str, int]) -> str:
     """A layout and what is decided beside it."""
     from layoutopt.plan.build import decided
 
-    more = decided(given.options, given.layout).in_short()
+    more = decided(given.options, given.layout, pipeline).in_short()
     return f"{layout_text(given.layout)}{'; ' if more else ''}{more}"
 
 

@@ -127,7 +127,7 @@ def point(request: Request, found: Found, number: int, searched_mesh: bool) -> A
         layout=axes_of(found.layout.renamed(names)),
         predicted=predicted_of(found.evaluation, names),
         feasible=True,
-        **decided(found.options, found.layout).model_dump(),
+        **decided(found.options, found.layout, found.evaluation.pipeline).model_dump(),
     )
 
 
@@ -158,7 +158,7 @@ def priced(
         predicted=predicted,
         feasible=reason is None,
         reason=reason,
-        **decided(options, layout).model_dump(),
+        **decided(options, layout, request.model.stages(mesh, layout)).model_dump(),
     )
 
 

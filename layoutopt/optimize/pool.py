@@ -135,7 +135,9 @@ class Pool:
 def _in_words(found: Found) -> str:
     """A layout and what is decided beside it, in short."""
     layout = f"{str(found.layout) or 'nothing split'} on {found.mesh}"
-    return "; ".join(filter(None, (layout, decided(found.options, found.layout).in_short())))
+    return "; ".join(
+        filter(None, (layout, decided(found.options, found.layout, found.evaluation.pipeline).in_short()))
+    )
 
 
 def _allows(decisions: Decisions, layout: Layout, options: Options) -> bool:

@@ -25,7 +25,7 @@ from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.model import Model
+from mesh_tf_core.model import NO_STAGES, Model
 
 if TYPE_CHECKING:
     from layoutopt.plan.export import Placed
@@ -142,10 +142,15 @@ def axes_of(layout: Layout) -> dict[str, list[str]]:
     return {name: list(axes) for name, axes in layout.items()}
 
 
-def decided(options: Options, layout: Layout) -> Decided:
+def decided(options: Options, layout: Layout, pipeline: Mapping[str, int] = NO_STAGES) -> Decided:
     """What is decided beside the plain rules of a layout, as a plan file says it; `options_of` and
-    `layout_of` read it."""
+    `layout_of` read it.
+
+    Args:
+      pipeline: what the layout means by a rule about layers (`Model.stages`).
+    """
     found = {name: value for kind in KINDS for name, value in kind.written(options).items()}
+    found["pipeline"] = dict(pipeline)
     found["refined"] = refined_of(layout)
     return Decided.model_validate(found)
 

@@ -19,7 +19,7 @@ NAMED = 2
 
 
 class Refined(Data):
-    """The rest of a layout.
+    """The rest of a layout. What most plans lack is written only where there is some.
 
     Attributes:
       refined: operation, variable or scope to the dimensions that are placed otherwise there, as if they had
@@ -31,7 +31,7 @@ class Refined(Data):
     @model_serializer(mode="wrap")
     def _what_is_said(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = made(self)
-        for name in ("refined", "context"):
+        for name in ("refined", "context", "pipeline"):
             if not found.get(name):
                 found.pop(name, None)
         return found
@@ -46,12 +46,15 @@ class Decided(Refined):
       microbatches: parts of the batch, one after the other.
       context: dimension of keys to the form of attention to them (`search --context`), of those that are not
         gathered.
+      pipeline: dimension of layers to the number of stages that the layout splits it into; microbatches go
+        through them.
     """
 
     storage: dict[str, str] = Field(default_factory=dict)
     recompute: Names = Field(default_factory=list)
     microbatches: Size = 1
     context: dict[str, str] = Field(default_factory=dict)
+    pipeline: dict[str, Size] = Field(default_factory=dict)
 
     def listed(self) -> dict[str, str]:
         """Name of a kind -> its whole decision in words, '' if plain."""
@@ -60,6 +63,7 @@ class Decided(Refined):
             "recompute": ", ".join(self.recompute),
             "microbatches": str(self.microbatches) if self.microbatches > 1 else "",
             "context": ", ".join(f"{form} of {dim}" for dim, form in self.context.items()),
+            "pipeline": " and ".join(self._pipelines()),
             "refined": "; ".join(f"{rules_in(rules)} in {path}" for path, rules in self.refined.items()),
         }
 
@@ -69,8 +73,12 @@ class Decided(Refined):
         found += [f"recompute {dim}" for dim in self.recompute]
         found += [f"{form} of {dim}" for dim, form in self.context.items()]
         found += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        found += self._pipelines()
         found += [f"refined in {some([*self.refined], NAMED)}"] if self.refined else []
         return "; ".join(found)
+
+    def _pipelines(self) -> list[str]:
+        return [f"{n} stages of {dim}" for dim, n in self.pipeline.items()]
 
     def stages(self) -> dict[str, list[str]]:
         """Stages of storage with their variables, in the order of the plan."""

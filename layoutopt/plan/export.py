@@ -82,6 +82,11 @@ def export(what: Exported, to: str) -> str:
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: no such form; {known_names(to, FORMATS)}")
+    for dim, n in what.decided.pipeline.items():
+        raise UserError(
+            f"{to} has no pipelines as this plan's: {dim!r} is split into {n} stages that microbatches go "
+            f"through; search without --pin {dim}, or train it here"
+        )
     if what.decided.storage and to in SAY_NO_TENSOR:
         stage, names = next(iter(what.decided.stages().items()))
         raise UserError(

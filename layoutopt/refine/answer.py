@@ -131,10 +131,11 @@ def _data(
         predicted=own.predicted,
         **{name: getattr(own, name) for name in Decided.model_fields},
     )
+    beside = decided(plan.options, layout, request.model.stages(plan.mesh, layout))
     return own.model_copy(
         update={
             "layout": axes_of(layout),
-            **{n: getattr(decided(plan.options, layout), n) for n in Decided.model_fields},
+            **{n: getattr(beside, n) for n in Decided.model_fields},
             "predicted": found.predicted,
             "solver": solver,
             "alternatives": [plain, *own.alternatives],

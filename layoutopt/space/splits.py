@@ -93,7 +93,10 @@ def _options(mesh: Mesh, sizes: set[int], forbidden: set[str], orders: str) -> I
 def _why_not(name: str, axes: Axes, mesh: Mesh, sizes: set[int], counted: bool, forbidden: Axes) -> str:
     asked = f"--pin {name}:{'+'.join(axes) or 'none'}"
     if counted:
-        return f"{asked}: {name!r} counts the layers of a loop and cannot be split; drop this pin"
+        return (
+            f"{asked}: {name!r} counts the layers of a loop, which a search does not split; "
+            f"to price or train such a pipeline, give cost or train --layout '{name}:{'+'.join(axes)};…'"
+        )
     if set(axes) & set(forbidden):
         return f"{asked}: --forbid {name}:{'+'.join(forbidden)} forbids the same split; drop one of the two"
     ways, over = mesh.group_size(axes), "+".join(axes)

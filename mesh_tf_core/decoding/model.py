@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mesh_tf_core.decoding.beam import beam_search
 from mesh_tf_core.decoding.loop import Decoded, greedy, sample
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.model import Model, TrainingStep
+from mesh_tf_core.model import NO_STAGES, Model, TrainingStep
 from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.reduce import reduce_mean
@@ -29,10 +30,11 @@ class Decoder(Model):
 
     decoded: Decoded = field(kw_only=True)
 
-    def training_step(self, microbatches: int = 1) -> TrainingStep:
+    def training_step(self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES) -> TrainingStep:
         """The step that decodes, without gradients or updates."""
-        if microbatches > 1:
-            raise UserError(f"model {self.name!r} decodes: it has no {microbatches} microbatches")
+        if microbatches > 1 or stages:
+            what = f"no pipeline over {' and '.join(stages)}" if stages else f"no {microbatches} microbatches"
+            raise UserError(f"model {self.name!r} decodes: it has {what}")
         results = {"loss": self.loss, "tokens": self.decoded.tokens, "scores": self.decoded.scores}
         return TrainingStep(self.graph, results, ())
 

@@ -272,14 +272,14 @@ class EagerStep(Graph):
                 self._apart[x.id] = taken_apart(x, dim)
         return self._apart[x.id]
 
-    def _slice(self, block: Block, outer: Tensor) -> Tensor:
+    def _slice(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
         if not isinstance(block, Turn):
-            return super()._slice(block, outer)
+            return super()._slice(block, outer, part)
         assert block.dim is not None
         return self.apart(outer, block.dim)[block.at]
 
-    def stack_output(self, block: Block, inner: Tensor) -> Tensor:
-        return inner if isinstance(block, Turn) else super().stack_output(block, inner)
+    def stack_output(self, block: Block, inner: Tensor, whole: Dim | None = None) -> Tensor:
+        return inner if isinstance(block, Turn) else super().stack_output(block, inner, whole)
 
     def _assign_stacked(self) -> None:
         if len(self._stack) > 1:  # the outermost loop assigns, when all its parts are there

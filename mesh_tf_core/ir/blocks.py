@@ -10,6 +10,8 @@ from mesh_tf_core.ir.op import Op
 
 MICROBATCH = "microbatch"
 """Name of the dimension that counts the parts of a batch (see `microbatch`)."""
+TICK = "tick"
+"""Name of the dimension that counts the steps of a pipeline (see `tracing.pipeline`)."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Block:
         passes its carries on, stacks zeros and adds nothing.
       single: a block of one iteration that is no loop to the model: what is made inside lacks its dimension.
       branch: it is a branch of `cond`.
+      spread: its iterations run at once, each on the devices that hold its part of `dim`: the stages of a
+        pipeline. It carries nothing. An iteration's part of a stack has one element, or several: then it
+        keeps a first dimension for them.
       halves: f and g of a reversible body, whose backward finds its inputs from its outputs.
     """
 
@@ -91,6 +96,7 @@ class Block:
     runs: int | None = None
     single: bool = False
     branch: bool = False
+    spread: bool = False
     nodes: list[Node] = field(default_factory=list)
     carry_in: tuple[int, ...] = ()
     carry_out: tuple[int, ...] = ()

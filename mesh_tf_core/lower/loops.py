@@ -8,11 +8,15 @@ from functools import lru_cache
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.program import Carry, Result, Sliced, make_loop
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Origin, Result, Sliced, make_loop
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import Pairs
+from mesh_tf_core.ops.index import Range
+from mesh_tf_core.ops.stages import StagePart, StageStack, StageTerm
+from mesh_tf_core.tracing.residuals import several
 
 Key = int | tuple[int, "Key"]
 """What a loop keeps for second runs: a tensor of its body, or what a loop inside (its id) keeps."""
@@ -41,11 +45,7 @@ class Loops:
     def loop(self, node: Node) -> None:
         block, origin = node.body, self.low.origin
         assert block is not None and block.dim is not None
-        if self.low.layout.axes(block.dim.name):
-            raise LayoutError(
-                f"layout {self.low.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
-                f"be split over {'+'.join(self.low.layout.axes(block.dim.name))}; drop this rule"
-            )
+        over = self._over(block)
         whole = self.low.subgraph is None or node.index in self.low.subgraph.nodes
         decides = block.runs if whole else None
         inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
@@ -55,6 +55,7 @@ class Loops:
         outer_code, self.low.code = self.low.code, []
         outer_memory = self.low.moved, self.low.converted
         self.low.moved, self.low.converted = {}, {}
+        outer_within, self.low.within = self.low.within, (*self.low.within, *over)
         index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
         self.low.env[block.index] = index  # type: ignore[index]
         carry_in = []
@@ -66,6 +67,7 @@ class Loops:
         runs = None if decides is None else self.low.value_of(decides)
         self._nodes(block)
         carry_out = [self.low.to_natural(self.low.value_of(t)) for t in block.carry_out] if whole else []
+        self.low.within = outer_within
         finals = [self._outer(v, None) for v in carry_in]
         stacks, sums, saves = self._made(node, block)
         pairs = self._read_again([*stacks, *self._saves(block, saves)], block)
@@ -74,6 +76,9 @@ class Loops:
         summed = [self._result(inner, outer, None) for inner, outer in sums]
         body, self.low.code = tuple(self.low.code), outer_code
         self.low.moved, self.low.converted = outer_memory
+        if over:
+            self._spread(block, over, origin, index, sliced, body, stacked, summed)
+            return
         self.low.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(Carry(*c) for c in zip(init, carry_in, carry_out, finals, strict=True))
         self.low.emit(
@@ -91,6 +96,57 @@ class Loops:
                 block.branch,
             )
         )
+
+    def _over(self, block: Block) -> Axes:
+        """The axes that the iterations of a loop are spread over: the stages of a pipeline."""
+        assert block.dim is not None
+        axes = self.low.layout.axes(block.dim.name)
+        if axes and not block.spread:
+            raise LayoutError(
+                f"layout {self.low.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
+                f"be split over {'+'.join(axes)}; drop this rule"
+            )
+        if block.spread and self.low.oracle.ways(axes) != block.dim.size:
+            raise LayoutError(
+                f"layout {self.low.layout}: the pipeline over {block.dim.name!r} has {block.dim.size} "
+                f"stages, split over {'+'.join(axes) or 'no axis'}"
+            )
+        return axes
+
+    def _spread(
+        self,
+        block: Block,
+        over: Axes,
+        origin: Origin,
+        index: int,
+        sliced: Sequence[Sliced],
+        body: Sequence[Instr],
+        stacked: Sequence[Result],
+        summed: Sequence[Result],
+    ) -> None:
+        """A loop of which every device runs its own iteration: the body itself, on the parts that it has."""
+        low, dim = self.low, block.dim
+        assert dim is not None
+
+        def local(op: Op, inputs: tuple[int, ...], output: int) -> None:
+            low.emit(Local(inputs, (output,), origin, op))
+
+        numbers = low.new(TensorType(Shape([dim]), "int32"), (over,))
+        local(Range(dim, "int32"), (), numbers)
+        local(StagePart(dim.name, None), (numbers,), index)
+        for outer, inner in sliced:
+            size = several(low.values[inner].shape, low.values[outer].shape)
+            local(StagePart(dim.name, size), (outer,), inner)
+        low.code.extend(body)
+        for inner, outer in stacked:
+            shape = low.values[outer].shape
+            several_of = several(low.values[inner].shape, shape) is not None
+            local(StageStack(shape.dims[0], several_of), (inner,), outer)
+        axes = low.oracle.ordered(over)
+        for inner, outer in summed:
+            term = low.like(low.values[inner], low.values[inner].splits, axes)
+            local(StageTerm(), (inner,), term)
+            low.emit(AllReduce((term,), (outer,), origin, axes))
 
     def _made(self, scan: Node, block: Block) -> tuple[Pairs, Pairs, Pairs]:
         """What this lowering computes of what a loop stacks, sums and saves (a loop's own carries belong to
@@ -135,7 +191,11 @@ class Loops:
 
     def _part(self, outer: int, inner: Key) -> Sliced:
         v = self.low.values[outer]
-        part = self.low.new(TensorType(_part_of(v.shape), v.dtype), v.splits[1:], v.partial)
+        shape, splits = _part_of(v.shape), v.splits[1:]
+        size = several(self.low.graph.tensor(inner).shape, v.shape) if isinstance(inner, int) else None
+        if size is not None:
+            shape, splits = _stack_of(size, shape), ((), *splits)
+        part = self.low.new(TensorType(shape, v.dtype), splits, v.partial)
         if isinstance(inner, int):
             self.low.bind(inner, part)
         return Sliced(outer, part)
@@ -254,7 +314,9 @@ class Loops:
     def _result(self, inner: int, outer: int, stack: Block | None) -> Result:
         """What a loop makes of a body's tensor: a stack along the block's dimension, or a sum."""
         value = self._scattered(self.low.value_of(inner), self.low.graph.gradient_of.get(outer))
-        self.low.env[outer] = self._outer(value, stack)
+        whole = self.low.graph.tensor(outer).shape
+        size = several(whole, self.low.values[value].shape) if stack is not None else None
+        self.low.env[outer] = self._outer(value, stack, size)
         return Result(value, self.low.env[outer])
 
     def _scattered(self, value: int, variable: str | None) -> int:
@@ -264,12 +326,20 @@ class Loops:
         view = self.low.oracle.view(variable)
         return self.low.placed(value, self.low.natural(self.low.values[value].shape, layout=view))
 
-    def _outer(self, id: int, stack: Block | None) -> int:
+    def _outer(self, id: int, stack: Block | None, whole: Dim | None = None) -> int:
+        """A new value for what a loop makes of a body's; `whole`: the first dimension of a stack of which an
+        iteration gives several elements."""
         v = self.low.values[id]
         if stack is None:
             return self.low.like(v, v.splits, v.partial)
         assert stack.dim is not None
-        return self.low.new(TensorType(_stack_of(stack.dim, v.shape), v.dtype), ((), *v.splits), v.partial)
+        over = self._over(stack)
+        shape, splits = v.shape, v.splits
+        if whole is not None:
+            shape, splits = _part_of(shape), splits[1:]
+        return self.low.new(
+            TensorType(_stack_of(whole or stack.dim, shape), v.dtype), (over, *splits), v.partial
+        )
 
 
 @lru_cache(maxsize=1 << 14)

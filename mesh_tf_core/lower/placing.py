@@ -25,6 +25,7 @@ class Placing:
 
     Attributes:
       layout: in force.
+      within: axes over which the iterations around are spread (see `Block.spread`).
       env: tensor -> value.
       moved, converted: what was made of a value by other splits, or by an operation that `converts`. Weights
         are moved once for forward and once more for backward (FSDP), so that nobody keeps them in between.
@@ -45,6 +46,7 @@ class Placing:
         )
         self.values: list[Value] = []
         self.code: list[Instr] = []
+        self.within: Axes = ()
         self.env: dict[int, int] = {}
         self.origin = Origin(-1, "", "forward")
         self._placements: dict[Layout, dict[Shape, Splits]] = {}
@@ -67,7 +69,19 @@ class Placing:
         splits = known.get(shape)
         if splits is None:
             splits = known[shape] = self._legal(shape, self.layout if layout is None else layout, what)
+        if self.within:
+            self._check_within(shape, splits)
         return splits
+
+    def _check_within(self, shape: Shape, splits: Splits) -> None:
+        """LayoutError if an axis that tells a pipeline's stages apart splits something inside of them."""
+        for d, axes in zip(shape.dims, splits, strict=True):
+            for axis in axes:
+                if axis in self.within:
+                    raise LayoutError(
+                        f"layout {self.layout}: axis {axis!r} tells the stages of a pipeline apart, and "
+                        f"cannot split {d.name!r} inside of them; split it over another axis"
+                    )
 
     def _legal(self, shape: Shape, rules: Layout, what: str) -> Splits:
         splits = rules.axes_of(shape.names)
@@ -162,7 +176,7 @@ class Placing:
     def to_natural(self, id: int) -> int:
         """The value in its natural sharding."""
         v = self.values[id]
-        if self._here.get(v.shape) == v.splits:
+        if self._here.get(v.shape) == v.splits and not self.within:
             return id
         return self.placed(id, self.natural(v.shape))
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from mesh_tf_core.ir.blocks import MICROBATCH, Node
+from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Node
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op
@@ -293,7 +293,7 @@ class _Sums:
         """Rule (4)."""
         if not _any_sum(loop.body):
             return loop, []
-        outside, self.parts = self.parts, self.parts or loop.dim.name == MICROBATCH
+        outside, self.parts = self.parts, self.parts or loop.dim.name in (MICROBATCH, TICK)
         body, sums = self.block(loop.body)
         self.parts = outside
         hoisted: list[AllReduce] = []

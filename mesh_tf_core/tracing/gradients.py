@@ -14,6 +14,7 @@ from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import transpose
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.replay import Replay
+from mesh_tf_core.tracing.residuals import several
 
 
 def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
@@ -25,7 +26,7 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     graph = graph_of(loss)
     if len(loss.shape) or loss.block:
         raise UserError(f"gradients: the loss must be a scalar outside of loops, found {loss!r}")
-    needed = _depends_on(graph, [x.id for x in wrt])
+    needed = depends_on(graph, [x.id for x in wrt])
     with graph.phase("backward"):
         one: Tensor = graph.apply(Constant(1.0, loss.dtype))
         found = _Backward(graph, needed).run({loss.id: [one]}, list(graph.nodes))
@@ -43,7 +44,7 @@ def unwidened(x: Tensor) -> Tensor:
     return source if smaller and source.block == x.block else x
 
 
-def _depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
+def depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
     """Float tensors that depend on `sources`, through loops too."""
     reached = set(sources)
 
@@ -136,7 +137,7 @@ class _Backward:
         carried = [j for j, i in enumerate(body.carry_in) if i in self.needed]
         init = [self._known(finals[j], graph.tensor(body.carry_out[j])) for j in carried]
         assert body.dim is not None
-        with graph.loop(body.dim, not body.reverse, body) as block:
+        with graph.loop(body.dim, not body.reverse, body, body.spread) as block:
             # What did not run passes its gradient on.
             block.runs = None if body.runs is None else graph.visible(graph.tensor(body.runs)).id
             block.branch = body.branch
@@ -144,10 +145,12 @@ class _Backward:
             seeds: dict[int, list[Tensor]] = {}
             for j, state in zip(carried, states, strict=True):
                 seeds.setdefault(body.carry_out[j], []).append(state)
-            for (inner, _), dy in zip([*body.stacked, *body.summed], rest, strict=True):
+            for at, ((inner, _), dy) in enumerate(zip([*body.stacked, *body.summed], rest, strict=True)):
                 if dy is not None:
-                    stacked = len(dy.shape) > len(graph.tensor(inner).shape)
-                    part = graph.slice_into(block, graph.visible(dy)) if stacked else dy
+                    part = dy
+                    if at < len(body.stacked):
+                        size = several(graph.tensor(inner).shape, dy.shape)
+                        part = graph.slice_into(block, graph.visible(dy), size)
                     seeds.setdefault(inner, []).append(part)
             found = self.run(seeds, list(body.nodes))
             block.carry_in = tuple(s.id for s in states)
@@ -211,7 +214,9 @@ class _Backward:
         sliced = {inner: outer for outer, inner in body.sliced}
         for i, dx in found.items():
             if i in sliced and i in self.needed:
-                out.append((sliced[i], graph.stack_output(block, unwidened(graph.visible(dx)))))
+                stack = graph.tensor(sliced[i]).shape
+                whole = stack.dims[0] if several(graph.tensor(i).shape, stack) else None
+                out.append((sliced[i], graph.stack_output(block, unwidened(graph.visible(dx)), whole)))
             elif i in self.needed and not self._inside(body, graph.tensor(i).block):
                 out.append((i, graph.sum_output(block, graph.visible(dx))))
         return out

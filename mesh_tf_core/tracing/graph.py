@@ -274,9 +274,11 @@ class Graph(Residuals):
     # -- loops -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def loop(self, dim: Dim, reverse: bool = False, forward: Block | None = None) -> Iterator[Block]:
+    def loop(
+        self, dim: Dim, reverse: bool = False, forward: Block | None = None, spread: bool = False
+    ) -> Iterator[Block]:
         """Opens the body of a loop over `dim`. The caller fills its carries and calls `close_loop`."""
-        block = Block(len(self.blocks), self.block.id, dim, reverse, forward)
+        block = Block(len(self.blocks), self.block.id, dim, reverse, forward, spread=spread)
         self.blocks.append(block)
         block.index = self.new_tensor(TensorType(Shape(), "int32"), block).id
         self._stack.append(block)
@@ -299,14 +301,16 @@ class Graph(Residuals):
     def body_input(self, block: Block, like: Tensor) -> Tensor:
         return self.new_tensor(like.type, block)
 
-    def slice_into(self, block: Block, outer: Tensor) -> Tensor:
-        """The body's view of one iteration's part of a stacked tensor."""
-        return self._slice(block, outer)
+    def slice_into(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
+        """The body's view of one iteration's part of a stacked tensor; `part`: of several elements."""
+        return self._slice(block, outer, part)
 
-    def stack_output(self, block: Block, inner: Tensor) -> Tensor:
-        """An outer tensor that stacks a body tensor over the iterations."""
+    def stack_output(self, block: Block, inner: Tensor, whole: Dim | None = None) -> Tensor:
+        """An outer tensor that stacks a body tensor over the iterations; `whole`: its first dimension, if
+        every iteration gives several elements of it."""
         assert block.dim is not None and block.parent is not None
-        type = TensorType(Shape([block.dim, *inner.shape]), inner.dtype)
+        dims = [block.dim, *inner.shape] if whole is None else [whole, *inner.shape.dims[1:]]
+        type = TensorType(Shape(dims), inner.dtype)
         outer = self.new_tensor(type, self.blocks[block.parent])
         block.stacked.append((inner.id, outer.id))
         return outer

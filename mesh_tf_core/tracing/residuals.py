@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.tensor import Builder, Tensor
+
+
+def several(part: Shape, stack: Shape) -> Dim | None:
+    """The first dimension of an iteration's part of a stack, if that has several elements."""
+    return part.dims[0] if len(part) == len(stack) else None
 
 
 class Residuals(Builder):
@@ -65,7 +70,8 @@ class Residuals(Builder):
         else:
             if outer is None:
                 outer = self._saved(forward, x)
-            found = self._slice(block, self.visible(self.tensors[outer], level=level))
+            stack = self.visible(self.tensors[outer], level=level)
+            found = self._slice(block, stack, several(x.shape, stack.shape))
         block.captured[x.id] = found.id
         return found
 
@@ -76,9 +82,11 @@ class Residuals(Builder):
             forward.saved[x.id] = self.new_tensor(stacked, self.blocks[forward.parent]).id
         return forward.saved[x.id]
 
-    def _slice(self, block: Block, outer: Tensor) -> Tensor:
+    def _slice(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
+        """`part`: the elements of an iteration's part, if these are several (see `Block.spread`)."""
         assert block.dim is not None
-        inner = self.new_tensor(TensorType(outer.shape.without(block.dim.name), outer.dtype), block)
+        rest = outer.shape.without(block.dim.name)
+        inner = self.new_tensor(TensorType(Shape([part, *rest]) if part else rest, outer.dtype), block)
         block.sliced.append((outer.id, inner.id))
         return inner
 

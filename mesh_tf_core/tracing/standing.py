@@ -58,6 +58,7 @@ class Standings:
 
     Args:
       names: of the batch dimension (see `batch_names`).
+      rows: tensors that are known to be ROWS; others that no node makes are SAME.
 
     Attributes:
       whole: by node, operands that are sums and have to be whole.
@@ -67,13 +68,15 @@ class Standings:
       why: the operation because of which a tensor is MIXED, or has to wait, and its scope.
     """
 
-    def __init__(self, graph: Graph, names: set[str], nodes: Iterable[Node]) -> None:
+    def __init__(
+        self, graph: Graph, names: set[str], nodes: Iterable[Node], rows: Iterable[int] = ()
+    ) -> None:
         self.graph, self.names = graph, names
         self.whole: dict[int, set[int]] = {}
         self.shared: dict[int, set[int]] = {}
         self.shared_out: dict[int, set[int]] = {}
         self.why: dict[int, str] = {}
-        self._found: dict[int, Standing] = {}
+        self._found: dict[int, Standing] = {i: Standing(Kind.ROWS) for i in rows}
         for node in nodes:
             self._visit(node)
 

@@ -41,6 +41,7 @@ from mesh_tf_core.ops.basic import Cast, Constant
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.pipeline import pipelined
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
 
@@ -80,9 +81,11 @@ class Evaluation:
         self.least: dict[str, float] = {}
         results, self.whole = self._results(model, graph)
         storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
-        program = lower(
-            graph, training.program.mesh, layout, results, Options(storage, context=options.context)
-        )
+        mesh = training.program.mesh
+        if stages := model.stages(mesh, layout):
+            parts = options.microbatches
+            graph, results = pipelined(graph, str(model.batch_dim), parts, stages, results)
+        program = lower(graph, mesh, layout, results, Options(storage, context=options.context))
         self.engine = training.beside(program)
         has_rows = cluster is not None and model.batch_dim is not None
         self.rows = rows_of(program, str(model.batch_dim), self.engine.ranks) if has_rows else None

@@ -20,6 +20,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.home import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
+from tests.core import test_pipelines
 from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
 from tests.engines import loop_cases, number_cases
@@ -105,6 +106,17 @@ def half(stage: int) -> None:
         assert engine.communication_bytes == program.communication_bytes()
 
 
+def pipeline() -> None:
+    """Layers as stages of a pipeline, beside other splits, stored further and recomputed."""
+    program = test_pipelines.example()
+    engine, oracle = open_engine(program, "jax"), open_engine(program, "lockstep")
+    for _ in range(2):
+        equal(engine.step(test_pipelines.batch()), oracle.step(test_pipelines.batch()), 1e-10)
+    for name in program.variables:
+        np.testing.assert_allclose(engine.read(name), oracle.read(name), 1e-10, err_msg=name)
+    assert engine.communication_bytes == program.communication_bytes()
+
+
 def control(name: str) -> None:
     """Branches and loops that stop early."""
     program = PROGRAMS[name]()
@@ -180,6 +192,7 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"training {m} {layout}": lambda m=m, n=layout, h=h: training(m, n, h) for m, layout, h in MODELS},
     "loops": loops,
+    "pipeline": pipeline,
     **{f"half stage {stage}": lambda stage=stage: half(stage) for stage in (1, 2, 3)},
     **{
         f"loop {name}": lambda case=case: case.check(lambda p, batch: open_engine(p, "jax").step(batch))

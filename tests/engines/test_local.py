@@ -19,6 +19,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import Op, Roles
 from mesh_tf_core.ir.program import COLLECTIVES, Collective
 from mesh_tf_core.ops.context import FORMS
+from tests.core import test_pipelines
 from tests.engines import number_cases
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 from tests.marks import by_day
@@ -46,6 +47,16 @@ def test_every_collective_equals_lockstep(mesh, axes):
     local, lockstep = both(program)
     batch = numbers(program)
     same(local.step(batch), lockstep.step(batch))
+    assert local.communication_bytes == program.communication_bytes()
+
+
+def test_a_pipeline_equals_lockstep() -> None:
+    program, batch = test_pipelines.example(), test_pipelines.batch()
+    local, lockstep = both(program)
+    for _ in range(2):
+        same(local.step(batch), lockstep.step(batch))
+    for name in program.variables:
+        np.testing.assert_allclose(local.read(name), lockstep.read(name), 1e-10, err_msg=name)
     assert local.communication_bytes == program.communication_bytes()
 
 

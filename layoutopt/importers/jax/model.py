@@ -73,6 +73,11 @@ class JaxModel(mtf.Model):
                 f"plan.jax: the plan places {path!r} by rules of its own (--refine), which have no place "
                 "in the user's function; search without --refine"
             )
+        for dim, count in self.stages(plan.mesh, plan.layout).items():
+            raise UserError(
+                f"plan.jax: the plan splits {dim!r} into {count} stages of a pipeline, which the user's "
+                f"function does not have; search without --pin {dim}"
+            )
         return self.under(plan.mesh, plan.layout, plan.options, jax_mesh(plan.mesh, plan.slices))
 
     def arrays(self, plan: Plan) -> dict[str, tuple[Placed, ...]]:

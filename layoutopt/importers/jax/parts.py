@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layoutopt.importers.jax.origin import Origin
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.tracing.copying import batch_names
 from mesh_tf_core.tracing.graph import graph_of
-from mesh_tf_core.tracing.microbatch import batch_names
 from mesh_tf_core.tracing.standing import Kind, Standings
 
 

@@ -1,0 +1,195 @@
+"""Copies of graphs whose operations work on a part of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Block, Half, Node
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.basic import scale
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.standing import Standings
+
+
+def batch_names(graph: Graph, batch: str) -> set[str]:
+    """The batch dimension's name and those that operations rename it to."""
+    names = {batch}
+    while True:
+        more = {new for node, _ in graph.walk() for old, new in node.op.renames if old in names}
+        if more <= names:
+            return names
+        names |= more
+
+
+class Copy:
+    """A copy of a graph under construction.
+
+    Args:
+      batch: name of the batch dimension.
+      parts: of the batch; UserError if they do not divide it.
+
+    Attributes:
+      names, size: of the batch dimension.
+      smaller: the batch dimensions -> those of a part, of nodes that are copied for parts.
+      standings: of what the nodes that are copied compute.
+      number: of the part that the nodes that are being built work on, an int scalar; None: on no part.
+      tensors: old tensor -> what stands for it, of what the nodes that are being built may read.
+      blocks: the same of blocks.
+    """
+
+    standings: Standings
+
+    def __init__(self, graph: Graph, batch: str, parts: int) -> None:
+        sizes = {t.shape.dim(batch).size for t in graph.inputs.values() if batch in t.shape.names}
+        if len(sizes) != 1:
+            raise UserError(f"microbatches: the inputs have no common dimension {batch!r}")
+        self.old, self.size, self.parts = graph, sizes.pop(), parts
+        if parts < 1 or self.size % parts:
+            raise UserError(
+                f"microbatches={parts}: {batch!r} has size {self.size}, which is not divisible by it; "
+                f"choose a divisor of {self.size}"
+            )
+        self.names = batch_names(graph, batch)
+        self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
+        self.new = Graph(graph.name)
+        self.new.variables.update(graph.variables)
+        self.new.unsplit.update(graph.unsplit)
+        self.number: Tensor | None = None
+        self.tensors: dict[int, Tensor] = {}
+        self.blocks: dict[int, Block] = {}
+
+    def check_batch(self, tensors: Iterable[Tensor]) -> None:
+        """UserError if one of some tensors has the batch twice."""
+        for t in tensors:
+            both = [d.name for d in t.shape if d in self.smaller]
+            if len(both) > 1:
+                raise UserError(
+                    f"microbatches={self.parts}: a tensor [{t.shape}] has the batch twice "
+                    f"({' and '.join(both)}); examples of different parts would not meet; use one microbatch"
+                )
+
+    def _operand(self, node: Node, operand: int) -> Tensor:
+        """The copy of an operand of a node."""
+        return self.tensors[operand]
+
+    def _operands(self, node: Node) -> list[Tensor]:
+        """The copies of a node's operands; shares of what every part would add whole."""
+        found = [self._operand(node, i) for i in node.inputs]
+        shared = self.standings.shared.get(node.index, ()) if self.number is not None else ()
+        return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
+
+    def _shape(self, shape: Shape) -> Shape:
+        return Shape(self.smaller.get(d, d) for d in shape)
+
+    def _substituted(self, value: Any) -> Any:
+        """The same description with the smaller batch."""
+        if isinstance(value, Dim):
+            return self.smaller.get(value, value)
+        if isinstance(value, Shape):
+            return self._shape(value)
+        if isinstance(value, tuple):
+            return tuple(self._substituted(v) for v in value)
+        if isinstance(value, TensorType):
+            return TensorType(self._shape(value.shape), value.dtype)
+        return value
+
+    def _ends(self, node: Node, body: Block) -> list[Tensor]:
+        """The states that an iteration hands on."""
+        shared = self.standings.shared_out[node.index] if self.number is not None else ()
+        found = [self.tensors[i] for i in body.carry_out]
+        return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
+
+    def _op(self, op: Any) -> Any:
+        changed = {f.name: self._substituted(getattr(op, f.name)) for f in dataclasses.fields(op)}
+        same = all(changed[n] == getattr(op, n) for n in changed)
+        return op if same else dataclasses.replace(op, **changed)
+
+    def _node(self, node: Node) -> None:
+        with self.new.phase(node.phase, node.scope, node.name):
+            if node.body is not None:
+                self._scan(node, node.body)
+                return
+            inputs = self._operands(node)
+            op = self._op(node.op)
+            if op.derives_key and self.number is not None and not any(map(self._derived, node.inputs)):
+                inputs.append(self.number)
+            try:
+                made = self.new.apply(op, *inputs)
+            except UserError as error:
+                raise UserError(
+                    f"microbatches={self.parts}: {op.describe()} fixes the size of the batch ({error})"
+                ) from None
+            outs = made if isinstance(made, tuple) else (made,)
+            for old, tensor in zip(node.outputs, outs, strict=True):
+                if tensor.shape != self._shape(self.old.tensor(old).shape):
+                    raise UserError(f"microbatches={self.parts}: {op.describe()} fixes the size of the batch")
+                self.tensors[old] = tensor
+
+    def _derived(self, tensor: int) -> bool:
+        node = self.old.producer.get(tensor)
+        return node is not None and node.op.derives_key
+
+    def _inner(self, block: Block, tensor: int) -> Tensor:
+        """A body tensor that no node computes: a carry or a part."""
+        found = self.new.body_input(block, self.old.tensor(tensor))
+        found.type = TensorType(self._shape(found.shape), found.dtype)
+        self.tensors[tensor] = found
+        return found
+
+    def _delivered(self, tensor: int, source: int) -> Tensor:
+        """The copy of what a loop makes a tensor of."""
+        return self.tensors[source]
+
+    def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
+        """The copy of a tensor that a loop gives to the block around it."""
+        if tensor not in self.tensors:
+            assert block.parent is not None
+            t = self.old.tensor(tensor)
+            type = TensorType(self._shape(t.shape), dtype or t.dtype)
+            self.tensors[tensor] = self.new.new_tensor(type, self.new.blocks[block.parent])
+        return self.tensors[tensor].id
+
+    def _backward(self, body: Block, block: Block) -> None:
+        """Copies what connects a loop to its backward."""
+
+    def _scan(self, node: Node, body: Block) -> None:
+        init = self._operands(node)
+        forward = self.blocks.get(body.forward.id) if body.forward else None
+        assert body.dim is not None and body.index is not None
+        with self.new.loop(body.dim, body.reverse, forward) as block:
+            self.blocks[body.id] = block
+            assert block.index is not None
+            self.tensors[body.index] = self.new.tensors[block.index]
+            block.branch, block.single = body.branch, body.single
+            block.sliced = [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
+            self._body(node, body, block)
+            stacked = [(self._delivered(o, i), o) for i, o in body.stacked]
+            block.stacked = [(x.id, self._outer(o, block, x.dtype)) for x, o in stacked]
+            block.summed = [(self.tensors[i].id, self._outer(o, block)) for i, o in body.summed]
+            self._backward(body, block)
+        finals = self.new.close_loop(block, init)
+        self.tensors.update(zip(node.outputs, finals, strict=False))
+
+    def _body(self, node: Node, body: Block, block: Block) -> None:
+        """The state and the nodes of a loop's body, in the copy's block."""
+        block.carry_in = tuple(self._inner(block, i).id for i in body.carry_in)
+        block.runs = None if body.runs is None else self.tensors[body.runs].id
+        made: dict[int, list[Node]] = {}
+        for inner in body.nodes:
+            begin = len(block.nodes)
+            self._node(inner)
+            made[inner.index] = block.nodes[begin:]
+        block.carry_out = tuple(x.id for x in self._ends(node, body))
+        block.halves = tuple(
+            Half(
+                self.tensors[h.argument].id,
+                self.tensors[h.result].id,
+                tuple(new for old in h.nodes for new in made[old.index]),
+            )
+            for h in body.halves
+        )

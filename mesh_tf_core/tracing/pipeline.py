@@ -1,0 +1,332 @@
+"""Pipelines: a loop over equal layers as stages on devices of their own, which work on different microbatches
+at the same time (Huang et al. 2019, "GPipe"; as one SPMD program: Xu et al. 2021, "GSPMD", section 3.3).
+
+A loop over L layers becomes, of the forward graph, before its gradient is made,
+
+  loop over ticks, whose state has the microbatches in flight [stage, microbatch's dims]
+    loop over the stages, side by side (`Block.spread`): what the stage before handed on, at the first stage
+      the microbatch that enters, through
+      loop over the layers of the stage, as it was
+    the state, moved on by one stage
+
+so that its gradient, lowering, price and memory are those of what is written there. `ops.ticks` says what is
+when; a stage that waits works on numbers that nobody reads. Layers before and after work on the whole batch.
+
+What the layers read of the batch besides their state stays where it is, if no gradient goes back to it, and
+else goes through the stages with the state. How values stand to the batch says `standing`, as for gradient
+accumulation: a state that each microbatch adds to, as a router's loss, is their sum; what depends on the
+whole batch otherwise is refused. Random keys get the number of the microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Block, Node
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.structure import Assign, Feed, Read
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.basic import scale, stop_gradient
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.dynamic import dynamic_slice
+from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.math import logical_and, maximum, minimum
+from mesh_tf_core.ops.neighbours import shift
+from mesh_tf_core.ops.reduce import reduce_sum
+from mesh_tf_core.ops.shape import reshape, slice_dim, transpose
+from mesh_tf_core.ops.ticks import FromTicks, Schedule, ToTicks
+from mesh_tf_core.tracing.copying import Copy
+from mesh_tf_core.tracing.gradients import depends_on
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
+
+
+def layers_of_stage(dim: str) -> str:
+    """The dimension of the loop over the layers of a stage, of those that `dim` counts."""
+    return f"{dim}_of_stage"
+
+
+def pipelined(
+    graph: Graph, batch: str, parts: int, stages: Mapping[str, int], wanted: Mapping[str, Tensor]
+) -> tuple[Graph, dict[str, Tensor]]:
+    """The forward graph with loops as pipelines.
+
+    Args:
+      batch: name of the batch dimension, the first of every input.
+      parts: number of microbatches.
+      stages: dimension of loops -> number of stages.
+      wanted: name -> tensor at the top level, of the forward operations.
+
+    Returns:
+      The new graph and its tensors for `wanted`.
+
+    Raises:
+      UserError: a loop cannot be one; why, and what to do.
+    """
+    return _Pipelines(graph, batch, parts, stages).run(wanted)
+
+
+def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
+    """The dimensions that forward loops run over -> these loops."""
+    return graph.remembered(loop_dims, lambda: _loop_dims(graph))
+
+
+def _loop_dims(graph: Graph) -> dict[str, list[Node]]:
+    found: dict[str, list[Node]] = {}
+    for node, _ in graph.walk():
+        if node.phase == "forward" and node.body is not None and node.body.dim is not None:
+            found.setdefault(node.body.dim.name, []).append(node)
+    return found
+
+
+@dataclass
+class _Flow:
+    """What goes through the stages with a microbatch.
+
+    Attributes:
+      kind: how it stands to the batch.
+      entering: [microbatch, its dims].
+      passes: it is only read.
+    """
+
+    kind: Kind
+    entering: Tensor
+    passes: bool = False
+
+
+class _Pipelines(Copy):
+    """A graph with pipelines under construction."""
+
+    def __init__(self, graph: Graph, batch: str, parts: int, stages: Mapping[str, int]) -> None:
+        super().__init__(graph, batch, parts)
+        self.part, self.smaller = self.smaller, {}
+        self.stages = stages
+        for dim, count in stages.items():
+            self._check(dim, count)
+        trained = [v for v in graph.variables.values() if v.trainable]
+        self.trained = depends_on(graph, [graph.read(v).id for v in trained])
+
+    def _check(self, dim: str, count: int) -> None:
+        for node in loop_dims(self.old)[dim]:
+            size = node.body.dim.size if node.body and node.body.dim else 0
+            if size % count:
+                raise UserError(
+                    f"pipeline over {dim!r}: {count} stages do not divide its {size} layers; "
+                    f"choose one of {', '.join(str(n) for n in range(2, size + 1) if size % n == 0)}"
+                )
+            if node not in self.old.nodes:
+                raise UserError(f"pipeline over {dim!r}: this loop is inside of another; split the outer one")
+
+    def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
+        """Copies what leads to the tensors that are wanted, and what the forward pass stores."""
+        kept = [n for n in self.old.nodes if n.phase == "forward"]
+        needed = {t.id for t in wanted.values()}
+        found: list[Node] = []
+        for node in reversed(kept):
+            made = {*node.outputs}
+            if isinstance(node.op, Feed | Assign) or made & needed:
+                found.append(node)
+                needed |= outer_reads(self.old, node)
+        for node in reversed(found):
+            self._node(node)
+        return self.new, {name: self.tensors[t.id] for name, t in wanted.items()}
+
+    def _node(self, node: Node) -> None:
+        op = node.op
+        if isinstance(op, Read):
+            self.tensors[node.outputs[0]] = self.new.read(op.variable)
+        elif isinstance(op, Feed):
+            self.tensors[node.outputs[0]] = self.new.input(op.feed, op.type.shape.dims, op.type.dtype)
+        elif isinstance(op, Assign):
+            with self.new.phase(node.phase, node.scope):
+                self.new.assign(op.variable, self.tensors[node.inputs[0]])
+        else:
+            super()._node(node)
+
+    def _scan(self, node: Node, body: Block) -> None:
+        dim = body.dim
+        if self.number is not None or dim is None or dim.name not in self.stages:
+            super()._scan(node, body)
+            return
+        before = dict(self.tensors)
+        made = _Pipeline(self, node, body, dim).build()
+        self.tensors, self.number, self.smaller = {**before, **made}, None, {}
+
+
+class _Pipeline:
+    """One loop as a pipeline."""
+
+    def __init__(self, copy: _Pipelines, node: Node, body: Block, layers: Dim) -> None:
+        self.copy, self.node, self.body, self.layers = copy, node, body, layers
+        self.old, self.new = copy.old, copy.new
+        self.schedule = Schedule(copy.parts, copy.stages[layers.name])
+        self.stage = Dim(layers.name, self.schedule.stages)
+        self.own = Dim(layers_of_stage(layers.name), layers.size // self.schedule.stages)
+        read = outer_reads(self.old, node)
+        self.rows = {i for i in (*read, *node.inputs) if self._batch(i)}
+        copy.standings = self.standings = Standings(self.old, copy.names, [node], self.rows)
+        self._check()
+
+    def _batch(self, tensor: int) -> bool:
+        return any(d in self.copy.part for d in self.old.tensor(tensor).shape)
+
+    def _refuse(self, what: str) -> UserError:
+        return UserError(f"pipeline over {self.layers.name!r}: {what}; do not split {self.layers.name!r}")
+
+    def _check(self) -> None:
+        body = self.body
+        inside = [n for n, _ in body.walk()]
+        if any(n.body is not None and n.body.runs is not None for n in inside) or body.runs is not None:
+            raise self._refuse("its layers have branches or end early, and stages have to do the same things")
+        made = {*body.carry_in, *(o for n in inside for o in n.outputs)}
+        self.copy.smaller = self.copy.part
+        self.copy.check_batch(map(self.old.tensor, (*made, *self.rows)))
+        self.copy.smaller = {}
+        whole = [i for i in body.carry_in if self.standings.of(i).kind is Kind.MIXED]
+        if whole or any(self.standings.of(i).kind is Kind.MIXED for i, _ in body.stacked):
+            known = [*whole, *(i for i, _ in body.stacked), *body.carry_out]
+            why = next((self.standings.why[i] for i in known if i in self.standings.why), "what it hands on")
+            raise self._refuse(f"microbatches do not add up to what its layers hand on, because of {why}")
+        for outer, _ in body.sliced:
+            if self._batch(outer):
+                raise self._refuse("its layers read parts of the batch that are stacked, one for each layer")
+        for inner, _ in body.stacked:
+            if self.standings.of(inner).kind is Kind.ROWS:
+                raise self._refuse("its layers stack something of every example")
+            if not is_float(self.old.tensor(inner).dtype):
+                raise self._refuse("its layers stack whole numbers")
+
+    # -- the batch as microbatches -------------------------------------------------------------------------
+
+    def _split(self, x: Tensor) -> Tensor:
+        """x with the batch as [microbatch, others]: of every device's rows one after the other, so that none
+        moves to another device."""
+        (batch,) = (d for d in x.shape if d in self.copy.part)
+        own, parts = self.copy.part[batch], Dim(MICROBATCH, self.copy.parts)
+        dims = [e for d in x.shape for e in ((own, parts) if d == batch else (d,))]
+        apart = reshape(x, dims)
+        return transpose(apart, [parts, *apart.shape.without(MICROBATCH)])
+
+    def _joined(self, x: Tensor, like: Shape) -> Tensor:
+        """The inverse; `like`: of the whole."""
+        parts = x.shape.dims[0]
+        own = {small: parts for _, small in self.copy.part.items()}
+        dims = [e for d in x.shape.dims[1:] for e in ((d, own[d]) if d in own else (d,))]
+        return reshape(transpose(x, dims), like)
+
+    def _alike(self, x: Tensor) -> Tensor:
+        """Every microbatch's copy of what has no batch."""
+        return broadcast(x, Shape([Dim(MICROBATCH, self.copy.parts), *x.shape]))
+
+    # -- what goes through the stages ----------------------------------------------------------------------
+
+    def _states(self) -> list[_Flow]:
+        shares = self.standings.shared[self.node.index]
+        found = []
+        for at, (outer, inner) in enumerate(zip(self.node.inputs, self.body.carry_in, strict=True)):
+            x, kind = self.copy.tensors[outer], self.standings.of(inner).kind
+            if kind is Kind.ROWS and outer in self.rows:
+                found.append(_Flow(kind, self._split(x)))
+            elif kind is Kind.ROWS:
+                raise self._refuse(f"its state [{x.shape}] begins without the batch")
+            else:
+                x = scale(x, 1 / self.copy.parts) if at in shares else x
+                found.append(_Flow(kind, self._alike(x)))
+        return found
+
+    def _read(self) -> tuple[dict[int, Tensor], dict[int, _Flow]]:
+        """What the layers read of the batch besides their state: what stays, and what passes through."""
+        read = {i for n in self.body.nodes for i in outer_reads(self.old, n)}
+        read |= {i for i in self.body.carry_out if not self.old.tensor(i).block}
+        stays: dict[int, Tensor] = {}
+        passes: dict[int, _Flow] = {}
+        for i in sorted(read & self.rows):
+            entering = self._split(self.copy.tensors[i])
+            if i in self.copy.trained:
+                passes[i] = _Flow(Kind.ROWS, entering, passes=True)
+            else:
+                stays[i] = entering
+        return stays, passes
+
+    def build(self) -> dict[int, Tensor]:
+        """Builds the loops; old tensors -> what stands for them afterwards."""
+        new, schedule = self.new, self.schedule
+        states = self._states()
+        stays, passes = self._read()
+        flows = [*states, *passes.values()]
+        entering = [new.apply(ToTicks(schedule, end=False, fill=True), f.entering) for f in flows]
+        init = [self._begun(f.entering) for f in flows]
+        with new.loop(Dim(TICK, schedule.ticks)) as ticks:
+            tick = new.tensors[ticks.index]  # type: ignore[index]
+            held = [new.body_input(ticks, x) for x in init]
+            come = [new.slice_into(ticks, x) for x in entering]
+            with new.loop(self.stage, spread=True) as stages:
+                stage = new.tensors[stages.index]  # type: ignore[index]
+                item = tick - stage
+                works = logical_and(item >= 0, item < schedule.microbatches)
+                number = maximum(minimum(item, schedule.microbatches - 1), 0)
+                got = [
+                    where(stage < 1, x, new.slice_into(stages, h)) for x, h in zip(come, held, strict=True)
+                ]
+                self.copy.tensors.update((i, dynamic_slice(x, number, MICROBATCH)) for i, x in stays.items())
+                self.copy.tensors.update(zip(passes, got[len(states) :], strict=True))
+                self.copy.number, self.copy.smaller = number, self.copy.part
+                ends, stacked = self._layers(stages, stage, got[: len(states)])
+                ends += got[len(states) :]
+                handed = [new.stack_output(stages, x) for x in ends]
+                last = stage > schedule.stages - 2
+                left = [self._at(last, x) for x in ends[: len(states)]]
+                done = [new.sum_output(stages, x) for x in left]
+                parts = [self._at(works, x) for x in stacked]
+                terms = [new.stack_output(stages, x, self.layers) for x in parts]
+            new.close_loop(stages, [])
+            ticks.carry_in = tuple(x.id for x in held)
+            ticks.carry_out = tuple(shift(x, 1, self.stage).id for x in handed)
+            leaving = [new.stack_output(ticks, x) for x in done]
+            sums = [new.sum_output(ticks, x) for x in terms]
+        new.close_loop(ticks, init)
+        pairs = zip(self.node.outputs, leaving, states, strict=False)
+        made = {old: self._left(old, x, flow.kind) for old, x, flow in pairs}
+        for (inner, old), x in zip(self.body.stacked, sums, strict=True):
+            same = self.standings.of(inner).kind is Kind.SAME
+            made[old] = scale(x, 1 / self.copy.parts) if same else x
+        return made
+
+    def _at(self, condition: Tensor, x: Tensor) -> Tensor:
+        """x where a condition holds, else zeros."""
+        return where(condition, x, 0)
+
+    def _begun(self, entering: Tensor) -> Tensor:
+        """What the stages have before the first tick: numbers like others."""
+        first = reshape(slice_dim(entering, MICROBATCH, 0, 1), entering.shape.without(MICROBATCH))
+        return broadcast(stop_gradient(first), Shape([self.stage, *first.shape]))
+
+    def _left(self, old: int, x: Tensor, kind: Kind) -> Tensor:
+        """What a state is after the layers, of [tick, a microbatch's]."""
+        shape = self.old.tensor(old).shape
+        parts = self.new.apply(FromTicks(self.schedule, end=True), x)
+        if kind is Kind.ROWS:
+            return self._joined(parts, shape)
+        if kind is Kind.SUM:
+            return reduce_sum(parts, MICROBATCH)
+        return reshape(slice_dim(parts, MICROBATCH, 0, 1), shape)
+
+    def _layers(
+        self, stages: Block, stage: Tensor, init: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The layers of a stage: their last states, and what they stack."""
+        copy, new, body = self.copy, self.new, self.body
+        outer = {o: new.slice_into(stages, copy.tensors[o], self.own) for o, _ in body.sliced}
+        with new.loop(self.own) as block:
+            assert block.index is not None and body.index is not None
+            copy.blocks[body.id] = block
+            number = new.tensors[block.index]
+            copy.tensors[body.index] = stage * self.own.size + number
+            for o, inner in body.sliced:
+                copy.tensors[inner] = new.slice_into(block, outer[o])
+            copy._body(self.node, body, block)
+            stacked = [new.stack_output(block, copy.tensors[i]) for i, _ in body.stacked]
+        return new.close_loop(block, init), stacked
