@@ -67,7 +67,7 @@ def test_heavy_imports_are_noticed() -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        pytest.param((ORTOOLS, TENSORFLOW), id="solver first"),
+        pytest.param((ORTOOLS, TENSORFLOW), id="solver first", marks=pytest.mark.nightly),
         pytest.param((TENSORFLOW, ORTOOLS), id="solver last", marks=pytest.mark.nightly),
     ],
 )

@@ -112,6 +112,7 @@ print(json.dumps([list(piece.shape) for piece in dtensor.unpack(x)]))
 """
 
 
+@pytest.mark.nightly
 def test_dtensor_takes_every_layout(run: Callable[..., Result], plan_file: str) -> None:
     text = run("export", plan_file, "--to", "dtensor").stdout
     done = subprocess.run(
