@@ -14,7 +14,7 @@ from benchmarks.published_models import language_model as published_model
 from benchmarks.published_rows import CUSTOM, PIPELINED, Run, lowered, read
 
 COMPILED, LAUNCHED = "GPUs, few large kernels", "GPUs, kernels launched from Python"
-MEGATRON = "batch:data;heads:model;d_ff:model;vocab:model"
+MEGATRON = "batch:data;heads:model;d_ff:model;vocab:model;layers:pipe"
 VOCAB_GPT = 51200
 VOCAB_VTRAIN = 50257
 """Not padded: vTrain divides it by the ways of tensor parallelism and drops the rest
@@ -151,9 +151,11 @@ def mesh_and_layout(split: Mapping[str, int], rules: str) -> tuple[str, str]:
     return ";".join(f"{name}:{n}" for name, n in axes.items()), ";".join(kept)
 
 
-def megatron_program(sizes: dict[str, Any], data: int, tensor: int, parts: int) -> mtf.Program:
-    """Tensor and data parallel, every layer computed again."""
-    mesh, layout = mesh_and_layout({"data": data, "model": tensor}, MEGATRON)
+def megatron_program(
+    sizes: dict[str, Any], data: int, tensor: int, parts: int, stages: int = 1
+) -> mtf.Program:
+    """Tensor, data and pipeline parallel, every layer computed again."""
+    mesh, layout = mesh_and_layout({"pipe": stages, "data": data, "model": tensor}, MEGATRON)
     return lowered(gpt, sizes, mesh, layout, recompute=True, microbatches=parts)
 
 
@@ -162,7 +164,7 @@ def vtrain() -> Iterator[Run]:
     (`use_gradient_bucket` false in config/validation); several nodes with 100 GB/s each."""
     for table in VTRAIN:
         for row in read(table):
-            hidden, heads, layers, length, batch, micro, tensor, data, gpus = (
+            hidden, heads, layers, length, batch, micro, tensor, data, stages, gpus = (
                 int(row[n])
                 for n in (
                     "hidden size",
@@ -173,6 +175,7 @@ def vtrain() -> Iterator[Run]:
                     "micro batch",
                     "tensor parallelism",
                     "data parallelism",
+                    "pipeline parallelism",
                     "n_gpus",
                 )
             )
@@ -180,20 +183,23 @@ def vtrain() -> Iterator[Run]:
             sizes = dict(zip(SIZES, (layers, hidden, heads, vocab, length, batch), strict=True))
             parts = batch // (micro * data)
 
-            def program(sizes: Any = sizes, how: tuple[int, int, int] = (data, tensor, parts)) -> mtf.Program:
+            def program(
+                sizes: Any = sizes, how: tuple[int, ...] = (data, tensor, parts, stages)
+            ) -> mtf.Program:
                 return megatron_program(sizes, *how)
 
             workload = f"{hidden}x{layers}, {gpus} GPUs, batch {batch}"
+            several = f", {stages} stages" if stages > 1 else ""
             yield Run(
                 table,
-                f"{workload}: tensor {tensor}, data {data}, micro batch {micro}",
+                f"{workload}: tensor {tensor}, data {data}, micro batch {micro}{several}",
                 f"GPT {hidden}x{layers}",
                 workload,
                 float(row["iteration time (ms)"]) / 1e3,
                 program,
                 "a100-eager, node_egress=100GB/s" if gpus > 8 else "a100-eager",
                 LAUNCHED,
-                "" if row["pipeline parallelism"] == "1" else PIPELINED,
+                PIPELINED if stages > 1 else "",
             )
 
 

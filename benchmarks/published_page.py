@@ -19,7 +19,8 @@ they ship. Nothing is set per run but the network between nodes, where a source 
 TABLES = """\
 ## By table
 
-Mean error, and in brackets its sign. {pipelined} rows with pipeline stages cannot be expressed. Rows not
+Mean error, and in brackets its sign. {pipelined} rows with pipeline stages are apart
+(`python -m benchmarks.published_pipelines`). Rows not
 judged recompute every second layer (priced with nothing recomputed), or lie on several slices.
 
 | table | rows | which | error | largest | regret, mean and largest |

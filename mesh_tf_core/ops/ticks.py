@@ -1,17 +1,13 @@
 """When a pipeline works on what: microbatches enter its first stage and leave its last at certain ticks.
 
 At a tick every stage works on one microbatch and then hands it on to the next stage (Huang et al. 2019,
-"GPipe"). With `rounds` R > 1 a stage holds R shorter runs of layers, and every microbatch passes all stages R
-times: groups of as many microbatches as there are stages go round, one group after the other (Narayanan et
-al. 2021, "Efficient large-scale language model training", section 2.2). With M microbatches and P stages
-
-  ticks   M R + P - 1, of which a stage works in M R: it waits in P - 1
-  item    w = tick - stage, of group w // (P R), in round (w mod P R) // P, on microbatch group P + w mod P
+"GPipe"). With M microbatches and P stages, of M + P - 1 ticks a stage works in M and waits in P - 1: stage s
+has microbatch tick - s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,27 +24,23 @@ WHY = "microbatches come one after the other"
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many microbatches pass how many stages how often."""
+    """How many microbatches pass how many stages."""
 
     microbatches: int
     stages: int
-    rounds: int = 1
 
     @property
     def ticks(self) -> int:
-        return self.microbatches * self.rounds + self.stages - 1
+        return self.microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
         """The share of the ticks in which a stage waits."""
         return (self.stages - 1) / self.ticks
 
-    def runs(self, end: bool) -> Iterator[tuple[int, int, int]]:
-        """(tick, microbatch, how many): when microbatches enter, or leave at the `end`."""
-        group = self.microbatches if self.rounds == 1 else self.stages
-        late = self.rounds * self.stages - 1 if end else 0
-        for begin in range(0, self.microbatches, group):
-            yield begin * self.rounds + late, begin, group
+    def first(self, end: bool) -> int:
+        """The tick at which the first microbatch enters, or leaves at the `end`; the others follow."""
+        return self.stages - 1 if end else 0
 
 
 def _first(op: str, name: str, inputs: Sequence[TensorType], size: int) -> Shape:
@@ -80,23 +72,14 @@ class ToTicks(Op):
         return TensorType(Shape([Dim(TICK, self.schedule.ticks), *rest]), inputs[0].dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        (x,), rest, dtype = slices, at.inputs[0].shape.sizes[1:], at.inputs[0].dtype
-        zeros = (0,) * len(rest)
-        parts: list[Any] = []
-        done = 0
-
-        def gap(size: int) -> None:
-            if size and self.fill:
-                parts.append(k.broadcast_to(k.slice(x, (0, *zeros), (1, *rest)), (size, *rest)))
-            elif size:
-                parts.append(k.full((size, *rest), 0, dtype))
-
-        for tick, microbatch, size in self.schedule.runs(self.end):
-            gap(tick - done)
-            parts.append(k.slice(x, (microbatch, *zeros), (size, *rest)))
-            done = tick + size
-        gap(self.schedule.ticks - done)
-        return k.concat(parts, 0) if len(parts) > 1 else parts[0]
+        (x,), rest = slices, at.inputs[0].shape.sizes[1:]
+        before = self.schedule.first(self.end)
+        after = self.schedule.stages - 1 - before
+        if not self.fill:
+            return k.pad(x, [(before, after), *((0, 0) for _ in rest)])
+        one = k.slice(x, [0] * (1 + len(rest)), (1, *rest))
+        gaps = [k.broadcast_to(one, (size, *rest)) if size else None for size in (before, after)]
+        return k.concat([part for part in (gaps[0], x, gaps[1]) if part is not None], 0)
 
     def flops(self, *local: TensorType) -> float:
         return 0.0
@@ -124,11 +107,9 @@ class FromTicks(Op):
         return TensorType(Shape([Dim(MICROBATCH, self.schedule.microbatches), *rest]), inputs[0].dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        (x,), rest = slices, at.inputs[0].shape.sizes[1:]
-        zeros = (0,) * len(rest)
-        runs = self.schedule.runs(self.end)
-        parts = [k.slice(x, (tick, *zeros), (size, *rest)) for tick, _, size in runs]
-        return k.concat(parts, 0) if len(parts) > 1 else parts[0]
+        rest = at.inputs[0].shape.sizes[1:]
+        begin = self.schedule.first(self.end), *(0 for _ in rest)
+        return k.slice(slices[0], begin, (self.schedule.microbatches, *rest))
 
     def flops(self, *local: TensorType) -> float:
         return 0.0
