@@ -179,12 +179,15 @@ def owned(directory: str | Path) -> Iterator[str]:
 
 def unwritable(directory: str | Path, error: Exception) -> UserError:
     """What the system said, as the user's error."""
-    said = (error.strerror if isinstance(error, OSError) else None) or error
+    said, todo = (
+        (error.strerror if isinstance(error, OSError) else None) or error,
+        "give a directory with room",
+    )
+    if isinstance(error, FileNotFoundError):
+        said, todo = "its folder was removed", "leave it, or give another directory"
     left = listed(directory)
     kept = f"; {left[0][1].name} is still there" if left else ""
-    return UserError(
-        f"checkpoint {str(directory)!r} cannot be written: {said}; give a directory with room{kept}"
-    )
+    return UserError(f"checkpoint {str(directory)!r} cannot be written: {said}; {todo}{kept}")
 
 
 def listed(directory: str | Path) -> list[tuple[int, Path]]:
