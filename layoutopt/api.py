@@ -52,6 +52,7 @@ def search(
     on_better: Better | None = None,
     keep_best: bool = False,
     orders: str = "mesh",
+    elsewhere: Sequence[str] = (),
     refine: bool = False,
     alternatives: bool = True,
     context: Sequence[str] = (GATHER,),
@@ -77,6 +78,8 @@ def search(
       which the model cannot be split, are left out.
       orders: whether a split over several axes has these in the order of the mesh ("mesh") or in every order
       ("all", which takes longer). A pin may have any order.
+      elsewhere: dimensions that may be split further where mesh axes split nothing else: ("length",) is
+        sequence parallelism.
       refine: then place dimensions otherwise in single operations, as if they had other names there, where
         that takes less time (at most 40 s of looking).
       alternatives: look for named and simpler layouts to stand beside the answer, which take longer than it.
@@ -94,7 +97,7 @@ def search(
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    lists = storage, recompute, microbatches, context
+    lists = storage, recompute, microbatches, context, elsewhere
     _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
@@ -104,6 +107,7 @@ def search(
         tuple(r if isinstance(r, str) else bool(r) for r in recompute),
         tuple(sorted(set(microbatches))),
         context=tuple(dict.fromkeys(context)),
+        elsewhere=tuple(dict.fromkeys(elsewhere)),
     )
     request = Request(
         model,
@@ -129,6 +133,7 @@ def search(
         recompute=allowed.recompute,
         microbatches=tuple(map(int, allowed.microbatches)),
         context=None if allowed.context == (GATHER,) else allowed.context,
+        elsewhere=allowed.elsewhere or None,
     )
     candidates = Search(request, renames=mesh is None)
     best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
@@ -188,6 +193,7 @@ def _check(
     recompute: Any,
     microbatches: Any,
     context: Any,
+    elsewhere: Any,
 ) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
     if objective not in OBJECTIVES:
@@ -214,7 +220,13 @@ def _check(
     for name, rules in (("pins", pins), ("forbid", forbid)):
         if not isinstance(rules, str | Mapping | None):
             raise UserError(f"{name} {rules!r}: write them as 'batch:data', or as a dict of dimensions")
-    lists = {"storage": storage, "recompute": recompute, "microbatches": microbatches, "context": context}
+    lists = {
+        "storage": storage,
+        "recompute": recompute,
+        "microbatches": microbatches,
+        "context": context,
+        "elsewhere": elsewhere,
+    }
     for name, found in lists.items():
         if isinstance(found, str) or not isinstance(found, Iterable):
             raise UserError(f"{name} {found!r}: needs a list of what is allowed")

@@ -6,7 +6,7 @@ solver.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -153,10 +153,14 @@ def evaluate(
 
 
 class Evaluator:
-    """Evaluations of one model on one piece of hardware, and what they share: nothing is made twice."""
+    """Evaluations of one model on one piece of hardware, and what they share: nothing is made twice.
 
-    def __init__(self, model: Model, hardware: Hardware) -> None:
-        self.model, self.hardware = model, hardware
+    Args:
+      further: dimensions that searches may split further elsewhere.
+    """
+
+    def __init__(self, model: Model, hardware: Hardware, further: Iterable[str] = ()) -> None:
+        self.model, self.hardware, self.further = model, hardware, frozenset(further)
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._contexts: dict[int, SharedContext] = {}
@@ -173,7 +177,7 @@ class Evaluator:
 
     def context(self, microbatches: int) -> SharedContext:
         if microbatches not in self._contexts:
-            self._contexts[microbatches] = SharedContext(self.model, microbatches)
+            self._contexts[microbatches] = SharedContext(self.model, microbatches, further=self.further)
         return self._contexts[microbatches]
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:

@@ -113,12 +113,13 @@ def certify(
     """
     mesh = plan.mesh if devices is None else None
     whole: dict[Mesh, list[tuple[int, float]]] = {}
-    evaluator = Evaluator(model, hardware)
+    evaluator = Evaluator(model, hardware, asked.elsewhere)
     shapes = meshes(mesh, devices, max_axes, hardware)
     allowed = Allowed(
         parse_rules(asked.pins),
         parse_forbid(asked.forbid),
         storage=asked.storage,
+        elsewhere=asked.elsewhere,
         recompute=asked.recompute,
         microbatches=asked.microbatches,
         context=asked.context,

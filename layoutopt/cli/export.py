@@ -13,7 +13,6 @@ import typer
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option, say_damage
 from layoutopt.cli.plans import ModelOption, PlanArgument, with_model
 from layoutopt.cli.terminal import Terminal
-from layoutopt.plan.units import some
 
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
@@ -81,15 +80,16 @@ def export(
     beside = decided(own.options, own.layout, own.data.pipeline)
     text = written(Exported(title, own.mesh, own.layout, *tensors, beside, arrays), to.value)
     more: dict[str, Any] = {}
-    if beside.refined:
-        more["not_said"] = Decided(refined=beside.refined).model_dump(exclude_defaults=True)
+    unsaid = {} if to is Library.MAXTEXT else beside.refined
+    if unsaid:
+        more["not_said"] = Decided(refined=unsaid).model_dump(exclude_defaults=True)
     with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the layout") as is_saved:
         terminal.result(ExportResult(to=to.value, mesh=own.mesh.as_dict(), text=text, **more))
         if not is_saved and not as_json:
             sys.stdout.write(text)
-    if beside.refined:
-        places = some([*beside.refined], NAMED)
-        terminal.say(f"not in this form: how operations of {places} are placed otherwise")
+    if unsaid:
+        words = Decided(refined=unsaid).listed()
+        terminal.say(f"not in this form: {'; '.join(filter(None, words.values()))}")
 
 
 def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, out: Path | None) -> None:

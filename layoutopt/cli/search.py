@@ -141,6 +141,14 @@ def search(
     orders: Annotated[
         Orders, typer.Option(help="A split over several axes: in the order of the mesh, or in every order.")
     ] = Orders.MESH,
+    elsewhere: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIMS",
+            help="May be split further where axes split nothing else: length is sequence parallelism.",
+            show_default=False,
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     refine: Annotated[
         bool,
@@ -185,6 +193,7 @@ def search(
         "recompute": list(RECOMPUTE[recompute]),
         "microbatches": _numbers(microbatches),
         "context": [form.strip() for form in context.split(",") if form.strip()],
+        "elsewhere": [name.strip() for name in (elsewhere or "").split(",") if name.strip()],
     }
     where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),

@@ -20,16 +20,17 @@ from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.decisions import changing
+from layoutopt.space.elsewhere import written
 from layoutopt.space.kind import Choice, Touched
 from layoutopt.space.recompute import chosen
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.kept import Recomputed
-from mesh_tf_core.lower.nodes import moved_dims, plan_of
+from mesh_tf_core.lower.nodes import moved_dims, plan_of, renamed_saves
 from mesh_tf_core.lower.rematerialization import (
     keep_sets,
     rematerialization,
@@ -63,7 +64,7 @@ def _numbers(nodes: Iterable[Node]) -> tuple[int, ...]:
 
 class _Builder:
     def __init__(self, dependencies: Dependencies) -> None:
-        self.graph, self.dependencies = dependencies.graph, dependencies
+        self.graph, self.dependencies, self.further = dependencies.graph, dependencies, dependencies.further
         made = dependencies.stacks
         self.unread = frozenset(o for b in self.graph.blocks for o in b.saved.values() if o not in made)
         self.remat: dict[int, tuple[str, ...]] = {}
@@ -115,7 +116,10 @@ class _Builder:
             switches = self._switches(node)
             kernel = self._kernel(node, inside)
             times = self.dependencies.times(node)
-            anyway = tuple(i in self.moved_anyway(node) for i in node.inputs)
+            anyway = (
+                tuple(i in self.moved_anyway(node) for i in node.inputs),
+                tuple(self.moved_by(node).values()),
+            )
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
             apart = node.index if node.index in self.dependencies.cut or self._read_by_cut(node) else -1
             # Prices know the phase: whether a result stays, what a collective may overlap, when casts run.
@@ -159,6 +163,25 @@ class _Builder:
                 wanted = moved_dims(node, tensor, self.graph)
                 if wanted and any(moved_dims(r, twin, self.graph) == wanted for r in here):
                     found.add(tensor)
+        return found
+
+    def moved_by(self, node: Node) -> dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]]:
+        """Operands that a node moves where a rule for elsewhere holds, and of what reads them in backward its
+        dimensions, and those that it regroups: the same rules say whether it moves them alike."""
+        found = {}
+        home = self.dependencies.block_of[node.index]
+        for block in self.graph.blocks if self.further and node.index in self.remat else ():
+            for tensor in node.inputs if block.forward is home else ():
+                if moved_dims(node, tensor, self.graph, self.further):
+                    twin = block.captured.get(tensor, tensor)
+                    plans = [
+                        plan_of(r, self.graph)
+                        for r in self.dependencies.readers[twin]
+                        if self._in(r, block) and not isinstance(r.op, Connection)
+                    ]
+                    renamed = renamed_saves(home, self.further).values()
+                    plans += [plan_of(n, self.graph) for n in renamed if n.inputs == (tensor,)]
+                    found[tensor] = tuple(dict.fromkeys((p.dims, p.regrouped) for p in plans))
         return found
 
     def _in(self, node: Node, block: Block) -> bool:
@@ -205,12 +228,20 @@ class _Builder:
         subgraph = self._subgraph(nodes)
         again: dict[str, list[int]] = defaultdict(list)
         moved = frozenset(t for node in nodes for t in self.moved_anyway(node))
+        by = {t: how for node in nodes for t, how in self.moved_by(node).items()}
         for node in nodes:
             for text in self.texts.get(node.index, ()):
                 again[text].append(node.index)
         parts = {numbers: frozenset(numbers) for numbers in map(tuple, again.values())}
         second = {
-            numbers: Subgraph(found, subgraph.blocks, again=True, moved=moved, unread=self.unread)
+            numbers: Subgraph(
+                found,
+                subgraph.blocks,
+                again=True,
+                moved=moved,
+                moved_by=tuple(by.items()),
+                unread=self.unread,
+            )
             for numbers, found in parts.items()
         }
         runs = {text: second[tuple(numbers)] for text, numbers in again.items()}
@@ -286,7 +317,15 @@ class _Builder:
         dims = tuple(dict.fromkeys(n for names in shapes for n in names))
         for node in nodes:
             shapes.update(dict.fromkeys(self._worked(node)))
-        return dims, tuple(switches), tuple(shapes)
+        return (*dims, *self._rules(dims)), tuple(switches), (*shapes, *self._pairs(dims))
+
+    def _rules(self, dims: Iterable[str]) -> tuple[str, ...]:
+        """The decisions about what splits some dimensions further elsewhere."""
+        return tuple(written(n) for n in dims if n in self.further)
+
+    def _pairs(self, dims: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """A dimension and what splits it further, over other axes."""
+        return tuple((n, written(n)) for n in dims if n in self.further)
 
     def _worked(self, node: Node) -> Iterator[tuple[str, ...]]:
         """The dimensions whose pieces an operation works through, where no tensor has them all."""
@@ -347,7 +386,9 @@ class _Builder:
         subgraph = self._subgraph(nodes, frozenset(accesses))
         name, members = f"{variable.name} (access)", (_numbers(nodes),)
         alike = self._alike(again, {})
-        return key, Cluster(name, subgraph, again, dims, switches, (dims,), {}, members=members, alike=alike)
+        shapes = dims, *self._pairs(dims)
+        every = *dims, *self._rules(dims)
+        return key, Cluster(name, subgraph, again, every, switches, shapes, {}, members=members, alike=alike)
 
     def _access_again(self, casts: list[Node], accesses: set[Access]) -> dict[str, Subgraph]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.

@@ -35,9 +35,10 @@ from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Entry, Table, is_large, legal
 from layoutopt.problem import Problem, Sparse, Term, Variable
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.dtypes import itemsize
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.combine import Key
@@ -147,7 +148,8 @@ class Draft:
         whole: bool = False,
     ) -> None:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
-        self.context = context or SharedContext(model, decided.microbatches)
+        further = frozenset(name.partition(AT)[0] for name in decided.of(Elsewhere))
+        self.context = context or SharedContext(model, decided.microbatches, further=further)
         if not whole:
             self.context = self.context.bounded(decided)
             sums = (PendingSum.at(node, mesh) for node in sorted(self.context.cut))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.dependencies import Dependencies
+from layoutopt.space.elsewhere import written
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.lower import Subgraph
@@ -94,7 +95,9 @@ class Makers:
             block = self.graph.blocks[block.parent]
         dims = self.graph.tensor(node.outputs[0]).shape.names
         subgraph = Subgraph(frozenset({node.index}), frozenset(blocks))
-        return Cluster(node.op.name, subgraph, {}, dims, (), (dims,), {}, members=((node.index,),))
+        further = [(n, written(n)) for n in dims if n in self.dependencies.further]
+        every, shapes = (*dims, *(rule for _, rule in further)), (dims, *further)
+        return Cluster(node.op.name, subgraph, {}, every, (), shapes, {}, members=((node.index,),))
 
     def _gathered(self) -> Iterator[tuple[tuple[int, int], Source]]:
         body = {n.body.id: n.index for n in self.nodes.values() if n.body is not None}

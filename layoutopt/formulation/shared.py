@@ -30,18 +30,25 @@ class SharedContext:
 
     Args:
       cut: additions that are priced apart from their operands.
+      further: dimensions that may be split further elsewhere.
     """
 
-    def __init__(self, model: Model, microbatches: int = 1, cut: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        model: Model,
+        microbatches: int = 1,
+        cut: frozenset[int] = frozenset(),
+        further: frozenset[str] = frozenset(),
+    ) -> None:
         step = model.training_step(microbatches)
         self.model, self.microbatches, self.graph = model, microbatches, step.graph
         self._programs: dict[frozenset[str], Program] = {}
         self._tabler: Tabler | None = None
         self._points: dict[tuple[frozenset[str], bool], Points] = {}
-        self.cut = cut
+        self.cut, self.further = cut, further
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
-        self.dependencies = Dependencies(self.graph, self.program(), returned, cut)
+        self.dependencies = Dependencies(self.graph, self.program(), returned, cut, further)
         self.clusters = tuple(clusters(self.dependencies))
 
     @cached_property
@@ -66,7 +73,7 @@ class SharedContext:
             return self
         cut = self.cut | large
         if cut not in self._more:
-            self._more[cut] = SharedContext(self.model, self.microbatches, cut)
+            self._more[cut] = SharedContext(self.model, self.microbatches, cut, self.further)
         return self._more[cut].bounded(decided)
 
     def program(self, again: frozenset[str] = frozenset()) -> Program:

@@ -214,6 +214,8 @@ class Tabler:
         self, cluster: Cluster, naming: Naming, layout: Layout, cut: Cut, options: Options
     ) -> Entry | None:
         """The price of a cluster; None if that is not legal."""
+        if not self._divides(layout, naming.mesh):
+            return None
         oracle = Oracle(
             naming.mesh,
             layout,
@@ -247,6 +249,14 @@ class Tabler:
                 seconds += naming.pricer.total(second.cost)
                 parts.append(second)
         return Entry(max(seconds, 0.0), small, tuple(parts), naming.mesh)
+
+    def _divides(self, layout: Layout, mesh: Mesh) -> bool:
+        """Whether what splits dimensions further elsewhere divides them there."""
+        return not any(
+            size % mesh.group_size((*layout.axes(name), *axes))
+            for name, axes in layout.elsewhere
+            for size in self.sizes[name]
+        )
 
     def _lowered(
         self,

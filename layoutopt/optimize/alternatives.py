@@ -127,7 +127,9 @@ def point(request: Request, found: Found, number: int, searched_mesh: bool) -> A
         layout=axes_of(found.layout.renamed(names)),
         predicted=predicted_of(found.evaluation, names),
         feasible=True,
-        **decided(found.options, found.layout, found.evaluation.pipeline).model_dump(),
+        **decided(
+            found.options.renamed(names), found.layout.renamed(names), found.evaluation.pipeline
+        ).model_dump(),
     )
 
 
@@ -150,7 +152,7 @@ def priced(
     predicted, reason = _tried(request, mesh, layout, options, names)
     if reason is not None and called != mesh and not request.late:
         # Reasons speak of axes.
-        predicted, reason = _tried(request, called, rules, options, {})
+        predicted, reason = _tried(request, called, rules, options.renamed(names), {})
     return Alternative(
         name=name,
         mesh=called.as_dict(),
@@ -158,7 +160,7 @@ def priced(
         predicted=predicted,
         feasible=reason is None,
         reason=reason,
-        **decided(options, layout, request.model.stages(mesh, layout)).model_dump(),
+        **decided(options.renamed(names), rules, request.model.stages(mesh, layout)).model_dump(),
     )
 
 

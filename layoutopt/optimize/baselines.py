@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from layoutopt.space.decisions import Decisions, decisions
+from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Allowed
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import Split, domains
@@ -76,8 +77,10 @@ class Restriction(Plans):
 
     def decided(self, allowed: Allowed, microbatches: int) -> Decisions | None:
         stages = tuple(s for s in allowed.storage if s in self.stages) or self.stages[:1] or allowed.storage
-        wanted = Allowed(storage=stages, recompute=allowed.recompute, microbatches=(microbatches,))
+        parts, further = (microbatches,), allowed.elsewhere
+        wanted = Allowed(storage=stages, recompute=allowed.recompute, microbatches=parts, elsewhere=further)
         every = decisions(self.model.training_step(microbatches).graph, self.mesh, wanted)
+        every = every.within(dict.fromkeys(every.of(Elsewhere), ((),)))  # names say nothing of it
         options = self.options({n: every.options[n] for n in every.of(Split)})
         return None if options is None else every.within(options)
 

@@ -78,7 +78,7 @@ def _copies(request: Request, found: Found) -> Iterator[Layout]:
         called = dict(zip(mesh.names, names, strict=True))
         if any(mesh.size(a) != mesh.size(b) for a, b in called.items()):
             continue
-        rules = {n: tuple(called[a] for a in axes) for n, axes in found.layout.items()}
+        rules = {n: tuple(called[a] for a in axes) for n, axes in found.layout.written.items()}
         if ordered(found.layout, mesh):
             rules = {n: tuple(a for a in mesh.names if a in axes) for n, axes in rules.items()}
         layout = Layout(rules)

@@ -28,6 +28,7 @@ from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.extract import Extraction
 from layoutopt.formulation.memory_points import Key
 from layoutopt.problem import Entry, Row, Sparse
+from layoutopt.space.elsewhere import written
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.storage import storage_class
 from mesh_tf_core.ir.blocks import Node
@@ -135,6 +136,7 @@ def _decisions(found: Extraction, numbers: Iterable[int]) -> frozenset[str]:
     for node in dependencies.live:
         if dependencies.root(node.index) in roots:
             decided.update(_about(dependencies, node))
+    decided.update({*map(written, decided)} & {*found.names})
     return frozenset(decided)
 
 

@@ -32,7 +32,7 @@ def merged(
         if fewer is None:
             continue
         names = dict(zip(order, fewer.names, strict=True))
-        alike = Layout({n: tuple(names[a] for a in axes) for n, axes in alike.items()})
+        alike = Layout({n: tuple(names[a] for a in axes) for n, axes in alike.written.items()})
         try:
             found = evaluate(fewer, alike)
         except LayoutError:
@@ -45,7 +45,7 @@ def merged(
 
 def ordered(layout: Layout, mesh: Mesh) -> bool:
     """Whether all splits name their axes in the order of the mesh."""
-    return all(axes == tuple(a for a in mesh.names if a in axes) for axes in layout.values())
+    return all(axes == tuple(a for a in mesh.names if a in axes) for axes in layout.written.values())
 
 
 def _joined(mesh: Mesh, layout: Layout) -> Iterator[tuple[dict[str, int], Layout]]:
@@ -54,11 +54,11 @@ def _joined(mesh: Mesh, layout: Layout) -> Iterator[tuple[dict[str, int], Layout
     the old, and those with the largest first, as shapes are searched where the order does not matter."""
     for count in range(len(mesh.names), 1, -1):
         for some in map(set, itertools.combinations(mesh.names, count)):
-            if any(len(some & set(axes)) not in (0, count) for _, axes in layout.items()):
+            if any(len(some & set(axes)) not in (0, count) for _, axes in layout.written.items()):
                 continue
             for one in sorted(some, key=mesh.names.index):
                 sizes = {a: n for a, n in mesh.axes if a == one or a not in some}
                 sizes[one] = mesh.group_size(some)
                 for order in (sizes, dict(sorted(sizes.items(), key=lambda axis: -axis[1]))):
-                    split = {n: {one if a in some else a for a in axes} for n, axes in layout.items()}
+                    split = {n: {one if a in some else a for a in axes} for n, axes in layout.written.items()}
                     yield order, Layout({n: tuple(a for a in order if a in split[n]) for n in split})

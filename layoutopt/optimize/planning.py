@@ -104,7 +104,9 @@ def make_plan(
         model=model_info(request.model),
         mesh=called_mesh(best.mesh, names).as_dict(),
         layout=axes_of(best.layout.renamed(names)),
-        **decided(best.options, best.layout, best.evaluation.pipeline).model_dump(),
+        **decided(
+            best.options.renamed(names), best.layout.renamed(names), best.evaluation.pipeline
+        ).model_dump(),
         hardware=request.hardware.name,
         slices={names.get(axis, axis): n for axis, n in _slices(request.hardware, best.mesh)},
         predicted=predicted_of(best.evaluation, names),

@@ -78,7 +78,7 @@ class Request:
     @cached_property
     def evaluator(self) -> Evaluator:
         """What answers this question: nothing is evaluated twice."""
-        return Evaluator(self.model, self.hardware)
+        return Evaluator(self.model, self.hardware, self.allowed.elsewhere)
 
     @property
     def late(self) -> bool:

@@ -22,11 +22,13 @@ from layoutopt.optimize.subproblem import Found, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import Solution, Status
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.microbatches import numbers
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.splits import Split
 from layoutopt.space.storage import stage_of, stored_classes
 from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.layout import AT
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import Model
@@ -296,6 +298,7 @@ def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
         last = max(stage_of(choice).number for choice in decided.options[name])
         stages.update(dict.fromkeys((v.name for v in variables), last))
     most = {n: max(map(mesh.group_size, decided.options[n])) for n in decided.of(Split)}
+    most.update(dict.fromkeys((n.partition(AT)[0] for n in decided.of(Elsewhere)), mesh.devices))
     total = 0.0
     for v in graph.variables.values():
         further = stages.get(v.slot_of or v.name, 0) >= (1 if v.slot_of or v.name in masters else 3)

@@ -22,7 +22,7 @@ from layoutopt.plan.training import Training
 from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import ELSEWHERE, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import NO_STAGES, Model
@@ -163,7 +163,8 @@ def options_of(data: Decided) -> Options:
 
 def refined_of(layout: Layout) -> dict[str, dict[str, list[str]]]:
     """The other rules of a layout, as files say them."""
-    return {path: {n: list(axes) for n, axes in rules} for path, rules in layout.refined}
+    parts = (*((ELSEWHERE, layout.elsewhere),) * bool(layout.elsewhere), *layout.refined)
+    return {path: {n: list(axes) for n, axes in rules} for path, rules in parts}
 
 
 def layout_of(data: PlanFile | Alternative) -> Layout:

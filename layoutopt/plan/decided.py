@@ -14,6 +14,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from layoutopt.plan.fields import Data, Names, Size
 from layoutopt.plan.units import some
 
+ELSEWHERE = "elsewhere"
+"""The path of rules for elsewhere (`mesh_tf_core.ir.layout`)."""
 NAMED = 2
 """Places that a short text names."""
 
@@ -23,7 +25,8 @@ class Refined(Data):
 
     Attributes:
       refined: operation, variable or scope to the dimensions that are placed otherwise there, as if they had
-        other names (`search --refine`), each with its axes.
+        other names (`search --refine`), each with its axes; `elsewhere` to those that are split further where
+        the axes split nothing else (sequence parallelism).
     """
 
     refined: dict[str, dict[str, Names]] = Field(default_factory=dict)
@@ -64,7 +67,8 @@ class Decided(Refined):
             "microbatches": str(self.microbatches) if self.microbatches > 1 else "",
             "context": ", ".join(f"{form} of {dim}" for dim, form in self.context.items()),
             "pipeline": " and ".join(self._pipelines()),
-            "refined": "; ".join(f"{rules_in(rules)} in {path}" for path, rules in self.refined.items()),
+            ELSEWHERE: rules_in(self.refined.get(ELSEWHERE, {})),
+            "refined": "; ".join(f"{rules_in(rules)} in {path}" for path, rules in self.places().items()),
         }
 
     def in_short(self) -> str:
@@ -74,11 +78,16 @@ class Decided(Refined):
         found += [f"{form} of {dim}" for dim, form in self.context.items()]
         found += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         found += self._pipelines()
-        found += [f"refined in {some([*self.refined], NAMED)}"] if self.refined else []
+        found += [f"{rules_in(rules)} {ELSEWHERE}" for p, rules in self.refined.items() if p == ELSEWHERE]
+        found += [f"refined in {some([*places], NAMED)}"] if (places := self.places()) else []
         return "; ".join(found)
 
     def _pipelines(self) -> list[str]:
         return [f"{n} stages of {dim}" for dim, n in self.pipeline.items()]
+
+    def places(self) -> dict[str, dict[str, Names]]:
+        """What is `refined` at single places."""
+        return {path: rules for path, rules in self.refined.items() if path != ELSEWHERE}
 
     def stages(self) -> dict[str, list[str]]:
         """Stages of storage with their variables, in the order of the plan."""

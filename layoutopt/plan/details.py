@@ -37,6 +37,7 @@ class Searched(Data):
       devices, max_axes: of a search for the mesh too; no devices: the plan's mesh was given.
       storage, recompute, microbatches: what could be decided; None: everything.
       context: forms of attention that could be chosen; None: keys were gathered.
+      elsewhere: dimensions that could be split further elsewhere.
     """
 
     hardware: str | None = None
@@ -50,6 +51,7 @@ class Searched(Data):
     recompute: tuple[Flag | str, ...] | None = None
     microbatches: tuple[Size, ...] | None = None
     context: tuple[str, ...] | None = None
+    elsewhere: tuple[str, ...] | None = None
 
 
 class Number(Data):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from layoutopt.plan.decided import Decided, rules_in
+from layoutopt.plan.decided import ELSEWHERE, Decided, rules_in
 from layoutopt.plan.units import clean, some
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -99,7 +99,12 @@ def export(what: Exported, to: str) -> str:
             f"{to} says how tensors lie, not that attention to {dim!r} is {form}, as in this plan; "
             "train with layoutopt, or search with --context gather"
         )
-    refined = what.decided.refined
+    refined = what.decided.places()
+    if (further := what.decided.refined.get(ELSEWHERE)) and to in SAY_NO_TENSOR:
+        raise UserError(
+            f"{to} places a dimension alike wherever it appears, but this plan has {rules_in(further)} "
+            "elsewhere, where these axes split nothing else; leave that out, or choose another form"
+        )
     if refined and to not in SAY_EVERY_VARIABLE:
         path, rules = next(iter(refined.items()))
         raise UserError(
@@ -288,6 +293,8 @@ MAXTEXT_ROWS: Mapping[str, Sequence[str]] = {
 """The same, and MaxText's own names: what a model of its parameters calls its dimensions."""
 MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
 """The logical axes that every matrix has and MaxText splits for FSDP; `d_model` of ours."""
+MAXTEXT_BETWEEN = "activation_norm_length"
+"""The length of what layers carry and norms work on."""
 MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
 """Stage -> the axis of MaxText that splits the batch, and at this stage the state too, or the weights too."""
 MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
@@ -360,6 +367,13 @@ def _maxtext(what: Exported) -> str:
                     f"maxtext has one logical axis {each!r} for {name!r} and another dimension, which this "
                     "plan splits otherwise; pin both alike, or choose another form"
                 )
+    for name, extra in what.decided.refined.get(ELSEWHERE, {}).items():
+        if name != "length":
+            raise UserError(
+                f"maxtext has no logical axis for {name}:{'+'.join(extra)} elsewhere: what lies between its "
+                "operations has one for length; leave that out, or choose another form"
+            )
+        logical[MAXTEXT_BETWEEN] = _renamed((*what.layout.axes(name), *extra), names)
     if stage == "zero3":
         for each in MAXTEXT_WEIGHTS:
             logical[each] = [*logical.get(each, ()), *_renamed(stored, names)]

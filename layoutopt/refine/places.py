@@ -60,10 +60,10 @@ def placed(layout: Layout, path: str, rules: Mapping[str, Axes]) -> Layout:
     """A layout with other rules in one place, less those there that change nothing."""
     parts = {part: dict(found) for part, found in layout.refined}
     here = {**parts.pop(path, {}), **rules}
-    without = Layout(dict(layout.items()), parts)
+    without = layout.refined_by(parts)
     around = without.at(path)
     here = {name: axes for name, axes in here.items() if axes != around.axes(name)}
-    return Layout(dict(layout.items()), {**parts, path: here})
+    return layout.refined_by({**parts, path: here})
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def levels(graph: Graph) -> list[Places]:
 
 def without(layout: Layout, *paths: str) -> Layout:
     """A layout less its rules of some places."""
-    return Layout(dict(layout.items()), {p: dict(rules) for p, rules in layout.refined if p not in paths})
+    return layout.refined_by({p: dict(rules) for p, rules in layout.refined if p not in paths})
 
 
 def regions(layout: Layout, graph: Graph) -> list[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 Every decision has a name and a finite list of options, each a tuple of words; `()` is the plain one:
   a dimension's name         the mesh axes that it is split over                             `splits`
+  "<dimension>@elsewhere"    the mesh axes that split it further where they split nothing    `elsewhere`
   "storage of <class>"       (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
   "recompute <dim>"          (), ("on",): the loop over <dim> is recomputed in backward   `recompute`
                              ("on", "products"): but for what it keeps
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from layoutopt.space.context import Context
+from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.recompute import Recompute
@@ -27,7 +29,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
-KINDS: tuple[type[Decision], ...] = (Split, Storage, Recompute, Context, Microbatches)
+KINDS: tuple[type[Decision], ...] = (Split, Elsewhere, Storage, Recompute, Context, Microbatches)
 """The kinds of decisions, in the order of their variables in problems."""
 
 

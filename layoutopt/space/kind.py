@@ -38,6 +38,7 @@ class Allowed:
       pins: dimension -> the axes it must be split over (`()`: none).
       forbid: dimension -> axes it may not be split over.
       orders: "mesh": the axes of a split are in the order of the mesh; "all": in every order.
+      elsewhere: dimensions that may be split further where mesh axes split nothing else.
       storage: stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
       near: the axes of `HYBRID`; none where all links are alike.
       recompute: whether loops may (both), must or must not run again in backward; "selective": or may
@@ -54,6 +55,7 @@ class Allowed:
     microbatches: tuple[int, ...] = (1,)
     near: Axes = ()
     context: tuple[str, ...] = (GATHER,)
+    elsewhere: tuple[str, ...] = ()
 
 
 @dataclass

@@ -69,7 +69,7 @@ def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, 
     for name, found in sizes.items():
         banned = set(forbid.get(name, ()))
         whole = name in counted or name in graph.unsplit
-        options = [()] if whole else list(_options(mesh, found, banned, allowed.orders))
+        options = [()] if whole else list(split_options(mesh, found, banned, allowed.orders))
         if name in pins:
             wanted = pins[name]
             if set(wanted) not in map(set, options):
@@ -81,7 +81,8 @@ def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, 
     return out
 
 
-def _options(mesh: Mesh, sizes: set[int], forbidden: set[str], orders: str) -> Iterator[Axes]:
+def split_options(mesh: Mesh, sizes: set[int], forbidden: set[str], orders: str) -> Iterator[Axes]:
+    """The tuples of axes that divide all sizes, `()` first."""
     tuples = itertools.combinations if orders == "mesh" else itertools.permutations
     usable = [a for a in mesh.names if mesh.size(a) > 1 and a not in forbidden]
     for count in range(len(usable) + 1):

@@ -1,7 +1,12 @@
 """Layouts: which dimension is split over which mesh axes, everywhere or in a part of a model only.
 
 A dimension's name stands for one placement wherever it appears. A rule of a path holds for the operations and
-variables there instead, as if the dimension had a name of its own in them.
+variables there instead, as if the dimension had a name of its own in them. A rule for elsewhere splits a
+dimension further where the axes would do nothing: in every operation, and every value that lies between
+operations, no other dimension of which is split over them. With heads and d_ff over `model`,
+`length@elsewhere:model` is sequence parallelism (Korthikanti et al. 2022, "Reducing Activation Recomputation
+in Large Transformer Models", section 4.2): products have all of the length, norms, dropout and what a block
+carries on a part of it, and between the two a sum is scattered and a value is gathered.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ Given = Mapping[str, str | Iterable[str]]
 AT = "@"
 NOWHERE = "none"
 """Written as the axis of a rule of a path: not split there."""
+ELSEWHERE = "elsewhere"
+"""Written as the path of a rule for elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,19 +33,23 @@ class Layout(Mapping[str, Axes]):
 
     Args:
       rules: a string `batch:data+pod;heads:model`, or a mapping name -> axis or axes. As text a rule of a
-        path is `heads@decoder/attention:data`, or `heads@decoder/attention:none`.
+        path is `heads@decoder/attention:data`, or `heads@decoder/attention:none`; one for elsewhere is
+        `length@elsewhere:model`.
       refined: path -> such a mapping, of dimensions that are placed otherwise there.
 
     Attributes:
       refined: the rules of paths, those of a path before those of what is inside it. As a mapping, a layout
         is the other rules alone.
+      elsewhere: dimension -> the axes that split it further where they split nothing else.
     """
 
     rules: tuple[tuple[str, Axes], ...]
     refined: tuple[tuple[str, tuple[tuple[str, Axes], ...]], ...]
+    elsewhere: tuple[tuple[str, Axes], ...]
     _table: dict[str, Axes] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
     _at: dict[str, Layout] = field(init=False, repr=False)
+    _around: dict[tuple[frozenset[str], frozenset[str]], Layout] = field(init=False, repr=False)
 
     def __init__(self, rules: str | Given = "", refined: Mapping[str, Given] | None = None) -> None:
         items = _parse(rules) if isinstance(rules, str) else rules.items()
@@ -50,17 +61,21 @@ class Layout(Mapping[str, Axes]):
             for dim, axes in found.items():
                 _add(tables.setdefault(path, {}), f"{dim}{AT}{path}", dim, _axes(axes, True))
         rules_ = tuple(sorted((n, a) for n, a in tables.pop("").items() if a))
+        further = tuple(sorted((n, a) for n, a in tables.pop(ELSEWHERE, {}).items() if a))
         parts = tuple((path, tuple(sorted(found.items()))) for path, found in sorted(tables.items()) if found)
         object.__setattr__(self, "rules", rules_)
         object.__setattr__(self, "refined", parts)
+        object.__setattr__(self, "elsewhere", further)
         object.__setattr__(self, "_table", dict(rules_))
-        object.__setattr__(self, "_hash", hash((rules_, parts) if parts else rules_))
+        object.__setattr__(self, "_hash", hash((rules_, parts, further) if parts or further else rules_))
         object.__setattr__(self, "_at", {})
+        object.__setattr__(self, "_around", {})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
-        return self.rules == other.rules and self.refined == other.refined
+        mine, its = ((x.rules, x.refined, x.elsewhere) for x in (self, other))
+        return mine == its
 
     def __hash__(self) -> int:
         return self._hash
@@ -75,11 +90,16 @@ class Layout(Mapping[str, Axes]):
         return len(self.rules)
 
     def __str__(self) -> str:
-        plain = [f"{n}:{'+'.join(a)}" for n, a in self.rules]
+        plain = [f"{n}:{'+'.join(a)}" for n, a in self.written.items()]
         return ";".join([*plain, *(f"{n}{AT}{p}:{'+'.join(a) or NOWHERE}" for p, n, a in self._parts())])
 
     def _parts(self) -> Iterator[tuple[str, str, Axes]]:
         return ((path, name, axes) for path, rules in self.refined for name, axes in rules)
+
+    @property
+    def written(self) -> dict[str, Axes]:
+        """The rules that are not of paths, as they are written: a layout of these is the same."""
+        return {**self._table, **{f"{n}{AT}{ELSEWHERE}": axes for n, axes in self.elsewhere}}
 
     def axes(self, name: str) -> Axes:
         """The mesh axes over which dimension `name` is split."""
@@ -100,24 +120,43 @@ class Layout(Mapping[str, Axes]):
         if not self.refined:
             return self
         if path not in self._at:
-            found = [rules for part, rules in self.refined if within(path, part)]
-            self._at[path] = Layout({**self._table, **{n: axes for rules in found for n, axes in rules}})
+            found = {n: axes for part, rules in self.refined if within(path, part) for n, axes in rules}
+            further = {n: axes for n, axes in self.elsewhere if n not in found}
+            self._at[path] = Layout({**self._table, **found}, {ELSEWHERE: further})
         return self._at[path]
+
+    def around(self, names: Iterable[str], but: frozenset[str] = frozenset()) -> Layout:
+        """The layout of an operation, or of a value between operations, that has these dimensions: with each
+        rule for elsewhere that does not meet another of them; none of those for `but`."""
+        if not self.elsewhere:
+            return self
+        key = frozenset(names), but
+        if key not in self._around:
+            rules = dict(self._table)
+            for name, axes in self.elsewhere:
+                if name in key[0] - but and not any(a in axes for n in key[0] for a in rules.get(n, ())):
+                    rules[name] = (*rules.get(name, ()), *axes)
+            self._around[key] = Layout(rules)
+        return self._around[key]
 
     @property
     def used(self) -> frozenset[str]:
         """The mesh axes that split anything anywhere."""
         parts = (axes for _, _, axes in self._parts())
-        return frozenset(a for axes in (*self._table.values(), *parts) for a in axes)
+        return frozenset(a for axes in (*self.written.values(), *parts) for a in axes)
 
     @property
     def plain(self) -> Layout:
-        """The rules that are not of paths."""
-        return Layout(self._table) if self.refined else self
+        """The rules for everywhere."""
+        return Layout(self._table) if self.refined or self.elsewhere else self
+
+    def refined_by(self, refined: Mapping[str, Given]) -> Layout:
+        """With other rules of paths."""
+        return Layout(self.written, refined)
 
     def with_rules(self, rules: Mapping[str, Axes]) -> Layout:
         """With other rules for some dimensions; those of paths stay."""
-        return Layout({**self._table, **rules}, {path: dict(found) for path, found in self.refined})
+        return Layout({**self.written, **rules}, {path: dict(found) for path, found in self.refined})
 
     def renamed(self, axes: Mapping[str, str]) -> Layout:
         """With other names for some mesh axes."""
@@ -125,7 +164,7 @@ class Layout(Mapping[str, Axes]):
         def called(rules: Iterable[tuple[str, Axes]]) -> dict[str, Axes]:
             return {n: tuple(axes.get(a, a) for a in found) for n, found in rules}
 
-        return Layout(called(self.rules), {path: called(rules) for path, rules in self.refined})
+        return Layout(called(self.written.items()), {path: called(rules) for path, rules in self.refined})
 
     def check(self, mesh: Mesh, known_dims: Mapping[str, int], paths: Iterable[str] = ()) -> None:
         """Raises LayoutError unless every axis, dimension and path exists and every size divides.
@@ -142,7 +181,14 @@ class Layout(Mapping[str, Axes]):
                     f"layout {self}: there is no operation, variable or scope {path!r}; "
                     f"{known_names(path, scopes - {''})}"
                 )
-        for name, axes in (*self.rules, *((name, axes) for _, name, axes in self._parts())):
+        further = [(name, (*self.axes(name), *axes)) for name, axes in self.elsewhere]
+        for name, axes in further:
+            if len(set(axes)) < len(axes):
+                raise LayoutError(
+                    f"layout {self}: {name!r} is split over {'+'.join(self.axes(name))} everywhere; leave "
+                    f"that out of {name}{AT}{ELSEWHERE}"
+                )
+        for name, axes in (*self.rules, *further, *((name, axes) for _, name, axes in self._parts())):
             if name not in known_dims:
                 raise LayoutError(
                     f"layout {self}: no operation has a dimension {name!r}; {known_names(name, known_dims)}"

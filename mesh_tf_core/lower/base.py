@@ -103,7 +103,12 @@ class Lowering(Placing):
         if not isinstance(op, Connection):
             masters = self.masters if node.phase == "update" else {}
             inputs = [masters[i] if i in masters else self.value_of(i) for i in node.inputs]
+            between = self.layout
+            self._lay_out(between.around(plan.dims, plan.regrouped))
             outs = self.apply(op, inputs, plan, node.outputs)
+            if self.layout is not between:
+                self._lay_out(between)
+                outs = outs if op.converts else [o if o < 0 else self.to_natural(o) for o in outs]
             for tensor, out in zip(node.outputs, outs, strict=True):
                 if out >= 0:
                     self.bind(tensor, out)

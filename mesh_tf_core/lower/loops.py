@@ -11,6 +11,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Origin, Result, Sliced, make_loop
+from mesh_tf_core.lower.nodes import renamed_saves
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import Pairs
@@ -45,6 +46,11 @@ class Loops:
     def loop(self, node: Node) -> None:
         block, origin = node.body, self.low.origin
         assert block is not None and block.dim is not None
+        if axes := dict(self.low.layout.elsewhere).get(block.dim.name):
+            raise LayoutError(
+                f"layout {self.low.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
+                f"be split further over {'+'.join(axes)}; drop this rule"
+            )
         over = self._over(block)
         whole = self.low.subgraph is None or node.index in self.low.subgraph.nodes
         decides = block.runs if whole else None
@@ -163,12 +169,13 @@ class Loops:
 
     def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
+        self._rename_again(block)
         if self.low.subgraph is not None:
             env, reads = self.low.env, self.low.subgraph.reads(block)
             return [
                 self._part(self.low.value_of(outer), inner)
                 for outer, inner in block.sliced
-                if outer in env or inner in reads
+                if (outer in env or inner in reads) and inner not in self.low.renamed
             ]
         pairs = []
         forward = block.forward
@@ -176,6 +183,8 @@ class Loops:
         then = self._stands_for(block)
         again: list[tuple[int, int]] = []
         for outer, inner in block.sliced:
+            if inner in self.low.renamed:
+                continue
             tensor = saved.get(then.get(outer, outer))
             if tensor is not None and forward and self.remat.again(forward):
                 again.append((tensor, inner))
@@ -290,7 +299,37 @@ class Loops:
     def _saves(self, block: Block, saved: Pairs) -> list[tuple[int, int]]:
         if not saved or self.remat.again(block) or self._saves_later(block):
             return []
-        return [(i, o) for i, o in saved if not self.remat.unsaved(i)]
+        renamed = self._renamed(block)
+        return [(i, o) for i, o in saved if not self.remat.unsaved(i) and i not in renamed]
+
+    def _renamed(self, block: Block) -> dict[int, Node]:
+        """What a loop does not save for a rule for elsewhere (`renamed_saves`)."""
+        layout = self.low.oracle.layout
+        further = {name for name, _ in layout.elsewhere}
+        if not further or self.remat.again(block) or self.remat.of_body(block):
+            return {}
+        return {
+            tensor: node
+            for tensor, node in renamed_saves(block, further).items()
+            if self._splits_further(self.low.graph.tensor(node.inputs[0]).shape, further)
+        }
+
+    def _splits_further(self, shape: Shape, names: set[str]) -> bool:
+        """Whether rules for elsewhere split a value of this shape."""
+        layout, ordered = self.low.oracle.layout, sorted(names)
+        return layout.around(shape.names).axes_of(ordered) != layout.axes_of(ordered)
+
+    def _rename_again(self, block: Block) -> None:
+        """Notes what a backward body makes anew of what is saved."""
+        forward = block.forward
+        renamed = self._renamed(forward) if forward else {}
+        if not renamed or forward is None:
+            return
+        saved, then = {o: i for i, o in forward.saved.items()}, self._stands_for(block)
+        parts = {saved.get(then.get(outer, outer)): inner for outer, inner in block.sliced}
+        for tensor, node in renamed.items():
+            if tensor in parts and node.inputs[0] in parts:
+                self.low.renamed[parts[tensor]] = parts[node.inputs[0]], node
 
     def _saves_later(self, block: Block) -> bool:
         """Whether a loop is inside of one that is recomputed: what it saves the first time nobody reads. (The

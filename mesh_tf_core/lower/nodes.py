@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import Origin
@@ -29,6 +29,9 @@ class Plan:
         those that convert, which every piece allows.
       updates: it belongs to the update of the variable that its scope names.
       path: what rules of a layout call it; what reads or stores a variable is called as that.
+      dims: names of all dimensions that it has.
+      regrouped: those of them that only one side of it has, where it regroups elements: no rule for elsewhere
+        splits these in it, so that a sum waits behind it.
     """
 
     first: Origin
@@ -37,6 +40,8 @@ class Plan:
     roles: Roles | None
     updates: bool
     path: str
+    dims: frozenset[str]
+    regrouped: frozenset[str]
 
 
 def updated(node: Node, graph: Graph) -> str | None:
@@ -118,9 +123,22 @@ def gathered(op: Op, roles: Roles) -> Iterable[str]:
     return () if op.expands() else roles.whole
 
 
-def moved_dims(node: Node, tensor: int, graph: Graph) -> list[str]:
+def moved_dims(node: Node, tensor: int, graph: Graph, further: Collection[str] = frozenset()) -> list[str]:
     """The dimensions of an operand that may be moved for a node, since it needs all of them or calls them
-    otherwise; once for all nodes of a block that move the same."""
+    otherwise; once for all nodes of a block that move the same.
+
+    Args:
+      further: dimensions that rules for elsewhere may split: a node that has others than the operand may need
+        all of them.
+    """
+    names = graph.tensor(tensor).shape.names
+    between = [n for n in names if n in further] if further else []
+    if between and not isinstance(node.op, Connection) and not plan_of(node, graph).dims <= {*names}:
+        return [*between, *(n for n in _moved_dims(node, tensor, graph) if n not in between)]
+    return _moved_dims(node, tensor, graph)
+
+
+def _moved_dims(node: Node, tensor: int, graph: Graph) -> list[str]:
     op = node.op
     if isinstance(op, Connection) or op.expands():
         return []
@@ -148,17 +166,37 @@ def check_context(graph: Graph, context: Mapping[str, str]) -> None:
             )
 
 
+def renamed_saves(block: Block, further: Collection[str]) -> dict[int, Node]:
+    """Of what a loop saves: what calls one of some dimensions of another saved tensor otherwise, and the
+    node that does so. Where a rule for elsewhere splits that dimension it would be saved whole: backward
+    renames it again instead."""
+    return {
+        node.outputs[0]: node
+        for node in block.nodes
+        if any(old in further or new in further for old, new in node.op.renames)
+        and node.inputs[0] in block.saved
+        and node.outputs[0] in block.saved
+    }
+
+
 def plan_of(node: Node, graph: Graph) -> Plan:
     """The plan of a node of a graph."""
     op, operands = node.op, [graph.tensor(i).type for i in node.inputs]
     other = isinstance(op, Connection) or op.lowers() or op.converts
+    roles = None if other else _roles(op, tuple((t.shape, t.dtype) for t in operands))
+    worked = (*roles.parallel, *roles.reduced, *roles.whole) if roles else ()
+    before, after = (
+        {n for i in ids for n in graph.tensor(i).shape.names} for ids in (node.inputs, node.outputs)
+    )
     return Plan(
         Origin(node.index, node.scope, node.phase),
         Origin(node.index, node.scope, "recompute"),
         tuple(graph.tensor(o).type for o in node.outputs),
-        None if other else _roles(op, tuple((t.shape, t.dtype) for t in operands)),
+        roles,
         updated(node, graph) is not None,
         op.variable.name if isinstance(op, Read | Assign) else node.path,
+        frozenset((*worked, *before, *after)),
+        frozenset(before ^ after if op.regroups else ()),
     )
 
 

@@ -97,7 +97,7 @@ class Oracle:
     def view(self, variable: str) -> Layout:
         """The layout in which the state of a variable is kept and updated."""
         if not self.stage(variable, 1):
-            return self.layout.at(variable)
+            return self.storage.read_in(variable)
         self._ask("view", variable)
         return self.storage.view(variable)
 
@@ -106,7 +106,8 @@ class Oracle:
         if variable.slot_of is not None:
             return self.view(variable.slot_of)
         least = 1 if variable.name in self.narrow else 3
-        return self.view(variable.name) if self.stage(variable.name, least) else self.layout.at(variable.name)
+        name = variable.name
+        return self.view(name) if self.stage(name, least) else self.storage.read_in(name)
 
     def half(self, variable: Variable) -> str | None:
         """The dtype in which a variable is gathered as a step begins, if its master copy alone is stored

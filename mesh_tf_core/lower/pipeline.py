@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from mesh_tf_core.ir.layout import Layout
@@ -59,6 +59,11 @@ class Options:
     def key(self) -> Hashable:
         """Equal for equal options, and hashable."""
         return frozenset((name, read_stage(s)) for name, s in self.storage.items()), *self.told
+
+    def renamed(self, axes: Mapping[str, str]) -> Options:
+        """With other names for mesh axes."""
+        storage = {name: read_stage(stage).renamed(axes).short for name, stage in self.storage.items()}
+        return replace(self, storage=storage)
 
     @cached_property
     def told(self) -> tuple[Hashable, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
@@ -12,7 +13,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Instr, Local, Origin, Slice, Value
 from mesh_tf_core.ir.values import Splits
-from mesh_tf_core.lower.nodes import pass_of, repeated, weights
+from mesh_tf_core.lower.nodes import pass_of, plan_of, repeated, weights
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.storage import Stages, narrow_reads
 from mesh_tf_core.lower.subgraph import Subgraph
@@ -29,6 +30,7 @@ class Placing:
       env: tensor -> value.
       moved, converted: what was made of a value by other splits, or by an operation that `converts`. Weights
         are moved once for forward and once more for backward (FSDP), so that nobody keeps them in between.
+      renamed: tensor -> of what it is made when it is first read, and by which node.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Placing:
         self.moved: dict[tuple[int, Splits, str], int] = {}
         self._weights = weights(graph)
         self.converted: dict[tuple[int, Op], int] = {}
+        self.renamed: dict[int, tuple[int, Node]] = {}
 
     def _lay_out(self, layout: Layout) -> None:
         """Puts a layout in force."""
@@ -84,6 +87,7 @@ class Placing:
                     )
 
     def _legal(self, shape: Shape, rules: Layout, what: str) -> Splits:
+        rules = rules.around(shape.names)
         splits = rules.axes_of(shape.names)
         if not any(splits):
             return splits
@@ -125,8 +129,17 @@ class Placing:
         """The value of a tensor; one that nobody computes here (see `Subgraph`) is taken as given."""
         value = self.env.get(tensor)
         if value is None:
-            value = self.env[tensor] = self._given(tensor)
+            again = self.renamed.get(tensor)
+            value = self.env[tensor] = self._given(tensor) if again is None else self._renamed(*again)
         return value
+
+    def _renamed(self, source: int, node: Node) -> int:
+        """What a node that renames makes of another tensor, for whoever reads it now."""
+        between, plan = self.layout, plan_of(node, self.graph)
+        self._lay_out(between.around(plan.dims, plan.regrouped))
+        (out,) = node.op.lower(self, [self.to_natural(self.value_of(source))], plan.types)
+        self._lay_out(between)
+        return self.to_natural(out)
 
     def _given(self, tensor: int) -> int:
         assert self.subgraph is not None, f"tensor %{tensor} is used before it is computed"
@@ -147,9 +160,17 @@ class Placing:
         tensor = self.values[id].tensor
         key = id, splits, pass_of(self.origin.phase) if tensor in self._weights else ""
         if key not in self.moved:
-            elsewhere = self.subgraph is not None and tensor in self.subgraph.moved
+            elsewhere = self.subgraph is not None and self._moved_anyway(self.subgraph, tensor, id, splits)
             self.moved[key] = self.like(self.values[id], splits) if elsewhere else self._move(id, splits)
         return self.moved[key]
+
+    def _moved_anyway(self, subgraph: Subgraph, tensor: int, id: int, splits: Splits) -> bool:
+        """Whether what is not lowered here moves a value as this does."""
+        if tensor in subgraph.moved:
+            return True
+        layout, shape = self.oracle.layout, self.values[id].shape
+        readers = dict(subgraph.moved_by).get(tensor, ()) if layout.elsewhere else ()
+        return any(self.natural(shape, layout=layout.around(*reader)) == splits for reader in readers)
 
     def _move(self, id: int, splits: Splits) -> int:
         shape = self.values[id].shape

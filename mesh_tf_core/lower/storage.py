@@ -150,16 +150,20 @@ class Storage:
     def stage(self, variable: str) -> int:
         """The stage of a variable; 0 if no axis is left over which it could be split further."""
         stage = self.stages.get(variable)
-        return stage.number if stage and self.view(variable) != self.layout.at(variable) else 0
+        return stage.number if stage and self.view(variable) != self.read_in(variable) else 0
+
+    def read_in(self, variable: str) -> Layout:
+        """The layout in which operations find a variable."""
+        return self.layout.at(variable).around(self.variables[variable].shape.names)
 
     def view(self, variable: str) -> Layout:
         """The layout in which the state of a variable is kept and updated."""
         if variable not in self.stages:
-            return self.layout.at(variable)
+            return self.read_in(variable)
         if variable not in self._views:
             over = self.stages[variable].over
             self._views[variable] = shard_layout(
-                self.variables[variable], self.layout.at(variable), self.mesh, over
+                self.variables[variable], self.read_in(variable), self.mesh, over
             )
         return self._views[variable]
 

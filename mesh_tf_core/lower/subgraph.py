@@ -24,6 +24,8 @@ class Subgraph:
         its readers of this phase would.
       again: it is what runs a second time when a loop is recomputed.
       moved: tensors that what is not lowered here moves as these nodes do, so that they find them moved.
+      moved_by: tensors that others may move too, and of each of these all its dimensions and those that it
+        regroups: where a layout has rules for elsewhere, it says who does.
       unread: stacks of saved values that nothing reads in the whole graph: no loop makes them.
       plans: what was worked out of the nodes: a search lowers the same ones under thousands of layouts.
     """
@@ -33,6 +35,7 @@ class Subgraph:
     natural: frozenset[Access] = frozenset()
     again: bool = False
     moved: frozenset[int] = frozenset()
+    moved_by: tuple[tuple[int, tuple[tuple[frozenset[str], frozenset[str]], ...]], ...] = ()
     unread: frozenset[int] = frozenset()
     plans: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)
     _by_block: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict, compare=False, repr=False)

@@ -12,6 +12,9 @@ Rewrites, each where the all-reduced value has no other reader:
       not of a branch, which may not run
   (5) total(all_reduce(x, a), all_reduce(y, b), z)  ->  all_reduce(total(x, y, z), a+b)
       in an update; devices along b have the same x, and each adds its share of it
+  (6) f(reduce_scatter(x, a, d), reduce_scatter(y, a, d))  ->  reduce_scatter(f(x, y), a, d)
+      f linear, of pieces of d by themselves, where a rule for elsewhere splits d over a: a block's sum is
+      scattered once
 Within microbatches a sum, or what a scatter leaves of it, also waits behind casts (the sum of rounded parts
 is taken once, after all of them).
 A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
@@ -25,7 +28,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Node
-from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.dtypes import TensorType, is_float
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import (
@@ -133,6 +136,8 @@ class _Sums:
         self.values = list(program.values)
         self.uses = count_uses(program.code, program.results.values())
         self.parts = False
+        self.further = {*program.layout.elsewhere}
+        self.scattered: dict[int, ReduceScatter] = {}
 
     @cached_property
     def sliced(self) -> set[int]:
@@ -143,6 +148,7 @@ class _Sums:
         """The rewritten code, and the sums in it by result."""
         out: list[Instr] = []
         sums: dict[int, AllReduce] = {}
+        around, self.scattered = self.scattered, {}
 
         def take(id: int) -> AllReduce:
             found = sums.pop(id)
@@ -157,7 +163,7 @@ class _Sums:
                 elif single and isinstance(instr.op, Total) and instr.origin.phase == "update":
                     self._totalled(instr, instr.op, {i: take(i) for i in single}, out, sums)
                 else:
-                    out.append(instr)
+                    self._scattered_late(instr, out)
             elif isinstance(instr, Loop):
                 loop, hoisted = self.loop(instr)
                 out.append(loop)
@@ -177,6 +183,7 @@ class _Sums:
                 self._scatter(instr, chain, take(source), out, sums)
             else:
                 out.append(instr)
+        self.scattered = around
         return out, sums
 
     def _casts(self, instr: Slice, out: list[Instr], sums: dict[int, AllReduce]) -> list[Local] | None:
@@ -245,6 +252,8 @@ class _Sums:
             id = result
             if isinstance(made, AllReduce):
                 sums[result] = made  # what is left of the sum may wait on
+            elif isinstance(made, ReduceScatter) and (made.dim, made.axes) in self.further:
+                self.scattered[result] = made
 
     def _passes(self, instr: Local, single: dict[int, AllReduce]) -> bool:
         """Rule (2): linear, every operand an all-reduce of its own over the same axes."""
@@ -267,10 +276,51 @@ class _Sums:
     ) -> None:
         (result,), axes = instr.outputs, inner[0].axes
         pending = self._partial(result, self._ordered(axes + self.values[result].partial))
-        out.append(Local(tuple([r.inputs[0] for r in inner]), (pending,), instr.origin, instr.op))
+        waits = Local(tuple([r.inputs[0] for r in inner]), (pending,), instr.origin, instr.op)
+        self._scattered_late(waits, out)
         self._add(AllReduce((pending,), (result,), instr.origin, axes), out, sums)
         if self.values[result].partial:
             self.uses[result] = 1
+
+    def _scattered_late(self, instr: Local, out: list[Instr]) -> None:
+        """Rule (6), where it applies."""
+        (first, *others) = found = [self.scattered.get(i) for i in instr.inputs] or [None]
+        if (
+            first is None
+            or not self._takes_pieces(instr, first)
+            or any(other is None or (other.axes, other.dim) != (first.axes, first.dim) for other in others)
+        ):
+            out.append(instr)
+            return
+        for scatter in found:
+            _drop(scatter, out)  # type: ignore[arg-type]
+        split = self.values[instr.outputs[0]]
+        at, gone = split.shape.index(first.dim), len(first.axes)
+        splits = tuple(s[: len(s) - gone] if i == at else s for i, s in enumerate(split.splits))
+        partial = self._ordered((*first.axes, *split.partial))
+        whole = len(self.values)
+        self.values.append(Value(whole, split.shape, split.dtype, splits, partial, split.tensor))
+        self.uses[whole] = 1
+        inputs = tuple(scatter.inputs[0] for scatter in found if scatter is not None)
+        out.append(Local(inputs, (whole,), instr.origin, instr.op))
+        made = ReduceScatter((whole,), instr.outputs, instr.origin, first.axes, first.dim)
+        out.append(made)
+        self.scattered[made.outputs[0]] = made
+
+    def _takes_pieces(self, instr: Local, scatter: ReduceScatter) -> bool:
+        """Whether an instruction is linear, makes of pieces of a dimension that piece of its result, and is
+        the only one that reads them."""
+        ids = instr.inputs
+        if not instr.op.linear or len({*ids}) < len(ids) or len(instr.outputs) > 1:
+            return False
+        types = [TensorType(self.values[i].shape, self.values[i].dtype) for i in ids]
+        same_pass = not across(scatter.origin.phase, instr.origin.phase)
+        return (
+            same_pass
+            and all(self.uses[i] == 1 for i in ids)
+            and scatter.dim in instr.op.roles(*types).parallel
+            and scatter.dim in self.values[instr.outputs[0]].shape.names
+        )
 
     def _totalled(
         self,

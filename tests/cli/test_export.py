@@ -257,6 +257,19 @@ def test_maxtext_shards_hybridly() -> None:
         export(matrices("zero1@a", "zero1@a"), "maxtext")
 
 
+def test_sequence_parallelism_is_said_or_refused() -> None:
+    further = Decided(refined={"elsewhere": {"length": ["c"]}})
+    what = replace(matrices("", "", layout="batch:a;d_ff:c"), decided=further)
+    table = dict(json.loads(export(what, "maxtext").split("logical_axis_rules: ")[1]))
+    assert table["activation_norm_length"] == [table["mlp"][0]] and "activation_length" not in table
+    for to in ("haliax", "mesh-tensorflow"):
+        with pytest.raises(mtf.UserError, match="this plan has length:c elsewhere"):
+            export(what, to)
+    other = replace(what, decided=Decided(refined={"elsewhere": {"batch": ["c"]}}))
+    with pytest.raises(mtf.UserError, match="maxtext has no logical axis for batch:c elsewhere"):
+        export(other, "maxtext")
+
+
 def test_maxtext_recomputes_and_cuts_the_batch() -> None:
     plain, other = (
         export(matrices("", "", recompute=r, parts=n), "maxtext") for r, n in (((), 1), (("layers",), 4))

@@ -94,6 +94,12 @@ def test_storage_over_some_axes(parts: int) -> None:
     compare(EXAMPLES["transformer"](), mesh, parts, hardware, parts, 8, **allowed)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_splits_further_elsewhere(parts: int) -> None:
+    hardware, mesh = load_hardware("tpu-v4"), mtf.Mesh("data:2;model:2")
+    compare(EXAMPLES["transformer"](), mesh, parts, hardware, parts, 10, elsewhere=("length",))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, hardware", crossed(["a100", "tpu-v5e", "cpu-local"], every=6))
 def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:

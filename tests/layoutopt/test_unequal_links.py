@@ -64,6 +64,10 @@ def test_storage_in_a_node_is_offered_where_links_differ() -> None:
     assert plan.solver.status == without.solver.status == "OPTIMAL"
     assert "zero3@data" in plan.data.storage.values()
     assert plan.predicted.step_seconds < without.predicted.step_seconds
+    searched = search(model, devices=8, **{**on, "mesh": None, "max_axes": 2})
+    named = {axis for stage in searched.data.storage.values() for axis in stage.partition("@")[2].split("+")}
+    assert named - {""} and named - {""} <= {*searched.data.mesh}  # what axes are called in the plan
+    evaluate(model, searched.mesh, searched.layout, hardware, searched.options)
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,17 @@ class Placing:
         if v.dtype == KEY:
             return ((),) * len(v.shape)
         classes, names = self.origin.classes, self.origin.names
+        dims = [[names[c] for c in classes.of(v, a)] for a in range(len(v.shape))]
+        layout = self.layout.around(n for own in dims for n in own)
         return tuple(
-            self.axis(classes.factors.of(v, a), [self.layout.axes(names[c]) for c in classes.of(v, a)])
-            for a in range(len(v.shape))
+            self.axis(classes.factors.of(v, a), list(map(layout.axes, own))) for a, own in enumerate(dims)
         )
 
     def argument(self, found: ArrayAxes) -> Spec:
         """How an argument lies when the step begins, but for parameters."""
+        layout = self.layout.around(n for names in found.axes for n in names)
         return tuple(
-            self.axis(sizes, [self.layout.axes(n) for n in names])
+            self.axis(sizes, list(map(layout.axes, names)))
             for names, sizes in zip(found.axes, found.sizes, strict=True)
         )
 
@@ -110,12 +112,11 @@ class Placing:
           layers: axes in front that are never cut so.
         """
         rest, out, added = list(splits), list[Axes](), list[Axes]()
+        layout = self.layout.around(n for names in array.axes for n in names)
         for a, (names, sizes) in enumerate(zip(array.axes, array.sizes, strict=True)):
             own, rest = rest[: len(names)], rest[len(names) :]
-            read = [tuple(x for x in s if x in self.layout.axes(n)) for n, s in zip(names, own, strict=True)]
-            more = tuple(
-                x for n, s in zip(names, own, strict=True) for x in s if x not in self.layout.axes(n)
-            )
+            read = [tuple(x for x in s if x in layout.axes(n)) for n, s in zip(names, own, strict=True)]
+            more = tuple(x for n, s in zip(names, own, strict=True) for x in s if x not in layout.axes(n))
             axes = self.axis(sizes, read)
             if axes is None:
                 inner, over = next((n, s) for n, s in zip(names[1:], read[1:], strict=True) if s)

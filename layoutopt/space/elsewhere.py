@@ -1,0 +1,55 @@
+"""What splits a dimension further where mesh axes split nothing else (`mesh_tf_core.ir.layout`): sequence
+parallelism, where the dimension is the length.
+
+Only asked for: these decisions couple all that reads one value, so searches with them take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from layoutopt.space.splits import split_options
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.layout import AT, ELSEWHERE, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.tracing.graph import Graph
+
+
+@dataclass(frozen=True)
+class Elsewhere(Decision):
+    """The axes that split one dimension further; its subject is the rule, "length@elsewhere"."""
+
+    @classmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+        sizes = graph.dims()
+        counted = {b.dim.name for b in graph.blocks if b.dim is not None}
+        for name in allowed.elsewhere:
+            if name not in sizes:
+                raise UserError(
+                    f"--elsewhere {name}: no operation has this dimension; {known_names(name, sizes)}"
+                )
+            if name in counted:
+                raise UserError(f"--elsewhere {name}: it counts the layers of a loop and cannot be split")
+            forbidden = set(allowed.forbid.get(name, ()))
+            yield cls(written(name), tuple(split_options(mesh, sizes[name], forbidden, allowed.orders)))
+
+    @property
+    def leanest(self) -> Choice:
+        # What this holds depends on the layout.
+        return self.options[0]
+
+    def apply(self, choice: Choice, to: Chosen) -> None:
+        if choice:
+            to.splits[self.subject] = choice
+
+    def read(self, layout: Layout, options: Options) -> Choice:
+        return layout.written.get(self.subject, ())
+
+
+def written(dim: str) -> str:
+    """The rule for a dimension elsewhere: also the decision's name."""
+    return f"{dim}{AT}{ELSEWHERE}"
