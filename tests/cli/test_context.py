@@ -39,6 +39,22 @@ def test_what_is_refused(words: tuple[str, ...], said: str, run: Callable[..., R
     assert done.exit_code == 2 and said in done.stderr
 
 
+def test_a_search_picks(result: Callable[..., dict[str, Any]]) -> None:
+    """Of all forms, under one layout, the one that is fastest alone."""
+    here = ("--set", "length=16384", "--set", "dtype=bfloat16", "--hardware", "tpu-v5p")
+    plain = ("--recompute", "never", "--microbatches", "1", "--storage", "layout")
+    asked = (*PINS, *plain, "--context", "gather,ring,zigzag,all_to_all")
+    plan = result("search", LM, *SETS, *here, "--mesh", "seq:2", *asked)
+    alone = {}
+    for form in ("gather", "ring", "zigzag", "all_to_all"):
+        words = () if form == "gather" else ("--context", form)
+        found = result("cost", LM, *SETS, *here, *SPLIT, *words)
+        alone[form] = found["predicted"]["step_seconds"]
+    best = min(alone, key=alone.__getitem__)
+    assert best != "gather" and plan["context"] == {"memory_length": best}
+    assert plan["predicted"]["step_seconds"] == pytest.approx(alone[best])
+
+
 def test_a_plan_says_it(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

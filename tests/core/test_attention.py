@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from costmodels.liveness import memory
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
@@ -141,6 +143,21 @@ def test_blocks_give_the_same(sample: Any, most: int, monkeypatch: pytest.Monkey
     for name, x in built.dense().items():
         check_close(name, x, want[name], 1e-12, f"{sample.name} in blocks of {most}")
     assert found
+
+
+def test_nobody_holds_all_keys_in_a_ring() -> None:
+    """The most that a device holds, of keys and values of 64 KiB each on all devices."""
+    peaks = {}
+    for form, devices in itertools.product(("", "ring", "zigzag"), (4, 8)):
+        g = mtf.Graph()
+        q, k, v = (g.input(n, [mtf.Dim(d, 1024), D], "float32") for n, d in zip("qkv", "lmm", strict=True))
+        y = mtf.attention(q, k, v, "l", "m", D, causal=True)
+        options = mtf.Options(context=frozenset({("m", form)} if form else ()))
+        program = mtf.lower(g, mtf.Mesh([("x", devices)]), mtf.Layout("l:x;m:x"), {"y": y}, options)
+        peaks[form, devices] = memory(program).peak
+    assert peaks["", 8] > 2 * 1024 * D.size * 4
+    for form in ("ring", "zigzag"):
+        assert peaks[form, 8] == peaks[form, 4] / 2 < 2 * 1024 * D.size * 4
 
 
 def brute(n: int, m: int, causal: bool, window: int) -> np.ndarray:
