@@ -345,3 +345,32 @@ def test_padding_with_what_is_there(mode) -> None:
     given = {"w": f(4, 6)}, {"x": f(8, 4)}
     off = compared(layoutopt.from_jax(loss, *given), loss, given, [("data:2", "batch:data")])
     assert max(off.values()) <= 1e-5
+
+
+PLACES: dict[str, Any] = {
+    "read": lambda h, i, j: h.at[i, j].get(mode="fill", fill_value=0),
+    "clipped": lambda h, i, j: h.at[i, j].get(mode="clip"),
+    "added": lambda h, i, j: jnp.zeros((4, 6)).at[i, j].add(h[0, :5], mode="drop"),
+    "written": lambda h, i, j: h.at[i, j].set(h[0, :5] ** 2, mode="drop"),
+    "rows": lambda h, i, j: jnp.zeros((4, 6, 3)).at[i, j].add(h[0, :3]),
+}
+
+
+def test_places_outside_of_the_second_axis_are_not_in_the_next_row() -> None:
+    def loss(params, batch):
+        h = batch["x"] @ params["w"]
+        found = [f(h, batch["i"], batch["j"]) for f in PLACES.values()]
+        return sum((y**2 * jnp.arange(1, y.size + 1.0).reshape(y.shape)).mean() for y in found)
+
+    f = numbers()
+    places = {"i": jnp.array([0, 1, 2, 3, 0]), "j": jnp.array([1, 7, 5, 9, 6])}
+    given = {"w": f(8, 6)}, {"x": f(4, 8), **places}
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
+def test_another_number_for_what_is_outside_is_refused() -> None:
+    def loss(params, batch):
+        return (params["t"].at[batch["i"]].get(mode="fill", fill_value=7.0) ** 2).mean()
+
+    with pytest.raises(mtf.UserError, match=r"test_from_jax.py:\d+: cannot import gather.*it gives 7\.0"):
+        layoutopt.from_jax(loss, {"t": numbers()(4, 6)}, {"i": jnp.array([0, 9])})

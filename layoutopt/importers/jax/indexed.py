@@ -27,9 +27,13 @@ def _index(w: Writer, ids: Operand, number: int) -> Tensor | int:
     return t if t.dtype == "int64" else t.cast("int32")
 
 
+def _clips(e: Equation) -> bool:
+    return "clip" in str(e.params.get("mode")).lower()
+
+
 def _clipped(e: Equation, found: Tensor | int, most: int) -> Tensor | int:
     """An index inside of 0 .. most, where the mode of the operation says so."""
-    if "clip" not in str(e.params.get("mode")).lower():
+    if not _clips(e):
         return found
     if isinstance(found, int):
         return min(max(found, 0), most)
@@ -55,25 +59,43 @@ def _places(
 
 
 def _one_place(
-    w: Writer, t: Tensor, x: Operand, places: Sequence[tuple[int, Tensor | int]], used: set[str]
+    w: Writer, e: Equation, t: Tensor, places: Sequence[tuple[int, Tensor | int]], used: set[str]
 ) -> tuple[Tensor, Dim, Tensor | int]:
     """t with the axes that are looked up as one dimension, and the places along it."""
-    own = [d for a, _ in places for d in w.dims(x, a)]
+    own = [d for a, _ in places for d in w.dims(e.ins[0], a)]
     missing = [d for d in own if d.name not in t.shape.names]
     t = mtf.broadcast(t, [*missing, *t.shape]) if missing else t
     if len(own) == 1 and own[0].name not in used:
         one = own[0]
     else:
         t, one = w.as_one(t, own)
+    return t, one, _flat(e, places)
+
+
+def _flat(e: Equation, places: Sequence[tuple[int, Tensor | int]]) -> Tensor | int:
+    """Places along axes as places along one dimension: outside of it where they are outside of any axis, as
+    they would be in another row else."""
+    x = e.ins[0]
     place: Any = 0
-    for a, at in places:
+    inside: Any = None
+    for i, (a, at) in enumerate(places):
         place = place * x.shape[a] + at if not isinstance(place, int) or place else at
-    return t, one, place
+        if i == 0 or _clips(e):  # Outside of the first axis is outside of all.
+            continue
+        if isinstance(at, int):
+            if not 0 <= at < x.shape[a]:
+                return -1
+            continue
+        own = mtf.logical_and(at >= 0, at < x.shape[a])
+        inside = own if inside is None else mtf.logical_and(inside, own)
+    return place if inside is None else mtf.where(inside, place, -1)
 
 
 def _gather(w: Writer, e: Equation) -> None:
     x, ids = e.ins[:2]
-    value = w.value(x)
+    value, outside = w.value(x), e.params.get("fill_value")
+    if outside and outside == outside and "fill" in str(e.params.get("mode")).lower():
+        refuse(e, f"outside of the array it gives {outside}", "take 0 there and choose with jnp.where")
     if isinstance(value, Number):
         w.put(e.out, value)
         return
@@ -84,7 +106,7 @@ def _gather(w: Writer, e: Equation) -> None:
         w.put(e.out, w.renamed(t, names))
         return
     of_rows = {d.name for d in w.shape(e.out)}
-    t, one, place = _one_place(w, t, x, places, of_rows)
+    t, one, place = _one_place(w, e, t, places, of_rows)
     t = w.renamed(t, names)
     w.put(e.out, looked_up(t, place, one))
 
@@ -114,9 +136,7 @@ def _scatter(w: Writer, e: Equation) -> None:
     by_rows = {new: old for old, new in of_x.items()}
     back = w.between(x, e.out, [(a, a) for a in range(len(x.shape))])
     own = [d for a, _ in places for d in w.dims(x, a)]
-    place: Any = 0
-    for a, at in places:
-        place = place * x.shape[a] + at if not isinstance(place, int) or place else at
+    place: Any = _flat(e, places)
     given = w.full(rows)
     if isinstance(place, int):
         place = mtf.constant(w.graph, place, (), "int32")
