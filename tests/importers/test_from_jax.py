@@ -374,3 +374,16 @@ def test_another_number_for_what_is_outside_is_refused() -> None:
 
     with pytest.raises(mtf.UserError, match=r"test_from_jax.py:\d+: cannot import gather.*it gives 7\.0"):
         layoutopt.from_jax(loss, {"t": numbers()(4, 6)}, {"i": jnp.array([0, 9])})
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 0), (0, 0, 1, 2), (0, 1, 2, 0, 1, 2)])
+def test_layers_that_share_their_weights_add_up_their_gradients(order) -> None:
+    def loss(params, batch):
+        h = batch["x"]
+        for i in order:
+            h = jnp.tanh(h @ params["layers"][i] @ params["mix"])
+        return (h**2).mean()
+
+    f = numbers()
+    given = {"layers": [5 * f(6, 6) for _ in range(3)], "mix": 5 * f(6, 6)}, {"x": f(4, 6)}
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5

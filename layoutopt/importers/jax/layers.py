@@ -257,6 +257,8 @@ class Fit:
         taken = {of.member[number][0] for number in names if number in of.member}
         if taken and names not in of.stack_of:
             return None
+        if names not in self._members and any(not set(names).isdisjoint(others) for others in self._members):
+            return None  # a parameter that two layers share has one place in one stack
         return self._members.setdefault(names, (variables, Var(first.shape, first.dtype)))[1]
 
     def _element(self, rows: Sequence[Equation]) -> Equation | None:
