@@ -202,7 +202,13 @@ def size(
             write_report(terminal, found.data, report)
     if out is not None:
         sets = _sets(settings or (), found.best.hparams)
-        terminal.say(f"next: layoutopt cost {model}{sets} --layout {out}; report and export take it too")
+        chips = next(
+            n for n, machine in zip(names, machines, strict=True) if machine.name == found.best.hardware
+        )
+        terminal.say(
+            f"next: layoutopt cost {model}{sets} --layout {out} --hardware {chips}; "
+            "report and export take the plan too"
+        )
 
 
 def _sets(settings: Sequence[str], chosen: Mapping[str, Any]) -> str:

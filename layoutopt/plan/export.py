@@ -85,7 +85,7 @@ def export(what: Exported, to: str) -> str:
     for dim, n in what.decided.pipeline.items():
         raise UserError(
             f"{to} has no pipelines as this plan's: {dim!r} is split into {n} stages that microbatches go "
-            f"through; search without --pin {dim}, or train it here"
+            f"through; take a layout that does not split {dim!r}, or train it here"
         )
     if what.decided.storage and to in SAY_NO_TENSOR:
         stage, names = next(iter(what.decided.stages().items()))
@@ -413,7 +413,7 @@ def _maxtext_policy(what: Exported) -> str:
     if len(policies) > 1:
         raise UserError(
             f"maxtext has one remat_policy for all layers, but this plan recomputes "
-            f"{', '.join(policies.values())}; search with --recompute whole, or choose another form"
+            f"{', '.join(policies.values())}; search with --recompute always, or choose another form"
         )
     return next(iter(policies), MAXTEXT_REMAT["products", "attention"])
 

@@ -201,6 +201,19 @@ def test_lower_prints_the_program(run: Callable[..., Result], result: Callable[.
     assert found["instructions"]["all_reduce"] == text(program).count("= all_reduce(")
 
 
+def test_a_stage_of_a_pipeline_may_run_again(
+    result: Callable[..., dict[str, Any]], refused: Callable[..., str]
+) -> None:
+    asked = ("cost", LM, "--set", "layers=2", "--set", "batch=8", "--layout", "layers:pipe")
+    held = [
+        result(*asked, "--mesh", "pipe:2", "--microbatches", "4", *words)["predicted"]["peak_memory_bytes"]
+        for words in ((), ("--recompute", "tick"))
+    ]
+    assert held[1] < held[0]
+    assert "no loop runs over it" in refused("cost", LM, "--mesh", "pipe:2", "--recompute", "tick")
+    assert "cannot be split over pipe, of one device" in refused(*asked, "--mesh", "pipe:1")
+
+
 def test_hardware_is_listed(run: Callable[..., Result], result: Callable[..., dict[str, Any]]) -> None:
     found = result("hardware")["hardware"]
     assert [machine["name"] for machine in found] == list(hardware_names())

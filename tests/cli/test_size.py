@@ -43,7 +43,7 @@ def test_people_see_what_to_train_where_and_the_plan_is_kept(
     for words in ("1e+14 FLOP", "nats per token", "chip-hours", "Kaplan et al. 2020", "frontier"):
         assert words in done.stdout, words
     assert load_plan(out).data.details.source == LM
-    for words in (f"next: layoutopt cost {LM}", "--set length=32", f"--layout {out}"):
+    for words in (f"next: layoutopt cost {LM}", "--set length=32", f"--layout {out} --hardware tpu-v5e"):
         assert words in done.stderr, words
 
 

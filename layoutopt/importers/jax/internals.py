@@ -40,6 +40,7 @@ CALLS = (
     "core_closed_call",
 )
 REMAT = ("remat2", "checkpoint", "remat")
+KEEPS = "--recompute DIM:keep=KIND says what layers that run again keep"
 RANDOM = {"_uniform": "random_uniform", "_normal_real": "random_normal", "_normal": "random_normal"}
 """Functions of jax.random that are taken as a whole."""
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
@@ -193,8 +194,7 @@ class Reader:
         policy = str(getattr(given, "__name__", given))
         if policy == "None" or re.match(r"nothing_?saveable", policy, re.IGNORECASE):
             return True
-        text = f"{where}: jax.checkpoint with the policy {policy} is left out"
-        self.notes[f"{text}: layers are recomputed whole or not at all"] = None
+        self.notes[f"{where}: jax.checkpoint with the policy {policy} is left out: {KEEPS}"] = None
         return False
 
     def called(self, params: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from layoutopt.importers.jax.equations import (
     has_fractions,
 )
 from layoutopt.importers.jax.factors import Factors, factors
-from layoutopt.importers.jax.internals import traced
+from layoutopt.importers.jax.internals import KEEPS, traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.keys import Keys
 from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, new_state, stacked_leaf
@@ -76,7 +76,7 @@ class JaxModel(mtf.Model):
         for dim, count in self.stages(plan.mesh, plan.layout).items():
             raise UserError(
                 f"plan.jax: the plan splits {dim!r} into {count} stages of a pipeline, which the user's "
-                f"function does not have; search without --pin {dim}"
+                f"function does not have; take a layout that does not split {dim!r}"
             )
         return self.under(plan.mesh, plan.layout, plan.options, jax_mesh(plan.mesh, plan.slices))
 
@@ -104,8 +104,7 @@ class JaxModel(mtf.Model):
     def notes(self, options: mtf.Options) -> tuple[str, ...]:
         """What of the function is not in the graph, and what of its own these options do otherwise."""
         assert self.origin is not None
-        whole = "layers are recomputed whole or not at all"
-        parts = [f"{w}: jax.checkpoint of a part is left out: {whole}" for w in self.origin.parts_recomputed]
+        parts = [f"{w}: jax.checkpoint of a part is left out: {KEEPS}" for w in self.origin.parts_recomputed]
         own = sorted(self.origin.recomputed - dims_of(options.recompute))
         left = [f"the function's own jax.checkpoint of {', '.join(own)} is left out: nothing recomputes it"]
         return (*self.origin.notes, *parts, *(left if own else ()))
