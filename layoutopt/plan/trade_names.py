@@ -9,6 +9,7 @@ from layoutopt.plan.decided import Decided
 from layoutopt.space.parallelism import parallelism
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.storage import STAGES, read_stage
 from mesh_tf_core.model import Model
 
 STORED = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}
@@ -32,6 +33,7 @@ def trade_names(model: Model, mesh: Mesh, layout: Layout, decided: Decided) -> d
 def _forms(model: Model, axis: str, layout: Layout, decided: Decided) -> Iterator[str]:
     known = parallelism(model)
     split = [name for name, axes in layout.items() if axis in axes]
+    further = [name for name, axes in layout.elsewhere if axis in axes]
     stored = _stored(model, axis, layout, decided)
     if any(name in known.data for name in split):
         yield f"data ({stored})" if stored else "data"
@@ -40,14 +42,17 @@ def _forms(model: Model, axis: str, layout: Layout, decided: Decided) -> Iterato
     loops = {b.dim.name for b in model.step_graph.blocks if b.dim is not None}
     weights = [name for name in known.weights if name not in known.experts]
     tables = {name for v in model.graph.variables.values() for name in v.shape.names}
+    sequence = [name for name in known.sequence if name not in tables]
     forms: tuple[tuple[str, Collection[str]], ...] = (
         ("context", decided.context.keys()),
-        ("sequence", [name for name in known.sequence if name not in tables]),
+        ("sequence", sequence),
         ("pipeline", loops),
         ("tensor", weights),
         ("expert", known.experts),
     )
     found = [form for form, names in forms if any(name in names for name in split)]
+    if "sequence" not in found and any(name in sequence for name in further):
+        found.insert(0, "sequence")
     yield from (form for form in found if form != "sequence" or "context" not in found)
     named = {*known.data, *known.sequence, *loops, *known.weights}
     yield from (name for name in split if name not in named)
@@ -58,9 +63,9 @@ def _stored(model: Model, axis: str, layout: Layout, decided: Decided) -> str:
     trained = {n: v for n, v in model.graph.variables.items() if v.trainable}
     found: Counter[str] = Counter()
     for name, variable in trained.items():
-        stage, _, over = decided.storage.get(name, "").partition("@")
+        stage = read_stage(decided.storage.get(name, 0))
         split = {a for dim in variable.shape.names for a in layout.axes(dim)}
-        if stage in STORED and axis not in split and (not over or axis in over.split("+")):
-            found[STORED[stage]] += variable.shape.size
+        if stage.number and axis not in split and (stage.over is None or axis in stage.over):
+            found[STORED[STAGES[stage.number]]] += variable.shape.size
     most = sum(v.shape.size for v in trained.values()) / 2
     return found.most_common(1)[0][0] if found.total() > most else ""

@@ -28,6 +28,7 @@ LM, MOE = transformer(), mixture()
             {"context": {"memory_length": "ring"}},
             ("data", "context"),
         ),
+        (LM, "batch:a;heads:b;length@elsewhere:b", {}, ("data", "sequence + tensor")),
         (LM, "positions:a", {}, ("idle", "idle")),
         (MOE, "batch:a+b;expert_batch:a;experts:b", {}, ("data", "data + expert")),
     ],
