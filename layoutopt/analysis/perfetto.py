@@ -32,7 +32,7 @@ def predicted(found: Evaluation, begin: float = 0.0) -> list[Event]:
     slices = timeline(program, found.cost)
     tracks = {track: number for number, track in enumerate(dict.fromkeys(s.track for s in slices))}
     title = f"predicted: one device of {program.mesh}, {prices.hardware.name}"
-    events: list[Event] = [*named(PREDICTED, title, tracks)]
+    events: list[Event] = [*_named(PREDICTED, title, tracks)]
     details: dict[int, Mapping[str, Any]] = {}
     for s in slices:
         at, end = round((begin + s.begin) * 1e9), round((begin + s.end) * 1e9)
@@ -53,7 +53,7 @@ def measured(tracks: Sequence[Track]) -> tuple[list[Event], float]:
         homes.setdefault(track.home, []).append(track)
     events: list[Event] = []
     for process, (home, own) in enumerate(homes.items(), PREDICTED + 1):
-        events += named(process, f"measured: {home}", {t.name: n for n, t in enumerate(own)})
+        events += _named(process, f"measured: {home}", {t.name: n for n, t in enumerate(own)})
         for thread, track in enumerate(own):
             for name, begin, lasting in track.events:
                 event = {"ph": "X", "pid": process, "tid": thread, "name": name}
@@ -62,7 +62,7 @@ def measured(tracks: Sequence[Track]) -> tuple[list[Event], float]:
     return events, min(work, default=0.0) / 1e9
 
 
-def named(process: int, title: str, tracks: Mapping[str, int]) -> list[Event]:
+def _named(process: int, title: str, tracks: Mapping[str, int]) -> list[Event]:
     """What viewers call a process and its tracks, in this order."""
 
     def said(what: str, thread: int = 0, **args: Any) -> Event:

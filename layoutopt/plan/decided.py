@@ -45,7 +45,8 @@ class Decided(Refined):
 
     Attributes:
       storage: variable to its stage (ZeRO), for those that are not stored as the layout says.
-      recompute: dimensions of the loops that are recomputed in backward (activation checkpointing).
+      recompute: the loops that are recomputed in backward (activation checkpointing), by their dimension, and
+        what they keep: "layers:keep=products".
       microbatches: parts of the batch, one after the other.
       context: dimension of keys to the form of attention to them (`search --context`), of those that are not
         gathered.

@@ -23,7 +23,7 @@ LEADS = {
     ),
     "time": (
         "The best size on each number of devices that was searched; numbers at the ends are devices. Step "
-        "times are those of proven layouts."
+        "times are those of the best layouts found."
     ),
     "candidates": (
         "Every size that was searched, in its best layout. The frontier is what no other beats in loss, days "
