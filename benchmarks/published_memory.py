@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.published_gpu import MEGATRON, SIZES, VOCAB_GPT, common_run
+from benchmarks.published_gpu import MEGATRON, SIZES, VOCAB_GPT, common_run, mesh_and_layout
 from benchmarks.published_megatron import gpt
 from benchmarks.published_rows import lowered, peak, read
 from costmodels import load_hardware
@@ -20,7 +20,7 @@ def memory_rows() -> list[dict[str, Any]]:
     row = read("megatron_recompute_a100.csv")[0]
     numbers = (row["layers"], row["hidden"], row["heads"], VOCAB_GPT, row["seq"], row["batch"])
     sizes = dict(zip(SIZES, map(int, numbers), strict=True))
-    mesh, layout = f"model:{row['tp']}", MEGATRON.partition(";")[2]
+    mesh, layout = mesh_and_layout({"model": int(row["tp"])}, MEGATRON)
     found = {}
     for again in (False, True):
         program = lowered(gpt, sizes, mesh, layout, recompute=again)

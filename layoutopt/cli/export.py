@@ -24,9 +24,6 @@ EXAMPLES = examples(
     "layoutopt export plan.json --to perfetto --out step.json.gz",
 )
 
-NAMED = 6
-"""Names that a line has."""
-
 
 class Library(StrEnum):
     """Whose form is written."""

@@ -220,7 +220,7 @@ def test_the_form_with_what_it_leaves_out_needs_no_model(run: Callable[..., Resu
     done = run("export", "plan.json", "--to", "jax", "--json")
     told = json.loads(done.stdout)
     assert told["not_said"] == {"refined": {"here": {"batch": []}}}
-    assert "not in this form: how operations of here are placed otherwise" in done.stderr and place.times == 0
+    assert "not in this form: batch:none in here" in done.stderr and place.times == 0
 
 
 def test_exports_from_the_plan_and_from_its_model_are_the_same(
