@@ -80,6 +80,8 @@ def export(
     unsaid = {} if to is Library.MAXTEXT else beside.refined
     if unsaid:
         more["not_said"] = Decided(refined=unsaid).model_dump(exclude_defaults=True)
+    if own.data.slices:
+        more["slices"] = own.data.slices
     with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the layout") as is_saved:
         terminal.result(ExportResult(to=to.value, mesh=own.mesh.as_dict(), text=text, **more))
         if not is_saved and not as_json:
@@ -87,6 +89,8 @@ def export(
     if unsaid:
         words = Decided(refined=unsaid).listed()
         terminal.say(f"not in this form: {'; '.join(filter(None, words.values()))}")
+    for axis, number in own.data.slices.items():
+        terminal.say(f"not in this form: {axis} lies over {number} slices; lay its devices out so")
 
 
 def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, out: Path | None) -> None:

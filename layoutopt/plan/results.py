@@ -13,7 +13,7 @@ from pydantic import AliasChoices, Field, model_validator
 
 from layoutopt.plan.decided import Decided, Refined
 from layoutopt.plan.details import Curve, Proof, Robustness, Validation
-from layoutopt.plan.fields import Data, Figure, Flag
+from layoutopt.plan.fields import Data, Figure, Flag, Size
 from layoutopt.plan.schema import ModelInfo, Predicted
 from layoutopt.plan.training import Training
 
@@ -308,6 +308,7 @@ class ExportResult(Result):
 
     Attributes:
       not_said: what is decided beside the layout and has no word in that form; only if there is any.
+      slices: axes that lie over several slices of the machine, which no form says.
     """
 
     command = "export"
@@ -315,6 +316,7 @@ class ExportResult(Result):
     mesh: Mesh
     text: str
     not_said: Decided | None = None
+    slices: dict[str, Size] | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class InitResult(Result):

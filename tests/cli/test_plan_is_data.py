@@ -215,11 +215,14 @@ def test_recorded_names_are_only_compared(refused: Callable[..., str], place: Pl
 def test_the_form_with_what_it_leaves_out_needs_no_model(run: Callable[..., Result], place: Place) -> None:
     found = json.loads(place.plan.read_text())
     found["refined"] = {"here": {"batch": []}}
+    axis = next(iter(found["mesh"]))
+    found["slices"] = {axis: 2}
     place.plan.write_text(json.dumps(found))
     place.edit(source="os:system")
     done = run("export", "plan.json", "--to", "jax", "--json")
     told = json.loads(done.stdout)
     assert told["not_said"] == {"refined": {"here": {"batch": []}}}
+    assert told["slices"] == {axis: 2} and f"not in this form: {axis} lies over 2 slices" in done.stderr
     assert "not in this form: batch:none in here" in done.stderr and place.times == 0
 
 
