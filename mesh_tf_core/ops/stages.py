@@ -17,81 +17,66 @@ from mesh_tf_core.ops.common import all_parallel
 
 
 @dataclass(frozen=True)
-class StagePart(Op):
+class CalledOtherwise(Op, abstract=True):
+    """What moves nothing and takes no work.
+
+    Attributes:
+      done: what lowering does by it, in words.
+    """
+
+    kind: ClassVar[str] = "data"
+    free: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+    regroups: ClassVar[bool] = True
+    done: ClassVar[str]
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.reshape(slices[0], at.outputs[0].shape.sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError(f"stages' {self.done} by lowering and have no gradient of their own")
+
+
+@dataclass(frozen=True)
+class StagePart(CalledOtherwise):
     """A stack [dim, rest], of which every device holds its iteration's part, as this part [rest], or, of
     several elements, [part, rest]."""
 
     dim: str
     part: Dim | None
-    kind: ClassVar[str] = "data"
-    free: ClassVar[bool] = True
-    linear: ClassVar[bool] = True
-    regroups: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
+    done: ClassVar[str] = "parts are taken"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         rest = inputs[0].shape.without(self.dim)
         return TensorType(Shape([self.part, *rest]) if self.part else rest, inputs[0].dtype)
 
-    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        return k.reshape(slices[0], at.outputs[0].shape.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("stages' parts are taken by lowering and have no gradient of their own")
-
 
 @dataclass(frozen=True)
-class StageStack(Op):
+class StageStack(CalledOtherwise):
     """The inverse: parts [rest], or of `several` elements [part, rest], as the stack [dim, rest]."""
 
     dim: Dim
     several: bool
-    kind: ClassVar[str] = "data"
-    free: ClassVar[bool] = True
-    linear: ClassVar[bool] = True
-    regroups: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
+    done: ClassVar[str] = "parts are stacked"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(Shape([self.dim, *inputs[0].shape.dims[self.several :]]), inputs[0].dtype)
 
-    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        return k.reshape(slices[0], at.outputs[0].shape.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("stages' parts are stacked by lowering and have no gradient of their own")
-
 
 @dataclass(frozen=True)
-class StageTerm(Op):
+class StageTerm(CalledOtherwise):
     """Each stage's term of a sum over all of them."""
 
-    kind: ClassVar[str] = "data"
-    free: ClassVar[bool] = True
-    linear: ClassVar[bool] = True
-    regroups: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
+    done: ClassVar[str] = "terms are added"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return slices[0]
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("stages' terms are added by lowering and have no gradient of their own")
