@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PUBLIC := mesh_tf_core costmodels layoutopt reports
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
 
-.PHONY: install test test-fast test-nightly lint format docs demo clean
+.PHONY: install test test-fast test-nightly lint format docs outputs demo clean
 
 install: $(STAMP)
 
@@ -43,6 +43,12 @@ format: install
 # The API reference, made from docstrings: open build/api/index.html.
 docs: install
 	$(BIN)/pdoc --docformat google --output-directory build/api $(PUBLIC)
+
+# The outputs that the tutorials show, and README's pictures, made anew on this machine (quiet, chromium on the PATH).
+outputs: install
+	$(BIN)/python tests/docs/console.py docs/tutorial.md --write
+	$(BIN)/python tests/docs/console.py docs/jax_tutorial.md --write
+	docs/pictures.sh
 
 demo: install
 	examples/demo.sh

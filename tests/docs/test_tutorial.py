@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.console import Step, head, run, steps, unlike
+from tests.docs.console import Step, anew, head, run, steps, unlike
 from tests.marks import by_day
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
@@ -44,3 +44,13 @@ def test_lines_that_are_not_printed_are_found() -> None:
     step = Step("console", "x", ("step  3 ms", "…", "gone  1", "  2 │ a"))
     assert unlike(step, "step   41 ms = 7\n 11 │ b\n") == ["gone  1"]
     assert head("step 6/60: loss 0.1") == "step #/#"
+
+
+def test_a_new_output_is_cut_where_the_page_cuts_the_old_one() -> None:
+    assert anew(["one  1 s"], ["one  2 s", "two  3 s"]) == ["one  2 s", "two  3 s"]
+    shown, now = (
+        ["step  3 ms", "…", "loss  0.1", "gone  1"],
+        ["hint", "step  4 ms", "", "rate  7", "loss  0.2"],
+    )
+    assert anew(shown, now) == ["…", now[1], "…", now[4]]
+    assert anew(["step 1/9: 4 s", "…"], ["step 1/9: 5 s", "", "step 9/9: 5 s"]) == ["step 1/9: 5 s", "…"]
