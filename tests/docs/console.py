@@ -96,8 +96,8 @@ def unlike(step: Step, output: str) -> list[str]:
 
 
 def anew(shown: Sequence[str], output: Sequence[str]) -> list[str]:
-    """The lines of a new output for those a page shows of an old one: of lines that say the same (`head`), the
-    likest. All of them if the page cut nothing."""
+    """The lines of a new output for those a page shows of an old one: of lines that say the same (`head`),
+    the likest. All of them if the page cut nothing."""
     cut = next((line for line in shown if line.strip() == CUT), None)
     if cut is None:
         return list(output)
