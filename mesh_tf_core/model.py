@@ -18,6 +18,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.rounds import Rounds, rounds
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
@@ -169,12 +170,22 @@ class Model:
         """The training step as an SPMD program; `check` as in `lower`."""
         stages = self.stages(mesh, layout)
         step = self.training_step(options.microbatches, stages)
+        if options.diloco is not None:
+            return self._rounds(step, mesh, layout, options).inner
         if stages:
             own = {name: layers_of_stage(name) for name in stages}
             again = map(Recomputed.parse, options.recompute)
             told = (str(replace(loop, dim=own.get(loop.dim, loop.dim))) for loop in again)
             options = replace(options, recompute=frozenset(told))
         return lower(step.graph, mesh, layout, step.results, options, check=check)
+
+    def lower_outer(self, mesh: Mesh, layout: Layout, options: Options) -> Program:
+        """What replicas do when they meet (`tracing.replicas`), on the variables of the training step."""
+        step = self.training_step(options.microbatches, self.stages(mesh, layout))
+        return self._rounds(step, mesh, layout, options).outer
+
+    def _rounds(self, step: TrainingStep, mesh: Mesh, layout: Layout, options: Options) -> Rounds:
+        return rounds(step.graph, step.results, mesh, layout, options)
 
 
 @dataclass(frozen=True)

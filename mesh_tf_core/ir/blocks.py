@@ -13,6 +13,9 @@ MICROBATCH = "microbatch"
 TICK = "tick"
 """Name of the dimension that counts the steps of a pipeline (see `tracing.pipeline`)."""
 
+REPLICA = "replica"
+"""Name of the dimension that counts replicas which train alone for some steps (see `tracing.replicas`)."""
+
 
 @dataclass(frozen=True)
 class Node:
@@ -82,8 +85,8 @@ class Block:
       single: a block of one iteration that is no loop to the model: what is made inside lacks its dimension.
       branch: it is a branch of `cond`.
       spread: its iterations run at once, each on the devices that hold its part of `dim`: the stages of a
-        pipeline. It carries nothing. An iteration's part of a stack has one element, or several: then it
-        keeps a first dimension for them.
+        pipeline, or replicas. It carries nothing. An iteration's part of a stack has one element, or several:
+        then it keeps a first dimension for them.
       halves: f and g of a reversible body, whose backward finds its inputs from its outputs.
     """
 

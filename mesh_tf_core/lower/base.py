@@ -41,7 +41,6 @@ class Lowering(Placing):
     """The state of one lowering: goes through the nodes of a graph.
 
     Attributes:
-      masters: a variable's tensor -> its master copy as it is stored, where `env` has the half of it.
       context: dimension of keys -> the form of attention to them (`Options`).
     """
 
@@ -64,7 +63,6 @@ class Lowering(Placing):
         self.loops = Loops(self, frozenset(recompute), self.node, self.nodes)
         self._again = False
         self._terms = gradient_terms(graph)
-        self.masters: dict[int, int] = {}
 
     def node(self, node: Node, again: bool = False) -> None:
         """Lowers one node, in the layout that holds there: the update of a variable in that of its state.

@@ -115,8 +115,8 @@ class Loops:
             )
         if block.spread and self.low.oracle.ways(axes) != block.dim.size:
             raise LayoutError(
-                f"layout {self.low.layout}: the pipeline over {block.dim.name!r} has {block.dim.size} "
-                f"stages, split over {'+'.join(axes) or 'no axis'}"
+                f"layout {self.low.layout}: {block.dim.name!r} has {block.dim.size} stages or replicas, each "
+                f"on devices of its own, and is split over {'+'.join(axes) or 'no axis'}"
             )
         return axes
 
@@ -193,11 +193,24 @@ class Loops:
             if tensor is not None and self.remat.unsaved(tensor):
                 continue
             pairs.append(self._part(self.low.value_of(outer), inner))
+        if block.spread:
+            pairs += self._masters(block)
         if again:
             pairs += self._recomputed(block, again)
         elif forward and not self.remat.again(forward):
             pairs += self._unpacked(block, forward)
         return pairs
+
+    def _masters(self, block: Block) -> list[Sliced]:
+        """An iteration's parts of master copies, which the updates inside work on."""
+        masters = self.low.masters
+        found = [
+            (inner, self._part(masters[outer], (inner, inner)))
+            for outer, inner in block.sliced
+            if outer in masters
+        ]
+        masters.update((inner, part.inner) for inner, part in found)
+        return [part for _, part in found]
 
     def _part(self, outer: int, inner: Key) -> Sliced:
         v = self.low.values[outer]

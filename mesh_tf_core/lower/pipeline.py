@@ -24,6 +24,7 @@ from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.replicas import DiLoCo
 
 PASSES: tuple[tuple[str, Callable[[Program], Program]], ...] = (
     ("dead", drop_dead),
@@ -44,12 +45,14 @@ class Options:
       microbatches: parts of the batch that a step runs one after the other, adding up their gradients.
       context: (dimension of keys, form): how attention to keys that are split is done, of those to which it
         does not gather them (`ops.context.FORMS`).
+      diloco: an axis that synchronises rarely.
     """
 
     storage: Stages = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
     microbatches: int = 1
     context: frozenset[tuple[str, str]] = frozenset()
+    diloco: DiLoCo | None = None
 
     def __post_init__(self) -> None:
         if any(":" in text for text in self.recompute):

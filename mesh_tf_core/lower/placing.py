@@ -31,6 +31,8 @@ class Placing:
       moved, converted: what was made of a value by other splits, or by an operation that `converts`. Weights
         are moved once for forward and once more for backward (FSDP), so that nobody keeps them in between.
       renamed: tensor -> of what it is made when it is first read, and by which node.
+      masters: a variable's tensor, or a part of it -> its master copy as it is stored, where `env` has the
+        half of it.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Placing:
         self._weights = weights(graph)
         self.converted: dict[tuple[int, Op], int] = {}
         self.renamed: dict[int, tuple[int, Node]] = {}
+        self.masters: dict[int, int] = {}
 
     def _lay_out(self, layout: Layout) -> None:
         """Puts a layout in force."""

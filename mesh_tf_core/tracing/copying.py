@@ -1,15 +1,15 @@
-"""Copies of graphs whose operations work on a part of the batch."""
+"""Copies of graphs, as they are or with operations that work on a part of the batch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import scale
 from mesh_tf_core.tracing.graph import Graph
@@ -29,33 +29,14 @@ def batch_names(graph: Graph, batch: str) -> set[str]:
 class Copy:
     """A copy of a graph under construction.
 
-    Args:
-      batch: name of the batch dimension.
-      parts: of the batch; UserError if they do not divide it.
-
     Attributes:
-      names, size: of the batch dimension.
-      smaller: the batch dimensions -> those of a part, of nodes that are copied for parts.
-      standings: of what the nodes that are copied compute.
       number: of the part that the nodes that are being built work on, an int scalar; None: on no part.
       tensors: old tensor -> what stands for it, of what the nodes that are being built may read.
       blocks: the same of blocks.
     """
 
-    standings: Standings
-
-    def __init__(self, graph: Graph, batch: str, parts: int) -> None:
-        sizes = {t.shape.dim(batch).size for t in graph.inputs.values() if batch in t.shape.names}
-        if len(sizes) != 1:
-            raise UserError(f"microbatches: the inputs have no common dimension {batch!r}")
-        self.old, self.size, self.parts = graph, sizes.pop(), parts
-        if parts < 1 or self.size % parts:
-            raise UserError(
-                f"microbatches={parts}: {batch!r} has size {self.size}, which is not divisible by it; "
-                f"choose a divisor of {self.size}"
-            )
-        self.names = batch_names(graph, batch)
-        self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
+    def __init__(self, graph: Graph) -> None:
+        self.old = graph
         self.new = Graph(graph.name)
         self.new.variables.update(graph.variables)
         self.new.unsplit.update(graph.unsplit)
@@ -63,51 +44,30 @@ class Copy:
         self.tensors: dict[int, Tensor] = {}
         self.blocks: dict[int, Block] = {}
 
-    def check_batch(self, tensors: Iterable[Tensor]) -> None:
-        """UserError if one of some tensors has the batch twice."""
-        for t in tensors:
-            both = [d.name for d in t.shape if d in self.smaller]
-            if len(both) > 1:
-                raise UserError(
-                    f"microbatches={self.parts}: a tensor [{t.shape}] has the batch twice "
-                    f"({' and '.join(both)}); examples of different parts would not meet; use one microbatch"
-                )
-
     def _operand(self, node: Node, operand: int) -> Tensor:
         """The copy of an operand of a node."""
         return self.tensors[operand]
 
     def _operands(self, node: Node) -> list[Tensor]:
-        """The copies of a node's operands; shares of what every part would add whole."""
-        found = [self._operand(node, i) for i in node.inputs]
-        shared = self.standings.shared.get(node.index, ()) if self.number is not None else ()
-        return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
+        """The copies of a node's operands."""
+        return [self._operand(node, i) for i in node.inputs]
 
     def _shape(self, shape: Shape) -> Shape:
-        return Shape(self.smaller.get(d, d) for d in shape)
-
-    def _substituted(self, value: Any) -> Any:
-        """The same description with the smaller batch."""
-        if isinstance(value, Dim):
-            return self.smaller.get(value, value)
-        if isinstance(value, Shape):
-            return self._shape(value)
-        if isinstance(value, tuple):
-            return tuple(self._substituted(v) for v in value)
-        if isinstance(value, TensorType):
-            return TensorType(self._shape(value.shape), value.dtype)
-        return value
+        """The shape of a copy."""
+        return shape
 
     def _ends(self, node: Node, body: Block) -> list[Tensor]:
         """The states that an iteration hands on."""
-        shared = self.standings.shared_out[node.index] if self.number is not None else ()
-        found = [self.tensors[i] for i in body.carry_out]
-        return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
+        return [self.tensors[i] for i in body.carry_out]
 
     def _op(self, op: Any) -> Any:
-        changed = {f.name: self._substituted(getattr(op, f.name)) for f in dataclasses.fields(op)}
-        same = all(changed[n] == getattr(op, n) for n in changed)
-        return op if same else dataclasses.replace(op, **changed)
+        """The operation of a copy."""
+        return op
+
+    def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
+        """What an operation makes, in place of a node."""
+        made = self.new.apply(op, *inputs)
+        return made if isinstance(made, tuple) else (made,)
 
     def _node(self, node: Node) -> None:
         with self.new.phase(node.phase, node.scope, node.name):
@@ -118,17 +78,8 @@ class Copy:
             op = self._op(node.op)
             if op.derives_key and self.number is not None and not any(map(self._derived, node.inputs)):
                 inputs.append(self.number)
-            try:
-                made = self.new.apply(op, *inputs)
-            except UserError as error:
-                raise UserError(
-                    f"microbatches={self.parts}: {op.describe()} fixes the size of the batch ({error})"
-                ) from None
-            outs = made if isinstance(made, tuple) else (made,)
-            for old, tensor in zip(node.outputs, outs, strict=True):
-                if tensor.shape != self._shape(self.old.tensor(old).shape):
-                    raise UserError(f"microbatches={self.parts}: {op.describe()} fixes the size of the batch")
-                self.tensors[old] = tensor
+            made = self._applied(op, inputs, node)
+            self.tensors.update(zip(node.outputs, made, strict=True))
 
     def _derived(self, tensor: int) -> bool:
         node = self.old.producer.get(tensor)
@@ -193,3 +144,85 @@ class Copy:
             )
             for h in body.halves
         )
+
+
+class PartCopy(Copy):
+    """A copy whose operations work on a part of the batch.
+
+    Args:
+      batch: name of the batch dimension.
+      parts: of the batch; UserError if they do not divide it.
+
+    Attributes:
+      names, size: of the batch dimension.
+      smaller: the batch dimensions -> those of a part, of nodes that are copied for parts.
+      standings: of what the nodes that are copied compute.
+    """
+
+    standings: Standings
+
+    def __init__(self, graph: Graph, batch: str, parts: int) -> None:
+        super().__init__(graph)
+        sizes = {t.shape.dim(batch).size for t in graph.inputs.values() if batch in t.shape.names}
+        if len(sizes) != 1:
+            raise UserError(f"microbatches: the inputs have no common dimension {batch!r}")
+        self.size, self.parts = sizes.pop(), parts
+        if parts < 1 or self.size % parts:
+            raise UserError(
+                f"microbatches={parts}: {batch!r} has size {self.size}, which is not divisible by it; "
+                f"choose a divisor of {self.size}"
+            )
+        self.names = batch_names(graph, batch)
+        self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
+
+    def check_batch(self, tensors: Iterable[Tensor]) -> None:
+        """UserError if one of some tensors has the batch twice."""
+        for t in tensors:
+            both = [d.name for d in t.shape if d in self.smaller]
+            if len(both) > 1:
+                raise UserError(
+                    f"microbatches={self.parts}: a tensor [{t.shape}] has the batch twice "
+                    f"({' and '.join(both)}); examples of different parts would not meet; use one microbatch"
+                )
+
+    def _operands(self, node: Node) -> list[Tensor]:
+        """The copies of a node's operands; shares of what every part would add whole."""
+        found = super()._operands(node)
+        shared = self.standings.shared.get(node.index, ()) if self.number is not None else ()
+        return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
+
+    def _ends(self, node: Node, body: Block) -> list[Tensor]:
+        found = super()._ends(node, body)
+        shared = self.standings.shared_out[node.index] if self.number is not None else ()
+        return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
+
+    def _shape(self, shape: Shape) -> Shape:
+        return Shape(self.smaller.get(d, d) for d in shape)
+
+    def _substituted(self, value: Any) -> Any:
+        """The same description with the smaller batch."""
+        if isinstance(value, Dim):
+            return self.smaller.get(value, value)
+        if isinstance(value, Shape):
+            return self._shape(value)
+        if isinstance(value, tuple):
+            return tuple(self._substituted(v) for v in value)
+        if isinstance(value, TensorType):
+            return TensorType(self._shape(value.shape), value.dtype)
+        return value
+
+    def _op(self, op: Any) -> Any:
+        changed = {f.name: self._substituted(getattr(op, f.name)) for f in dataclasses.fields(op)}
+        same = all(changed[n] == getattr(op, n) for n in changed)
+        return op if same else dataclasses.replace(op, **changed)
+
+    def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
+        fixes = f"microbatches={self.parts}: {op.describe()} fixes the size of the batch"
+        try:
+            made = super()._applied(op, inputs, node)
+        except UserError as error:
+            raise UserError(f"{fixes} ({error})") from None
+        for old, tensor in zip(node.outputs, made, strict=True):
+            if tensor.shape != self._shape(self.old.tensor(old).shape):
+                raise UserError(fixes)
+        return made

@@ -21,7 +21,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, scale
-from mesh_tf_core.tracing.copying import Copy
+from mesh_tf_core.tracing.copying import PartCopy
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
 
@@ -45,7 +45,7 @@ def accumulate(
     return _Accumulation(graph, batch, parts).run(wanted)
 
 
-class _Accumulation(Copy):
+class _Accumulation(PartCopy):
     """A graph that adds up parts of the batch, under construction.
 
     Attributes:

@@ -38,7 +38,7 @@ from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.ops.shape import reshape, slice_dim, transpose
 from mesh_tf_core.ops.ticks import FromTicks, Schedule, ToTicks
-from mesh_tf_core.tracing.copying import Copy
+from mesh_tf_core.tracing.copying import PartCopy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
@@ -97,7 +97,7 @@ class _Flow:
     passes: bool = False
 
 
-class _Pipelines(Copy):
+class _Pipelines(PartCopy):
     """A graph with pipelines under construction."""
 
     def __init__(self, graph: Graph, batch: str, parts: int, stages: Mapping[str, int]) -> None:

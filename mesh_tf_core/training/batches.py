@@ -9,12 +9,14 @@ import numpy as np
 
 from mesh_tf_core.engines.feeds import widened
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.model import Model
 
 
 def fitted(batch: Mapping[str, Any], model: Model, program: Program, rows: Any) -> dict[str, Any]:
-    """The inputs of the model in the shapes of the program: with microbatches, in parts.
+    """The inputs of the model in the shapes of the program: with microbatches, in parts; with replicas, those
+    of each.
 
     Args:
       rows: those that this process's devices read, int64 [n]; a batch may hold these alone. None: all.
@@ -22,11 +24,13 @@ def fitted(batch: Mapping[str, Any], model: Model, program: Program, rows: Any) 
     Raises:
       UserError: an input is missing, or its shape is not what the model was built for.
     """
+    replicas = program.layout.axes(REPLICA)
+    of = (program.mesh.group_size(replicas),) if replicas else ()
     found = {}
     for name, tensor in model.graph.inputs.items():
         if name not in batch:
             raise UserError(f"the batch has no {name!r}; the model reads {', '.join(model.graph.inputs)}")
-        array, wanted = batch[name], tensor.shape.sizes
+        array, wanted = batch[name], (*of, *tensor.shape.sizes)
         shape = tuple(getattr(array, "shape", ()))
         if rows is not None and wanted and len(rows) < wanted[0] and shape[:1] == (len(rows),):
             array = widened(np.asarray(array), rows, wanted[0])
@@ -34,6 +38,7 @@ def fitted(batch: Mapping[str, Any], model: Model, program: Program, rows: Any) 
         if shape != wanted:
             raise UserError(
                 f"the batch's {name!r} has shape {shape}; the model was built for [{tensor.shape}]"
+                + (f", and there are {of[0]} replicas: {wanted}" if of else "")
             )
         found[name] = array
     feeds = {name: program.values[id].shape.sizes for name, id in program.feeds.items()}

@@ -17,6 +17,7 @@ from typing import Any
 from mesh_tf_core.engines import Cluster, Engine, open_engine
 from mesh_tf_core.engines.feeds import rows_of
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -26,6 +27,7 @@ from mesh_tf_core.training.auto import Planned, installed
 from mesh_tf_core.training.batches import fitted
 from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, EvaluationBatches, running_means
 from mesh_tf_core.training.prefetch import Prefetch, Ready
+from mesh_tf_core.training.replicas import Replicas
 from mesh_tf_core.training.saving import Saver
 from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_weights
 
@@ -92,6 +94,7 @@ class Trainer:
             slices = self.plan.slices
         self.engine: Engine = open_engine(self.program, engine, cluster, slices)
         self.engine.initialize()
+        self._replicas = self._of_replicas()
         self.rows = self._own_rows()
         self.step_number = 0
         self.resumed: Mapping[str, Any] = {}
@@ -101,6 +104,12 @@ class Trainer:
         self._saver = Saver(cluster)
         self._evaluation: tuple[Model, bool, Evaluation] | None = None
         self._skipped = 0
+
+    def _of_replicas(self) -> Replicas | None:
+        diloco = self.options.diloco
+        if diloco is None:
+            return None
+        return Replicas(self.engine, self.model.lower_outer(self.mesh, self.layout, self.options), diloco)
 
     def _searched(self) -> tuple[Layout, Options]:
         search = installed()
@@ -125,12 +134,18 @@ class Trainer:
         except Exception:
             self.torn = torn  # engines keep the state of before
             raise
+        replicas = self._replicas
+        met: Callable[[], object] = dict
+        if replicas is not None:
+            met = replicas.after(self.step_number + 1)
         self.step_number, self.position = self.step_number + 1, position
         self.torn = torn
 
         def found() -> dict[str, Any]:
             try:
-                return _plain(results())
+                made = results()
+                met()
+                return _plain(made if replicas is None else replicas.mean(made))
             except Exception:
                 self.torn = True  # it had begun, and later ones may have
                 raise
@@ -176,8 +191,8 @@ class Trainer:
 
         Args:
           batches: one dict of arrays per step, from the first step on: a resumed run skips those already
-            used. An iterator with `get_state()` and `set_state(state)` (state: what JSON can hold) is set to
-            its place instead.
+            used; with replicas, one for each of them in turn. An iterator with `get_state()` and
+            `set_state(state)` (state: what JSON can hold) is set to its place instead.
           checkpoint: directory to resume from, if no step is done yet, and to save into, every `every` steps
             and at the end.
           on_step: called with (step number, results, seconds of the step).
@@ -218,7 +233,8 @@ class Trainer:
         saves = (lambda step: step % every == 0) if checkpoint is not None else lambda step: False
         judges = (lambda step: step % evaluate_every == 0) if evaluate is not None else lambda step: False
         history: list[dict[str, Any]] = []
-        stream, left = self._continued(iter(batches)), max(0, steps - self.step_number)
+        stream = iter(batches) if self._replicas is None else self._replicas.together(iter(batches))
+        stream, left = self._continued(stream), max(0, steps - self.step_number)
         began = last = time.perf_counter()
         saved = self.step_number
         try:
@@ -287,12 +303,21 @@ class Trainer:
             `training=False`, say); by default the trained one, without dropout.
           ema: on the running means of the variables (`Optimizer.ema`).
         """
-        means = running_means(self.program, self.step_number, "evaluate") if ema else NO_MEANS
+        means = self._means("evaluate", ema)
         found, evaluated = self._evaluation, model or self.model
         if found is None or found[0] is not evaluated or found[1] != ema:
-            made = Evaluation(evaluated, self.engine, self.layout, self.options, means, self.cluster)
+            options = self.options if self._replicas is None else self._replicas.alone(self.options)
+            made = Evaluation(evaluated, self.engine, self.layout, options, means, self.cluster)
             found = self._evaluation = evaluated, ema, made
         return found[2].run(batches)
+
+    def _means(self, what: str, ema: bool) -> Mapping[str, Variable]:
+        """Trained variable -> what is read in its place: its running mean, or what replicas began from."""
+        if self._replicas is None:
+            return running_means(self.program, self.step_number, what) if ema else NO_MEANS
+        if ema:
+            raise UserError(f"{what}: each replica has running means of its own; leave out ema")
+        return self._replicas.shared
 
     def save(self, directory: str | Path, wait: bool = True) -> None:
         """Writes a checkpoint that any mesh and number of processes can read; all of several do it together.
@@ -377,7 +402,7 @@ class Trainer:
     def save_weights(self, path: str | Path, ema: bool = False) -> None:
         """Writes the model's variables, without the optimizer's, to a .npz or .safetensors file; with `ema`,
         running means (`Optimizer.ema`) under the names of those that are trained."""
-        means = running_means(self.program, self.step_number, "save_weights") if ema else NO_MEANS
+        means = self._means("save_weights", ema)
         kept = [s.variable for s in self.program.variables.values() if s.variable.slot_of is None]
         found = {v.name: means.get(v.name, v) for v in kept if v.name != "step"}
         if self.engine.is_chief:
@@ -387,7 +412,7 @@ class Trainer:
                 self.engine.read(variable.name)
 
     def _own_rows(self) -> Any:
-        if self.cluster is None or self.model.batch_dim is None:
+        if self.cluster is None or self.model.batch_dim is None or self._replicas is not None:
             return None
         return rows_of(self.program, self.model.batch_dim, self.engine.ranks)
 

@@ -20,7 +20,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.home import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
-from tests.core import test_pipelines
+from tests.core import test_pipelines, test_replicas
 from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
 from tests.engines import loop_cases, number_cases
@@ -117,6 +117,18 @@ def pipeline() -> None:
     assert engine.communication_bytes == program.communication_bytes()
 
 
+def replicas() -> None:
+    """Replicas that train alone for some steps, beside other splits, and meet."""
+    found = []
+    for engine in ("jax", "lockstep"):
+        made, how = test_replicas.example()
+        trainer = mtf.Trainer(made, engine=engine, **how)
+        trainer.fit(test_replicas.data(), 5)
+        found.append({name: trainer.engine.read(name) for name in trainer.program.variables})
+    for name, value in found[1].items():
+        np.testing.assert_allclose(found[0][name], value, 1e-9, 1e-12, err_msg=name)
+
+
 def control(name: str) -> None:
     """Branches and loops that stop early."""
     program = PROGRAMS[name]()
@@ -193,6 +205,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"training {m} {layout}": lambda m=m, n=layout, h=h: training(m, n, h) for m, layout, h in MODELS},
     "loops": loops,
     "pipeline": pipeline,
+    "replicas": replicas,
     **{f"half stage {stage}": lambda stage=stage: half(stage) for stage in (1, 2, 3)},
     **{
         f"loop {name}": lambda case=case: case.check(lambda p, batch: open_engine(p, "jax").step(batch))

@@ -19,7 +19,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import Op, Roles
 from mesh_tf_core.ir.program import COLLECTIVES, Collective
 from mesh_tf_core.ops.context import FORMS
-from tests.core import test_pipelines
+from tests.core import test_pipelines, test_replicas
 from tests.engines import number_cases
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 from tests.marks import by_day
@@ -58,6 +58,17 @@ def test_a_pipeline_equals_lockstep() -> None:
     for name in program.variables:
         np.testing.assert_allclose(local.read(name), lockstep.read(name), 1e-10, err_msg=name)
     assert local.communication_bytes == program.communication_bytes()
+
+
+def test_replicas_equal_lockstep() -> None:
+    found = []
+    for engine in ("local", "lockstep"):
+        made, how = test_replicas.example()
+        trainer = mtf.Trainer(made, engine=engine, **how)
+        trainer.fit(test_replicas.data(), 5)
+        found.append({name: trainer.engine.read(name) for name in trainer.program.variables})
+    for name, value in found[1].items():
+        np.testing.assert_allclose(found[0][name], value, 1e-9, 1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("name", number_cases.CASES)

@@ -1,0 +1,74 @@
+"""Replicas that train alone for some steps (`tracing.replicas`), in a training: whose batch is whose, when
+they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.engines import Engine
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import Stage, read_stage
+from mesh_tf_core.tracing.replicas import BEFORE, DiLoCo
+
+
+class Replicas:
+    """The replicas of one training.
+
+    Args:
+      engine: of the inner program; outer: what replicas do when they meet.
+
+    Attributes:
+      count: of the replicas.
+      engine: of the outer program.
+      shared: trained variable -> the one that all replicas began from: what is evaluated, and what is kept of
+        the training in the end.
+    """
+
+    def __init__(self, engine: Engine, outer: Program, diloco: DiLoCo) -> None:
+        self.diloco, self.mesh, self.count = diloco, outer.mesh, outer.mesh.size(diloco.axis)
+        self.engine = engine.beside(outer)
+        slots = [s.variable for s in outer.variables.values()]
+        self.shared: Mapping[str, Variable] = {
+            v.slot_of: v for v in slots if v.slot_of and v.name == f"{v.slot_of}/{BEFORE}"
+        }
+
+    def after(self, step: int) -> Callable[[], object]:
+        """Begins the meeting that follows this step, if one does; what it gives waits for it."""
+        return self.engine.begin({}) if step % self.diloco.period == 0 else dict
+
+    def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Batches of a step: one for each replica, as they come."""
+        return _Together(batches, self.count)
+
+    def alone(self, options: Options) -> Options:
+        """Options of a program in which all replicas do the same, on variables as they lie in training."""
+        rest = tuple(axis for axis in self.mesh.names if axis != self.diloco.axis)
+        stages = {name: read_stage(said) for name, said in options.storage.items()}
+        storage = {name: s if s.over else Stage(s.number, rest) for name, s in stages.items()}
+        return replace(options, storage=storage, diloco=None)
+
+    def mean(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        """A step's results, [replica, their dims], over the replicas."""
+        return {name: np.asarray(x).mean(0) for name, x in results.items()}
+
+
+class _Together(Iterator[Mapping[str, Any]]):
+    """Batches stacked, as many at a time as there are replicas; a last few that are fewer are left out."""
+
+    def __init__(self, batches: Iterator[Mapping[str, Any]], count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __next__(self) -> Mapping[str, Any]:
+        found = [next(self._batches) for _ in range(self._count)]
+        return {name: np.stack([np.asarray(batch[name]) for batch in found]) for name in found[0]}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("get_state", "set_state"):  # if the data can tell its place, so can this
+            return getattr(self._batches, name)
+        raise AttributeError(name)

@@ -1,0 +1,219 @@
+"""An axis that synchronises rarely: replicas train as if each were alone, and meet as the outer step says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.instructions import AllReduce
+from mesh_tf_core.lower.rounds import check_alone, rounds
+from mesh_tf_core.lower.verify import ProgramError
+from mesh_tf_core.training.trainer import Trainer
+
+D, F = mtf.Dim("d", 4), mtf.Dim("f", 8)
+LAYERS = mtf.Dim("layers", 2)
+ROWS = 8
+MESH = "sites:2;data:2;model:2"
+CASES: list[tuple[str, mtf.Options]] = [
+    ("", mtf.Options()),
+    ("batch:data;f:model", mtf.Options()),
+    ("batch:data;f:model", mtf.Options({"wi": 1, "wo": 2})),
+    ("batch:data", mtf.Options({"wi": 3, "wo": 3}, frozenset({"layers"}))),
+    ("f:model;d:data", mtf.Options({"wi": 2}, microbatches=2)),
+]
+
+
+def model(
+    optimizer: mtf.Optimizer, rows: int = ROWS, dropout: float = 0.0, dtype: str = "float64"
+) -> mtf.Model:
+    """Layers with weights that a cast may read."""
+    g = mtf.Graph()
+    batch = mtf.Dim("batch", rows)
+    x, y = g.input("x", [batch, D], "float32"), g.input("y", [batch, D], "float32")
+    own = "float32" if dtype != "float64" else dtype
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        wi = g.variable("wi", [D, F], mtf.Normal(0.5), own, dtype)
+        wo = g.variable("wo", [F, D], mtf.Normal(0.5), own, dtype)
+        inner = mtf.tanh(mtf.einsum([h, wi], [batch, F]))
+        inner = mtf.dropout(inner, dropout) if dropout else inner
+        return h + mtf.einsum([inner, wo], [batch, D])
+
+    h = mtf.scan(layer, x.cast(dtype), LAYERS)
+    loss = mtf.reduce_mean(mtf.square((h - y.cast(dtype)).cast(own)))
+    return mtf.Model(loss, optimizer, {"size": mtf.reduce_mean(mtf.square(h.cast(own)))})
+
+
+def data(seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    while True:
+        yield {name: rng.normal(size=(ROWS, 4)).astype(np.float32) for name in "xy"}
+
+
+def trainer(made: mtf.Model, layout: str, options: mtf.Options, diloco: str) -> Trainer:
+    options = replace(options, diloco=mtf.DiLoCo.parse(diloco))
+    return Trainer(made, MESH, layout, options, engine="lockstep")
+
+
+def alone(count: int, period: int, optimizer: Any, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The same by trainers of one device each, which meet in NumPy: algorithm 1 of the paper."""
+    replicas = [Trainer(model(optimizer()), "x:1", engine="lockstep") for _ in range(count)]
+    names = ("wi", "wo")
+    outer = {n: np.array(replicas[0].engine.read(n)) for n in names}
+    momentum = {n: np.zeros_like(x) for n, x in outer.items()}
+    batches, losses = data(), []
+    for step in range(1, steps + 1):
+        losses.append(np.mean([r.step(next(batches))["loss"] for r in replicas]))
+        if step % period == 0:
+            for n in names:
+                came = outer[n] - np.mean([r.engine.read(n) for r in replicas], axis=0)
+                momentum[n] = 0.9 * momentum[n] + came
+                outer[n] = outer[n] - 0.7 * (came + 0.9 * momentum[n])
+                for r in replicas:
+                    r.engine.write(n, outer[n])
+    return losses, outer
+
+
+@pytest.mark.parametrize(("layout", "options"), CASES)
+def test_with_a_meeting_every_step_it_is_synchronous(layout: str, options: mtf.Options) -> None:
+    """Plain means of plain gradient descent are gradient descent on all batches."""
+    rare = trainer(model(mtf.SGD(0.1)), layout, options, "sites:period=1,rate=1,momentum=0")
+    found = [r["loss"] for r in rare.fit(data(), 4)]
+    whole = Trainer(model(mtf.SGD(0.1), 2 * ROWS), "x:1", engine="lockstep")
+    pairs = zip(data(), islice(data(), 1, None), strict=False)
+    batches = islice(pairs, 0, 8, 2)
+    wanted = [whole.step({n: np.concatenate([a[n], b[n]]) for n in a})["loss"] for a, b in batches]
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    for name in ("wi", "wo"):
+        for copy in rare.engine.read(name):
+            np.testing.assert_allclose(copy, whole.engine.read(name), rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def apart() -> tuple[list[float], dict[str, np.ndarray]]:
+    return alone(2, 3, lambda: mtf.Adam(3e-2), 7)
+
+
+@pytest.mark.parametrize(("layout", "options"), CASES)
+def test_replicas_train_as_if_alone(layout: str, options: mtf.Options, apart: Any) -> None:
+    rare = trainer(model(mtf.Adam(3e-2)), layout, options, "sites:period=3")
+    found = [r["loss"] for r in rare.fit(data(), 7)]
+    losses, outer = apart
+    np.testing.assert_allclose(found, losses, rtol=1e-10)
+    for name, value in outer.items():
+        np.testing.assert_allclose(rare.engine.read(f"{name}/outer"), value, rtol=1e-9, atol=1e-12)
+
+
+def test_half_precision_has_its_master_copies() -> None:
+    """What is stored split is the master copy; updates work on it, not on the half that is read."""
+    found = []
+    for options in (mtf.Options(), mtf.Options({"wi": 1, "wo": 2})):
+        rare = trainer(model(mtf.SGD(1e-4), dtype="bfloat16"), "batch:data", options, "sites:period=2")
+        began = np.array(rare.engine.read("wi"))
+        rare.fit(data(), 3)
+        found.append(np.asarray(rare.engine.read("wi")) - began)
+    assert 0 < np.abs(found[0]).max() < 1e-3  # smaller than what half precision can say of the weights
+    np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+
+
+def test_replicas_drop_out_other_elements() -> None:
+    same = next(data())
+    rare = trainer(model(mtf.SGD(0.1), dropout=0.5), "batch:data", mtf.Options(), "sites:period=9")
+    rare.step({name: np.stack([x, x]) for name, x in same.items()})
+    one, other = rare.engine.read("wi")
+    assert np.abs(one - other).max() > 1e-3
+
+
+def test_what_crosses_the_axis_is_one_sum_of_the_variables_in_a_round() -> None:
+    """Synchronous training sends as much in every step, of gradients of the same dtype."""
+    rare = trainer(model(mtf.Adam(1e-2)), "batch:data;f:model", mtf.Options(), "sites:period=5")
+    sent = []
+    for _ in range(10):
+        rare.fit(data(), rare.step_number + 1)
+        assert rare.engine.communication_bytes["sites"] == 0
+        assert rare._replicas is not None
+        met = rare.step_number % 5 == 0
+        sent.append(rare._replicas.engine.communication_bytes["sites"] if met else 0)
+    step = model(mtf.Adam(1e-2), 2 * ROWS).training_step()
+    whole = mtf.lower(step.graph, mtf.Mesh(MESH), mtf.Layout("batch:sites;f:model"))  # gradients, no results
+    engine = LockstepEngine(whole)
+    engine.step({n: np.concatenate([x, x]) for n, x in next(data()).items()})
+    assert engine.communication_bytes["sites"] > 0
+    assert sent == [0, 0, 0, 0, engine.communication_bytes["sites"]] * 2
+
+
+def test_a_collective_over_the_axis_is_a_defect() -> None:
+    made = model(mtf.SGD(0.1))
+    step = made.training_step()
+    given = mtf.Options(diloco=mtf.DiLoCo("sites"))
+    found = rounds(step.graph, step.results, mtf.Mesh(MESH), mtf.Layout("batch:data"), given).inner
+    reduce = next(i for i, _ in found.walk() if isinstance(i, AllReduce))
+    wrong = tuple(replace(i, axes=("sites",)) if i is reduce else i for i in found.code)
+    with pytest.raises(ProgramError, match="replicas along 'sites' train alone"):
+        check_alone(replace(found, code=wrong), "sites")
+
+
+def test_a_resumed_training_is_the_same(tmp_path: Any) -> None:
+    options = mtf.Options({"wi": 2})
+    one = trainer(model(mtf.Adam(1e-2)), "batch:data", options, "sites:period=3")
+    one.fit(data(), 7)
+    two = trainer(model(mtf.Adam(1e-2)), "batch:data", options, "sites:period=3")
+    two.fit(data(), 4, tmp_path)
+    three = trainer(model(mtf.Adam(1e-2)), "f:model", mtf.Options(), "sites:period=3")
+    three.fit(data(), 7, tmp_path)
+    assert three.resumed["mesh"] == MESH
+    for name in ("wi", "wi/outer", "wo/outer_momentum", "wo/adam_v"):
+        np.testing.assert_allclose(three.engine.read(name), one.engine.read(name), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [mtf.Options(), mtf.Options({"wi": 1, "wo": 3})])
+def test_what_is_evaluated_is_what_replicas_have_in_common(options: mtf.Options) -> None:
+    rare = trainer(model(mtf.SGD(0.1)), "batch:data;f:model", options, "sites:period=2")
+    rare.fit(data(), 3)
+    plain = Trainer(model(mtf.SGD(0.1)), "x:1", engine="lockstep")
+    for name in ("wi", "wo"):
+        plain.engine.write(name, rare.engine.read(f"{name}/outer"))
+    held_out = [*islice(data(1), 3)]
+    found, wanted = rare.evaluate(held_out), plain.evaluate(held_out)
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("said", "layout", "error"),
+    [
+        ("site", "", "diloco: mesh sites:2;data:2;model:2 has no axis 'site'; did you mean 'sites'"),
+        ("sites", "batch:sites", "replicas lie along 'sites', which synchronises rarely"),
+        ("sites:period=0", "", "the period must be at least one step, found 0"),
+        ("sites:period=often", "", "period='often' is no number"),
+        ("sites:rate=0", "", "the outer learning rate must be positive, found 0"),
+        ("sites:momentum=1", "", "the outer momentum must be in"),
+        ("sites:perod=3", "", "'perod' is unknown; did you mean 'period'"),
+        (":period=3", "", "name the axis of the mesh"),
+    ],
+)
+def test_errors(said: str, layout: str, error: str) -> None:
+    with pytest.raises(mtf.UserError, match=error):
+        trainer(model(mtf.SGD(0.1)), layout, mtf.Options(), said)
+
+
+def test_its_text() -> None:
+    said = mtf.DiLoCo("pod", 100, 0.5, 0.8)
+    assert str(said) == "pod:period=100,rate=0.5,momentum=0.8" and mtf.DiLoCo.parse(str(said)) == said
+    assert mtf.DiLoCo.parse("pod") == mtf.DiLoCo("pod", 30, 0.7, 0.9)
+
+
+def example() -> tuple[mtf.Model, Mapping[str, Any]]:
+    """For engines: a model, and where and how it trains."""
+    options = mtf.Options({"wi": 3, "wo": 1}, diloco=mtf.DiLoCo("sites", 2))
+    return model(mtf.SGD(0.1), dropout=0.2), {
+        "mesh": MESH,
+        "layout": "batch:data;f:model",
+        "options": options,
+    }
