@@ -7,7 +7,7 @@ solver.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from costmodels.hardware import Hardware
@@ -28,6 +28,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.rounds import Rounds
 from mesh_tf_core.model import Model
 
 DEFAULT = Options()
@@ -36,11 +37,17 @@ ONE_DEVICE = Mesh("all:1")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A layout's program, and what follows from it when it is asked for: its price and its memory."""
+    """A layout's program, and what follows from it when it is asked for: its price and its memory.
+
+    Attributes:
+      rounds: with replicas that train alone for some steps, whose step `program` is: they and their meeting,
+        of which a step's price has its share.
+    """
 
     model: Model = field(repr=False, compare=False)
     program: Program
     prices: Pricer = field(repr=False, compare=False)
+    rounds: Rounds | None = None
 
     @cached_property
     def _kernels(self) -> Fused | None:
@@ -48,12 +55,34 @@ class Evaluation:
 
     @cached_property
     def cost(self) -> Cost:
-        return self.prices.cost(self.program, self._kernels)
+        step = self.prices.cost(self.program, self._kernels)
+        if self.rounds is None:
+            return step
+        share = 1 / self.rounds.period
+        met = (replace(x, times=x.times * share) for x in self.prices.cost(self.rounds.outer).lines)
+        return Cost((*step.lines, *met))
 
     @cached_property
     def memory(self) -> Memory:
         itemiser = self.prices.itemiser
-        return memory(self.program, itemiser.fuses, self._kernels, itemiser.tiles)
+        step = memory(self.program, itemiser.fuses, self._kernels, itemiser.tiles)
+        return step if self.rounds is None else max(step, self._met(), key=lambda found: found.peak)
+
+    def _met(self) -> Memory:
+        """What a device holds while replicas meet: what the step keeps lies there too."""
+        rounds, itemiser = self.rounds, self.prices.itemiser
+        assert rounds is not None
+        met = replace(rounds.outer, variables=self.program.variables)
+        return memory(met, itemiser.fuses, itemiser.kernels(met), itemiser.tiles)
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a device sends in a step, by mesh axis."""
+        found = self.program.communication_bytes()
+        if self.rounds is not None:
+            for axis, sent in self.rounds.outer.communication_bytes().items():
+                found[axis] = found.get(axis, 0.0) + sent / self.rounds.period
+        return found
 
     @property
     def pipeline(self) -> Mapping[str, int]:
@@ -63,12 +92,15 @@ class Evaluation:
     @property
     def predicted(self) -> Predicted:
         model, seconds, mesh = self.model, self.cost.step_seconds, self.program.mesh
-        flops, machine = unsplit_flops(model), self.prices.hardware
+        replicas = 1 if self.rounds is None else self.rounds.replicas
+        machine = self.prices.hardware
+        flops = {dtype: replicas * n for dtype, n in unsplit_flops(model).items()}
         chips = machine.chips(mesh.devices)
 
         def rate(items: float | None, of: float = 1.0) -> float | None:
             return items / seconds / of if items and seconds else None
 
+        tokens = None if model.tokens is None else model.tokens * replicas
         run = run_flops(self.program) if recomputes(self.program) else {}
 
         return Predicted(
@@ -78,14 +110,14 @@ class Evaluation:
             exposed_communication_seconds=self.cost.exposed_communication_seconds,
             peak_memory_bytes=self.memory.peak,
             flops_per_device=self.cost.flops,
-            communication_bytes_per_device=self.program.communication_bytes(),
+            communication_bytes_per_device=self.sent,
             mfu=utilisation(flops, machine, mesh.devices, seconds),
             hfu=utilisation(run, machine, mesh.devices, seconds) if run else None,
             model_flops=sum(flops.values()),
             model_flops_per_second_per_chip=rate(sum(flops.values()), chips),
-            examples_per_second=rate(model.examples),
-            tokens_per_second=rate(model.tokens),
-            tokens_per_second_per_chip=rate(model.tokens, chips),
+            examples_per_second=rate(model.examples * replicas),
+            tokens_per_second=rate(tokens),
+            tokens_per_second_per_chip=rate(tokens, chips),
         )
 
     @cached_property
@@ -148,8 +180,11 @@ def evaluate(
     check: bool = True,
 ) -> Evaluation:
     """Lowers one layout to price and walk it; `check` as in `lower`. LayoutError if it is not legal."""
-    program = model.lower(mesh, layout, options, check=check)
-    return Evaluation(model, program, prices or pricer(hardware, mesh))
+    prices = prices or pricer(hardware, mesh)
+    if options.diloco is not None:
+        found = model.rounds(mesh, layout, options, check=check)
+        return Evaluation(model, found.inner, prices, found)
+    return Evaluation(model, model.lower(mesh, layout, options, check=check), prices)
 
 
 class Evaluator:

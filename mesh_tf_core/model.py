@@ -168,10 +168,10 @@ class Model:
 
     def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT, *, check: bool = True) -> Program:
         """The training step as an SPMD program; `check` as in `lower`."""
+        if options.diloco is not None:
+            return self.rounds(mesh, layout, options, check=check).inner
         stages = self.stages(mesh, layout)
         step = self.training_step(options.microbatches, stages)
-        if options.diloco is not None:
-            return self._rounds(step, mesh, layout, options).inner
         if stages:
             own = {name: layers_of_stage(name) for name in stages}
             again = map(Recomputed.parse, options.recompute)
@@ -179,13 +179,10 @@ class Model:
             options = replace(options, recompute=frozenset(told))
         return lower(step.graph, mesh, layout, step.results, options, check=check)
 
-    def lower_outer(self, mesh: Mesh, layout: Layout, options: Options) -> Program:
-        """What replicas do when they meet (`tracing.replicas`), on the variables of the training step."""
+    def rounds(self, mesh: Mesh, layout: Layout, options: Options, *, check: bool = True) -> Rounds:
+        """The step of replicas that train alone, and their meeting; `check` as in `lower`."""
         step = self.training_step(options.microbatches, self.stages(mesh, layout))
-        return self._rounds(step, mesh, layout, options).outer
-
-    def _rounds(self, step: TrainingStep, mesh: Mesh, layout: Layout, options: Options) -> Rounds:
-        return rounds(step.graph, step.results, mesh, layout, options)
+        return rounds(step.graph, step.results, mesh, layout, options, check)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from layoutopt.cli.bill import PriceOption, TokensOption, bill, check_tokens, re
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ContextOption,
+    DilocoOption,
     HardwareOption,
     JsonOption,
     LayoutOption,
@@ -56,6 +57,7 @@ def cost(
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
+    diloco: DilocoOption = None,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -74,7 +76,9 @@ def cost(
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
-    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches, context)
+    loaded, given = read_asked(
+        model, settings, mesh, layout, storage, recompute, microbatches, context, diloco
+    )
     check_tokens(count, loaded.model.tokens)
     found = given.priced(loaded, machine)
     total = bill(found.predicted, machine, found.program.mesh.devices, count, prices.get(machine.name))

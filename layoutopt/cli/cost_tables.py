@@ -66,7 +66,7 @@ def _axis_row(axes: str, kind: str, lines: Iterable[Line], cost: Cost) -> tuple[
     return (
         axes,
         kind,
-        f"{sum(x.times for x in lines):,}",
+        f"{sum(x.times for x in lines):,.6g}",
         bytes_text(sum(x.sent * x.times for x in lines)),
         seconds_text(sum(x.seconds * x.times for x in lines)),
         seconds_text(exposed),
@@ -100,7 +100,7 @@ def _operation_row(name: str, phase: str, where: str, lines: Sequence[Line], cos
         name,
         phase,
         where,
-        f"{sum(x.times for x in lines):,}",
+        f"{sum(x.times for x in lines):,.6g}",
         seconds_text(_exposed(lines)),
         share_text(_exposed(lines), cost.step_seconds),
         rate_text(flops, "FLOP") if flops else "",

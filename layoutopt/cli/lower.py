@@ -11,6 +11,7 @@ import typer
 
 from layoutopt.cli.options import (
     ContextOption,
+    DilocoOption,
     JsonOption,
     LayoutOption,
     MeshOption,
@@ -48,6 +49,7 @@ def lower(
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
+    diloco: DilocoOption = None,
     settings: SetOption = None,
     emit: Annotated[
         Form, typer.Option(help="Our own text, or StableHLO for the TPU compiler.")
@@ -59,7 +61,9 @@ def lower(
     from layoutopt.plan.results import LowerResult
 
     terminal = Terminal(as_json)
-    loaded, given = read_asked(model, settings, mesh, layout, storage, recompute, microbatches, context)
+    loaded, given = read_asked(
+        model, settings, mesh, layout, storage, recompute, microbatches, context, diloco
+    )
     program = loaded.model.lower(given.mesh, given.layout, given.options)
     text = _emit(program, emit)
     terminal.result(

@@ -12,8 +12,10 @@ from layoutopt.cli.job import ALONE, Job, in_job
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ContextOption,
+    DilocoOption,
     EngineName,
     EngineOption,
+    Given,
     HardwareOption,
     JsonOption,
     LayoutOption,
@@ -58,6 +60,7 @@ def measure(
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
+    diloco: DilocoOption = None,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
@@ -77,7 +80,7 @@ def measure(
     with job.open(engine, as_json, quiet) as session:
         terminal, traced = session.terminal, Trace(session, trace)
         loaded = session.load(model, settings, mesh, layout)
-        given = session.given(loaded, mesh, layout, storage, recompute, microbatches, context)
+        given = session.given(loaded, mesh, layout, storage, recompute, microbatches, context, diloco)
         predicted = given.priced(loaded, machine)
         trainer = session.trainer(loaded, given)
         timed = _timed(terminal, loaded, trainer, warm_up, steps, lambda run: traced.record(run, predicted))
@@ -96,7 +99,7 @@ def measure(
             )
         )
         if not as_json:
-            _show(session, loaded, predicted, timed, trainer, machine.name)
+            _show(session, loaded, given, predicted, timed, trainer, machine.name)
 
 
 def _timed(
@@ -109,7 +112,7 @@ def _timed(
 ) -> Timed:
     """Times steps from the initial values on; the data is ready before the clock starts. Those that are
     recorded come after them, for that slows them down."""
-    fed = list(itertools.islice(batches(terminal, loaded), min(steps, BATCHES)))
+    fed = list(itertools.islice(trainer.stream(batches(terminal, loaded)), min(steps, BATCHES)))
     with Steps(terminal, "measuring", warm_up + steps) as bar:
         found = timed_steps(
             trainer,
@@ -123,10 +126,16 @@ def _timed(
 
 
 def _show(
-    session: Session, loaded: Loaded, predicted: Evaluation, timed: Timed, trainer: Trainer, hardware: str
+    session: Session,
+    loaded: Loaded,
+    given: Given,
+    predicted: Evaluation,
+    timed: Timed,
+    trainer: Trainer,
+    hardware: str,
 ) -> None:
     seconds, step, engine = timed.seconds, timed.median, trainer.engine
-    items, name = items_of(loaded.model)
+    items, name = items_of(loaded.model, given)
     said = predicted.cost.step_seconds
     sent = predicted.program.communication_bytes()
     equal = "as predicted" if sent == engine.communication_bytes else f"predicted: {_sent(sent)}"

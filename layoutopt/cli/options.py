@@ -118,6 +118,16 @@ ContextOption = Annotated[
         show_default="they are gathered",
     ),
 ]
+DilocoOption = Annotated[
+    str | None,
+    typer.Option(
+        "--diloco",
+        metavar="AXIS[:period=30,...]",
+        help="Replicas along this axis train alone for a period of steps, each on batches of its own, and "
+        "then meet (rate=0.7, momentum=0.9: of the outer step).",
+        show_default="all devices meet in every step",
+    ),
+]
 MicrobatchesOption = Annotated[
     int, typer.Option("--microbatches", min=1, metavar="N", help="Parts of the batch, one after the other.")
 ]
@@ -275,12 +285,13 @@ def read_asked(
     recompute: Sequence[str] | None = None,
     microbatches: int = 1,
     context: Sequence[str] | None = None,
+    diloco: str | None = None,
 ) -> tuple[Loaded, Given]:
     """The model of a file, and what is decided about it."""
     from layoutopt.models.loading import load_model
 
     loaded = load_model(model, settings or ())
-    return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches, context)
+    return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches, context, diloco=diloco)
 
 
 def read_layout(
@@ -292,6 +303,7 @@ def read_layout(
     microbatches: int = 1,
     context: Sequence[str] | None = None,
     plan: Plan | None = None,
+    diloco: str | None = None,
 ) -> Given:
     """The mesh, the layout and what else is decided, all of which a plan file gives.
 
@@ -303,16 +315,16 @@ def read_layout(
     """
     from mesh_tf_core import Layout
 
-    options = read_options(loaded, storage or (), recompute, microbatches, context or ())
+    options = read_options(loaded, storage or (), recompute, microbatches, context or (), diloco)
     if layout is None or not is_plan(layout):
         return Given(read_mesh(mesh), Layout(layout or ""), options)
     plan = read_plan(loaded, layout, plan)
-    if storage or recompute or microbatches > 1 or context:
+    if storage or recompute or microbatches > 1 or context or diloco:
         from mesh_tf_core import UserError
 
         raise UserError(
-            f"{layout} says how variables are stored, what is recomputed, how many microbatches there are "
-            "and how attention reaches its keys; leave these options out"
+            f"{layout} says how variables are stored, what is recomputed, how many microbatches there are, "
+            "how attention reaches its keys and which axis synchronises rarely; leave these options out"
         )
     if mesh is not None and read_mesh(mesh) != plan.mesh:
         from mesh_tf_core import UserError
@@ -329,13 +341,14 @@ def read_options(
     recompute: Sequence[str] | None,
     microbatches: int,
     context: Sequence[str] = (),
+    diloco: str | None = None,
 ) -> Options:
     """What is decided beside the layout; a stage without a variable is for all trained ones, a form of
     attention without a dimension for all keys.
 
     Where nothing is said of recomputation, it is what a JAX program says itself (jax.checkpoint).
     """
-    from mesh_tf_core import Options, UserError
+    from mesh_tf_core import DiLoCo, Options, UserError
     from mesh_tf_core.errors import known_names
     from mesh_tf_core.ir.blocks import TICK
     from mesh_tf_core.lower.kept import Recomputed
@@ -364,7 +377,8 @@ def read_options(
             raise UserError(f"--context {text}: the model has no fused attention; leave it out")
         forms.update(dict.fromkeys([dim] if dim else crossed(graph), form))
     check_context(graph, forms)
-    return Options(stages, frozenset(recompute), microbatches, frozenset(forms.items()))
+    rare = None if diloco is None else DiLoCo.parse(diloco)
+    return Options(stages, frozenset(recompute), microbatches, frozenset(forms.items()), rare)
 
 
 def say_damage(text: str) -> None:

@@ -69,9 +69,11 @@ class Session:
         recompute: Sequence[str] | None = None,
         microbatches: int = 1,
         context: Sequence[str] | None = None,
+        diloco: str | None = None,
     ) -> Given:
         """See `read_layout`."""
-        return read_layout(loaded, mesh, layout, storage, recompute, microbatches, context, self._plan)
+        options = storage, recompute, microbatches, context
+        return read_layout(loaded, mesh, layout, *options, self._plan, diloco)
 
     def start(self, count: int) -> None:
         """Makes this process's devices, before a library is used for anything else; meets the others."""
@@ -231,8 +233,10 @@ def _zeros(model: Model) -> Iterator[dict[str, Any]]:
         yield {name: np.zeros(t.shape.sizes, np_dtype(t.dtype)) for name, t in inputs.items()}
 
 
-def items_of(model: Model) -> tuple[int, str]:
+def items_of(model: Model, given: Given) -> tuple[int, str]:
     """How many things a step learns from, and what they are: tokens where the model names them, or else
     examples."""
     tokens = model.tokens
-    return (model.examples, "examples") if tokens is None else (tokens, "tokens")
+    count, name = (model.examples, "examples") if tokens is None else (tokens, "tokens")
+    diloco = given.options.diloco
+    return (count if diloco is None else count * given.mesh.size(diloco.axis)), name

@@ -13,6 +13,7 @@ from layoutopt.cli.job import ALONE, Job, in_job
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ContextOption,
+    DilocoOption,
     EngineName,
     EngineOption,
     Given,
@@ -64,6 +65,7 @@ def train(
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
+    diloco: DilocoOption = None,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
     checkpoint: Annotated[
@@ -89,7 +91,7 @@ def train(
     """Train a model on this machine's mesh, under the best layout or one of yours."""
     run: TrainingRun | None = None
     if layout == AUTO:
-        _refuse_decided(storage, recompute, microbatches, context)
+        _refuse_decided(storage, recompute, microbatches, context, diloco)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(job.open(engine, as_json, quiet))
         terminal, traced = session.terminal, Trace(session, trace)
@@ -108,7 +110,7 @@ def train(
             if layout == AUTO:
                 given = _searched(session, loaded, machine, mesh)
             else:
-                given = session.given(loaded, mesh, layout, storage, recompute, microbatches, context)
+                given = session.given(loaded, mesh, layout, storage, recompute, microbatches, context, diloco)
             run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint)
             run.train(every, held_out, evaluate_every)
             run.evaluate(held_out)
@@ -129,10 +131,19 @@ def _own(stack: contextlib.ExitStack, terminal: Terminal, checkpoint: Path) -> N
 
 
 def _refuse_decided(
-    storage: list[str] | None, recompute: list[str] | None, microbatches: int, context: list[str] | None
+    storage: list[str] | None,
+    recompute: list[str] | None,
+    microbatches: int,
+    context: list[str] | None,
+    diloco: str | None,
 ) -> None:
     from mesh_tf_core.errors import UserError
 
+    if diloco:
+        raise UserError(
+            "--layout auto does not choose an axis that synchronises rarely; say a --layout, as searched for "
+            "the mesh of one replica"
+        )
     if storage or recompute or microbatches > 1 or context:
         raise UserError(
             "--layout auto decides storage, recompute, microbatches and context too; leave them out"

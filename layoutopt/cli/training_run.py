@@ -60,7 +60,7 @@ class TrainingRun:
         self.terminal = self.session.terminal
         self.evaluation = self.given.priced(self.loaded, self.machine)
         self.predicted = self.evaluation.predicted
-        self.items, self.item = items_of(self.loaded.model)
+        self.items, self.item = items_of(self.loaded.model, self.given)
 
     # -- running ---------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class Refined(Data):
     @model_serializer(mode="wrap")
     def _what_is_said(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = made(self)
-        for name in ("refined", "context", "pipeline"):
+        for name in ("refined", "context", "pipeline", "diloco"):
             if not found.get(name):
                 found.pop(name, None)
         return found
@@ -52,6 +52,7 @@ class Decided(Refined):
         gathered.
       pipeline: dimension of layers to the number of stages that the layout splits it into; microbatches go
         through them.
+      diloco: the axis that synchronises rarely, and how: "sites:period=30,rate=0.7,momentum=0.9".
     """
 
     storage: dict[str, str] = Field(default_factory=dict)
@@ -59,6 +60,7 @@ class Decided(Refined):
     microbatches: Size = 1
     context: dict[str, str] = Field(default_factory=dict)
     pipeline: dict[str, Size] = Field(default_factory=dict)
+    diloco: str = ""
 
     def listed(self) -> dict[str, str]:
         """Name of a kind -> its whole decision in words, '' if plain."""
@@ -68,6 +70,7 @@ class Decided(Refined):
             "microbatches": str(self.microbatches) if self.microbatches > 1 else "",
             "context": ", ".join(f"{form} of {dim}" for dim, form in self.context.items()),
             "pipeline": " and ".join(self._pipelines()),
+            "replicas": f"train alone, and meet rarely ({self.diloco})" if self.diloco else "",
             ELSEWHERE: rules_in(self.refined.get(ELSEWHERE, {})),
             "refined": "; ".join(f"{rules_in(rules)} in {path}" for path, rules in self.places().items()),
         }
@@ -79,6 +82,7 @@ class Decided(Refined):
         found += [f"{form} of {dim}" for dim, form in self.context.items()]
         found += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         found += self._pipelines()
+        found += [f"replicas of {self.diloco.partition(':')[0]}"] if self.diloco else []
         found += [f"{rules_in(rules)} {ELSEWHERE}" for p, rules in self.refined.items() if p == ELSEWHERE]
         found += [f"refined in {some([*places], NAMED)}"] if (places := self.places()) else []
         return "; ".join(found)

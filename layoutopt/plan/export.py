@@ -93,6 +93,11 @@ def export(what: Exported, to: str) -> str:
             f"{to} says how dimensions are split, not how single variables are stored, but this plan stores "
             f"{some(names, NAMED)} at {stage}; search with --storage layout, or choose another form"
         )
+    if rare := what.decided.diloco:
+        raise UserError(
+            f"{to} says how tensors lie, not that replicas along {rare.partition(':')[0]!r} train alone for "
+            "some steps, as in this plan; train with layoutopt"
+        )
     if context := what.decided.context:
         dim, form = next(iter(context.items()))
         raise UserError(

@@ -14,7 +14,7 @@ from mesh_tf_core.model import Model
 
 STORED = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}
 """How most parameters are stored along an axis of the batch, and what that is called."""
-IDLE = "idle"
+IDLE, RARE = "idle", "data, synchronised rarely (DiLoCo)"
 
 
 def trade_names(model: Model, mesh: Mesh, layout: Layout, decided: Decided) -> dict[str, str]:
@@ -25,6 +25,8 @@ def trade_names(model: Model, mesh: Mesh, layout: Layout, decided: Decided) -> d
     """
     return {
         axis: " + ".join(dict.fromkeys(_forms(model, axis, layout, decided))) or IDLE
+        if axis != decided.diloco.partition(":")[0]
+        else RARE
         for axis, size in mesh.axes
         if size > 1
     }

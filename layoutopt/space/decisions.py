@@ -21,6 +21,7 @@ from layoutopt.space.context import Context
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
 from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.splits import ANYTHING, Split
 from layoutopt.space.storage import Storage
@@ -29,7 +30,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
-KINDS: tuple[type[Decision], ...] = (Split, Elsewhere, Storage, Recompute, Context, Microbatches)
+KINDS: tuple[type[Decision], ...] = (Split, Elsewhere, Storage, Recompute, Context, Microbatches, Rarely)
 """The kinds of decisions, in the order of their variables in problems."""
 
 

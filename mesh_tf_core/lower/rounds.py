@@ -33,6 +33,11 @@ class Rounds:
     outer: Program
     period: int
 
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return self.inner.mesh.group_size(self.inner.layout.axes(REPLICA))
+
 
 def rounds(
     graph: Graph,

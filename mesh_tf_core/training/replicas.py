@@ -30,7 +30,8 @@ class Replicas:
         the training in the end.
     """
 
-    def __init__(self, engine: Engine, outer: Program, diloco: DiLoCo) -> None:
+    def __init__(self, engine: Engine, outer: Program, diloco: DiLoCo | None) -> None:
+        assert diloco is not None
         self.diloco, self.mesh, self.count = diloco, outer.mesh, outer.mesh.size(diloco.axis)
         self.engine = engine.beside(outer)
         slots = [s.variable for s in outer.variables.values()]

@@ -89,12 +89,13 @@ class Trainer:
             layout, options = self._searched()
         self.layout = Layout(layout) if isinstance(layout, str) else layout
         self.options = options
-        self.program = model.lower(self.mesh, self.layout, options)
+        rare = None if options.diloco is None else model.rounds(self.mesh, self.layout, options)
+        self.program = model.lower(self.mesh, self.layout, options) if rare is None else rare.inner
         if slices is None and self.plan is not None:
             slices = self.plan.slices
         self.engine: Engine = open_engine(self.program, engine, cluster, slices)
         self.engine.initialize()
-        self._replicas = self._of_replicas()
+        self._replicas = None if rare is None else Replicas(self.engine, rare.outer, options.diloco)
         self.rows = self._own_rows()
         self.step_number = 0
         self.resumed: Mapping[str, Any] = {}
@@ -104,12 +105,6 @@ class Trainer:
         self._saver = Saver(cluster)
         self._evaluation: tuple[Model, bool, Evaluation] | None = None
         self._skipped = 0
-
-    def _of_replicas(self) -> Replicas | None:
-        diloco = self.options.diloco
-        if diloco is None:
-            return None
-        return Replicas(self.engine, self.model.lower_outer(self.mesh, self.layout, self.options), diloco)
 
     def _searched(self) -> tuple[Layout, Options]:
         search = installed()
@@ -167,6 +162,10 @@ class Trainer:
                 yield step, results()
         for step, results in begun:
             yield step, results()
+
+    def stream(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """What steps take: a batch each; with replicas, one for each of them, stacked."""
+        return iter(batches) if self._replicas is None else self._replicas.together(iter(batches))
 
     def _prepared(self, batch: Mapping[str, Any]) -> Any:
         """The batch, checked and handed to the devices."""
@@ -233,8 +232,7 @@ class Trainer:
         saves = (lambda step: step % every == 0) if checkpoint is not None else lambda step: False
         judges = (lambda step: step % evaluate_every == 0) if evaluate is not None else lambda step: False
         history: list[dict[str, Any]] = []
-        stream = iter(batches) if self._replicas is None else self._replicas.together(iter(batches))
-        stream, left = self._continued(stream), max(0, steps - self.step_number)
+        stream, left = self._continued(self.stream(batches)), max(0, steps - self.step_number)
         began = last = time.perf_counter()
         saved = self.step_number
         try:

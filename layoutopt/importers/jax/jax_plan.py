@@ -7,6 +7,7 @@ Every decision of the plan is applied, or refused by name:
   recompute     jax.checkpoint of a loop's body, or of each layer that is written out, with a policy
                 that saves what they keep; refused where that is no value of the function
   context       refused: it is done between devices
+  diloco        refused: it is another training loop
   microbatches  a loop over parts of the batch that adds up gradients
 """
 
@@ -37,6 +38,11 @@ class JaxPlan(Shardings):
         """
         again = self.options.recompute
         saved = saved_values(self.model.step_graph, self.origin, again)
+        if rare := self.options.diloco:
+            raise UserError(
+                f"plan.jax: replicas along {rare.axis!r} train alone for {rare.period} steps, which no step "
+                "of yours says; train with `layoutopt train`"
+            )
         if context := dict(self.options.context):
             dim, form = next(iter(context.items()))
             raise UserError(

@@ -1,0 +1,61 @@
+"""The price of replicas that train alone for some steps: a step, and its share of a meeting."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.plan.build import decided, options_of
+from layoutopt.plan.trade_names import trade_names
+from tests.core.test_replicas import model
+
+MESH, LAYOUT = mtf.Mesh("sites:4;data:2;model:2"), mtf.Layout("batch:data;f:model")
+ADAM = mtf.Adam(1e-2)
+
+
+def priced(period: int, storage: int = 0) -> Evaluation:
+    options = mtf.Options({"wi": storage, "wo": storage}, diloco=mtf.DiLoCo("sites", period))
+    return evaluate(model(ADAM, dtype="float32"), MESH, LAYOUT, load_hardware("tpu-v5e"), options)
+
+
+@pytest.mark.parametrize("storage", [0, 1, 3])
+def test_a_meeting_costs_its_share_of_a_step(storage: int) -> None:
+    one, ten = priced(1, storage), priced(10, storage)
+    alone = ten.prices.cost(ten.program).step_seconds
+    assert ten.cost.step_seconds - alone == pytest.approx((one.cost.step_seconds - alone) / 10)
+    assert ten.predicted.communication_bytes_per_device["sites"] == pytest.approx(
+        one.predicted.communication_bytes_per_device["sites"] / 10
+    )
+    # Of 4 replicas, a ring sends 2 (n - 1) / n times what a device has of the parameters.
+    own = 4 * 2 * (2 * 4 * 8) / 2 / (2 if storage else 1)
+    assert one.predicted.communication_bytes_per_device["sites"] == 2 * 3 / 4 * own
+
+
+def test_replicas_learn_from_batches_of_their_own() -> None:
+    found = priced(10)
+    plain = evaluate(found.model, mtf.Mesh("data:2;model:2"), LAYOUT, load_hardware("tpu-v5e"))
+    assert found.predicted.model_flops == 4 * plain.predicted.model_flops  # type: ignore[operator]
+    rate = 4 * found.model.examples / found.cost.step_seconds
+    assert found.predicted.examples_per_second == pytest.approx(rate)
+
+
+def test_what_replicas_keep_to_meet_is_in_memory() -> None:
+    """Beside the variables, what they began from and the outer momentum, both split like the variables."""
+    found = priced(10)
+    plain = evaluate(found.model, mtf.Mesh("data:2;model:2"), LAYOUT, load_hardware("tpu-v5e"))
+    parameters = 4 * 2 * (2 * 4 * 8) / 2
+    assert found.memory.peak >= plain.memory.peak + 2 * parameters
+
+
+def test_files_say_it() -> None:
+    options = mtf.Options(diloco=mtf.DiLoCo("sites", 20))
+    said = decided(options, LAYOUT)
+    assert said.diloco == "sites:period=20,rate=0.7,momentum=0.9" and options_of(said) == options
+    assert "train alone" in said.listed()["replicas"]
+    named = trade_names(model(ADAM), MESH, LAYOUT, said)
+    assert named["sites"] == "data, synchronised rarely (DiLoCo)" and named["data"] == "data"
+    assert "diloco" not in decided(replace(options, diloco=None), LAYOUT).model_dump()
