@@ -146,7 +146,7 @@ def test_storage_recompute_and_microbatches(
     assert "no variable 'output/projecton'; did you mean 'output/projection'?" in refused(
         *plain, "--storage", "output/projecton=zero1"
     )
-    assert "no loop runs over 'layer'; did you mean 'layers'?" in refused(*plain, "--recompute", "layer")
+    assert "no loop runs over it; did you mean 'layers'?" in refused(*plain, "--recompute", "layer")
     kept = result(*plain, "--recompute", "layers:keep=attention+products")
     assert kept["recompute"] == ["layers:keep=products+attention"]
     all_again = result(*plain, "--recompute", "layers")["predicted"]
