@@ -11,7 +11,7 @@ from typing import Any
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.clock import Clock
 from layoutopt.optimize.k_best import k_best
-from layoutopt.optimize.planning import make_plan
+from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, Progress, Request, Rules, Standing
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
@@ -24,7 +24,7 @@ from layoutopt.space.kind import GATHER, STORED, Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
@@ -89,7 +89,8 @@ def search(
       the plan is then `stopped`.
 
     Raises:
-      InfeasibleError: proven that nothing fits; the message names the largest tensors.
+      InfeasibleError: proven that nothing fits; the message names the largest tensors, `nearest` is the plan
+        that needs least, where one is legal; without `alternatives` it says no more than that.
       LimitError: nothing was found in time.
       UserError: wrong input.
     """
@@ -119,6 +120,7 @@ def search(
         clock,
         on_progress,
         on_better,
+        alternatives,
     )
     shapes = meshes(mesh, devices, max_axes, chosen)
     asked = Searched(
@@ -136,7 +138,12 @@ def search(
         elsewhere=allowed.elsewhere or None,
     )
     candidates = Search(request, renames=mesh is None)
-    best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
+    try:
+        best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
+    except InfeasibleError as error:
+        if (nearest := nearest_plan(request, candidates, mesh is None)) is not None:
+            error.nearest = nearest.with_details(search=asked)
+        raise
     if candidates.stopped:
         clock.hurry()  # the plan has its own time
     others: list[Found] = []

@@ -109,6 +109,7 @@ class Evaluation:
             communication_seconds=self.cost.communication_seconds,
             exposed_communication_seconds=self.cost.exposed_communication_seconds,
             peak_memory_bytes=self.memory.peak,
+            usable_memory_bytes=int(machine.usable_memory_bytes),
             flops_per_device=self.cost.flops,
             communication_bytes_per_device=self.sent,
             mfu=utilisation(flops, machine, mesh.devices, seconds),

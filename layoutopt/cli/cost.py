@@ -30,7 +30,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.results import given_json, layout_text
 from layoutopt.cli.terminal import Terminal, facts
-from layoutopt.plan.units import bytes_text, rate_text, seconds_text
+from layoutopt.plan.units import rate_text, seconds_text, used_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -182,7 +182,7 @@ def _show(
         ("work", f"{rate_text(price.flops, 'FLOP')} per device"),
         (
             "memory",
-            f"{bytes_text(held.peak)} of {bytes_text(limit)} per device"
+            f"{used_text(held.peak, limit)} per device"
             + (f", the most in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
         ("fits", "yes" if reason is None else f"no: {reason}"),

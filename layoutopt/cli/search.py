@@ -35,14 +35,17 @@ from layoutopt.cli.options import (
 from layoutopt.cli.plan_tables import show_plan
 from layoutopt.cli.plans import where_of
 from layoutopt.cli.progress import Bounds
+from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
 from layoutopt.cli.terminal import Terminal
 from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
+    from layoutopt.analysis.infeasible import Diagnosis
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
+    from mesh_tf_core.errors import InfeasibleError
     from mesh_tf_core.model import Model
 
 EXAMPLES = examples(
@@ -88,6 +91,7 @@ class Objective(StrEnum):
 
 
 def search(
+    typed: typer.Context,
     model: ModelArgument,
     mesh: MeshOption = None,
     devices: Annotated[
@@ -200,7 +204,7 @@ def search(
         "devices": devices,
         "max_axes": max_axes,
         "hardware": machine,
-        "memory": limit,
+        "memory": None if memory is None else limit,
     }
     shown = bytes_text if objective is Objective.MEMORY else seconds_text
     with _Kept(terminal, out) as kept:
@@ -222,8 +226,17 @@ def search(
                     **asked,
                 )
         except InfeasibleError as error:
-            why = _help(terminal, clock, loaded.model, {**where, **asked})
-            raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
+            diagnosis = _diagnosed(terminal, clock, loaded.model, {**where, **asked}, error)
+            found = repairs_of(diagnosis, {**where, **asked}, typed)
+            if report is not None and error.nearest is not None:
+                from layoutopt.cli.report import write_report
+
+                nearest = error.nearest.with_details(
+                    source=model, source_sha256=loaded.hashes(), conflict=diagnosis.conflict, repairs=found
+                )
+                write_report(terminal, [_detailed(terminal, clock, nearest, loaded, machine, limit)], report)
+            show_repairs(terminal, found)
+            raise refusal(error, diagnosis, found, as_json) from None
         named = with_settings(hardware, set_hardware or ())
         question = where_of(kept.plan).model_copy(update={"hardware": named})
         cost = bill(kept.plan.predicted, machine, kept.plan.mesh.devices, count, prices.get(machine.name))
@@ -298,16 +311,19 @@ def _detailed(
     return full
 
 
-def _help(terminal: Terminal, clock: Clock, model: Model, asked: dict[str, Any]) -> str:
-    """What would help where nothing fits, as far as that is known in time."""
+def _diagnosed(
+    terminal: Terminal, clock: Clock, model: Model, asked: dict[str, Any], error: InfeasibleError
+) -> Diagnosis:
+    """Why nothing fits, and what would help, as far as that is known in time."""
     from layoutopt import search as find
-    from layoutopt.analysis.infeasible import diagnose
+    from layoutopt.analysis.infeasible import Diagnosis, diagnose
 
-    found: list[str] = []
+    found = [Diagnosis((), ())]
     with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):
-        seconds = {} if clock.left is None else {"seconds": clock.left}
-        clock.within(DETAILED, lambda: found.append(str(diagnose(find, model, asked, **seconds))))
-    return "".join(found)
+        more = {} if clock.left is None else {"seconds": clock.left}
+        more |= {} if error.nearest is None else {"least": error.nearest.solver.bound}
+        clock.within(DETAILED, lambda: found.append(diagnose(find, model, asked, **more)))
+    return found[-1]
 
 
 def _stages(text: str) -> list[str]:

@@ -63,6 +63,7 @@ class Search:
       listed: the candidates are all there.
       asked: the problem that is being looked at.
       none: why there is no answer, if that is proven.
+      nearest: the layout that was found to need least memory, where none fits.
       pace: seconds that each problem took, and since when the next one is looked at.
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
     """
@@ -79,6 +80,7 @@ class Search:
     listed: bool = False
     asked: SubproblemSearch | None = None
     none: str = ""
+    nearest: Found | None = None
     pace: tuple[list[float], float] = field(default_factory=lambda: ([], 0.0))
     unsplit: dict[str, None] = field(default_factory=dict)
 
@@ -137,7 +139,7 @@ class Search:
             self.best = self.simpler(best)
         elif self.proven:
             self.none = f"no layout of {request.model.name!r} fits into {size_text(request.limit)} a device"
-            self.none += self._needed()
+            self.none += self._needed() if request.explains else ""
 
     def _conclude(self) -> None:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
@@ -376,7 +378,7 @@ class Search:
 
         with request.clock.at_most(BESIDE):
             ended = request.clock.within(0.0, look)
-        leanest = min(known, key=lambda f: f.peak, default=None)
+        leanest = self.nearest = min(known, key=lambda f: f.peak, default=None)
         advice = "; use more devices or more memory, or a smaller batch"
         if leanest is None and not ended:
             return advice
