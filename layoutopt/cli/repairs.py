@@ -84,14 +84,13 @@ def refusal(
 
 def _options(asked: Mapping[str, Any]) -> dict[str, str | None]:
     """Options of `search` as these arguments say them; None where an option is left out."""
-    from layoutopt.cli.search import RECOMPUTE
     from layoutopt.space.kind import GATHER, STORED
     from layoutopt.space.microbatches import USUAL
     from layoutopt.space.splits import parse_forbid, parse_rules
 
     mesh, devices, machine = asked.get("mesh"), asked.get("devices"), asked.get("hardware")
     memory = asked.get("memory")
-    again = next((word for word, allowed in RECOMPUTE.items() if allowed == tuple(asked["recompute"])), None)
+    free = {False, True} <= set(asked["recompute"])
     return {
         "--mesh": None if mesh is None else str(mesh),
         "--devices": None if devices is None else str(devices),
@@ -100,7 +99,7 @@ def _options(asked: Mapping[str, Any]) -> dict[str, str | None]:
         "--pin": _rules(parse_rules(asked.get("pins"))),
         "--forbid": _rules(parse_forbid(asked.get("forbid"))),
         "--storage": _listed(asked["storage"], STORED),
-        "--recompute": None if again in (None, "auto") else str(again),
+        "--recompute": None if free else "as it was",  # which only ever goes
         "--microbatches": _listed(asked["microbatches"], USUAL),
         "--context": _listed(asked["context"], (GATHER,)),
         "--elsewhere": _listed(asked["elsewhere"], ()),
