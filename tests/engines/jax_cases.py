@@ -23,7 +23,7 @@ from mesh_tf_core.ir.program import Loop, Program
 from tests.core import test_kept, test_pipelines, test_replicas
 from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
-from tests.engines import loop_cases, number_cases
+from tests.engines import jax_layouts, loop_cases, number_cases
 from tests.engines.control import PROGRAMS, batches
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 
@@ -212,6 +212,7 @@ CASES: dict[str, Callable[[], None]] = {
     "pipeline": pipeline,
     "replicas": replicas,
     **{f"kept {seed}": lambda seed=seed: kept(seed) for seed in range(8)},
+    "sequence, context and hybrid parallelism": jax_layouts.all_at_once,
     **{f"half stage {stage}": lambda stage=stage: half(stage) for stage in (1, 2, 3)},
     **{
         f"loop {name}": lambda case=case: case.check(lambda p, batch: open_engine(p, "jax").step(batch))
