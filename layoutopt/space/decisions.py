@@ -19,7 +19,7 @@ from functools import cached_property
 
 from layoutopt.space.context import Context
 from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
@@ -32,6 +32,8 @@ from mesh_tf_core.tracing.graph import Graph
 
 KINDS: tuple[type[Decision], ...] = (Split, Elsewhere, Storage, Recompute, Context, Microbatches, Rarely)
 """The kinds of decisions, in the order of their variables in problems."""
+FEATURES: dict[str, Feature] = {f.name: f for kind in KINDS for f in kind.features}
+"""What of them users may forbid, by its name."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
 from layoutopt.space.splits import split_options
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Layout
@@ -22,6 +22,8 @@ from mesh_tf_core.tracing.graph import Graph
 @dataclass(frozen=True)
 class Elsewhere(Decision):
     """The axes that split one dimension further; its subject is the rule, "length@elsewhere"."""
+
+    features = (Feature("sequence", "elsewhere", lambda dim: True, lambda layout, _: bool(layout.elsewhere)),)
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:

@@ -8,7 +8,7 @@ of it. Its decisions are those instances of it that `about` finds in a graph.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -92,6 +92,22 @@ class Touched:
 
 
 @dataclass(frozen=True)
+class Feature:
+    """Some options of a kind, as the trade calls them: what a search may be forbidden.
+
+    Attributes:
+      field: of `Allowed`: a list of what may be chosen.
+      means: whether an element of that list allows it.
+      used: whether a layout and options have it.
+    """
+
+    name: str
+    field: str
+    means: Callable[[Any], bool]
+    used: Callable[[Layout, Options], bool]
+
+
+@dataclass(frozen=True)
 class Decision(ABC):
     """One thing that is decided.
 
@@ -99,11 +115,13 @@ class Decision(ABC):
       subject: what it is about.
       options: what may be chosen, the plain option first.
       prefix: of the names of this kind's decisions.
+      features: what of it users may forbid.
     """
 
     subject: str
     options: tuple[Choice, ...]
     prefix: ClassVar[str] = ""
+    features: ClassVar[tuple[Feature, ...]] = ()
 
     @property
     def name(self) -> str:
