@@ -199,7 +199,7 @@ class Evaluator:
         self.model, self.hardware, self.further = model, hardware, frozenset(further)
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
-        self._contexts: dict[int, SharedContext] = {}
+        self._contexts: dict[Hashable, SharedContext] = {}
         self._table_prices: TablePrices | None = None
 
     def prices(self, mesh: Mesh) -> Pricer:
@@ -211,16 +211,19 @@ class Evaluator:
         """Its axes inside nodes or slices, where others lie between them."""
         return self.prices(mesh).placement.near
 
-    def context(self, microbatches: int) -> SharedContext:
-        if microbatches not in self._contexts:
-            self._contexts[microbatches] = SharedContext(self.model, microbatches, further=self.further)
-        return self._contexts[microbatches]
+    def context(self, mesh: Mesh, decided: Decisions) -> SharedContext:
+        """What problems with these microbatches and as many stages have in common."""
+        parts, stages = decided.microbatches, decided.stages_on(mesh)
+        key = parts, *sorted(stages.items())
+        if key not in self._contexts:
+            self._contexts[key] = SharedContext(self.model, parts, further=self.further, stages=stages)
+        return self._contexts[key]
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
         """Of the problem that was asked for last they know what they priced."""
         found = self._table_prices
         if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
-            context = self.context(decided.microbatches)
+            context = self.context(mesh, decided)
             self._table_prices = found = TablePrices(
                 Draft(self.model, mesh, decided, self.prices(mesh), context, whole=True)
             )

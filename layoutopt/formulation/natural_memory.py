@@ -63,7 +63,9 @@ class NaturalMemory:
         options = self.decided.options
         free = [n for n in names if n in self.names]
         fixed = math.prod(
-            self.mesh.group_size(options[n][0]) for n in names if n not in self.names and n in options
+            self.mesh.group_size(options[n][0])
+            for n in names
+            if n not in self.names and n in options and n not in self.decided.stages  # which are split already
         )
         listed, shares = [], []
         for chosen in assignments(free, [free], options):

@@ -109,7 +109,7 @@ def faster(
       seconds as `fix_options` does, 0 if dimensions had to stay whole; None if nothing is faster, or there
       was no time for all tables.
     """
-    prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.microbatches)
+    prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.mesh, subproblem.decided)
     draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, context)
     bound = fix_options(draft, upper, propose, clock, first, weights, heard)
     if draft.left or bound >= upper * (1 - EXACT):

@@ -107,7 +107,7 @@ class SubproblemSearch:
         self.model, self.mesh, self.hardware = model, mesh, hardware
         self._evaluator = evaluator or Evaluator(model, hardware)
         self.prices = self._evaluator.prices(mesh)
-        context = self._evaluator.context(decided.microbatches)
+        context = self._evaluator.context(mesh, decided)
         self.extraction = extraction or extract(model, mesh, decided, self.prices, context)
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset()]

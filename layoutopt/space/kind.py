@@ -39,6 +39,8 @@ class Allowed:
       forbid: dimension -> axes it may not be split over.
       orders: "mesh": the axes of a split are in the order of the mesh; "all": in every order.
       elsewhere: dimensions that may be split further where mesh axes split nothing else.
+      pipeline: dimensions of layers that may lie over mesh axes, as stages of a pipeline.
+      stages: those that do, each with its axes.
       storage: stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
       near: the axes of `HYBRID`; none where all links are alike.
       recompute: whether loops may (both), must or must not run again in backward; "selective": or may
@@ -56,6 +58,8 @@ class Allowed:
     near: Axes = ()
     context: tuple[str, ...] = (GATHER,)
     elsewhere: tuple[str, ...] = ()
+    pipeline: tuple[str, ...] = ()
+    stages: Mapping[str, Axes] = field(default_factory=dict)
 
 
 @dataclass
