@@ -56,6 +56,7 @@ def search(
     refine: bool = False,
     alternatives: bool = True,
     context: Sequence[str] = (GATHER,),
+    pipeline: Sequence[str] = (),
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -85,6 +86,7 @@ def search(
       alternatives: look for named and simpler layouts to stand beside the answer, which take longer than it.
       context: how attention may be done to keys that lie split as its queries do: of "gather", "ring",
         "zigzag" and "all_to_all".
+      pipeline: dimensions of layers that mesh axes may split into stages, which the microbatches go through.
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 
@@ -98,7 +100,7 @@ def search(
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    lists = storage, recompute, microbatches, context, elsewhere
+    lists = storage, recompute, microbatches, context, elsewhere, pipeline
     _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
@@ -109,6 +111,7 @@ def search(
         tuple(sorted(set(microbatches))),
         context=tuple(dict.fromkeys(context)),
         elsewhere=tuple(dict.fromkeys(elsewhere)),
+        pipeline=tuple(dict.fromkeys(pipeline)),
     )
     request = Request(
         model,
@@ -136,6 +139,7 @@ def search(
         microbatches=tuple(map(int, allowed.microbatches)),
         context=None if allowed.context == (GATHER,) else allowed.context,
         elsewhere=allowed.elsewhere or None,
+        pipeline=allowed.pipeline or None,
     )
     candidates = Search(request, renames=mesh is None)
     try:
@@ -201,6 +205,7 @@ def _check(
     microbatches: Any,
     context: Any,
     elsewhere: Any,
+    pipeline: Any,
 ) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
     if objective not in OBJECTIVES:
@@ -233,10 +238,13 @@ def _check(
         "microbatches": microbatches,
         "context": context,
         "elsewhere": elsewhere,
+        "pipeline": pipeline,
     }
     for name, found in lists.items():
         if isinstance(found, str) or not isinstance(found, Iterable):
             raise UserError(f"{name} {found!r}: needs a list of what is allowed")
+    if refine and pipeline:
+        raise UserError("--refine knows no stages of pipelines; leave it or --pipeline out")
     if mesh is None and (pins or forbid):
         raise UserError("--pin and --forbid name mesh axes: give the mesh with --mesh instead of --devices")
 

@@ -105,6 +105,7 @@ class Asked:
     microbatches: tuple[int, ...] = USUAL
     context: tuple[str, ...] = (GATHER,)
     elsewhere: tuple[str, ...] = ()
+    pipeline: tuple[str, ...] = ()
 
     def with_pins(self, more: str | None) -> Mapping[str, Any]:
         """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""

@@ -153,6 +153,14 @@ def search(
             show_default=False,
         ),
     ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIMS",
+            help="Layers that axes may split into stages, which the microbatches go through: layers.",
+            show_default=False,
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     refine: Annotated[
         bool,
@@ -196,8 +204,9 @@ def search(
         "storage": _stages(storage),
         "recompute": list(RECOMPUTE[recompute]),
         "microbatches": _numbers(microbatches),
-        "context": [form.strip() for form in context.split(",") if form.strip()],
-        "elsewhere": [name.strip() for name in (elsewhere or "").split(",") if name.strip()],
+        "context": _names(context),
+        "elsewhere": _names(elsewhere),
+        "pipeline": _names(pipeline),
     }
     where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),
@@ -332,6 +341,10 @@ def _stages(text: str) -> list[str]:
 
     parts = [part.strip() for part in text.split(",")]
     return [part if part == HYBRID else str(read_stage(part)) for part in parts]
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _numbers(text: str) -> list[int]:

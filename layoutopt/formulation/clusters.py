@@ -168,9 +168,11 @@ class _Builder:
     def moved_by(self, node: Node) -> dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]]:
         """Operands that a node moves where a rule for elsewhere holds, and of what reads them in backward its
         dimensions, and those that it regroups: the same rules say whether it moves them alike."""
-        found = {}
+        found: dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {}
         home = self._runs_in_backward(node)
-        for block in self.graph.blocks if self.further and home is not None else ():
+        if home is None or not self.further:
+            return found
+        for block in self.graph.blocks:
             for tensor in node.inputs if block.forward is home else ():
                 if moved_dims(node, tensor, self.graph, self.further):
                     twin = block.captured.get(tensor, tensor)
@@ -185,7 +187,7 @@ class _Builder:
         return found
 
     def _runs_in_backward(self, node: Node) -> Block | None:
-        """A node's block, if that runs again within its backward: one inside of it runs again beside its own."""
+        """A node's block, if that runs again within its backward; loops inside of it do so beside theirs."""
         home = self.dependencies.block_of[node.index]
         again = self.remat.get(node.index, ())
         return home if home.dim is not None and home.dim.name in again else None

@@ -77,9 +77,7 @@ class SharedContext:
             return self
         cut = self.cut | large
         if cut not in self._more:
-            self._more[cut] = SharedContext(
-                self.model, self.microbatches, cut, self.further, self.stages
-            )
+            self._more[cut] = SharedContext(self.model, self.microbatches, cut, self.further, self.stages)
         return self._more[cut].bounded(decided)
 
     def program(self, again: frozenset[str] = frozenset()) -> Program:

@@ -109,8 +109,9 @@ def faster(
       seconds as `fix_options` does, 0 if dimensions had to stay whole; None if nothing is faster, or there
       was no time for all tables.
     """
-    prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.mesh, subproblem.decided)
-    draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, context)
+    mesh, decided = subproblem.mesh, subproblem.decided
+    prices, context = evaluator.prices(mesh), evaluator.context(mesh, decided)
+    draft = Draft(evaluator.model, mesh, decided, prices, context)
     bound = fix_options(draft, upper, propose, clock, first, weights, heard)
     if draft.left or bound >= upper * (1 - EXACT):
         return 0.0 if draft.unsplit else bound, None

@@ -84,7 +84,7 @@ def make_plan(
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
     verify(best.evaluation.program)
-    names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
+    names = axis_names(best.layout, best.mesh, request.model) if searched_mesh else {}
     proof, beside = _Proof(proven), Alternatives(request, best, names, shapes)
     repeats: list[str] = []
 

@@ -1,4 +1,5 @@
-"""All problems of a search, one for every mesh shape and number of microbatches, and the best over them.
+"""All problems of a search, one for every mesh shape, number of microbatches and way to have
+stages of pipelines, and the best over them.
 
 A question is always the same: what is fastest within some bytes? Every problem has a bound on its seconds;
 the one that promises most is asked first, and what promises no more than the best answer so far is not asked
@@ -186,8 +187,9 @@ class Search:
         def evaluate(mesh: Mesh, layout: Layout) -> Evaluation:
             return evaluator(mesh, layout, best.options)
 
-        parts = best.options.microbatches
-        own = (c.subproblem.mesh for c in self.candidates if c.subproblem.microbatches == parts)
+        parts, stages = best.options.microbatches, best.evaluation.pipeline
+        alike = (c.subproblem for c in self.candidates if c.subproblem.microbatches == parts)
+        own = (s.mesh for s in alike if s.decided.stages_on(s.mesh) == stages)
         mesh, layout = merged(best.mesh, best.layout, {mesh.shape: mesh for mesh in own}, evaluate)
         if mesh == best.mesh:
             return best
@@ -313,6 +315,8 @@ class Search:
         mesh, parts = candidate.subproblem.mesh, candidate.subproblem.microbatches
         looked = f"mesh {'x'.join(map(str, mesh.shape)) if self.renames else mesh}"
         looked += f" in {parts} microbatches" if parts > 1 else ""
+        stages = candidate.subproblem.decided.stages_on(mesh).items()
+        looked += "".join(f" through {n} stages of {dim}" for dim, n in stages)
         looked += f", point {len(self.frontier) + 1} of the frontier" if self.frontier else ""
         low = self.bound if self.frontier else min([bound, *bounds])
         request.on_progress(Standing(looked, count - len(others), count, best, min(low, best), left))

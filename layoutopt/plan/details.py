@@ -38,6 +38,7 @@ class Searched(Data):
       storage, recompute, microbatches: what could be decided; None: everything.
       context: forms of attention that could be chosen; None: keys were gathered.
       elsewhere: dimensions that could be split further elsewhere.
+      pipeline: dimensions of layers that could be stages.
     """
 
     hardware: str | None = None
@@ -52,6 +53,7 @@ class Searched(Data):
     microbatches: tuple[Size, ...] | None = None
     context: tuple[str, ...] | None = None
     elsewhere: tuple[str, ...] | None = None
+    pipeline: tuple[str, ...] | None = None
 
 
 class Number(Data):

@@ -8,8 +8,8 @@ Every decision has a name and a finite list of options, each a tuple of words; `
                              ("on", "products"): but for what it keeps
   "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
-The mesh's own shape (`mesh_shapes`) is decided outside, and the axes that layers lie over (`stages`), which each
-subproblem knows as the one option of a dimension.
+The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own. So are the axes that
+layers lie over (`stages`); a subproblem knows them as the one option of a dimension.
 """
 
 from __future__ import annotations

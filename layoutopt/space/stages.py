@@ -42,8 +42,10 @@ def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
         banned, pin = set(allowed.forbid.get(dim, ())), allowed.pins.get(dim)
         found = [*split_options(mesh, model.graph.dims()[dim], banned, allowed.orders)]
         if pin is not None and set(pin) not in map(set, found):
-            sizes = ", ".join("+".join(axes) for axes in found if axes) or "none"
-            raise UserError(f"--pin {dim}:{'+'.join(pin)}: no stages of as many layers; axes that are: {sizes}")
+            known = ", ".join("+".join(axes) for axes in found if axes) or "none"
+            raise UserError(
+                f"--pin {dim}:{'+'.join(pin)}: these do not divide its layers; axes that do: {known}"
+            )
         options.append([axes for axes in found if axes] if pin is None else [pin] * bool(pin))
         options[-1] += [()] * (not pin)
     pins, forbid = (
@@ -55,6 +57,11 @@ def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
         stages = {dim: axes for dim, axes in zip(allowed.pipeline, chosen, strict=True) if axes}
         if len({a for axes in stages.values() for a in axes}) == sum(map(len, stages.values())):
             yield replace(plain, stages=stages)
+
+
+def count(mesh: Mesh, allowed: Allowed) -> dict[str, int]:
+    """How many stages dimensions of layers are."""
+    return {dim: mesh.group_size(axes) for dim, axes in allowed.stages.items()}
 
 
 def _check(model: Model, dim: str) -> None:

@@ -13,7 +13,12 @@ from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Origin, Result, Sliced, make_loop
 from mesh_tf_core.lower.nodes import renamed_saves
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization, stands_beside_backward
+from mesh_tf_core.lower.rematerialization import (
+    NOTHING,
+    leading_to,
+    rematerialization,
+    stands_beside_backward,
+)
 from mesh_tf_core.lower.subgraph import Pairs
 from mesh_tf_core.ops.stages import StageNumbers, StagePart, StageStack, StageTerm
 from mesh_tf_core.tracing.residuals import several
@@ -302,7 +307,8 @@ class Loops:
             alone = subgraph is not None  # the whole program drops what is dead
             read = self.remat.read_again(block, live=alone)
             found.update((t, self.low.env[t]) for t in starts if t in read)
-            stays = NOTHING if subgraph is not None and subgraph.again else self.remat.kept(block, unread, alone)
+            second = subgraph is not None and subgraph.again
+            stays = NOTHING if second else self.remat.kept(block, unread, alone)
             found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
         else:
             for inner in self.remat.inner(block):

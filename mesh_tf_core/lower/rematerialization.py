@@ -167,9 +167,7 @@ def check_recompute(graph: Graph, texts: Iterable[str]) -> None:
     check_kept(texts, loops, (b for b in graph.blocks if has_backward(b, graph)), graph)
 
 
-def needed_for(
-    wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, live: bool = False
-) -> set[int]:
+def needed_for(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, live: bool = False) -> set[int]:
     """The tensors, also those of loops inside, that the tensors `wanted` of a block follow from, where those
     that are kept are there.
 
