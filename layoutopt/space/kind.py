@@ -102,7 +102,7 @@ class Feature:
     Attributes:
       field: of `Allowed`: a list of what may be chosen.
       means: whether an element of that list allows it.
-      used: whether a layout and options have it.
+      used: whether a layout and options have it, as far as they alone say.
     """
 
     name: str

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
-from layoutopt.space.kind import Allowed
+from layoutopt.space.kind import Allowed, Feature
 from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import Mesh
@@ -23,6 +23,8 @@ from mesh_tf_core.tracing.pipeline import loop_dims
 @dataclass(frozen=True)
 class Stages(Split):
     """The axes that one dimension of layers is split over."""
+
+    features = (Feature("pipeline", "pipeline", lambda dim: True, lambda *_: True),)
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:

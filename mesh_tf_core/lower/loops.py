@@ -175,15 +175,7 @@ class Loops:
     def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
         self._rename_again(block)
-        forward = block.forward
-        saved = {o: i for i, o in forward.saved.items()} if forward else {}
-        then = self._stands_for(block)
-        unsaved = self._unsaved_inside(forward) if forward else set()
-        given = [
-            (outer, inner)
-            for outer, inner in block.sliced
-            if inner not in self.low.renamed and saved.get(then.get(outer, outer)) not in unsaved
-        ]
+        given = [(outer, inner) for outer, inner in block.sliced if inner not in self.low.renamed]
         if self.low.subgraph is not None:
             env, reads = self.low.env, self.low.subgraph.reads(block)
             return [
@@ -191,6 +183,9 @@ class Loops:
                 for outer, inner in given
                 if outer in env or inner in reads
             ]
+        forward = block.forward
+        saved = {o: i for i, o in forward.saved.items()} if forward else {}
+        then = self._stands_for(block)
         pairs = []
         again: list[tuple[int, int]] = []
         for outer, inner in given:
@@ -323,12 +318,12 @@ class Loops:
     def _saves(self, block: Block, saved: Pairs) -> list[tuple[int, int]]:
         if not saved or self.remat.again(block) or self._saves_later(block):
             return []
-        without = {*self._renamed(block), *self._unsaved_inside(block)}
-        return [(i, o) for i, o in saved if not self.remat.unsaved(i) and i not in without]
+        renamed = self._renamed(block)
+        return [(i, o) for i, o in saved if not self.remat.unsaved(i) and i not in renamed]
 
     def _renamed(self, block: Block) -> dict[int, Node]:
-        """What a loop does not save for a rule for elsewhere (`renamed_saves`); all, where a loop around it
-        saves it once more."""
+        """What a loop does not save for a rule for elsewhere (`renamed_saves`): nothing, where the one around
+        it saves it once more."""
         layout = self.low.oracle.layout
         further = {name for name, _ in layout.elsewhere}
         if not further or self.remat.again(block) or self.remat.of_body(block):
@@ -340,14 +335,6 @@ class Loops:
             for tensor, node in renamed_saves(block, further).items()
             if self._splits_further(self.low.graph.tensor(node.inputs[0]).shape, further)
         }
-
-    def _unsaved_inside(self, block: Block) -> set[int]:
-        """Of what a loop would save: what loops inside do not stack (`_renamed`)."""
-        if not self.low.oracle.layout.elsewhere:
-            return set()
-        inside = [node.body for node in block.nodes if node.body is not None]
-        without = [(b, t) for b in inside for t in (*self._renamed(b), *self._unsaved_inside(b))]
-        return {b.saved[t] for b, t in without if t in b.saved}
 
     def _splits_further(self, shape: Shape, names: set[str]) -> bool:
         """Whether rules for elsewhere split a value of this shape."""
