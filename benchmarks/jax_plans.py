@@ -9,7 +9,7 @@ other two. `upper` is the upper end of the 95 % interval of the median ratio (bo
 for `cpu-jax` as it ships, on all mesh shapes of eight devices up to two axes.
 
 glibc gives the temporary arrays of some steps back to the system after every step, by the sizes that happen
-to lie side by side: up to 12,000 page faults (30 ms) in the next one, under the same shardings none in another
+to lie side by side: up to 12,000 page faults (30 ms) in the next, under the same shardings none in another
 process. So the process asks for huge pages, for all three programs alike; `page_faults` are counted.
 
 The Transformer is there twice. With widths that are powers of two one kernel of its backward pass, which
