@@ -1,6 +1,6 @@
 """Predictions against step times, throughput and memory that others published.
 
-    .venv/bin/python -m benchmarks.published [--page FILE.md] [--table NAME …]
+    .venv/bin/python -m benchmarks.published [--page FILE.md] [--table NAME … | --stored]
 
 Every row is priced with a preset as it ships, under the model, layout and options that its source states
 (`published_tpu`, `published_gpu`). Nothing is set per row but the network of the machine, where a source says
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import published_gpu, published_tpu
-from benchmarks.published_criteria import criteria, quality, words_of
+from benchmarks.published_criteria import Criterion, criteria, quality, words_of
 from benchmarks.published_fit import STACKS, Fitter, Priced, constants, has_part
 from benchmarks.published_layers import MICRO, layers
 from benchmarks.published_memory import float8_rows, memory_rows
@@ -83,6 +83,8 @@ def report(table: str, rows: Sequence[Priced]) -> dict[str, Any]:
             "predicted_bytes": p.peak,
             "usable_bytes": p.limit,
             "fitted": has_part(p.run),
+            "keeps": p.run.keeps,
+            "compiled": p.run.compiled,
             "not_judged": p.run.unjudged or None,
         }
         for p in rows
@@ -141,7 +143,12 @@ def main() -> None:
     parser.add_argument(
         "--table", action="append", default=[], help="only tables of this name (again for more)"
     )
+    parser.add_argument("--stored", action="store_true", help="price nothing: a page of what is stored")
     args = parser.parse_args()
+    if args.stored:
+        result = json.loads(OUT.read_text(encoding="utf-8"))
+        args.page.write_text(page(result, [Criterion(**c) for c in result["criteria"]]), encoding="utf-8")
+        return
     rows = priced(args.table)
     tables: dict[str, list[Priced]] = defaultdict(list)
     for p in rows:

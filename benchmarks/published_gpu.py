@@ -6,12 +6,15 @@ What a source does not say is taken as its software does by default, and the run
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import mesh_tf_core as mtf
 from benchmarks.published_megatron import gpt
 from benchmarks.published_models import language_model as published_model
 from benchmarks.published_rows import CUSTOM, PIPELINED, Run, lowered, read
+from costmodels.pricing.overlap import GRADIENT, classes
+from mesh_tf_core.ir.program import Collective
 
 COMPILED, LAUNCHED = "GPUs, few large kernels", "GPUs, kernels launched from Python"
 MEGATRON = "batch:data;heads:model;d_ff:model;vocab:model;layers:pipe"
@@ -21,6 +24,9 @@ VOCAB_VTRAIN = 50257
 (VIA-Research/vTrain src/config.py, src/model/gpt_modeling.py @f8dda84)."""
 SIZES = ("layers", "d_model", "heads", "vocab", "length", "batch")
 """Arguments of `published_megatron.gpt`."""
+PRAXIS: dict[str, Any] = {"one_hot": True, "biases": True, "activation": "gelu"}
+"""GPT of Paxml: `EMBEDDING_LOOKUP_STYLE` matmul, `USE_BIAS`, GELU (google/paxml paxml/tasks/lm/params/c4.py,
+`TransformerLmSpmdAdam`; paxml/contrib/gpu/scripts_gpu/configs.py @04516ac, `GPT126M`)."""
 COMMON = ("dgxc_benchmarking_h100", "jax_toolbox_pax", "torchtitan")
 LEFT_OUT = {"published/jax_toolbox_t5x.csv": "T5: encoder and decoder of different lengths"}
 VTRAIN = ("vtrain_a100_h1024.csv", "published/vtrain_a100_h2048.csv", "published/vtrain_a100_multi.csv")
@@ -35,12 +41,18 @@ def common() -> Iterator[Run]:
 
 
 def common_run(table: str, row: Mapping[str, str]) -> Run:
-    """A row of these columns, priced in bfloat16."""
+    """A row of these columns, priced in bfloat16.
+
+    torchtitan adds gradients up in float32 (`mixed_precision_reduce`), and compiles where a row says so
+    (`compile = false` in train_configs/llama2_13b.toml, llama3_8b.toml and llama3_405b.toml).
+    """
     ways = {name: int(row[name] or 1) for name in ("dp", "fsdp", "cp", "tp", "pp")}
     data, batch = ways["dp"] * ways["fsdp"], int(row["global_batch"])
-    split = {"data": data, "context": ways["cp"], "model": ways["tp"]}
+    split, stage, over = stored_over(table, row, ways)
+    split |= {"context": ways["cp"], "model": ways["tp"]}
     named = recomputation(row)
     keep = kept(named, row)
+    torch = row["framework"].startswith("torchtitan")
     sizes = {
         "layers": int(row["layers"]),
         "d_model": int(row["d_model"]),
@@ -57,20 +69,21 @@ def common_run(table: str, row: Mapping[str, str]) -> Run:
         "attention": "fused" if fused(row) else "plain",
         "float32_softmax": written_out_by_praxis(row),
         "rotary": row["positions"].startswith("rotary"),
+        **(PRAXIS if row["framework"].startswith("Paxml") and row["model"].startswith("gpt") else {}),
     }
-    rules = "batch:data;length:context;memory_length:context;heads:model;d_ff:model;vocab:model"
+    rules = f"batch:{over};length:context;memory_length:context;heads:model;d_ff:model;vocab:model"
     if ways["tp"] > 1:
         sizes["rows"] = "rows"
         rules += ";rows:context+model" if ways["cp"] > 1 else ";rows:model"
-    stage = int(row["zero"] or 1) if table != "dgxc_benchmarking_h100" or row["zero"] != "0" else 1
     parts = batch // (int(row["micro_batch"]) * data) if row["micro_batch"] else 1
 
     def program() -> mtf.Program:
         mesh, layout = mesh_and_layout(split, rules)
         again, stays = named != "none" and keep is not None, keep or ""
-        return lowered(
+        found = lowered(
             published_model, sizes, mesh, layout, stage=stage, recompute=again, keep=stays, microbatches=parts
         )
+        return summed_in_float32(found) if torch else found
 
     return Run(
         f"published/{table}.csv",
@@ -84,8 +97,32 @@ def common_run(table: str, row: Mapping[str, str]) -> Run:
         PIPELINED if ways["pp"] > 1 else CUSTOM if keep is None else "",
         assumed="" in (row["recompute"], row["attention"]),
         keeps=keep or "",
+        compiled=not torch or "torch.compile" in row["framework"],
         gib=float(row["memory_gib"]) if row["memory_gib"] else None,
     )
+
+
+def stored_over(
+    table: str, row: Mapping[str, str], ways: Mapping[str, int]
+) -> tuple[dict[str, int], int | str, str]:
+    """The data-parallel axes of a row, how its variables are stored, and the axes that split the batch.
+
+    Where variables are split over a part of the devices and repeated on the others (hybrid sharding), the
+    repeated ones lie apart.
+    """
+    stage = int(row["zero"] or 1) if table != "dgxc_benchmarking_h100" or row["zero"] != "0" else 1
+    if stage == 3 and min(ways["dp"], ways["fsdp"]) > 1:
+        return {"replica": ways["dp"], "data": ways["fsdp"]}, "zero3@data", "replica+data"
+    return {"data": ways["dp"] * ways["fsdp"]}, stage, "data"
+
+
+def summed_in_float32(program: mtf.Program) -> mtf.Program:
+    """With gradients that are converted before they are summed over devices, not after."""
+    sums = {value for value, purpose in classes(program).items() if purpose == GRADIENT}
+    found = (x for x, _ in program.walk() if isinstance(x, Collective) and sums.intersection(x.outputs))
+    wide = {i for x in found for i in (*x.inputs, *x.outputs)}
+    values = (replace(v, dtype="float32") if v.id in wide else v for v in program.values)
+    return replace(program, values=tuple(values))
 
 
 def recomputation(row: Mapping[str, str]) -> str:

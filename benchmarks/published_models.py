@@ -39,6 +39,8 @@ def language_model(
     parallel: bool = False,
     float32_softmax: bool = False,
     one_hot: bool = False,
+    biases: bool = False,
+    activation: str = "",
     attention: str = "plain",
     width: str = "d_model",
     rows: str = "length",
@@ -51,6 +53,8 @@ def language_model(
       float32_softmax: `Float32Softmax`.
       attention: fused, one operation, or plain, written out.
       one_hot: tokens are embedded by a product with ones where they are, not looked up.
+      biases: all products of a layer add one.
+      activation: of the feed-forward block; else silu if it is gated, relu if not.
       width: name of the features between layers; with one of its own they can be split there although heads
         and d_ff are split over the same axis.
       rows: name of the positions between layers, for the same reason: where they are split over the axis of
@@ -61,8 +65,10 @@ def language_model(
     kind = Float32Softmax if float32_softmax else nn.Attention
     turned = nn.Rotary() if rotary else None
     sizes = mtf.Dim("heads", heads), mtf.Dim("d_kv", d_kv)
-    attend = kind(*sizes, kv_heads, causal=True, rotary=turned, attention=attention)
-    feed_forward = nn.FeedForward(mtf.Dim("d_ff", d_ff), "silu" if gated else "relu", gated)
+    adds = "all" if biases else "none"
+    attend = kind(*sizes, kv_heads, causal=True, rotary=turned, attention=attention, biases=adds)
+    activation = activation or ("silu" if gated else "relu")
+    feed_forward = nn.FeedForward(mtf.Dim("d_ff", d_ff), activation, gated, biases)
     embedding = nn.Embedding(v, d, dtype)
 
     def between(x: mtf.Tensor) -> mtf.Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Run:
       unjudged: why it does not count; "" where it does.
       assumed: its recomputation or its attention is not stated by the source.
       keeps: what its layers keep though they run again; "" where all or nothing does.
+      compiled: kernels are made of several operations; else each operation is one.
       gib: peak memory of a device as published; None: not published.
     """
 
@@ -54,20 +56,33 @@ class Run:
     unjudged: str = ""
     assumed: bool = False
     keeps: str = ""
+    compiled: bool = True
     gib: float | None = None
+
+    @property
+    def machine(self) -> Hardware:
+        """What it ran on, as it ran on it."""
+        return as_run(self.hardware, self.compiled)
+
+
+@cache
+def as_run(hardware: str, compiled: bool) -> Hardware:
+    """A machine; without a compiler every operation is a kernel of its own."""
+    found = load_hardware(hardware)
+    return found if compiled else replace(found, fuses=False)
 
 
 @dataclass
 class Prices:
     """Prices of runs; what runs of one mesh on one machine share is priced once."""
 
-    known: dict[tuple[str, str], Pricer] = field(default_factory=dict)
+    known: dict[tuple[str, bool, str], Pricer] = field(default_factory=dict)
 
     def of(self, run: Run, program: mtf.Program) -> tuple[Hardware, Cost]:
         """The machine of a run, and the price of its program on it."""
-        key = (run.hardware, str(program.mesh))
+        key = (run.hardware, run.compiled, str(program.mesh))
         if key not in self.known:
-            self.known[key] = pricer(load_hardware(run.hardware), program)
+            self.known[key] = pricer(run.machine, program)
         prices = self.known[key]
         return prices.hardware, prices.cost(program)
 
@@ -83,8 +98,8 @@ def read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(line for line in f if not line.startswith("#")))
 
 
-def stored(model: mtf.Model, stage: int) -> dict[str, int]:
-    """All trained variables at one stage of storage."""
+def stored(model: mtf.Model, stage: int | str) -> dict[str, int | str]:
+    """All trained variables at one stage of storage, of all axes or of some (`zero3@data`)."""
     _ = model.step_graph
     return {v.name: stage for v in model.graph.variables.values() if v.trainable and len(v.shape)}
 
@@ -95,7 +110,7 @@ def lowered(
     mesh: str,
     layout: str,
     *,
-    stage: int = 0,
+    stage: int | str = 0,
     recompute: bool = False,
     keep: str = "",
     microbatches: int = 1,
