@@ -62,8 +62,9 @@ class NaturalMemory:
         """How much of a value with these dimensions a device has."""
         options = self.decided.options
         free = [n for n in names if n in self.names]
-        given = options.keys() - {*self.names, *self.decided.stages}  # the program has its stages apart
-        fixed = math.prod(self.mesh.group_size(options[n][0]) for n in names if n in given)
+        fixed = math.prod(
+            self.mesh.group_size(options[n][0]) for n in names if n not in self.names and n in options
+        )
         listed, shares = [], []
         for chosen in assignments(free, [free], options):
             listed.append([options[n].index(axes) for n, axes in zip(free, chosen, strict=True)])
