@@ -6,19 +6,13 @@ Every message is one line: what was asked, what was found, what to do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """The user's input is wrong. The command line prints the message alone and exits with `exit_code`.
-
-    Attributes:
-      more: what programs read beside the message.
-    """
+    """The user's input is wrong. The command line prints the message alone and exits with `exit_code`."""
 
     exit_code = 2
-    more: Mapping[str, Any] = {}
 
 
 class LayoutError(UserError):
@@ -26,15 +20,9 @@ class LayoutError(UserError):
 
 
 class InfeasibleError(UserError):
-    """Proven: no layout satisfies what was asked.
-
-    Attributes:
-      nearest: the `layoutopt.Plan` that a search found to need least memory, though it does not fit; None
-        where none is known.
-    """
+    """Proven: no layout satisfies what was asked."""
 
     exit_code = 3
-    nearest: Any = None
 
 
 class LimitError(UserError):
