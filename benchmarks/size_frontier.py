@@ -1,9 +1,9 @@
 """What a whole frontier costs: 30 sizes of Llama 3's family on four kinds of hardware, 64 devices, two axes.
 
-    python benchmarks/size_frontier.py [--every] [--candidates 30] [--out benchmarks/results/size_frontier.json]
+    python benchmarks/size_frontier.py [--every] [--candidates 30] [--out RESULT.json]
 
-Runs `layoutopt size` as its users do, and adds CPU seconds and memory of that process. Without `--every`, what
-cannot be on the frontier is not searched.
+Runs `layoutopt size` as its users do, and adds CPU seconds and memory of that process. Without `--every`,
+what cannot be on the frontier is not searched.
 """
 
 from __future__ import annotations
