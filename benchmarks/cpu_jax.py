@@ -101,6 +101,29 @@ def collectives() -> Iterator[dict[str, Any]]:
                 yield {"kind": kind, "group": group, "bytes": size, "seconds": took}
 
 
+def gathers() -> Iterator[dict[str, Any]]:
+    """Four arrays that are gathered along their first, second of three, or last dimension, and kept."""
+    for size in BYTES[1:]:
+        columns = 512 if size > 1 << 18 else 128
+        rows = size // 4 // columns
+        for along, axis, piece in (
+            ("first", 0, (rows // 8, columns)),
+            ("second", 1, (4, rows // 4 // 8, columns)),
+            ("last", 1, (rows, columns // 8)),
+        ):
+
+            def joined(*xs: Any, axis: int = axis) -> Any:
+                return tuple(jax.lax.all_gather(x * 1.01, "group", axis=axis, tiled=True)[None] for x in xs)
+
+            spec = P(("others", "group"))
+            own = jax.shard_map(
+                lambda *xs, of=joined: of(*(x[0] for x in xs)),
+                mesh=mesh(DEVICES), in_specs=spec, out_specs=spec, check_vma=False,
+            )  # fmt: skip
+            given = jax.device_put(np.ones((DEVICES, *piece), "float32"), NamedSharding(mesh(DEVICES), spec))
+            yield {"along": along, "bytes": size, "seconds": seconds(own, *[given] * 4) / 4}
+
+
 def products() -> Iterator[dict[str, Any]]:
     """m x k x n, twice in a chain that comes back to m x k."""
     for m, k, n in (
@@ -180,7 +203,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="parts")
     args = parser.parse_args()
     found = {}
-    for part in (kernels, elements, products, convolutions, collectives):
+    for part in (kernels, elements, products, convolutions, collectives, gathers):
         if args.only and part.__name__ not in args.only:
             continue
         found[part.__name__] = [*part()]

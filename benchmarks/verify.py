@@ -1,12 +1,14 @@
 """Programs through the real TPU compiler, beside what is predicted: collectives, peak memory, compute time.
 
-    python benchmarks/verify.py [--large] [--only N ...] [--rescore] [--out FILE.json]
+    python benchmarks/verify.py [--large] [--only N ...] [--kinds [NAME ...]] [--rescore] [--out FILE.json]
 
 Every row is a whole training step (forward, backward, optimizer) compiled ahead of time; no TPU is needed.
 `collectives` compares bytes that a device puts in, by kind and group size; `memory` and `compute` are our
 prediction over the compiler's, with the preset as it comes and without attention, which is a library's
 kernel that the compiler estimates nothing of; `calibrated` is `compute` with the profile of
-`layoutopt calibrate --target`, from the estimates that ship. Nothing is fitted to these programs.
+`layoutopt calibrate --target`, from the estimates that ship. Nothing is fitted to these programs. With
+`--kinds`, one small program of each kind of decision (ring attention, hybrid sharding, ...) instead; they are
+no part of the summary.
 
 What the compiler said is kept in FILE with a digest of what it was given, so that a pair is compiled again
 only if that (its StableHLO) or the compiler has changed; prices are always today's. `--rescore` compiles
@@ -22,6 +24,7 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Iterable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.verify_pairs import PAIRS, Pair  # noqa: E402
+from benchmarks.verify_pairs import KINDS, PAIRS, Pair  # noqa: E402
 from costmodels.calibration.tpu import calibrate_tpu  # noqa: E402
 from costmodels.calibration.tpu_compiled import COMPILER, shipped_probes  # noqa: E402
 from costmodels.calibration.tpu_fit import with_numbers  # noqa: E402
@@ -43,8 +46,11 @@ from mesh_tf_core import Layout, Mesh, Options  # noqa: E402
 from mesh_tf_core.engines.jax.compile import stablehlo  # noqa: E402
 from mesh_tf_core.engines.jax.hlo import Found  # noqa: E402
 from mesh_tf_core.ir.program import Program  # noqa: E402
+from mesh_tf_core.lower.storage import read_stage  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "results" / "verify.json"
+_OPTIONS = {"context": lambda pairs: frozenset(map(tuple, pairs)), "recompute": frozenset}
+"""How fields of `Options` are read from JSON, if it does not have them as they are."""
 SIDES = (
     ("peak_memory_bytes", "predicted"),
     ("compute_seconds", "predicted"),
@@ -56,17 +62,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--large", action="store_true", help="also the models of a billion parameters")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the pairs")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, help="one program of each kind of decision")
     parser.add_argument("--rescore", action="store_true", help="compile nothing")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
-    known = {key(row): row for row in (json.loads(args.out.read_text())["rows"] if args.out.exists() else ())}
-    usual = [i for i, p in enumerate(PAIRS) if args.large or args.rescore or not p.large]
+    file = json.loads(args.out.read_text()) if args.out.exists() else {}
+    known = {key(row): row for row in (*file.get("rows", ()), *file.get("kinds", ()))}
+    numbers = [i for i, p in enumerate(PAIRS) if args.large or args.rescore or not p.large]
+    wanted: dict[int | str, Pair] = {i: PAIRS[i] for i in (numbers if args.only is None else args.only)}
+    if args.kinds is not None:
+        wanted = {name: KINDS[name] for name in args.kinds or KINDS}
     head = f"{'':>2} {'topology':<10} {'model':<20} {'mesh':<16} {'layout':<58} {'params':>8}"
     print(f"{head}  compile  memory  compute  calibrated  collectives")
-    for number in usual if args.only is None else args.only:
-        before = known.get(key(described(PAIRS[number])))
-        found = row(PAIRS[number], before and before["compiler"], args.rescore)
+    for number, pair in wanted.items():
+        before = known.get(key(described(pair)))
+        found = row(pair, before and before["compiler"], args.rescore)
         if found is None:
             print(f"{number:>2} not compiled, or the compiler would be given something else now", flush=True)
             if before:
@@ -74,14 +85,20 @@ def main() -> None:
         else:
             known[key(found)] = found
             print(f"{number:>2} {line(found)}", flush=True)
-        write(args.out, [known[k] for p in PAIRS if (k := key(described(p))) in known])
-    print(summary([known[k] for p in PAIRS if (k := key(described(p))) in known]))
+        write(args.out, kept(known, PAIRS), kept(known, KINDS.values()))
+    print(summary(kept(known, PAIRS if args.kinds is None else KINDS.values())))
 
 
-def write(out: Path, rows: list[dict[str, Any]]) -> None:
+def kept(known: dict[str, dict[str, Any]], pairs: Iterable[Pair]) -> list[dict[str, Any]]:
+    """The rows that there are of some pairs."""
+    return [known[k] for p in pairs if (k := key(described(p))) in known]
+
+
+def write(out: Path, rows: list[dict[str, Any]], kinds: list[dict[str, Any]]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     content = {"date": date.today().isoformat(), "command": "python benchmarks/verify.py --large"}
-    out.write_text(json.dumps({**content, "summary": summary(rows), "rows": rows}, indent=1) + "\n")
+    content["summary"] = summary(rows)
+    out.write_text(json.dumps({**content, "rows": rows, "kinds": kinds}, indent=1) + "\n")
 
 
 def described(pair: Pair) -> dict[str, Any]:
@@ -93,11 +110,13 @@ def described(pair: Pair) -> dict[str, Any]:
         "layout": pair.layout,
         "stage": pair.stage,
         "hparams": pair.hparams,
+        **({"options": pair.options} if pair.options else {}),
     }
 
 
 def key(row: dict[str, Any]) -> str:
-    return json.dumps([row[part] for part in described(PAIRS[0])], sort_keys=True)
+    parts = [row[part] for part in described(PAIRS[0])]
+    return json.dumps([*parts, *([row["options"]] if "options" in row else [])], sort_keys=True)
 
 
 def row(pair: Pair, said: dict[str, Any] | None, rescore: bool) -> dict[str, Any] | None:
@@ -105,7 +124,8 @@ def row(pair: Pair, said: dict[str, Any] | None, rescore: bool) -> dict[str, Any
     model = load_model(pair.model, pair.hparams).model
     hardware = load_hardware(generation(pair.topology).hardware)
     trained = [v.name for v in model.graph.variables.values() if v.trainable and len(v.shape)]
-    options = Options(dict.fromkeys(trained, pair.stage)) if pair.stage else Options()
+    others = {name: _OPTIONS.get(name, lambda x: x)(of) for name, of in pair.options.items()}
+    options = Options(dict.fromkeys(trained, pair.stage) if pair.stage else {}, **others)
     evaluation = evaluate(model, Mesh(pair.mesh), Layout(pair.layout), hardware, options)
     given = digest(evaluation.program)
     if said is None or said["given"] != given or not (rescore or said["versions"] == versions()):
@@ -183,7 +203,7 @@ def ratio(row: dict[str, Any], name: str, side: str = "predicted") -> float | No
 
 
 def line(found: dict[str, Any]) -> str:
-    layout = found["layout"] + (f" zero{found['stage']}" if found["stage"] else "")
+    layout = found["layout"] + (f" {read_stage(found['stage']).short}" if found["stage"] else "")
     start = f"{found['topology']:<10} {Path(found['model']).stem:<20} {found['mesh']:<16} {layout:<58}"
     start += f" {found['parameters'] / 1e6:>7.0f}M"
     if "refused" in found["compiler"]:

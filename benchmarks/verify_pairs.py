@@ -31,20 +31,25 @@ LARGE = {
     "dtype": "bfloat16",
 }
 DATA, SPLIT = "batch:data", "batch:data;heads:model;d_ff:model;vocab:model"
-EIGHT, TWO_FOUR, FOUR_TWO = "data:8", "data:2;model:4", "data:4;model:2"
+EIGHT, TWO_FOUR, FOUR_TWO, TWO_TWO = "data:8", "data:2;model:4", "data:4;model:2", "data:2;model:2"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A model and a layout on a topology; `stage` is how trained variables are stored (0 to 3)."""
+    """A model and a layout on a topology; `stage` is how trained variables are stored (0 to 3, "zero3@data").
+
+    Attributes:
+      options: what else is decided: fields of `mesh_tf_core.Options`.
+    """
 
     topology: str
     mesh: str
     layout: str
     hparams: dict[str, Any] = field(default_factory=dict)
     model: str = LANGUAGE
-    stage: int = 0
+    stage: int | str = 0
     large: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def medium(topology: str, mesh: str, layout: str, model: str = LANGUAGE, stage: int = 0, **more: Any) -> Pair:
@@ -101,3 +106,30 @@ PAIRS = (
     medium("v4:2x2x2", EIGHT, DATA + ";experts:data", EXPERTS, **MIXTURE),
     medium("v6e:2x4", TWO_FOUR, SPLIT + ";experts:data", EXPERTS, **{**MIXTURE, "d_kv": 128, "heads": 8}),
 )
+
+TWO_LAYERS = {
+    "layers": 2,
+    "d_model": 256,
+    "d_kv": 64,
+    "heads": 4,
+    "d_ff": 1024,
+    "length": 1024,
+    "batch": 4,
+    "positions": "rotary",
+    "dtype": "bfloat16",
+}
+KEYS = "length:seq;memory_length:seq"
+
+
+def context(form: str) -> Pair:
+    return Pair("v5p:2x2x1", "seq:4", KEYS, TWO_LAYERS, options={"context": [["memory_length", form]]})
+
+
+KINDS = {
+    "ring": context("ring"),
+    "zigzag": context("zigzag"),
+    "all_to_all": context("all_to_all"),
+    "sequence": Pair("v5p:2x2x1", TWO_TWO, f"{SPLIT};length@elsewhere:model", TWO_LAYERS),
+    "hybrid": Pair("v5p:2x2x1", "pod:2;data:2", "batch:pod+data", TWO_LAYERS, stage="zero3@data"),
+}
+"""One program of each kind of decision, to see what the compiler makes of its collectives."""

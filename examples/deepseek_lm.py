@@ -126,6 +126,23 @@ v2_lite = partial(
     dtype="bfloat16",
 )
 """DeepSeek-V2-Lite: 15,706,484,224 parameters."""
+v3 = partial(
+    v2_lite,
+    layers=61,
+    dense=3,
+    d_model=7168,
+    heads=128,
+    q_rank=1536,
+    d_ff=18432,
+    experts=256,
+    chosen=8,
+    shared=1,
+    d_expert=2048,
+    vocab=129280,
+    batch=15360,
+)
+"""DeepSeek-V3's sizes: 671,026,404,352 parameters, without its second prediction head, and a softmax over all
+experts where it has a sigmoid, biases that balance, and groups."""
 
 
 def data(

@@ -136,6 +136,15 @@ llama3_8b = partial(
     dtype="bfloat16",
 )
 """Llama 3 8B: 8,030,261,248 parameters."""
+llama3_405b = partial(
+    llama3_8b,
+    layers=126,
+    d_model=16384,
+    heads=128,
+    d_ff=53248,
+    batch=1024,
+)
+"""Llama 3.1 405B: 405,853,388,800 parameters."""
 
 
 def generate(

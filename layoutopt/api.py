@@ -11,7 +11,7 @@ from typing import Any
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.clock import Clock
 from layoutopt.optimize.k_best import k_best
-from layoutopt.optimize.planning import make_plan
+from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, Progress, Request, Rules, Standing
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
@@ -24,7 +24,7 @@ from layoutopt.space.kind import GATHER, STORED, Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
@@ -56,6 +56,7 @@ def search(
     refine: bool = False,
     alternatives: bool = True,
     context: Sequence[str] = (GATHER,),
+    pipeline: Sequence[str] = (),
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -85,11 +86,13 @@ def search(
       alternatives: look for named and simpler layouts to stand beside the answer, which take longer than it.
       context: how attention may be done to keys that lie split as its queries do: of "gather", "ring",
         "zigzag" and "all_to_all".
+      pipeline: dimensions of layers that mesh axes may split into stages, which the microbatches go through.
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 
     Raises:
-      InfeasibleError: proven that nothing fits; the message names the largest tensors.
+      InfeasibleError: proven that nothing fits; the message names the largest tensors, `nearest` is the plan
+        that needs least, where one is legal; without `alternatives` it says no more than that.
       LimitError: nothing was found in time.
       UserError: wrong input.
     """
@@ -97,7 +100,7 @@ def search(
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    lists = storage, recompute, microbatches, context, elsewhere
+    lists = storage, recompute, microbatches, context, elsewhere, pipeline
     _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
@@ -108,6 +111,7 @@ def search(
         tuple(sorted(set(microbatches))),
         context=tuple(dict.fromkeys(context)),
         elsewhere=tuple(dict.fromkeys(elsewhere)),
+        pipeline=tuple(dict.fromkeys(pipeline)),
     )
     request = Request(
         model,
@@ -119,6 +123,7 @@ def search(
         clock,
         on_progress,
         on_better,
+        alternatives,
     )
     shapes = meshes(mesh, devices, max_axes, chosen)
     asked = Searched(
@@ -134,9 +139,15 @@ def search(
         microbatches=tuple(map(int, allowed.microbatches)),
         context=None if allowed.context == (GATHER,) else allowed.context,
         elsewhere=allowed.elsewhere or None,
+        pipeline=allowed.pipeline or None,
     )
     candidates = Search(request, renames=mesh is None)
-    best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
+    try:
+        best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
+    except InfeasibleError as error:
+        if (nearest := nearest_plan(request, candidates, mesh is None)) is not None:
+            error.nearest = nearest.with_details(search=asked)
+        raise
     if candidates.stopped:
         clock.hurry()  # the plan has its own time
     others: list[Found] = []
@@ -194,6 +205,7 @@ def _check(
     microbatches: Any,
     context: Any,
     elsewhere: Any,
+    pipeline: Any,
 ) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
     if objective not in OBJECTIVES:
@@ -226,10 +238,13 @@ def _check(
         "microbatches": microbatches,
         "context": context,
         "elsewhere": elsewhere,
+        "pipeline": pipeline,
     }
     for name, found in lists.items():
         if isinstance(found, str) or not isinstance(found, Iterable):
             raise UserError(f"{name} {found!r}: needs a list of what is allowed")
+    if refine and pipeline:
+        raise UserError("--refine knows no stages of pipelines; leave it or --pipeline out")
     if mesh is None and (pins or forbid):
         raise UserError("--pin and --forbid name mesh axes: give the mesh with --mesh instead of --devices")
 

@@ -18,7 +18,7 @@ from costmodels.pricing.pricer import Cost, Pricer, pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from costmodels.waiting import waiting
 from layoutopt.formulation.extract import Draft
-from layoutopt.formulation.shared import SharedContext, shared_context
+from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, size_text
@@ -109,6 +109,7 @@ class Evaluation:
             communication_seconds=self.cost.communication_seconds,
             exposed_communication_seconds=self.cost.exposed_communication_seconds,
             peak_memory_bytes=self.memory.peak,
+            usable_memory_bytes=int(machine.usable_memory_bytes),
             flops_per_device=self.cost.flops,
             communication_bytes_per_device=self.sent,
             mfu=utilisation(flops, machine, mesh.devices, seconds),
@@ -160,22 +161,14 @@ class Evaluation:
         )
 
 
-def unsplit(model: Model) -> Program:
-    """The step on one device."""
-    return model.step_graph.remembered("unsplit", lambda: model.lower(ONE_DEVICE, Layout(), check=False))
-
-
 def unsplit_flops(model: Model) -> Mapping[str, float]:
     """FLOPs that a step of the model needs, by dtype (`costmodels.utilisation`): those of its program on one
     device, the same under every layout."""
-    return model.step_graph.remembered("model_flops", lambda: model_flops(unsplit(model)))
 
+    def found() -> Mapping[str, float]:
+        return model_flops(model.lower(ONE_DEVICE, Layout(), check=False))
 
-def computed_alone(model: Model, hardware: Hardware) -> float:
-    """Seconds that one device computes on a step: no layout takes less than a device's share of them, as far
-    as pieces never cost less than their share of the whole; else 0."""
-    prices = pricer(hardware, ONE_DEVICE)
-    return Evaluation(model, unsplit(model), prices).cost.compute_seconds if prices.pieces_cost_more else 0.0
+    return model.step_graph.remembered("model_flops", found)
 
 
 def evaluate(
@@ -200,16 +193,13 @@ class Evaluator:
 
     Args:
       further: dimensions that searches may split further elsewhere.
-
-    Attributes:
-      tight: the fastest layout of some mesh did not fit: those of others may not either.
     """
 
     def __init__(self, model: Model, hardware: Hardware, further: Iterable[str] = ()) -> None:
         self.model, self.hardware, self.further = model, hardware, frozenset(further)
-        self.tight = False
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
+        self._contexts: dict[Hashable, SharedContext] = {}
         self._table_prices: TablePrices | None = None
 
     def prices(self, mesh: Mesh) -> Pricer:
@@ -221,14 +211,19 @@ class Evaluator:
         """Its axes inside nodes or slices, where others lie between them."""
         return self.prices(mesh).placement.near
 
-    def context(self, microbatches: int) -> SharedContext:
-        return shared_context(self.model, microbatches, self.further)
+    def context(self, mesh: Mesh, decided: Decisions) -> SharedContext:
+        """What problems with these microbatches and as many stages have in common."""
+        parts, stages = decided.microbatches, decided.stages_on(mesh)
+        key = parts, *sorted(stages.items())
+        if key not in self._contexts:
+            self._contexts[key] = SharedContext(self.model, parts, further=self.further, stages=stages)
+        return self._contexts[key]
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
         """Of the problem that was asked for last they know what they priced."""
         found = self._table_prices
         if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
-            context = self.context(decided.microbatches)
+            context = self.context(mesh, decided)
             self._table_prices = found = TablePrices(
                 Draft(self.model, mesh, decided, self.prices(mesh), context, whole=True)
             )

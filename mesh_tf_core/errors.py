@@ -6,13 +6,19 @@ Every message is one line: what was asked, what was found, what to do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class UserError(ValueError):
-    """The user's input is wrong. The command line prints the message alone and exits with `exit_code`."""
+    """The user's input is wrong. The command line prints the message alone and exits with `exit_code`.
+
+    Attributes:
+      more: what programs read beside the message.
+    """
 
     exit_code = 2
+    more: Mapping[str, Any] = {}
 
 
 class LayoutError(UserError):
@@ -20,9 +26,15 @@ class LayoutError(UserError):
 
 
 class InfeasibleError(UserError):
-    """Proven: no layout satisfies what was asked."""
+    """Proven: no layout satisfies what was asked.
+
+    Attributes:
+      nearest: the `layoutopt.Plan` that a search found to need least memory, though it does not fit; None
+        where none is known.
+    """
 
     exit_code = 3
+    nearest: Any = None
 
 
 class LimitError(UserError):

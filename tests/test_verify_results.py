@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import verify
-from benchmarks.verify_pairs import MLP, PAIRS, Pair
+from benchmarks.verify_pairs import KINDS, MLP, PAIRS, Pair
 from costmodels.hardware import load_hardware
 from layoutopt.evaluator import evaluate
 from layoutopt.models.loading import load_model
@@ -32,6 +32,19 @@ def test_every_pair_has_a_row_and_moves_what_was_predicted(rows: list[dict[str, 
     assert all(m["compiler"][1] <= m["predicted"][1] for r in others for m in r["moved"])
     large = {r["topology"].split(":")[0] for r in rows if r["parameters"] >= 1e9}
     assert large == {"v4", "v5e", "v5p", "v6e"}
+
+
+def test_the_compiler_moves_what_each_kind_of_decision_says() -> None:
+    found = json.loads(verify.OUT.read_text(encoding="utf-8"))["kinds"]
+    assert [verify.key(r) for r in found] == [verify.key(verify.described(p)) for p in KINDS.values()]
+    by_name = dict(zip(KINDS, found, strict=True))
+    assert all(r["same_collectives"] for r in found)
+
+    def kinds(name: str) -> set[tuple[str, int]]:
+        return {(kind, size) for kind, size, *_ in by_name[name]["compiler"]["collectives"]}
+
+    assert ("permute", 4) in kinds("ring") & kinds("zigzag") and ("all_to_all", 4) in kinds("all_to_all")
+    assert {("reduce_scatter", 2), ("all_gather", 2)} <= kinds("sequence") & kinds("hybrid")
 
 
 @pytest.mark.parametrize(("name", "target"), [("peak_memory_bytes", 0.03), ("compute_seconds", 0.15)])

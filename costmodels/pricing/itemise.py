@@ -17,15 +17,18 @@
     for its bytes, not for a message of its own. The TPU compiler sends each alone (`benchmarks/verify.py`).
 (5) On TPUs, what an all-to-all brings lies device by device: a kernel of its own writes it in the order of
     its dimensions (XLA's copies around `lax.all_to_all`, `benchmarks/verify.py`).
+(6) On virtual CPU devices XLA gathers along the outermost dimension alone: what is gathered along another is
+    written once more, in the order of its dimensions (`benchmarks/cpu_jax.py`, `gathers`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from costmodels.hardware import Cluster, Hardware
+from costmodels.hardware import Cluster, Hardware, SharedMemory
 from costmodels.kernels.array_functions import narrow
 from costmodels.kernels.calls import NoArrayFunctionError
 from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
@@ -41,6 +44,7 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import (
+    AllGather,
     AllReduce,
     AllToAll,
     Collective,
@@ -121,6 +125,7 @@ class Itemiser:
       joins: small messages of weights and of their gradients travel with large ones, rule (4).
       copies: arrays are laid out anew by kernels of their own, rules (2) and (5): so the TPU compiler
         does it, and nobody has looked at others.
+      reorders: what is gathered along an inner dimension is laid out anew, rule (6).
     """
 
     op_by_op: bool
@@ -130,6 +135,7 @@ class Itemiser:
     tiles: bool = False
     joins: bool = False
     copies: bool = False
+    reorders: bool = False
 
     @classmethod
     def of(cls, hardware: Hardware) -> Itemiser:
@@ -143,6 +149,7 @@ class Itemiser:
             hardware.tiles and not op_by_op,
             isinstance(hardware.topology, Cluster) and not hardware.collective_curves,
             hardware.compiled and hardware.tiles and not op_by_op,
+            hardware.compiled and isinstance(hardware.topology, SharedMemory) and not op_by_op,
         )
 
     def kernels(self, program: Program, again: bool = False) -> Fused | None:
@@ -248,9 +255,13 @@ class Itemiser:
         sent = _sent(instr, sending, [t.bytes for t in types], mesh)
         if self.in_parts:
             return (sent, *_cut(instr, types, mesh.group_size(instr.axes)))
-        if not self.copies or not isinstance(instr, AllToAll) or mesh.group_size(instr.axes) == 1:
-            return (sent,)
-        return (sent, *[Computed(of_copy(t, 2), 0.0) for t in types])
+        n = mesh.group_size(instr.axes)
+        if self.copies and isinstance(instr, AllToAll) and n > 1:
+            return (sent, *[Computed(of_copy(t, 2), 0.0) for t in types])
+        if self.reorders and isinstance(instr, AllGather) and n > 1:
+            inner = [t for t in types if math.prod(t.shape.sizes[: t.shape.index(instr.dim)]) > 1]
+            return (sent, *[Computed(of_copy(t, 2 * n), 0.0) for t in inner])
+        return (sent,)
 
     def of_ring(
         self,

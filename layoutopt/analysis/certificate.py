@@ -1,7 +1,8 @@
 """Checks a plan's proof without any solver: every problem that was searched is built again, and shown to hold
 nothing faster that fits.
 
-A problem, one mesh shape with one number of microbatches, is ruled out in one of three ways:
+A problem, one mesh shape with one number of microbatches and the same stages, is ruled out in one of three
+ways:
   pieces     fewer microbatches on the same mesh have no faster layout, whatever memory it takes, and pieces
              never cost less than their share of the whole (`Pricer.pieces_cost_more`)
   bound      elimination: its best layout, whatever memory it takes, is not faster; by as many tables as it
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from costmodels.hardware import Hardware
 from layoutopt.analysis.explain import Asked
 from layoutopt.evaluator import Evaluator
+from layoutopt.optimize.candidates import Pieces
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem, subproblems
@@ -28,7 +30,6 @@ from layoutopt.problem import Choices, Row
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.splits import parse_forbid, parse_rules
-from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
 MOST = 5000
@@ -112,7 +113,7 @@ def certify(
       devices, max_axes: what was asked instead of a mesh; None: the plan's mesh was given.
     """
     mesh = plan.mesh if devices is None else None
-    whole: dict[Mesh, list[tuple[int, float]]] = {}
+    pieces = Pieces()
     evaluator = Evaluator(model, hardware, asked.elsewhere)
     shapes = meshes(mesh, devices, max_axes, hardware)
     allowed = Allowed(
@@ -123,26 +124,29 @@ def certify(
         recompute=asked.recompute,
         microbatches=asked.microbatches,
         context=asked.context,
+        pipeline=asked.pipeline,
     )
     for subproblem in subproblems(model, shapes, allowed, evaluator.near):
         seconds = plan.predicted.step_seconds * (1 - EXACT)
-        known = [
-            (m, b)
-            for m, b in whole.get(subproblem.mesh, [])
-            if subproblem.microbatches % m == 0 and b >= seconds
-        ]
-        if known:
-            yield Ruled(str(subproblem.mesh), subproblem.microbatches, "pieces", known[0][1])
+        known = pieces.bound(subproblem)
+        if known >= seconds:
+            yield Ruled(_where(subproblem), subproblem.microbatches, "pieces", known)
             continue
         found = _ruled(evaluator, subproblem, seconds, limit)
         if evaluator.prices(subproblem.mesh).pieces_cost_more and found.how == "bound":
-            whole.setdefault(subproblem.mesh, []).append((subproblem.microbatches, found.bound))
+            pieces.keep(subproblem, found.bound)
         yield found
+
+
+def _where(subproblem: Subproblem) -> str:
+    """The mesh, and what of it is stages."""
+    stages = (f" with {dim} over {'+'.join(axes)}" for dim, axes in subproblem.decided.stages.items())
+    return "".join((str(subproblem.mesh), *stages))
 
 
 def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> Ruled:
     bound, search = faster(evaluator, subproblem, seconds, lambda *_: math.inf)
-    ruled = Ruled(str(subproblem.mesh), subproblem.microbatches, "open", bound)
+    ruled = Ruled(_where(subproblem), subproblem.microbatches, "open", bound)
     if search is None:
         return replace(ruled, how="bound")
     known = search.eliminated

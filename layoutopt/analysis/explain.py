@@ -3,13 +3,15 @@
     worth of a split    best time of a search in which this dimension stays whole - the plan's time
     price of a limit    the plan's time - best time of a search without the memory limit
     price of a rule     best time of a search that must obey the rule - the plan's time
+    worth of a feature  best time of a search that may not choose it (`space.decisions.FEATURES`) - the plan's
 All of them are proven where the searches are. Of a plan for the least memory they are bytes, not seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from costmodels.hardware import Hardware
@@ -18,10 +20,11 @@ from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
+from layoutopt.space.decisions import FEATURES
 from layoutopt.space.kind import GATHER, STORED
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_rules
-from mesh_tf_core.errors import InfeasibleError, LimitError
+from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
 from mesh_tf_core.model import Model
 
 AGREE = 1e-9
@@ -102,15 +105,52 @@ class Asked:
     microbatches: tuple[int, ...] = USUAL
     context: tuple[str, ...] = (GATHER,)
     elsewhere: tuple[str, ...] = ()
+    pipeline: tuple[str, ...] = ()
 
     def with_pins(self, more: str | None) -> Mapping[str, Any]:
         """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""
         rules = {**parse_rules(self.pins), **parse_rules(more)}
         return {**asdict(self), "pins": rules or None}
 
+    def without(self, name: str) -> Asked:
+        """The same without one of `FEATURES`; UserError if the search could not choose it, or only it."""
+        feature = FEATURES[name]
+        allowed = getattr(self, feature.field)
+        rest = tuple(x for x in allowed if not feature.means(x))
+        if rest == allowed:
+            raise UserError(f"--without {name}: the plan's search could not choose it; allow it there first")
+        if not rest and feature.field not in ("elsewhere", "pipeline"):
+            said = ", ".join(map(str, allowed))
+            raise UserError(f"--without {name}: the plan's search allowed nothing else ({said})")
+        changed: dict[str, Any] = {feature.field: rest}
+        return replace(self, **changed)
 
-Find = Callable[[str, float | None, str | None, Clock], Answer]
-"""find(condition in words, bytes of memory, further pins, the time for it)"""
+
+def forbidden(plan: Plan, asked: Asked, names: Sequence[str]) -> list[str]:
+    """The features that are named, or with "all" those that the plan has and its search need not have had.
+
+    Raises:
+      UserError: an unknown one, or one that says nothing of this search.
+    """
+    used = [name for name, feature in FEATURES.items() if feature.used(plan.layout, plan.options)]
+    found: list[str] = []
+    for name in (n.strip() for text in names for n in text.split(",") if n.strip()):
+        if name != ALL and name not in FEATURES:
+            raise UserError(f"--without {name}: {known_names(name, [*FEATURES, ALL])}")
+        if name != ALL:
+            asked.without(name)
+            found.append(name)
+            continue
+        for each in used:
+            with contextlib.suppress(UserError):
+                asked.without(each)
+                found.append(each)
+    return list(dict.fromkeys(found))
+
+
+ALL = "all"
+Find = Callable[[str, float | None, str | None, Clock, str | None], Answer]
+"""find(condition in words, bytes of memory, further pins, the time for it, what is forbidden)"""
 NO_TIME = "there was no time"
 
 
@@ -118,10 +158,17 @@ def finder(model: Model, plan: Plan, hardware: Hardware, asked: Asked, objective
     """Searches on the plan's mesh under other conditions, for the same `objective`."""
     from layoutopt import search
 
-    def find(condition: str, memory: float | None, pins: str | None, clock: Clock = UNLIMITED) -> Answer:
+    def find(
+        condition: str,
+        memory: float | None,
+        pins: str | None,
+        clock: Clock = UNLIMITED,
+        without: str | None = None,
+    ) -> Answer:
         if clock.over:
             return Answer(condition, None, None, "", False, NO_TIME)
-        more = {**asked.with_pins(pins), "objective": objective, "time_limit": clock.rest}
+        rules = asked.without(without) if without else asked
+        more = {**rules.with_pins(pins), "objective": objective, "time_limit": clock.rest}
         try:
             found = search(model, mesh=plan.mesh, hardware=hardware, memory=memory, **more)
         except (InfeasibleError, LimitError) as error:

@@ -3,33 +3,43 @@
 What was asked is a set of conditions: the pins, the prohibitions, the memory, and the stages, recomputation
 and microbatches that were allowed. Those are dropped one after the other as long as still nothing fits (a
 deletion filter, Chinneck and Dravnieks 1991): what remains cannot hold together, and every smaller set of it
-can. Then single changes are searched: dropping one of them, more microbatches, twice the devices; where none
-helps, all conditions but the memory are dropped together, and the devices are doubled.
+can. Then single changes are searched: dropping one of them, more microbatches, attention and sequences that
+hold less, twice the devices and so on until something fits, hardware with more memory. Where none helps, all
+conditions but the memory are dropped together, and the devices are doubled again.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from costmodels.hardware import Hardware, hardware_names, load_hardware
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import size_text
-from layoutopt.space.kind import STORED
+from layoutopt.space.kind import GATHER, STORED
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.nodes import crossed
 from mesh_tf_core.model import Model
 
 PARSED = {"pins": parse_rules, "forbid": parse_forbid}
 MORE_PARTS = (16, 32, 64, 128)
+TIMES = (2, 4, 8, 16, 32, 64)
+"""As many devices that are looked at."""
+MACHINES = 3
+"""Other pieces of hardware that are looked at."""
 PATIENCE = 20.0
 """Seconds for one search of a change."""
+MEMORY = "memory"
 Asked = Mapping[str, Any]
 """Arguments of `layoutopt.search`."""
+Change = tuple[str, dict[str, Any]]
+"""In words, as options of `search`, and the arguments under it."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +48,33 @@ class Repair:
 
     Attributes:
       change: in words, as options of `search`.
-      proven: nothing is faster under the change.
+      asked: the arguments of `layoutopt.search` under it.
+      limit: bytes that a device may hold there.
+      note: what is known of a smaller change.
     """
 
     change: str
-    seconds: float
-    peak: int
-    proven: bool
+    asked: Asked = field(repr=False, compare=False)
+    plan: Plan
+    limit: float
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.predicted.step_seconds
+
+    @property
+    def peak(self) -> int:
+        return self.plan.predicted.peak_memory_bytes
+
+    @property
+    def proven(self) -> bool:
+        """Nothing is faster under the change."""
+        return self.plan.solver.status == "OPTIMAL"
 
     def __str__(self) -> str:
-        return f"{self.change}: {self.seconds:.3g} s a step, {size_text(self.peak)}"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.change}{note}: {self.seconds:.3g} s a step, {size_text(self.peak)}"
 
 
 @dataclass(frozen=True)
@@ -63,25 +90,31 @@ class Diagnosis:
     repairs: tuple[Repair, ...]
     minimal: bool = True
 
+    @property
+    def why(self) -> str:
+        """The conflict in words; '' where it is the memory alone."""
+        if len(self.conflict) < 2:
+            return ""
+        fewer = "" if self.minimal else " (there was no time to see whether some of them can)"
+        return f"these cannot hold together: {', '.join(self.conflict)}{fewer}"
+
     def __str__(self) -> str:
-        parts = []
-        if len(self.conflict) > 1:
-            fewer = "" if self.minimal else " (there was no time to see whether some of them can)"
-            parts.append(f"these cannot hold together: {', '.join(self.conflict)}{fewer}")
-        if self.repairs:
-            parts.append("what would help: " + "; ".join(map(str, self.repairs)))
-        return "; ".join(parts)
+        helps = "what would help: " + "; ".join(map(str, self.repairs)) if self.repairs else ""
+        return "; ".join(filter(None, (self.why, helps)))
 
 
-def diagnose(find: Callable[..., Plan], model: Model, asked: Asked, seconds: float = 120.0) -> Diagnosis:
+def diagnose(
+    find: Callable[..., Plan], model: Model, asked: Asked, seconds: float = 120.0, least: float = 0.0
+) -> Diagnosis:
     """Searches for the conflict and the repairs of a question that is proven to have no answer.
 
     Args:
       find: `layoutopt.search`.
       asked: its arguments besides the model.
       seconds: stops looking for more after so many.
+      least: bytes that no layout needs less than.
     """
-    return _Diagnosing(find, model, asked, time.monotonic() + seconds).diagnosis()
+    return _Diagnosing(find, model, asked, time.monotonic() + seconds).diagnosis(least)
 
 
 @dataclass
@@ -95,11 +128,11 @@ class _Trial:
 class _Diagnosing:
     def __init__(self, find: Callable[..., Plan], model: Model, asked: Asked, deadline: float) -> None:
         self.find, self.model, self.asked, self.deadline = find, model, dict(asked), deadline
+        self.repairs: list[Repair] = []
 
-    def diagnosis(self) -> Diagnosis:
+    def diagnosis(self, least: float) -> Diagnosis:
         held, minimal = self._conditions(), True
         needed: list[str] = []
-        repairs: list[Repair] = []
         for name in list(held):
             without = {n: drop for n, drop in held.items() if n != name}
             trial = self._trial(self._dropped([n for n in self._conditions() if n not in without]))
@@ -108,16 +141,34 @@ class _Diagnosing:
             else:
                 needed.append(name)
                 minimal &= trial.plan is not None
+        memory = self._memory()
         for name in needed if len(needed) > 1 else ():
-            if not name.startswith("--memory"):
-                self._add(repairs, f"without {name}", self._trial(self._dropped([name])))
-        for change, asked in self._changes(self.asked):
-            self._add(repairs, change, self._trial(asked))
-        if not repairs:
-            for change, asked in self._last_resorts():
-                self._add(repairs, change, self._trial(asked))
-        repairs.sort(key=lambda r: r.seconds)
+            if name != memory:
+                self._try(f"without {name}", self._dropped([name]))
+        self._look(self.asked, least=least)
+        for change, asked in self._machines():
+            self._try(change, asked)
+        names = [name for name in self._conditions() if name != memory]
+        if not self.repairs and names:
+            words, free = f"without {', '.join(names)}", self._dropped(names)
+            self._try(words, free)
+            self._look(free, f"{words}, and ")
+        repairs = sorted(self.repairs, key=lambda r: r.seconds)
         return Diagnosis(tuple(needed), tuple(repairs), minimal)
+
+    # -- what was asked --------------------------------------------------------------------------------------
+
+    def _memory(self) -> str:
+        """The condition that it fits, in words."""
+        limit, machine = self.asked.get(MEMORY), _machine(self.asked)
+        if limit is None:
+            return f"the {size_text(machine.usable_memory_bytes)} of a device of {machine.name}"
+        return f"--memory {size_text(limit)}"
+
+    def _limit(self, asked: Asked) -> float:
+        """Bytes that a device may hold."""
+        limit = asked.get(MEMORY)
+        return _machine(asked).usable_memory_bytes if limit is None else float(limit)
 
     def _conditions(self) -> dict[str, Callable[[dict[str, Any]], None]]:
         """In words -> what takes the condition out of the arguments of a search; the memory last."""
@@ -132,8 +183,7 @@ class _Diagnosing:
         parts = tuple(self.asked.get("microbatches", USUAL))
         if not set(USUAL) <= set(parts):
             found[f"--microbatches {','.join(map(str, parts))}"] = _set("microbatches", USUAL)
-        if self.asked.get("memory") is not None:
-            found[f"--memory {size_text(self.asked['memory'])}"] = _set("memory", float("1e30"))
+        found[self._memory()] = _set(MEMORY, float("1e30"))
         return found
 
     def _dropped(self, names: Sequence[str]) -> dict[str, Any]:
@@ -142,50 +192,84 @@ class _Diagnosing:
             conditions[name](asked)
         return asked
 
-    def _changes(self, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Changes that need no condition to go."""
+    # -- what would help -------------------------------------------------------------------------------------
+
+    def _look(self, asked: Asked, words: str = "", least: float = 0.0) -> None:
+        """Tries what needs no condition to go; `words`: what is changed already. Devices of which each would
+        have to hold less than its part of `least` are not tried."""
+        for change, changed in self._changes(asked):
+            self._try(words + change, changed)
+        small = f"{asked['devices']} are too few" if asked.get("devices") else ""
+        for wider in self._larger(asked, least / self._limit(asked)):
+            trials = [self._try(words + change, changed, small) for change, changed in wider]
+            if any(trial.plan is not None for trial in trials):
+                break
+            sure = asked.get("devices") and all(trial.none for trial in trials)
+            small = f"{wider[0][1]['devices']} are too few" if sure else ""
+
+    def _changes(self, asked: Asked) -> Iterator[Change]:
         parts = tuple(asked.get("microbatches", USUAL))
         if self.model.batch_dim is not None:
             for more in MORE_PARTS:
                 if more > max(parts):
                     yield f"--microbatches {more}", {**asked, "microbatches": (more,)}
-        if asked.get("devices"):
-            twice = 2 * int(asked["devices"])
-            yield f"--devices {twice}", {**asked, "devices": twice}
-        elif asked.get("mesh") is not None:
-            mesh = asked["mesh"]
-            mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-            for axis in mesh.names:
-                wider = Mesh([(a, n * 2 if a == axis else n) for a, n in mesh.axes])
-                yield f'--mesh "{wider}"', {**asked, "mesh": wider}
+        if crossed(self.model.graph) and set(asked.get("context") or (GATHER,)) == {GATHER}:
+            forms = (GATHER, "zigzag")
+            yield f"--context {','.join(forms)}", {**asked, "context": forms}
+        dims = (d if isinstance(d, str) else d.name for d in self.model.token_dims)
+        long = next((d for d in dims if d != self.model.batch_dim), None)
+        if long is not None and not asked.get("elsewhere"):
+            yield f"--elsewhere {long}", {**asked, "elsewhere": (long,)}
 
-    def _last_resorts(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """All conditions but the memory dropped, alone and together with each change."""
-        names = [name for name in self._conditions() if not name.startswith("--memory")]
-        if not names:
+    def _larger(self, asked: Asked, least: float) -> Iterator[list[Change]]:
+        """More and more devices, at least so many times as many: of a given mesh, along each axis."""
+        for times in (t for t in TIMES if t >= least):
+            if asked.get("devices"):
+                more = times * int(asked["devices"])
+                yield [(f"--devices {more}", {**asked, "devices": more})]
+            elif asked.get("mesh") is not None:
+                mesh = asked["mesh"]
+                mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+                wider = [
+                    Mesh([(a, n * times if a == axis else n) for a, n in mesh.axes]) for axis in mesh.names
+                ]
+                yield [(f'--mesh "{each}"', {**asked, "mesh": each}) for each in wider]
+
+    def _machines(self) -> Iterator[Change]:
+        """Hardware with more memory, of the same maker first, the least first; none where the user said how
+        much there is."""
+        own = _machine(self.asked)
+        if self.asked.get(MEMORY) is not None or own.kind == "cpu":
             return
-        words = f"without {', '.join(names)}"
-        free = self._dropped(names)
-        yield words, free
-        for change, asked in self._changes(free):
-            yield f"{words}, and {change}", asked
+        every = [load_hardware(name) for name in hardware_names()]
+        larger = [m for m in every if m.kind != "cpu" and m.usable_memory_bytes > own.usable_memory_bytes]
+        larger.sort(key=lambda m: (m.kind != own.kind, m.usable_memory_bytes))
+        for machine in larger[:MACHINES]:
+            yield f"--hardware {machine.name}", {**self.asked, "hardware": machine}
 
     def _trial(self, asked: dict[str, Any]) -> _Trial:
         left = min(PATIENCE, self.deadline - time.monotonic())
         if left <= 0:
             return _Trial(None, False)
+        given = {**asked, "time_limit": left, "on_progress": None, "alternatives": False}
         try:
-            return _Trial(self.find(self.model, **{**asked, "time_limit": left, "on_progress": None}), False)
+            return _Trial(self.find(self.model, **given), False)
         except InfeasibleError:
             return _Trial(None, True)
         except (LimitError, UserError):
             return _Trial(None, False)
 
-    def _add(self, repairs: list[Repair], change: str, trial: _Trial) -> None:
+    def _try(self, change: str, asked: dict[str, Any], note: str = "") -> _Trial:
+        """Searches under a change, and keeps it if it helps."""
+        trial = self._trial(asked)
         if trial.plan is not None:
-            p = trial.plan.predicted
-            proven = trial.plan.solver.status == "OPTIMAL"
-            repairs.append(Repair(change, p.step_seconds, p.peak_memory_bytes, proven))
+            self.repairs.append(Repair(change, asked, trial.plan, self._limit(asked), note))
+        return trial
+
+
+def _machine(asked: Asked) -> Hardware:
+    found = asked.get("hardware", "cpu-local")
+    return load_hardware(found) if isinstance(found, str) else found
 
 
 def _set(name: str, value: object) -> Callable[[dict[str, Any]], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from layoutopt.cli.bill import PriceOption, TokensOption, bill, check_tokens, read_prices, read_tokens
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ContextOption,
@@ -29,15 +30,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.results import given_json, layout_text
 from layoutopt.cli.terminal import Terminal, facts
-from layoutopt.cli.training_cost import (
-    PriceOption,
-    TokensOption,
-    check_tokens,
-    read_prices,
-    read_tokens,
-    training_cost,
-)
-from layoutopt.plan.units import bytes_text, rate_text, seconds_text
+from layoutopt.plan.units import rate_text, seconds_text, used_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -88,9 +81,7 @@ def cost(
     )
     check_tokens(count, loaded.model.tokens)
     found = given.priced(loaded, machine)
-    total = training_cost(
-        found.predicted, machine, found.program.mesh.devices, count, prices.get(machine.name)
-    )
+    total = bill(found.predicted, machine, found.program.mesh.devices, count, prices.get(machine.name))
     opened = opened_lines(found.cost, found.prices) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)
@@ -191,7 +182,7 @@ def _show(
         ("work", f"{rate_text(price.flops, 'FLOP')} per device"),
         (
             "memory",
-            f"{bytes_text(held.peak)} of {bytes_text(limit)} per device"
+            f"{used_text(held.peak, limit)} per device"
             + (f", the most in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
         ("fits", "yes" if reason is None else f"no: {reason}"),

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "layoutopt explain plan.json",
     'layoutopt explain plan.json --against "batch:data+model" --pin "batch:none" --json',
+    "layoutopt explain plan.json --without all",
     "layoutopt explain plan.json --sensitivity --check --out plan.json",
 )
 LARGEST = 3
@@ -58,6 +59,15 @@ def explain(
     pin: Annotated[
         list[str] | None,
         typer.Option(metavar="RULES", help="Show what this pin costs.", show_default=False),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DECISION",
+            help="Show what the best step is if this may not be chosen: zero, hybrid, recompute, selective, "
+            "sequence, context, microbatches; all: each that the plan has.",
+            show_default=False,
+        ),
     ] = None,
     sensitivity: Annotated[
         bool,
@@ -83,7 +93,7 @@ def explain(
     quiet: QuietOption = False,
 ) -> None:
     """Say why a plan's layout and not another: what each split is worth, what binds, what a pin costs."""
-    from layoutopt.analysis.explain import disagreements
+    from layoutopt.analysis.explain import disagreements, forbidden
     from layoutopt.evaluator import evaluate
     from mesh_tf_core.errors import UserError
 
@@ -92,6 +102,7 @@ def explain(
     check_out(out)
     found = open_plan(plan, model)
     its = found.plan
+    features = forbidden(its, asked_of(its), without or ())
     evaluation = evaluate(found.loaded.model, its.mesh, its.layout, found.hardware, its.options)
     other = _against(found, against)
     said = disagreements(its, evaluation)
@@ -102,7 +113,7 @@ def explain(
     # What is asked for shares the time.
     own = clock.part(1 / (1 + check + sensitivity))
     proof = checked_proof(terminal, found, evaluation, said, own) if check else None
-    answers = _searched(terminal, found, list(pin or ()), clock.part(1 / (1 + sensitivity)))
+    answers = _searched(terminal, found, list(pin or ()), features, clock.part(1 / (1 + sensitivity)))
     changed = changed_conditions(terminal, found, clock) if sensitivity else None
     with terminal.saved(out, with_found(found.plan, changed, proof).save, "the plan"):
         _tell(terminal, found, said, evaluation, other, answers, changed, proof)
@@ -181,22 +192,26 @@ def _alike(found: Planned, other: Evaluation) -> Evaluation | None:
         return None
 
 
-def _searched(terminal: Terminal, found: Planned, pins: list[str], clock: Clock) -> dict[str, list[Answer]]:
-    """The searches under other conditions: without the limit, without each split, with each pin."""
+def _searched(
+    terminal: Terminal, found: Planned, pins: list[str], features: list[str], clock: Clock
+) -> dict[str, list[Answer]]:
+    """The searches under other conditions: without the limit, each split or feature, and with each pin."""
     from layoutopt.analysis.explain import finder, split_rules
 
     objective = "memory" if for_memory(found) else "time"
     find = finder(found.loaded.model, found.plan, found.hardware, asked_of(found.plan), objective)
-    questions: list[tuple[str, str, float, str | None]] = []
-    questions += [] if for_memory(found) else [("limit", "any memory", math.inf, None)]
-    questions += [("splits", rule, float(found.limit), undone) for rule, undone in split_rules(found.plan)]
-    questions += [("pins", rules, float(found.limit), rules) for rules in pins]
-    answers: dict[str, list[Answer]] = {"limit": [], "splits": [], "pins": []}
+    limit = float(found.limit)
+    questions: list[tuple[str, str, float, str | None, str | None]] = []
+    questions += [] if for_memory(found) else [("limit", "any memory", math.inf, None, None)]
+    questions += [("splits", rule, limit, undone, None) for rule, undone in split_rules(found.plan)]
+    questions += [("pins", rules, limit, rules, None) for rules in pins]
+    questions += [("decisions", name, limit, None, name) for name in features]
+    answers: dict[str, list[Answer]] = {"limit": [], "splits": [], "pins": [], "decisions": []}
     with Steps(terminal, "searching", len(questions)) as bar:
-        for n, (kind, condition, memory, rules) in enumerate(questions):
+        for n, (kind, condition, memory, rules, feature) in enumerate(questions):
             bar.update(n, condition)
             own = clock.part(1 / (len(questions) - n))
-            answers[kind].append(find(condition, memory, rules, own))
+            answers[kind].append(find(condition, memory, rules, own, feature))
     return answers
 
 
@@ -230,6 +245,9 @@ def _tell(
     )
     if answers["pins"]:
         terminal.show("", worth_table("What each pin costs", evaluation, memory, answers["pins"], "with it"))
+    if answers["decisions"]:
+        title = "What each decision is worth"
+        terminal.show("", worth_table(title, evaluation, memory, answers["decisions"], "without it"))
     if other is not None:
         show_against(terminal, evaluation, other, rows)
         if (alike := _alike(found, other)) is not None:
@@ -299,6 +317,7 @@ def _result(
         ),
         splits=[_cost_of(a, evaluation, for_memory(found)) for a in answers["splits"]],
         pins=[_cost_of(a, evaluation, for_memory(found)) for a in answers["pins"]],
+        decisions=tuple(_cost_of(a, evaluation, for_memory(found)) for a in answers["decisions"]),
         against=None if other is None else _beside(found, other, rows),
         **more,
     )

@@ -1,5 +1,5 @@
 """The way out of every command: one line on stderr and the exit code, whatever happened. With `--json` the
-line is an object: {"error": what is wrong, "exit": the code}.
+line is an object: {"error": what is wrong, "exit": the code}, where nothing fits with what would help.
 
 0 done, 2 the user's input is wrong, 3 proven infeasible, 4 stopped at a limit with nothing found,
 5 a process of several was lost, 130 ended by Ctrl-C, 143 by SIGTERM and 129 by SIGHUP, after saving.
@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import typer
@@ -27,6 +27,7 @@ CTRL_C = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as programs that the signal ends
 LONGEST = 300
 """Characters of one word that an error repeats."""
+NOTHING: Mapping[str, Any] = {}
 _LONG = re.compile(rf"\S{{{LONGEST},}}")
 
 
@@ -51,7 +52,7 @@ class Group(TyperGroup):
 
             if not isinstance(error, UserError):
                 raise
-            _fail(str(error), error.exit_code, as_json)
+            _fail(str(error), error.exit_code, as_json, error.more)
         except typer.TyperException as error:
             _fail(usage(error, words), error.exit_code, as_json)
         except typer.Abort:
@@ -66,15 +67,15 @@ class Group(TyperGroup):
         sys.exit(signals.exit_code() if code == CTRL_C else code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int, as_json: bool) -> NoReturn:
-    tell(message, code, as_json)
+def _fail(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHING) -> NoReturn:
+    tell(message, code, as_json, more)
     sys.exit(code)
 
 
-def tell(message: str, code: int, as_json: bool) -> None:
-    """Says what was wrong, as every command does."""
+def tell(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHING) -> None:
+    """Says what was wrong, as every command does; `more` is for programs alone."""
     line = _LONG.sub(_shortened, " ".join(message.split()))
-    told = json.dumps({"error": line, "exit": code}) if as_json else f"error: {clean(line)}"
+    told = json.dumps({"error": line, "exit": code, **more}) if as_json else f"error: {clean(line)}"
     with contextlib.suppress(OSError):  # the code says it too
         print(told, file=sys.stderr, flush=True)
 

@@ -74,16 +74,6 @@ HardwareOption = Annotated[
         autocompletion=complete_hardware,
     ),
 ]
-HardwaresOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--hardware",
-        metavar="NAME_OR_FILE",
-        help="See `layoutopt hardware` (again for more).",
-        autocompletion=complete_hardware,
-        show_default=THIS_MACHINE,
-    ),
-]
 SetHardwareOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -360,8 +350,6 @@ def read_options(
     """
     from mesh_tf_core import DiLoCo, Options, UserError
     from mesh_tf_core.errors import known_names
-    from mesh_tf_core.ir.blocks import TICK
-    from mesh_tf_core.lower.kept import Recomputed
     from mesh_tf_core.lower.nodes import check_context, crossed
     from mesh_tf_core.lower.storage import Stage, read_stage
 
@@ -374,12 +362,8 @@ def read_options(
             raise UserError(f"--storage {text}: no variable {variable!r}; {known_names(variable, trained)}")
         for name in [variable] if variable else trained:
             stages[name] = read_stage(stage).short
-    loops = {block.dim.name for block in graph.blocks if block.dim is not None}
     if not recompute:
         recompute = sorted(getattr(getattr(loaded.model, "origin", None), "recomputed", ()))
-    for text, dim in ((text, Recomputed.parse(text).dim) for text in recompute):
-        if dim not in loops and dim != TICK:  # which a layout with pipelines makes: lowering checks it
-            raise UserError(f"--recompute {text}: no loop runs over {dim!r}; {known_names(dim, loops)}")
     forms: dict[str, str] = {}
     for text in context:
         dim, _, form = text.rpartition("=")

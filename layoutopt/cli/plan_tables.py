@@ -20,6 +20,7 @@ from layoutopt.plan.units import (
     seconds_text,
     share_text,
     times_text,
+    used_text,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int | None = None) -> None:
 def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
     """Names and values of the answer."""
     info, p = plan.data.model, plan.predicted
-    of = "" if limit is None else f" of {bytes_text(limit)}"
+    peak = p.peak_memory_bytes
     traffic = ", ".join(
         f"{axes} {bytes_text(n)}" for axes, n in p.communication_bytes_per_device.items() if n
     )
@@ -67,7 +68,7 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
         *([("training", plan.data.training.words)] if plan.data.training else []),
         ("work", f"{rate_text(p.flops_per_device, 'FLOP')} per device"),
         ("traffic", f"per device: {traffic}" if traffic else "none"),
-        ("memory", f"{bytes_text(p.peak_memory_bytes)}{of} per device"),
+        ("memory", f"{bytes_text(peak) if limit is None else used_text(peak, limit)} per device"),
         ("proof", proof(plan)),
     ]
 

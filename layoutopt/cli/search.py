@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from layoutopt.cli.allowed import (
-    ContextOption,
-    ElsewhereOption,
-    MaxAxesOption,
-    Recompute,
-    RecomputeOption,
-    read_allowed,
-)
+from layoutopt.cli.bill import PriceOption, TokensOption, bill, check_tokens, read_prices, read_tokens
 from layoutopt.cli.options import (
     THIS_MACHINE,
     HardwareOption,
@@ -42,22 +35,17 @@ from layoutopt.cli.options import (
 from layoutopt.cli.plan_tables import show_plan
 from layoutopt.cli.plans import where_of
 from layoutopt.cli.progress import Bounds
+from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
 from layoutopt.cli.terminal import Terminal
-from layoutopt.cli.training_cost import (
-    PriceOption,
-    TokensOption,
-    check_tokens,
-    read_prices,
-    read_tokens,
-    training_cost,
-)
 from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
+    from layoutopt.analysis.infeasible import Diagnosis
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
+    from mesh_tf_core.errors import InfeasibleError
     from mesh_tf_core.model import Model
 
 EXAMPLES = examples(
@@ -68,6 +56,23 @@ EXAMPLES = examples(
 
 DETAILED = 1.35
 """Seconds after the time limit in which a plan's details are made."""
+
+
+class Recompute(StrEnum):
+    """Whether loops are recomputed in backward instead of saving what they computed."""
+
+    AUTO = "auto"
+    SELECTIVE = "selective"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+RECOMPUTE: dict[Recompute, tuple[bool | str, ...]] = {
+    Recompute.AUTO: (False, True),
+    Recompute.SELECTIVE: (False, "selective", True),
+    Recompute.ALWAYS: (True,),
+    Recompute.NEVER: (False,),
+}
 
 
 class Orders(StrEnum):
@@ -86,13 +91,14 @@ class Objective(StrEnum):
 
 
 def search(
+    typed: typer.Context,
     model: ModelArgument,
     mesh: MeshOption = None,
     devices: Annotated[
         int | None,
         typer.Option(metavar="N", help="Instead of --mesh: search the mesh's shape too.", show_default=False),
     ] = None,
-    max_axes: MaxAxesOption = 2,
+    max_axes: Annotated[int, typer.Option(metavar="K", help="With --devices: at most so many axes.")] = 2,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -119,15 +125,42 @@ def search(
             help="How variables may be stored (ZeRO; hybrid: zero3 inside a node), of these.",
         ),
     ] = "layout,zero1,zero2,zero3,hybrid",
-    recompute: RecomputeOption = Recompute.AUTO,
+    recompute: Annotated[
+        Recompute,
+        typer.Option(
+            help="Whether blocks are recomputed in backward (activation checkpointing); selective: or but "
+            "for some of their values."
+        ),
+    ] = Recompute.AUTO,
     microbatches: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
     ] = "1,2,4,8,16,32",
-    context: ContextOption = "gather",
+    context: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMS",
+            help="How attention to split keys may be done: gather, ring, zigzag, all_to_all, of these.",
+        ),
+    ] = "gather",
     orders: Annotated[
         Orders, typer.Option(help="A split over several axes: in the order of the mesh, or in every order.")
     ] = Orders.MESH,
-    elsewhere: ElsewhereOption = None,
+    elsewhere: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIMS",
+            help="May be split further where axes split nothing else: length is sequence parallelism.",
+            show_default=False,
+        ),
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIMS",
+            help="Layers that axes may split into stages, which the microbatches go through: layers.",
+            show_default=False,
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     refine: Annotated[
         bool,
@@ -169,15 +202,18 @@ def search(
         "pins": ";".join(pin or ()) or None,
         "forbid": ";".join(forbid or ()) or None,
         "storage": _stages(storage),
+        "recompute": list(RECOMPUTE[recompute]),
         "microbatches": _numbers(microbatches),
-        **read_allowed(recompute, context, elsewhere),
+        "context": _names(context),
+        "elsewhere": _names(elsewhere),
+        "pipeline": _names(pipeline),
     }
     where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),
         "devices": devices,
         "max_axes": max_axes,
         "hardware": machine,
-        "memory": limit,
+        "memory": None if memory is None else limit,
     }
     shown = bytes_text if objective is Objective.MEMORY else seconds_text
     with _Kept(terminal, out) as kept:
@@ -199,13 +235,20 @@ def search(
                     **asked,
                 )
         except InfeasibleError as error:
-            why = _help(terminal, clock, loaded.model, {**where, **asked})
-            raise InfeasibleError("; ".join(filter(None, (str(error), why)))) from None
+            diagnosis = _diagnosed(terminal, clock, loaded.model, {**where, **asked}, error)
+            found = repairs_of(diagnosis, {**where, **asked}, typed)
+            if report is not None and error.nearest is not None:
+                from layoutopt.cli.report import write_report
+
+                nearest = error.nearest.with_details(
+                    source=model, source_sha256=loaded.hashes(), conflict=diagnosis.conflict, repairs=found
+                )
+                write_report(terminal, [_detailed(terminal, clock, nearest, loaded, machine, limit)], report)
+            show_repairs(terminal, found)
+            raise refusal(error, diagnosis, found, as_json) from None
         named = with_settings(hardware, set_hardware or ())
         question = where_of(kept.plan).model_copy(update={"hardware": named})
-        cost = training_cost(
-            kept.plan.predicted, machine, kept.plan.mesh.devices, count, prices.get(machine.name)
-        )
+        cost = bill(kept.plan.predicted, machine, kept.plan.mesh.devices, count, prices.get(machine.name))
         plan = kept.plan = kept.plan.with_training(cost).with_details(
             source=model, source_sha256=loaded.hashes(), search=question
         )
@@ -277,16 +320,19 @@ def _detailed(
     return full
 
 
-def _help(terminal: Terminal, clock: Clock, model: Model, asked: dict[str, Any]) -> str:
-    """What would help where nothing fits, as far as that is known in time."""
+def _diagnosed(
+    terminal: Terminal, clock: Clock, model: Model, asked: dict[str, Any], error: InfeasibleError
+) -> Diagnosis:
+    """Why nothing fits, and what would help, as far as that is known in time."""
     from layoutopt import search as find
-    from layoutopt.analysis.infeasible import diagnose
+    from layoutopt.analysis.infeasible import Diagnosis, diagnose
 
-    found: list[str] = []
+    found = [Diagnosis((), ())]
     with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):
-        seconds = {} if clock.left is None else {"seconds": clock.left}
-        clock.within(DETAILED, lambda: found.append(str(diagnose(find, model, asked, **seconds))))
-    return "".join(found)
+        more = {} if clock.left is None else {"seconds": clock.left}
+        more |= {} if error.nearest is None else {"least": error.nearest.solver.bound}
+        clock.within(DETAILED, lambda: found.append(diagnose(find, model, asked, **more)))
+    return found[-1]
 
 
 def _stages(text: str) -> list[str]:
@@ -295,6 +341,10 @@ def _stages(text: str) -> list[str]:
 
     parts = [part.strip() for part in text.split(",")]
     return [part if part == HYBRID else str(read_stage(part)) for part in parts]
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _numbers(text: str) -> list[int]:

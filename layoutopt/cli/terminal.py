@@ -76,6 +76,12 @@ class Terminal:
             for part in parts:
                 self.out.print(Text(part) if isinstance(part, str) else part, highlight=False)
 
+    def show_whole(self, *lines: str) -> None:
+        """Lines to be copied, on stdout, which no width breaks."""
+        if self.shown and not self.as_json:
+            for line in lines:
+                self.out.print(Text(line), highlight=False, soft_wrap=True)
+
     @contextlib.contextmanager
     def saved(self, out: Path | None, save: Callable[[Path], object], what: str) -> Iterator[bool]:
         """Writes a file, if one is asked for, before what is shown within, whose reader may leave; that it

@@ -20,7 +20,7 @@ from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import Session, evaluated_model, items_of, restored
 from layoutopt.cli.terminal import facts
 from layoutopt.cli.tracing import Trace
-from layoutopt.plan.units import duration_text, seconds_text, throughput_text
+from layoutopt.plan.units import duration_text, seconds_text, throughput_text, used_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -241,6 +241,11 @@ class TrainingRun:
                     f"{seconds_text(step)} (predicted {seconds_text(predicted)} for {self.machine.name})",
                 ),
                 ("rate", throughput_text(self.items / step, self.item)),
+                (
+                    "memory",
+                    f"{used_text(self.predicted.peak_memory_bytes, self.machine.usable_memory_bytes)} "
+                    "per device predicted",
+                ),
                 ("input", f"waited for it {100 * self.waited:.1f}% of the time"),
                 ("loss", f"{self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at the end"),
             ]

@@ -83,7 +83,7 @@ class _Builder:
             dim = block.dim.name
             for keep in ((), *keep_sets(self.graph, dim)):
                 text = str(Recomputed(dim, keep))
-                kept = rematerialization(self.graph, frozenset({text})).kept(block, self.unread)
+                kept = rematerialization(self.graph, frozenset({text})).kept(block, self.unread, live=True)
                 for node in running_again(block, self.unread, kept):
                     self.texts[node.index] = (*self.texts.get(node.index, ()), text)
                     self.again[text].add(node.index)
@@ -152,10 +152,10 @@ class _Builder:
 
     def moved_anyway(self, node: Node) -> set[int]:
         """Operands that a node moves which may run again, and that backward moves alike: once for both."""
-        if node.index not in self.remat:
-            return set()
         found: set[int] = set()
-        home = self.dependencies.block_of[node.index]
+        home = self._runs_in_backward(node)
+        if home is None:
+            return found
         for block in (b for b in self.graph.blocks if b.forward is home):
             for tensor in node.inputs:
                 twin = block.captured.get(tensor, tensor)
@@ -168,9 +168,11 @@ class _Builder:
     def moved_by(self, node: Node) -> dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]]:
         """Operands that a node moves where a rule for elsewhere holds, and of what reads them in backward its
         dimensions, and those that it regroups: the same rules say whether it moves them alike."""
-        found = {}
-        home = self.dependencies.block_of[node.index]
-        for block in self.graph.blocks if self.further and node.index in self.remat else ():
+        found: dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {}
+        home = self._runs_in_backward(node)
+        if home is None or not self.further:
+            return found
+        for block in self.graph.blocks:
             for tensor in node.inputs if block.forward is home else ():
                 if moved_dims(node, tensor, self.graph, self.further):
                     twin = block.captured.get(tensor, tensor)
@@ -183,6 +185,12 @@ class _Builder:
                     plans += [plan_of(n, self.graph) for n in renamed if n.inputs == (tensor,)]
                     found[tensor] = tuple(dict.fromkeys((p.dims, p.regrouped) for p in plans))
         return found
+
+    def _runs_in_backward(self, node: Node) -> Block | None:
+        """A node's block, if that runs again within its backward; loops inside of it do so beside theirs."""
+        home = self.dependencies.block_of[node.index]
+        again = self.remat.get(node.index, ())
+        return home if home.dim is not None and home.dim.name in again else None
 
     def _in(self, node: Node, block: Block) -> bool:
         return self.dependencies.block_of[node.index] is block
@@ -250,7 +258,7 @@ class _Builder:
             name,
             subgraph,
             runs,
-            *self._dims(nodes),
+            *self._dims(nodes, subgraph),
             early,
             self.dependencies.totalled.intersection(o for node in nodes for o in node.outputs),
             *self._cut(inside),
@@ -297,7 +305,7 @@ class _Builder:
         return given, left, follows
 
     def _dims(
-        self, nodes: list[Node]
+        self, nodes: list[Node], subgraph: Subgraph
     ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, ...], ...]]:
         types: dict[TensorType, None] = {}
         switches: dict[str, None] = {}
@@ -314,10 +322,16 @@ class _Builder:
                     if t in self.graph.gradient_of:
                         types[self.graph.variables[self.graph.gradient_of[t]].type] = None
         shapes = dict.fromkeys(t.shape.names for t in types)
-        dims = tuple(dict.fromkeys(n for names in shapes for n in names))
+        dims = tuple(dict.fromkeys((*(n for names in shapes for n in names), *self._stages(nodes, subgraph))))
         for node in nodes:
             shapes.update(dict.fromkeys(self._worked(node)))
         return (*dims, *self._rules(dims)), tuple(switches), (*shapes, *self._pairs(dims))
+
+    def _stages(self, nodes: Iterable[Node], subgraph: Subgraph) -> list[str]:
+        """The dimensions of layers whose stages have some of a subgraph, or are nodes of it."""
+        blocks = [self.graph.blocks[b] for b in sorted(subgraph.blocks)]
+        blocks += [n.body for n in nodes if n.body is not None]
+        return [b.dim.name for b in blocks if b.spread and b.dim is not None]
 
     def _rules(self, dims: Iterable[str]) -> tuple[str, ...]:
         """The decisions about what splits some dimensions further elsewhere."""
@@ -375,7 +389,9 @@ class _Builder:
         again = self._access_again(casts, accesses)
         dims_again = tuple(dict.fromkeys(Recomputed.parse(text).dim for text in again))
         switches = changing(Touched(recomputed=dims_again, variables=[variable]))
-        dims = variable.shape.names
+        subgraph = self._subgraph(nodes, frozenset(accesses))
+        own = variable.shape.names
+        dims = tuple(dict.fromkeys((*own, *self._stages((), subgraph))))
         key = (
             variable.type,
             variable.stacked,
@@ -383,10 +399,9 @@ class _Builder:
             _places(accesses),
             tuple((text, len(k.nodes), _places(k.natural)) for text, k in again.items()),
         )
-        subgraph = self._subgraph(nodes, frozenset(accesses))
         name, members = f"{variable.name} (access)", (_numbers(nodes),)
         alike = self._alike(again, {})
-        shapes = dims, *self._pairs(dims)
+        shapes = own, *self._pairs(own)
         every = *dims, *self._rules(dims)
         return key, Cluster(name, subgraph, again, every, switches, shapes, {}, members=members, alike=alike)
 

@@ -149,7 +149,9 @@ class Draft:
     ) -> None:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
         further = frozenset(name.partition(AT)[0] for name in decided.of(Elsewhere))
-        self.context = context or SharedContext(model, decided.microbatches, further=further)
+        self.context = context or SharedContext(
+            model, decided.microbatches, further=further, stages=decided.stages_on(mesh)
+        )
         if not whole:
             self.context = self.context.bounded(decided)
             sums = (PendingSum.at(node, mesh) for node in sorted(self.context.cut))

@@ -34,7 +34,8 @@ class Makers:
       given: node -> its cluster's operands -> the tensors that stand for them there.
       variable: variable -> the cluster that stores it, and the variable that stands for it there.
       gathered: (node of a loop, or 0, tensor of a variable that is read there) -> its source.
-      parts: part of a stack -> the stack, and how many parts that has.
+      parts: part of a stack -> the stack, and how many parts that has; a stage's is all that its device has.
+      renamed: parts that stages have: other names of stacks.
     """
 
     def __init__(self, dependencies: Dependencies, clusters: Sequence[Cluster]) -> None:
@@ -55,11 +56,14 @@ class Makers:
                 self._member(len(self.clusters) - 1, (node.index,), (node.index,))
         self.gathered = dict(self._gathered())
         self.parts = {
-            inner: (outer, block.dim.size)
+            inner: (outer, 1 if block.spread else block.dim.size)
             for block in self.graph.blocks
             if block.dim is not None
             for outer, inner in block.sliced
         }
+
+        spread = (block for block in self.graph.blocks if block.spread)
+        self.renamed = {inner for block in spread for _, inner in block.sliced}
 
     def source(self, tensor: int) -> Source | None:
         """The source of a tensor; of a part of a stack, that of the stack. None: no cluster makes it."""

@@ -208,6 +208,8 @@ class Points:
         ):
             # Its memory is that of a value that is not read under its own name any more.
             reading = Reading.ANY
+        elif self._tensor(value) in self.makers.renamed:
+            return None
         else:
             reading = Reading.ONCE if value in self._twice else Reading.OWN
         if value in self._part:

@@ -62,9 +62,8 @@ class NaturalMemory:
         """How much of a value with these dimensions a device has."""
         options = self.decided.options
         free = [n for n in names if n in self.names]
-        fixed = math.prod(
-            self.mesh.group_size(options[n][0]) for n in names if n not in self.names and n in options
-        )
+        given = options.keys() - {*self.names, *self.decided.stages}  # the program has its stages apart
+        fixed = math.prod(self.mesh.group_size(options[n][0]) for n in names if n in given)
         listed, shares = [], []
         for chosen in assignments(free, [free], options):
             listed.append([options[n].index(axes) for n, axes in zip(free, chosen, strict=True)])

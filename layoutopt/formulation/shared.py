@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 from costmodels.pricing.pricer import Pricer
@@ -17,13 +18,13 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
-from mesh_tf_core.model import Model
+from mesh_tf_core.model import NO_STAGES, Model
 
 ONE = Mesh([("device", 1)])
 
 
 class SharedContext:
-    """A step with some number of microbatches, nothing of it split.
+    """A step with some number of microbatches, nothing of it split but layers into stages.
 
     Attributes:
       dependencies: which of its operations must be priced together; `clusters` of these.
@@ -31,6 +32,7 @@ class SharedContext:
     Args:
       cut: additions that are priced apart from their operands.
       further: dimensions that may be split further elsewhere.
+      stages: dimensions of layers -> how many stages of a pipeline they are.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class SharedContext:
         microbatches: int = 1,
         cut: frozenset[int] = frozenset(),
         further: frozenset[str] = frozenset(),
+        stages: Mapping[str, int] = NO_STAGES,
     ) -> None:
-        step = model.training_step(microbatches)
+        step = model.training_step(microbatches, stages)
+        self.stages = stages
         self.model, self.microbatches, self.graph = model, microbatches, step.graph
         self._programs: dict[frozenset[str], Program] = {}
         self._tabler: Tabler | None = None
@@ -73,14 +77,17 @@ class SharedContext:
             return self
         cut = self.cut | large
         if cut not in self._more:
-            self._more[cut] = SharedContext(self.model, self.microbatches, cut, self.further)
+            self._more[cut] = SharedContext(self.model, self.microbatches, cut, self.further, self.stages)
         return self._more[cut].bounded(decided)
 
     def program(self, again: frozenset[str] = frozenset()) -> Program:
-        """The step on one device, where these loops run again; on others it differs in its mesh only."""
+        """The step on one device, or one for each stage, where these loops run again; on others it differs in
+        its mesh only."""
         if again not in self._programs:
             options = Options(recompute=again, microbatches=self.microbatches)
-            self._programs[again] = self.model.lower(ONE, Layout(), options, check=False)
+            mesh = Mesh([(dim, n) for dim, n in self.stages.items()]) if self.stages else ONE
+            layout = Layout({dim: (dim,) for dim in self.stages})
+            self._programs[again] = self.model.lower(mesh, layout, options, check=False)
         return self._programs[again]
 
     def tabler(self, mesh: Mesh, pricer: Pricer) -> Tabler:
@@ -99,12 +106,3 @@ class SharedContext:
         if (again, fuses) not in self._points:
             self._points[again, fuses] = Points(self.makers, self.program(again), fuses)
         return self._points[again, fuses]
-
-
-def shared_context(
-    model: Model, microbatches: int = 1, further: frozenset[str] = frozenset()
-) -> SharedContext:
-    """That of a step, made once for all searches of its graph: the next one may be for another machine."""
-    step = model.training_step(microbatches)
-    key = SharedContext, further, tuple(t.id for t in step.results.values())
-    return step.graph.remembered(key, lambda: SharedContext(model, microbatches, further=further))

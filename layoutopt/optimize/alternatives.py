@@ -113,14 +113,14 @@ def ranked(request: Request, others: Sequence[Found], searched_mesh: bool) -> li
     """The second best layout, the third, and so on, each with names for its own axes."""
     out = []
     for number, other in enumerate(others, start=2):
-        names = axis_names(other.layout, other.mesh, request.model.batch_dim) if searched_mesh else {}
+        names = axis_names(other.layout, other.mesh, request.model) if searched_mesh else {}
         out.append(priced(request, f"number {number}", other.mesh, other.layout, other.options, names))
     return out
 
 
 def point(request: Request, found: Found, number: int, searched_mesh: bool) -> Alternative:
     """One point of the frontier."""
-    names = axis_names(found.layout, found.mesh, request.model.batch_dim) if searched_mesh else {}
+    names = axis_names(found.layout, found.mesh, request.model) if searched_mesh else {}
     return Alternative(
         name=f"frontier {number + 1}",
         mesh=called_mesh(found.mesh, names).as_dict(),

@@ -130,12 +130,13 @@ class Pinned(Plans):
     layout: Layout
 
     def decided(self, allowed: Allowed, microbatches: int) -> Decisions | None:
-        graph = self.model.training_step(microbatches).graph
-        pins = {n: self.layout.axes(n) for n in graph.dims()}
+        ways = self.model.stages(self.mesh, self.layout)
+        stages = {dim: self.layout.axes(dim) for dim in ways}
         try:
-            return decisions(
-                graph, self.mesh, replace(allowed, pins=pins, forbid={}, microbatches=(microbatches,))
-            )
+            graph = self.model.training_step(microbatches, ways).graph
+            pins = {n: self.layout.axes(n) for n in graph.dims() if n not in stages}
+            wanted = replace(allowed, pins=pins, forbid={}, stages=stages, microbatches=(microbatches,))
+            return decisions(graph, self.mesh, wanted)
         except UserError:
             return None
 
@@ -253,13 +254,15 @@ def by_name(
             yield name, its, layout, Options()
 
 
-def axis_names(layout: Layout, mesh: Mesh, batch: str | None) -> dict[str, str]:
-    """Speaking names for the axes of a searched mesh: `data` where the batch is split, `model` elsewhere."""
-    on_batch = set(layout.axes(batch)) if batch else set()
-    counts = {"data": itertools.count(1), "model": itertools.count(1)}
+def axis_names(layout: Layout, mesh: Mesh, model: Model) -> dict[str, str]:
+    """Speaking names for the axes of a searched mesh: `data` where the batch is split, `pipe` where layers
+    are, `model` elsewhere."""
+    on_batch = set(layout.axes(model.batch_dim)) if model.batch_dim else set()
+    on_layers = {axis for dim in model.stages(mesh, layout) for axis in layout.axes(dim)}
+    counts = {word: itertools.count(1) for word in ("data", "pipe", "model")}
     names = {}
     for axis in mesh.names:
-        word = "data" if axis in on_batch else "model"
+        word = "data" if axis in on_batch else "pipe" if axis in on_layers else "model"
         number = next(counts[word])
         names[axis] = word if number == 1 else f"{word}{number}"
     return names

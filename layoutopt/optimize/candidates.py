@@ -2,13 +2,16 @@
 
 Where a piece never costs less than its share of the whole (`Pricer.pieces_cost_more`), no layout takes less
 with more microbatches: a bound on all layouts, or on those with one option, holds for every multiple of the
-number that it was found for.
+number that it was found for. Stages of a pipeline wait less with more: with k M microbatches instead of M, P
+stages run k M + P - 1 times, each for at least 1/k as long, so that of a bound this part holds:
+
+    (k M + P - 1) / (k (M + P - 1))
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -16,7 +19,6 @@ from layoutopt.optimize.fixing import SLACK, OptionCosts
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
-from mesh_tf_core.ir.mesh import Mesh
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Candidate:
 
 @dataclass
 class Pieces:
-    """What is proven, by mesh, of numbers of microbatches, and holds for every multiple of them.
+    """What is proven, by mesh and stages, of numbers of microbatches, and holds for every multiple of them.
 
     Attributes:
       least: seconds that no layout takes less than.
@@ -51,32 +53,38 @@ class Pieces:
         more than those of a layout that was known.
     """
 
-    least: dict[Mesh, dict[int, float]] = field(default_factory=dict)
-    costs: dict[Mesh, dict[int, OptionCosts]] = field(default_factory=dict)
+    least: dict[Hashable, dict[int, float]] = field(default_factory=dict)
+    costs: dict[Hashable, dict[int, OptionCosts]] = field(default_factory=dict)
 
     def keep(self, of: Subproblem, seconds: float, costs: OptionCosts | None = None) -> None:
         """No layout of a problem takes less than `seconds`."""
-        least = self.least.setdefault(of.mesh, {})
+        least = self.least.setdefault(_place(of), {})
         least[of.microbatches] = max(seconds, least.get(of.microbatches, 0.0))
         if costs is not None:
-            self.costs.setdefault(of.mesh, {})[of.microbatches] = costs
+            self.costs.setdefault(_place(of), {})[of.microbatches] = costs
 
     def bound(self, of: Subproblem) -> float:
         """Seconds that no layout of a problem takes less than."""
-        return max(_fewer(self.least, of), default=0.0)
+        return max((part * seconds for part, seconds in _fewer(self.least, of)), default=0.0)
 
     def narrowed(self, of: Subproblem, seconds: float) -> Subproblem | None:
         """A problem with what may be in layouts that take at most `seconds`; None if there are none."""
         options, most = dict(of.decided.options), seconds * (1 + SLACK)
-        for costs in _fewer(self.costs, of):
+        for part, costs in _fewer(self.costs, of):
             for name in costs.keys() & set(of.decided.free):
-                options[name] = tuple(o for o in options[name] if costs[name].get(o, math.inf) <= most)
+                options[name] = tuple(o for o in options[name] if part * costs[name].get(o, math.inf) <= most)
         return replace(of, decided=of.decided.within(options)) if all(options.values()) else None
 
 
 Known = TypeVar("Known")
 
 
-def _fewer(known: Mapping[Mesh, Mapping[int, Known]], of: Subproblem) -> list[Known]:
-    """What is known of numbers of microbatches that a problem's number is a multiple of."""
-    return [found for number, found in known.get(of.mesh, {}).items() if of.microbatches % number == 0]
+def _place(of: Subproblem) -> Hashable:
+    return of.mesh, frozenset(of.decided.stages.items())
+
+
+def _fewer(known: Mapping[Hashable, Mapping[int, Known]], of: Subproblem) -> list[tuple[float, Known]]:
+    """What is known of numbers of microbatches that a problem's number is a multiple of, each with the part
+    of it that holds here."""
+    found = known.get(_place(of), {}).items()
+    return [(of.share(number), what) for number, what in found if of.microbatches % number == 0]

@@ -83,9 +83,7 @@ def fix_options(
         if bound >= upper * (1 - EXACT):
             break
         if found.exact:
-            # What is not told yet takes about its part of the time too.
-            hopeful = told >= PROPOSED * total and found.bound * total <= known * told
-            if hopeful and (choices := found.best()) is not None:
+            if told >= PROPOSED * total and (choices := found.best()) is not None:
                 with suppress(LayoutError):  # a cluster without a table yet may forbid it
                     known = min(known, propose(*draft.read(choices)))
             # Should the evaluator be below the tables, these keep what is best by them.
@@ -111,8 +109,9 @@ def faster(
       seconds as `fix_options` does, 0 if dimensions had to stay whole; None if nothing is faster, or there
       was no time for all tables.
     """
-    prices, context = evaluator.prices(subproblem.mesh), evaluator.context(subproblem.microbatches)
-    draft = Draft(evaluator.model, subproblem.mesh, subproblem.decided, prices, context)
+    mesh, decided = subproblem.mesh, subproblem.decided
+    prices, context = evaluator.prices(mesh), evaluator.context(mesh, decided)
+    draft = Draft(evaluator.model, mesh, decided, prices, context)
     bound = fix_options(draft, upper, propose, clock, first, weights, heard)
     if draft.left or bound >= upper * (1 - EXACT):
         return 0.0 if draft.unsplit else bound, None

@@ -58,7 +58,7 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
         return None
     prices, context = (
         request.evaluator.prices(subproblem.mesh),
-        request.evaluator.context(subproblem.microbatches),
+        request.evaluator.context(subproblem.mesh, subproblem.decided),
     )
     known = legal_problem(request.model, subproblem.mesh, subproblem.decided, prices, context)
     search = SubproblemSearch(

@@ -17,6 +17,7 @@ from layoutopt.optimize.merging import ordered
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.subproblems import key_of
 from mesh_tf_core.ir.layout import Layout
 
 SAME = 1e-9
@@ -54,13 +55,13 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
             wait(candidate.bound, candidate)
             continue
         search = candidates.opened(candidate)
-        here = [
-            f
-            for f in taken
-            if (f.mesh, f.options.microbatches)
-            == (candidate.subproblem.mesh, candidate.subproblem.microbatches)
-        ]
-        copies = (search.extraction.choices(x, f.options) for f in here for x in _copies(request, f))
+        here = [f for f in taken if f.mesh == candidate.subproblem.mesh]
+        copies = (
+            search.extraction.choices(x, f.options)
+            for f in here
+            for x in _copies(request, f)
+            if key_of(request.model, f.mesh, x, f.options) == candidate.subproblem.key
+        )
         excluded = tuple(dict.fromkeys(choices for choices in copies if choices is not None))
         other = search.fastest(limit, clock=request.clock, excluded=excluded).found
         if other is not None:

@@ -29,10 +29,11 @@ from layoutopt.optimize.alternatives import (
 )
 from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, EXACT, PLANNED, Request
+from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
-from layoutopt.plan.schema import PlanFile, SolverInfo
+from layoutopt.plan.schema import INFEASIBLE, PlanFile, SolverInfo
 from layoutopt.plan.trade_names import trade_names
 from layoutopt.plan.units import some
 from layoutopt.problem import TOLERANCE
@@ -83,7 +84,7 @@ def make_plan(
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
     verify(best.evaluation.program)
-    names = axis_names(best.layout, best.mesh, request.model.batch_dim) if searched_mesh else {}
+    names = axis_names(best.layout, best.mesh, request.model) if searched_mesh else {}
     proof, beside = _Proof(proven), Alternatives(request, best, names, shapes)
     repeats: list[str] = []
 
@@ -125,6 +126,28 @@ def make_plan(
     )
     plan = Plan(data, stopped)
     return plan.with_details(parallelism=trade_names(request.model, plan.mesh, plan.layout, data))
+
+
+def nearest_plan(request: Request, search: Search, searched_mesh: bool) -> Plan | None:
+    """The plan that needs least memory, of a search that proved that none fits; None if none is known."""
+    if search.nearest is None:
+        return None
+    plan = make_plan(
+        replace(request, objective="memory", top=1),
+        search.nearest,
+        search.subproblem_of(search.nearest),
+        (),
+        (),
+        min(candidate.low for candidate in search.candidates),
+        True,
+        search.considered,
+        searched_mesh,
+        None,
+        request.clock.elapsed,
+        alternatives=False,
+    )
+    proof = plan.solver.model_copy(update={"status": INFEASIBLE})
+    return Plan(plan.data.model_copy(update={"solver": proof}), model=request.model)
 
 
 def _slices(hardware: Hardware, mesh: Mesh) -> Iterator[tuple[str, int]]:

@@ -15,7 +15,7 @@ from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import Found
-from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.optimize.subproblems import Subproblem, key_of
 from layoutopt.plan.build import decided
 from layoutopt.problem import Solution, Status
 from layoutopt.space.decisions import Decisions
@@ -73,28 +73,24 @@ class Pool:
 
     def subproblem_of(self, found: Found) -> Subproblem:
         """What is decided where a layout was found."""
-        own = found.mesh, found.options.microbatches
-        return next(s for s in self.subproblems if (s.mesh, s.microbatches) == own)
+        own = key_of(self.request.model, found.mesh, found.layout, found.options)
+        return next(s for s in self.subproblems if s.key == own)
 
-    def offer(self, mesh: Mesh, layout: Layout, options: Options) -> Found | None:
-        """Prices a layout; None if it is not one that may be chosen."""
-        asked = mesh, layout, options
-        if (
-            known := next((f for f in self.found if (f.mesh, f.layout, f.options) == asked), None)
-        ) is not None:
-            return known
-        here = (s for s in self.subproblems if (s.mesh, s.microbatches) == (mesh, options.microbatches))
+    def offer(self, mesh: Mesh, layout: Layout, options: Options) -> None:
+        """Prices a layout, if it is one that may be chosen."""
+        if any((f.mesh, f.layout, f.options) == (mesh, layout, options) for f in self.found):
+            return
+        own = key_of(self.request.model, mesh, layout, options)
+        here = (s for s in self.subproblems if s.key == own)
         if not any(_allows(subproblem.decided, layout, options) for subproblem in here):
-            return None
+            return
         try:
             evaluation = self.request.evaluator(mesh, layout, options)
         except LayoutError:
-            return None
+            return
         seconds = evaluation.cost.step_seconds
         solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
-        found = Found(mesh, layout, options, evaluation, solution)
-        self.add(found)
-        return found
+        self.add(Found(mesh, layout, options, evaluation, solution))
 
     # -- layouts by name -------------------------------------------------------------------------------------
 
@@ -124,7 +120,7 @@ class Pool:
         seen: list[Found] = []
         while (best := self.fastest(limit)) is not None and best not in seen:
             seen.append(best)
-            names = axis_names(best.layout, best.mesh, self.request.model.batch_dim) if self.renames else {}
+            names = axis_names(best.layout, best.mesh, self.request.model) if self.renames else {}
             for found in self._named(best.mesh, names):
                 self.offer(*found)
             if not self.request.late:

@@ -59,6 +59,7 @@ class Request:
       limit: bytes a device may hold.
       allowed: what may be chosen.
       clock: when to end.
+      explains: where nothing fits, what comes nearest is looked for.
     """
 
     model: Model
@@ -70,6 +71,7 @@ class Request:
     clock: Clock
     on_progress: Progress | None
     on_better: Better | None
+    explains: bool = True
 
     def __post_init__(self) -> None:
         for kind in KINDS:

@@ -1,4 +1,5 @@
-"""All problems of a search, one for every mesh shape and number of microbatches, and the best over them.
+"""All problems of a search, one for every mesh shape, number of microbatches and way to have
+stages of pipelines, and the best over them.
 
 A question is always the same: what is fastest within some bytes? Every problem has a bound on its seconds;
 the one that promises most is asked first, and what promises no more than the best answer so far is not asked
@@ -63,9 +64,9 @@ class Search:
       listed: the candidates are all there.
       asked: the problem that is being looked at.
       none: why there is no answer, if that is proven.
+      nearest: the layout that was found to need least memory, where none fits.
       pace: seconds that each problem took, and since when the next one is looked at.
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
-      weights: what clusters cost about, for `faster`.
     """
 
     request: Request
@@ -80,9 +81,9 @@ class Search:
     listed: bool = False
     asked: SubproblemSearch | None = None
     none: str = ""
+    nearest: Found | None = None
     pace: tuple[list[float], float] = field(default_factory=lambda: ([], 0.0))
     unsplit: dict[str, None] = field(default_factory=dict)
-    weights: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.request, self.renames)
@@ -139,7 +140,7 @@ class Search:
             self.best = self.simpler(best)
         elif self.proven:
             self.none = f"no layout of {request.model.name!r} fits into {size_text(request.limit)} a device"
-            self.none += self._needed()
+            self.none += self._needed() if request.explains else ""
 
     def _conclude(self) -> None:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
@@ -186,8 +187,9 @@ class Search:
         def evaluate(mesh: Mesh, layout: Layout) -> Evaluation:
             return evaluator(mesh, layout, best.options)
 
-        parts = best.options.microbatches
-        own = (c.subproblem.mesh for c in self.candidates if c.subproblem.microbatches == parts)
+        parts, stages = best.options.microbatches, best.evaluation.pipeline
+        alike = (c.subproblem for c in self.candidates if c.subproblem.microbatches == parts)
+        own = (s.mesh for s in alike if s.decided.stages_on(s.mesh) == stages)
         mesh, layout = merged(best.mesh, best.layout, {mesh.shape: mesh for mesh in own}, evaluate)
         if mesh == best.mesh:
             return best
@@ -253,13 +255,8 @@ class Search:
             self._bounded(candidate, upper)
             return None
 
-        fits = True
-
         def propose(layout: Layout, options: Options) -> float:
-            nonlocal fits
-            if fits or not math.isfinite(pool.seconds(limit)):
-                found = pool.offer(subproblem.mesh, layout, options)
-                fits = found is None or found.peak <= limit  # else what is faster does not either, mostly
+            pool.offer(subproblem.mesh, layout, options)
             if not math.isfinite(pool.seconds(limit)):
                 pool.offer(subproblem.mesh, layout, subproblem.decided.leanest)
             return pool.seconds(limit)
@@ -268,9 +265,7 @@ class Search:
             self._bounded(candidate, min(bound, upper))
             self._tell(candidate, candidate.bound, part)
 
-        bound, search = faster(
-            request.evaluator, narrow, upper, propose, request.clock, weights=self.weights, heard=heard
-        )
+        bound, search = faster(request.evaluator, narrow, upper, propose, request.clock, heard=heard)
         self._bounded(candidate, min(bound, upper), None if search is None else option_costs(search))
         if search is not None:
             self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
@@ -320,6 +315,8 @@ class Search:
         mesh, parts = candidate.subproblem.mesh, candidate.subproblem.microbatches
         looked = f"mesh {'x'.join(map(str, mesh.shape)) if self.renames else mesh}"
         looked += f" in {parts} microbatches" if parts > 1 else ""
+        stages = candidate.subproblem.decided.stages_on(mesh).items()
+        looked += "".join(f" through {n} stages of {dim}" for dim, n in stages)
         looked += f", point {len(self.frontier) + 1} of the frontier" if self.frontier else ""
         low = self.bound if self.frontier else min([bound, *bounds])
         request.on_progress(Standing(looked, count - len(others), count, best, min(low, best), left))
@@ -385,7 +382,7 @@ class Search:
 
         with request.clock.at_most(BESIDE):
             ended = request.clock.within(0.0, look)
-        leanest = min(known, key=lambda f: f.peak, default=None)
+        leanest = self.nearest = min(known, key=lambda f: f.peak, default=None)
         advice = "; use more devices or more memory, or a smaller batch"
         if leanest is None and not ended:
             return advice

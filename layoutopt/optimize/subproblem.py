@@ -107,7 +107,7 @@ class SubproblemSearch:
         self.model, self.mesh, self.hardware = model, mesh, hardware
         self._evaluator = evaluator or Evaluator(model, hardware)
         self.prices = self._evaluator.prices(mesh)
-        context = self._evaluator.context(decided.microbatches)
+        context = self._evaluator.context(mesh, decided)
         self.extraction = extraction or extract(model, mesh, decided, self.prices, context)
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset()]
@@ -160,12 +160,8 @@ class SubproblemSearch:
         if choices is None:
             return None
         choices = canonical(problem, self.extraction, choices)
-        # Rows take longer to make than one layout to evaluate, unless they are needed anyway.
-        if self._evaluator.tight and self._too_large(choices, limit):
-            return None
         evaluation = self.evaluate(choices)
         if evaluation.memory.peak > limit:
-            self._evaluator.tight = True
             return None
         bound = eliminated.bound
         if listener is not None:
@@ -173,10 +169,6 @@ class SubproblemSearch:
         solution = Solution(Status.OPTIMAL, choices, bound, bound, 0.0, "elimination")
         layout, options = self.extraction.read(choices)
         return Outcome(Found(self.mesh, layout, options, evaluation, solution), bound, True)
-
-    def _too_large(self, choices: tuple[int, ...], limit: float) -> bool:
-        """Whether the rows already say that a layout does not fit."""
-        return any(row.use(choices) > limit + ROUNDING for row in self.rows)
 
     def fastest(
         self,

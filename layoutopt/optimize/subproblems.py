@@ -1,22 +1,26 @@
-"""What a search goes through: mesh shapes, and numbers of microbatches on each, with what is decided."""
+"""What a search goes through: mesh shapes, and on each, stages of pipelines and numbers of microbatches, with
+what is decided."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from layoutopt.space.decisions import Decisions, decisions
 from layoutopt.space.kind import HYBRID, Allowed
 from layoutopt.space.microbatches import numbers
+from layoutopt.space.stages import count, ways
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.ticks import Schedule
 
 
 @dataclass(frozen=True)
 class Subproblem:
-    """One mesh shape with one number of microbatches: a problem of its own."""
+    """One mesh shape with one number of microbatches and the same stages: a problem of its own."""
 
     mesh: Mesh
     decided: Decisions
@@ -26,30 +30,65 @@ class Subproblem:
         """The number of microbatches."""
         return self.decided.microbatches
 
+    def share(self, microbatches: int) -> float:
+        """What of a bound on the same with fewer microbatches, of which these are a multiple, holds here, if
+        pieces cost at least their share of the whole (`candidates`)."""
+        times = self.microbatches // microbatches
+        return min(
+            (
+                Schedule(self.microbatches, n).ticks / (times * Schedule(microbatches, n).ticks)
+                for n in self.decided.stages_on(self.mesh).values()
+            ),
+            default=1.0,
+        )
+
+    @property
+    def key(self) -> Hashable:
+        """What tells it from others: `key_of` its layouts."""
+        return self.mesh, self.microbatches, frozenset(self.decided.stages.items())
+
+
+def key_of(model: Model, mesh: Mesh, layout: Layout, options: Options) -> Hashable:
+    """The `Subproblem.key` of the problem that a layout is an answer of."""
+    stages = ((dim, layout.axes(dim)) for dim in model.stages(mesh, layout))
+    return mesh, options.microbatches, frozenset(stages)
+
 
 def subproblems(
     model: Model, shapes: Sequence[Mesh], allowed: Allowed, near: Callable[[Mesh], Axes] = lambda _: ()
 ) -> Iterator[Subproblem]:
     """Every problem of a search, the fewest microbatches of every mesh first.
 
-    More microbatches are left out where what is pinned does not divide the smaller batch.
+    More microbatches are left out where what is pinned does not divide the smaller batch, and pipelines that
+    the model cannot be.
 
     Args:
       near: the axes of a mesh that lie inside nodes or slices, where others do not.
 
     Raises:
       UserError: the model cannot be split into any of these numbers, or what is pinned or forbidden does not
-        suit even the fewest.
+        suit even the fewest; or pipelines were asked for, and none is possible.
     """
     parts = numbers(model, allowed.microbatches)
+    refused, piped = "", False
     for number in parts:
-        graph = model.training_step(number).graph
         for mesh in shapes:
-            try:
-                here = replace(
-                    allowed, microbatches=(number,), near=near(mesh) if HYBRID in allowed.storage else ()
-                )
-                yield Subproblem(mesh, decisions(graph, mesh, here))
-            except UserError:
-                if number == parts[0]:
-                    raise
+            inner = near(mesh) if HYBRID in allowed.storage else ()
+            for way in ways(model, mesh, allowed):
+                here = replace(way, microbatches=(number,), near=inner)
+                try:
+                    graph = model.training_step(number, count(mesh, way)).graph
+                    found = Subproblem(mesh, decisions(graph, mesh, here))
+                except UserError as error:
+                    if number == parts[0] and not way.stages:
+                        raise
+                    refused = str(error) if way.stages else refused
+                    continue
+                piped = piped or bool(way.stages)
+                yield found
+    if allowed.pipeline and not piped:
+        dims = ",".join(allowed.pipeline)
+        raise UserError(
+            f"--pipeline {dims}: {refused or 'no axis divides these layers'}; "
+            "leave it out, or choose another mesh"
+        )

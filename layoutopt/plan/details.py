@@ -38,6 +38,7 @@ class Searched(Data):
       storage, recompute, microbatches: what could be decided; None: everything.
       context: forms of attention that could be chosen; None: keys were gathered.
       elsewhere: dimensions that could be split further elsewhere.
+      pipeline: dimensions of layers that could be stages.
     """
 
     hardware: str | None = None
@@ -52,6 +53,7 @@ class Searched(Data):
     microbatches: tuple[Size, ...] | None = None
     context: tuple[str, ...] | None = None
     elsewhere: tuple[str, ...] | None = None
+    pipeline: tuple[str, ...] | None = None
 
 
 class Number(Data):
@@ -361,6 +363,31 @@ class Validation(Data):
         return tuple(r for r in self.rows if r.measured_seconds > 0 and r.predicted_seconds > 0)
 
 
+class Repair(Data):
+    """A change of what was asked under which something fits, and the best plan under it.
+
+    Attributes:
+      change: in words, as options of `search`.
+      command: the whole command line.
+      note: what is known of less than this change.
+      memory_bytes: that a device has there.
+      proven: nothing is faster under the change.
+    """
+
+    change: str
+    command: str = ""
+    note: str = ""
+    hardware: str = ""
+    mesh: dict[str, Size] = Field(default_factory=dict)
+    layout: LayoutText = ""
+    decided: str = ""
+    step_seconds: AsGiven
+    peak_memory_bytes: AsGiven
+    memory_bytes: AsGiven
+    mfu: AsGiven | None = None
+    proven: Flag = False
+
+
 class Details(Data):
     """All parts.
 
@@ -378,6 +405,8 @@ class Details(Data):
       by_kind: seconds by kind of work, of the answer (named so) and every alternative.
       memory: the timeline of the answer, and what is held at its peak.
       calibration: every measurement of a calibrated profile beside its fit.
+      conflict, repairs: of a plan that does not fit, as none does: the conditions that cannot hold together,
+        and what would help.
     """
 
     source: str = ""
@@ -397,3 +426,5 @@ class Details(Data):
     robustness: Robustness | None = None
     proof: Proof | None = None
     validation: Validation | None = None
+    conflict: Texts = ()
+    repairs: tuple[Repair, ...] = ()

@@ -233,7 +233,7 @@ class Against(Data):
 
 
 class ExplainResult(Result):
-    """`explain`: the last three are there if they were asked for."""
+    """`explain`: the last four are there if they were asked for."""
 
     command = "explain"
     layout: Layout
@@ -244,6 +244,7 @@ class ExplainResult(Result):
     splits: list[Worth]
     pins: list[Worth]
     against: Against | None
+    decisions: tuple[Worth, ...] = ()
     sensitivity: tuple[Curve, ...] = ()
     robustness: Robustness | None = None
     proof: Proof | None = None

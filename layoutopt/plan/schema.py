@@ -52,6 +52,7 @@ class Predicted(Data):
       hfu: hardware FLOP utilisation, where something is recomputed.
       examples_per_second, tokens_per_second: of all devices; tokens where the model names their dimensions.
         What is not known is left out.
+      usable_memory_bytes: of a device of this hardware.
       tokens_per_second_per_chip, model_flops_per_second_per_chip: a chip may be several devices.
     """
 
@@ -60,6 +61,7 @@ class Predicted(Data):
     communication_seconds: Amount
     exposed_communication_seconds: Amount
     peak_memory_bytes: Whole
+    usable_memory_bytes: Whole | None = None
     flops_per_device: Amount = 0.0
     communication_bytes_per_device: dict[str, Amount] = Field(default_factory=dict)
     mfu: Amount | None = None
@@ -109,6 +111,10 @@ class Predicted(Data):
         """Seconds of communication that run behind computation: at most all of the computation."""
         hidden = self.communication_seconds - self.exposed_communication_seconds
         return min(max(hidden, 0.0), self.compute_seconds)
+
+
+INFEASIBLE = "INFEASIBLE"
+"""The status of a plan that does not fit, and was found by a search that proved that none does."""
 
 
 class SolverInfo(Data):

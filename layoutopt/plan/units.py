@@ -186,6 +186,11 @@ def size_text(amount: float) -> str:
     return rounded(bytes_text(amount))
 
 
+def used_text(amount: float, limit: float) -> str:
+    """Bytes that are held of those that there are: '14.2 GiB of 15.8 GiB (89.9%)'."""
+    return f"{bytes_text(amount)} of {bytes_text(limit)} ({share_text(amount, limit)})"
+
+
 def rate_text(amount: float, unit: str) -> str:
     """2.3e13 FLOP/s as '23.0 TFLOP/s'."""
     amount, prefix = _in_unit(amount, 1000.0, ("", "k", "M", "G", "T", "P"), 1000.0)

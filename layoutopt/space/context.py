@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import GATHER, Allowed, Choice, Chosen, Decision, Touched
+from layoutopt.space.kind import GATHER, Allowed, Choice, Chosen, Decision, Feature, Touched
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -23,6 +23,9 @@ class Context(Decision):
     """Attention to the keys along one dimension: () gathers them, else one of `FORMS`."""
 
     prefix = "context of "
+    features = (
+        Feature("context", "context", lambda form: form != GATHER, lambda _, options: bool(options.context)),
+    )
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:

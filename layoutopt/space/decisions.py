@@ -8,7 +8,8 @@ Every decision has a name and a finite list of options, each a tuple of words; `
                              ("on", "products"): but for what it keeps
   "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
-The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own.
+The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own. So are the axes that
+layers lie over (`stages`); a subproblem knows them as the one option of a dimension.
 """
 
 from __future__ import annotations
@@ -19,19 +20,31 @@ from functools import cached_property
 
 from layoutopt.space.context import Context
 from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.splits import ANYTHING, Split
+from layoutopt.space.stages import Stages
 from layoutopt.space.storage import Storage
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
-KINDS: tuple[type[Decision], ...] = (Split, Elsewhere, Storage, Recompute, Context, Microbatches, Rarely)
+KINDS: tuple[type[Decision], ...] = (
+    Split,
+    Stages,
+    Elsewhere,
+    Storage,
+    Recompute,
+    Context,
+    Microbatches,
+    Rarely,
+)
 """The kinds of decisions, in the order of their variables in problems."""
+FEATURES: dict[str, Feature] = {f.name: f for kind in KINDS for f in kind.features}
+"""What of them users may forbid, by its name."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,15 @@ class Decisions:
     def microbatches(self) -> int:
         """The number of microbatches of this subproblem."""
         return self.read({})[1].microbatches
+
+    @cached_property
+    def stages(self) -> dict[str, Axes]:
+        """Dimensions of layers that are stages in this subproblem, with their axes."""
+        return {d.subject: d.options[0] for d in self.every if isinstance(d, Stages)}
+
+    def stages_on(self, mesh: Mesh) -> dict[str, int]:
+        """How many stages they are."""
+        return {dim: mesh.group_size(axes) for dim, axes in self.stages.items()}
 
     def of(self, kind: type[Decision]) -> tuple[str, ...]:
         """Names of the decisions of one kind."""

@@ -8,7 +8,7 @@ of it. Its decisions are those instances of it that `about` finds in a graph.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -39,6 +39,8 @@ class Allowed:
       forbid: dimension -> axes it may not be split over.
       orders: "mesh": the axes of a split are in the order of the mesh; "all": in every order.
       elsewhere: dimensions that may be split further where mesh axes split nothing else.
+      pipeline: dimensions of layers that may lie over mesh axes, as stages of a pipeline.
+      stages: those that do, each with its axes.
       storage: stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
       near: the axes of `HYBRID`; none where all links are alike.
       recompute: whether loops may (both), must or must not run again in backward; "selective": or may
@@ -56,6 +58,8 @@ class Allowed:
     near: Axes = ()
     context: tuple[str, ...] = (GATHER,)
     elsewhere: tuple[str, ...] = ()
+    pipeline: tuple[str, ...] = ()
+    stages: Mapping[str, Axes] = field(default_factory=dict)
 
 
 @dataclass
@@ -92,6 +96,22 @@ class Touched:
 
 
 @dataclass(frozen=True)
+class Feature:
+    """Some options of a kind, as the trade calls them: what a search may be forbidden.
+
+    Attributes:
+      field: of `Allowed`: a list of what may be chosen.
+      means: whether an element of that list allows it.
+      used: whether a layout and options have it, as far as they alone say.
+    """
+
+    name: str
+    field: str
+    means: Callable[[Any], bool]
+    used: Callable[[Layout, Options], bool]
+
+
+@dataclass(frozen=True)
 class Decision(ABC):
     """One thing that is decided.
 
@@ -99,11 +119,13 @@ class Decision(ABC):
       subject: what it is about.
       options: what may be chosen, the plain option first.
       prefix: of the names of this kind's decisions.
+      features: what of it users may forbid.
     """
 
     subject: str
     options: tuple[Choice, ...]
     prefix: ClassVar[str] = ""
+    features: ClassVar[tuple[Feature, ...]] = ()
 
     @property
     def name(self) -> str:

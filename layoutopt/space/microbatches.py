@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -24,6 +24,10 @@ USUAL = (1, 2, 4, 8, 16, 32)
 @dataclass(frozen=True)
 class Microbatches(Decision):
     """The number of microbatches, as a word."""
+
+    features = (
+        Feature("microbatches", "microbatches", lambda n: n > 1, lambda _, options: options.microbatches > 1),
+    )
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Touched
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -26,6 +26,15 @@ class Recompute(Decision):
     """The loops over one dimension: () saves, ("on",) recomputes, ("on", "products") but for what is kept."""
 
     prefix = "recompute "
+    features = (
+        Feature("recompute", "recompute", bool, lambda _, options: bool(options.recompute)),
+        Feature(
+            "selective",
+            "recompute",
+            lambda again: again == SELECTIVE,
+            lambda _, options: any(Recomputed.parse(text).keep for text in options.recompute),
+        ),
+    )
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:

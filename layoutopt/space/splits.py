@@ -65,9 +65,12 @@ def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, 
                 )
             for axis in axes:
                 mesh.size(axis)
+    apart = inside(graph, allowed.stages)
     out: dict[str, tuple[Axes, ...]] = {}
     for name, found in sizes.items():
-        banned = set(forbid.get(name, ()))
+        if name in allowed.stages:
+            continue
+        banned = {*forbid.get(name, ()), *apart.get(name, ())}
         whole = name in counted or name in graph.unsplit
         options = [()] if whole else list(split_options(mesh, found, banned, allowed.orders))
         if name in pins:
@@ -75,10 +78,23 @@ def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, 
             if set(wanted) not in map(set, options):
                 if wanted and name in graph.unsplit:
                     raise UserError(f"--pin {name}:{'+'.join(wanted)}: {graph.unsplit[name]}; drop this pin")
+                if set(wanted) & set(apart.get(name, ())):
+                    raise UserError(f"--pin {name}:{'+'.join(wanted)}: these axes tell stages apart")
                 raise UserError(_why_not(name, wanted, mesh, found, name in counted, forbid.get(name, ())))
             options = [wanted]
         out[name] = tuple(options)
     return out
+
+
+def inside(graph: Graph, stages: Mapping[str, Axes]) -> dict[str, Axes]:
+    """Dimensions of what stages compute -> the axes that tell these apart, which cannot split them."""
+    found: dict[str, Axes] = {}
+    for block in graph.blocks if stages else ():
+        axes = stages.get(block.dim.name, ()) if block.spread and block.dim is not None else ()
+        for node, _ in block.walk() if axes else ():
+            for t in (*node.inputs, *node.outputs):
+                found.update((n, (*found.get(n, ()), *axes)) for n in graph.tensor(t).shape.names)
+    return found
 
 
 def split_options(mesh: Mesh, sizes: set[int], forbidden: set[str], orders: str) -> Iterator[Axes]:
@@ -95,8 +111,8 @@ def _why_not(name: str, axes: Axes, mesh: Mesh, sizes: set[int], counted: bool, 
     asked = f"--pin {name}:{'+'.join(axes) or 'none'}"
     if counted:
         return (
-            f"{asked}: {name!r} counts the layers of a loop, which a search does not split; "
-            f"to price or train such a pipeline, give cost or train --layout '{name}:{'+'.join(axes)};…'"
+            f"{asked}: {name!r} counts the layers of a loop, which a search splits into stages only if asked "
+            f"for it; add --pipeline {name}"
         )
     if set(axes) & set(forbidden):
         return f"{asked}: --forbid {name}:{'+'.join(forbidden)} forbids the same split; drop one of the two"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import HYBRID, Allowed, Choice, Chosen, Decision, Touched
+from layoutopt.space.kind import HYBRID, Allowed, Choice, Chosen, Decision, Feature, Touched
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Layout
@@ -27,6 +27,15 @@ class Storage(Decision):
 
     variables: tuple[str, ...] = ()
     prefix = "storage of "
+    features = (
+        Feature("zero", "storage", lambda stage: stage != STAGES[0], lambda _, options: bool(_said(options))),
+        Feature(
+            "hybrid",
+            "storage",
+            lambda stage: stage == HYBRID or AT in stage,
+            lambda _, options: any(stage.over for stage in _said(options)),
+        ),
+    )
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:
@@ -71,6 +80,11 @@ class Storage(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"storage": {name: read_stage(stage).short for name, stage in said["storage"].items()}}
+
+
+def _said(options: Options) -> list[Stage]:
+    """Of the variables that are not stored as the layout says."""
+    return [stage for said in options.storage.values() if (stage := read_stage(said)).number]
 
 
 def stage_of(choice: Choice) -> Stage:

@@ -206,7 +206,7 @@ class Lowering(Placing):
         block = self.graph.blocks[self.graph.tensor(tensor).block]
         unread = frozenset() if self.subgraph is None else self.subgraph.unread
         remat = self.loops.remat
-        if not remat.again(block) or tensor in remat.kept(block, unread):
+        if not remat.again(block) or tensor in remat.kept(block, unread, self.subgraph is not None):
             return False
         leaving = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)

@@ -13,10 +13,14 @@ from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Origin, Result, Sliced, make_loop
 from mesh_tf_core.lower.nodes import renamed_saves
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
+from mesh_tf_core.lower.rematerialization import (
+    NOTHING,
+    leading_to,
+    rematerialization,
+    stands_beside_backward,
+)
 from mesh_tf_core.lower.subgraph import Pairs
-from mesh_tf_core.ops.index import Range
-from mesh_tf_core.ops.stages import StagePart, StageStack, StageTerm
+from mesh_tf_core.ops.stages import StageNumbers, StagePart, StageStack, StageTerm
 from mesh_tf_core.tracing.residuals import several
 
 Key = int | tuple[int, "Key"]
@@ -139,7 +143,7 @@ class Loops:
             low.emit(Local(inputs, (output,), origin, op))
 
         numbers = low.new(TensorType(Shape([dim]), "int32"), (over,))
-        local(Range(dim, "int32"), (), numbers)
+        local(StageNumbers(dim, "int32"), (), numbers)
         local(StagePart(dim.name, None), (numbers,), index)
         for outer, inner in sliced:
             size = several(low.values[inner].shape, low.values[outer].shape)
@@ -171,21 +175,20 @@ class Loops:
     def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
         self._rename_again(block)
+        given = [(outer, inner) for outer, inner in block.sliced if inner not in self.low.renamed]
         if self.low.subgraph is not None:
             env, reads = self.low.env, self.low.subgraph.reads(block)
             return [
                 self._part(self.low.value_of(outer), inner)
-                for outer, inner in block.sliced
-                if (outer in env or inner in reads) and inner not in self.low.renamed
+                for outer, inner in given
+                if outer in env or inner in reads
             ]
-        pairs = []
         forward = block.forward
         saved = {o: i for i, o in forward.saved.items()} if forward else {}
         then = self._stands_for(block)
+        pairs = []
         again: list[tuple[int, int]] = []
-        for outer, inner in block.sliced:
-            if inner in self.low.renamed:
-                continue
+        for outer, inner in given:
             tensor = saved.get(then.get(outer, outer))
             if tensor is not None and forward and self.remat.again(forward):
                 again.append((tensor, inner))
@@ -296,9 +299,11 @@ class Loops:
         if self.remat.again(block):
             subgraph = self.low.subgraph
             unread = NOTHING if subgraph is None else subgraph.unread
-            read = self.remat.read_again(block)
+            alone = subgraph is not None  # the whole program drops what is dead
+            read = self.remat.read_again(block, live=alone)
             found.update((t, self.low.env[t]) for t in starts if t in read)
-            stays = NOTHING if subgraph is not None and subgraph.again else self.remat.kept(block, unread)
+            second = subgraph is not None and subgraph.again
+            stays = NOTHING if second else self.remat.kept(block, unread, alone)
             found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
         else:
             for inner in self.remat.inner(block):
@@ -317,10 +322,13 @@ class Loops:
         return [(i, o) for i, o in saved if not self.remat.unsaved(i) and i not in renamed]
 
     def _renamed(self, block: Block) -> dict[int, Node]:
-        """What a loop does not save for a rule for elsewhere (`renamed_saves`)."""
+        """What a loop does not save for a rule for elsewhere (`renamed_saves`): nothing, where the one around
+        it saves it once more."""
         layout = self.low.oracle.layout
         further = {name for name, _ in layout.elsewhere}
         if not further or self.remat.again(block) or self.remat.of_body(block):
+            return {}
+        if not stands_beside_backward(block, self.low.graph):
             return {}
         return {
             tensor: node
@@ -360,7 +368,7 @@ class Loops:
         while around.parent is not None:
             around = self.low.graph.blocks[around.parent]
             if self.remat.again(around):
-                needed = self.remat.read_again(around)
+                needed = self.remat.read_again(around, live=True)
                 return [(i, outer) for i, outer in pairs if outer in needed]
         return pairs
 

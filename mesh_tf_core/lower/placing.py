@@ -71,12 +71,17 @@ class Placing:
         Args:
           layout: instead of the one in force (updates of a variable that is stored split have their own).
         """
+        splits = self._natural(shape, what, layout)
+        if self.within:
+            self._check_within(shape, splits)
+        return splits
+
+    def _natural(self, shape: Shape, what: str = "", layout: Layout | None = None) -> Splits:
+        """The same, also of what lies outside of a pipeline's stages."""
         known = self._here if layout is None else self._placements.setdefault(layout, {})
         splits = known.get(shape)
         if splits is None:
             splits = known[shape] = self._legal(shape, self.layout if layout is None else layout, what)
-        if self.within:
-            self._check_within(shape, splits)
         return splits
 
     def _check_within(self, shape: Shape, splits: Splits) -> None:
@@ -150,7 +155,7 @@ class Placing:
         if first is not None:
             return self.value_of(first)
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
-        splits = self.natural(t.shape)
+        splits = self._natural(t.shape)
         if maker is not None and maker.op.converts and maker.inputs[0] in self.env:
             # A variable stays where it is stored, also when it is converted elsewhere.
             splits = self.values[self.env[maker.inputs[0]]].splits

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from functools import cached_property
+from itertools import compress
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.lower.kept import SETS, Recomputed, check_kept, kept_values
@@ -29,7 +30,7 @@ class Rematerialization:
     def __init__(self, graph: Graph, texts: frozenset[str]) -> None:
         self.graph, self.names = graph, {r.dim: r.keep for r in map(Recomputed.parse, texts)}
         self._needs: dict[int, frozenset[int]] = {}
-        self._follows: dict[tuple[int, frozenset[int]], tuple[frozenset[int], frozenset[int]]] = {}
+        self._follows: dict[tuple[int, frozenset[int], bool], tuple[frozenset[int], frozenset[int]]] = {}
 
     def again(self, block: Block) -> bool:
         """Whether a loop's body runs again in its backward."""
@@ -47,26 +48,31 @@ class Rematerialization:
         loop, inner = self._savers.get(tensor, (None, -1))
         return loop is not None and (self.again(loop) or self.unsaved(inner))
 
-    def kept(self, block: Block, unread: frozenset[int] = NOTHING) -> frozenset[int]:
+    def kept(self, block: Block, unread: frozenset[int] = NOTHING, live: bool = False) -> frozenset[int]:
         """The tensors of a loop's body that it stacks though it runs again: of those that it is to keep, what
         is read then.
 
         Args:
           unread: stacks of saved values that nothing reads.
+          live: as in `needed_for`.
         """
-        return self._again(block, unread)[0]
+        return self._again(block, unread, live)[0]
 
-    def read_again(self, block: Block, unread: frozenset[int] = NOTHING) -> frozenset[int]:
+    def read_again(
+        self, block: Block, unread: frozenset[int] = NOTHING, live: bool = False
+    ) -> frozenset[int]:
         """The tensors that what a loop saves follows from when it runs again, kept ones included."""
-        return self._again(block, unread)[1]
+        return self._again(block, unread, live)[1]
 
-    def _again(self, block: Block, unread: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
-        key = block.id, unread
+    def _again(
+        self, block: Block, unread: frozenset[int], live: bool
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        key = block.id, unread, live
         if key not in self._follows:
             keep = self.names.get(block.dim.name, ()) if block.dim is not None and self.again(block) else ()
             may = {t for t in kept_values(keep, block, self.graph) if not self.unsaved(t)}
             wanted = (t for t, stack in block.saved.items() if stack not in unread)
-            read = frozenset(needed_for(wanted, block, may))
+            read = frozenset(needed_for(wanted, block, may, live))
             self._follows[key] = read & may, read
         return self._follows[key]
 
@@ -161,19 +167,34 @@ def check_recompute(graph: Graph, texts: Iterable[str]) -> None:
     check_kept(texts, loops, (b for b in graph.blocks if has_backward(b, graph)), graph)
 
 
-def needed_for(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) -> set[int]:
+def needed_for(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, live: bool = False) -> set[int]:
     """The tensors, also those of loops inside, that the tensors `wanted` of a block follow from, where those
-    that are kept are there."""
+    that are kept are there.
+
+    Args:
+      live: without the states of loops inside that nothing follows from: lowering makes them, and drops them
+        as dead.
+    """
     needed = set(wanted)
     for node in reversed(block.nodes):
         if not _makes(node, needed, kept):
             continue
-        needed.update(node.inputs)
         body = node.body
-        if body is not None:
+        if body is None:
+            needed.update(node.inputs)
+        else:
             leaving = (*body.stacked, *body.summed, *body.saved.items())
-            inner = needed_for([*body.carry_out, *(i for i, outer in leaving if outer in needed)], body)
+            ends = [i for i, outer in leaving if outer in needed]
+            ends += [body.runs] if live and body.runs is not None else []
+            states = [not live or o in needed for o in node.outputs[: len(body.carry_in)]]
+            while True:
+                inner = needed_for([*compress(body.carry_out, states), *ends], body, live=live)
+                read = [s or i in inner for s, i in zip(states, body.carry_in, strict=True)]
+                if read == states:
+                    break
+                states = read
             needed |= inner | {outer for outer, i in body.sliced if i in inner}
+            needed.update(compress(node.inputs, states))
             needed |= set() if body.runs is None else {body.runs}
     return needed
 
@@ -193,7 +214,7 @@ def running_again(block: Block, unread: Set[int] = frozenset(), kept: Set[int] =
     """The nodes, also those of loops inside, that run a second time when a loop's body is recomputed, but for
     stacks that nothing reads."""
     wanted = (tensor for tensor, stack in block.saved.items() if stack not in unread)
-    needed, found = needed_for(wanted, block, kept), list[Node]()
+    needed, found = needed_for(wanted, block, kept, live=True), list[Node]()
 
     def visit(inside: Block) -> None:
         for node in inside.nodes:

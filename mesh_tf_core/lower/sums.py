@@ -63,6 +63,8 @@ def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
     """Which nodes of a graph these rewrites couple, under some layout: the maker of an operand whose sum may
     come to stand behind a node by rules (2) and (4), or by rule (3) behind a conversion, and this node."""
     pending: set[int] = set()
+    # What the stages of a pipeline add up is a sum over their devices.
+    stages = {uses.inner(i) for b in uses.graph.blocks if b.spread for i, _ in b.summed}
 
     def waits(tensor: int, reader: Node) -> bool:
         """Whether `tensor` may reach its only reader as a pending sum."""
@@ -87,7 +89,7 @@ def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
         roles = op.roles(*(uses.graph.tensor(i).type for i in node.inputs))
         reduced = roles.reduced if roles.combine == "sum" else ()
         for o in node.outputs:
-            if behind or any(name not in uses.graph.tensor(o).shape.names for name in reduced):
+            if behind or o in stages or any(name not in uses.graph.tensor(o).shape.names for name in reduced):
                 pending.add(o)
 
 

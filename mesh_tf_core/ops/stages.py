@@ -14,6 +14,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.index import Range
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class CalledOtherwise(Op, abstract=True):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         raise UserError(f"stages' {self.done} by lowering and have no gradient of their own")
+
+
+@dataclass(frozen=True)
+class StageNumbers(Range):
+    """The numbers of the stages, of which every device has its own: it knows it."""
+
+    free: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

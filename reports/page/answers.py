@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from layoutopt.plan.details import Calibration, Proof, Robustness, Validation
-from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.schema import INFEASIBLE, PlanFile
 from layoutopt.plan.units import count, memory, percent, plural, seconds, shorten, some, times
 from reports.evidence import typical_of
 from reports.page.cells import Chip
@@ -93,8 +93,15 @@ def fit(plan: PlanFile) -> Answer:
         )
     share = peak / limit if limit else 2.0
     if peak > limit:
-        return Answer(question, "No", f"needs {memory(peak)}, a device has {memory(limit)}", "bad", share)
-    return Answer(question, "Yes", f"{memory(peak)} of {memory(limit)} on the fullest device", "good", share)
+        helps = (
+            f"; {plural(len(found), 'change')} below under which it fits"
+            if (found := plan.details.repairs)
+            else ""
+        )
+        note = f"needs {memory(peak)}, a device has {memory(limit)}{helps}"
+        return Answer(question, "No", note, "bad", share)
+    used = f"{memory(peak)} of {memory(limit)} ({percent(share)}) on the fullest device"
+    return Answer(question, "Yes", used, "good", share)
 
 
 def sureness(plan: PlanFile) -> Answer:
@@ -172,6 +179,12 @@ def proof(plan: PlanFile) -> Answer:
         return Answer(question, "Not proven", "the plan has no record of a search", "warn")
     considered = considered_words(solver.layouts_considered)
     spent = f" in {seconds(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
+    if solver.status == INFEASIBLE:
+        least = f"; none needs less than {memory(solver.bound)}" if solver.bound else ""
+        among = f"none of {considered} fits" if considered else "no layout fits"
+        return Answer(
+            question, "Nothing fits", f"proven: {among}{least}; this is the leanest one found", "bad"
+        )
     if solver.proven:
         among = f"none of {considered} is better" if considered else "no layout is better"
         said = f", with {shorten(rules(plan), 80)}" if rules(plan) else ""

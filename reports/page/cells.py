@@ -28,6 +28,7 @@ class Cell:
       differs: it is not what the first plan has.
       state: 'good', 'warn', 'bad' or ''.
       span: columns that it fills.
+      code: its text is to be typed.
     """
 
     text: str = ""
@@ -40,6 +41,7 @@ class Cell:
     differs: bool = False
     state: str = ""
     span: int = 1
+    code: bool = False
 
 
 @dataclass(frozen=True)

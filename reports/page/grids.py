@@ -346,3 +346,27 @@ def record(pairs: Sequence[tuple[str, str]], caption: str) -> Grid:
     """Names and values."""
     rows = [[Cell(name, strong=True), Cell(value)] for name, value in pairs if value]
     return Grid(caption, (Column("What", lead=True, share="13em"), Column("Value")), rows, shown=99)
+
+
+def repairs(plan: PlanFile) -> Grid:
+    """What would help where nothing fits, with the command lines."""
+    rows = [
+        [
+            Cell(each.change, each.note, strong=True),
+            Cell(seconds(each.step_seconds), "" if each.proven else "not proven"),
+            Cell(percent(each.mfu) if each.mfu is not None else "–"),
+            Cell(memory(each.peak_memory_bytes), f"of {memory(each.memory_bytes)}"),
+            Cell(shorten(each.layout, LONGEST) or "replicated", each.decided),
+            Cell(each.command, code=True),
+        ]
+        for each in plan.details.repairs
+    ]
+    head = (
+        Column("Change", lead=True),
+        Column("Step", True),
+        Column("MFU", True),
+        Column("A device holds", True),
+        Column("Layout"),
+        Column("Command", share="34%"),
+    )
+    return Grid("Changes under which it fits", head, rows, shown=12)

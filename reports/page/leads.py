@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 LEADS = {
+    "repairs": (
+        "One change each of what was asked, with the best plan under it. The command finds that plan again."
+    ),
     "mesh": (
         "Every square is a device. The coloured ones are those that the first device, top left, "
         "exchanges data with over each axis."

@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import digits, layout_text, letter, mesh_option, percent, seconds, shorten, words_of
+from layoutopt.plan.units import (
+    digits,
+    layout_text,
+    letter,
+    mesh_option,
+    percent,
+    plural,
+    seconds,
+    shorten,
+    words_of,
+)
 from reports import figures
 from reports.figures import Chart
 from reports.page import compare, grids
@@ -25,7 +35,9 @@ def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
     """All sections; with several plans each has a panel per plan."""
     several = len(plans) > 1
     with_variables = several and any(p.details.variables for p in plans)
+    helps = any(p.details.repairs for p in plans)
     return (
+        *((_section("repairs", "What would fit", plans, _repairs),) if helps else ()),
         _section("mesh", "The mesh", plans, _mesh),
         _joint("split", "What is split", compare.splits(plans))
         if several
@@ -82,6 +94,15 @@ def _table(chart: Chart, plan: PlanFile, grid: Callable[[PlanFile], Grid]) -> Bl
     if missing := chart.missing(plan):
         return Block(missing=missing)
     return Block(chart.find(plan), grid=grid(plan))
+
+
+def _repairs(plan: PlanFile, name: str) -> tuple[Block, ...]:
+    found, conflict = plan.details.repairs, plan.details.conflict
+    if not found:
+        return (Block(missing="`layoutopt search` lists what would fit where nothing does"),)
+    notes = [f"These cannot hold together: {', '.join(conflict)}."] if len(conflict) > 1 else []
+    finding = f"{plural(len(found), 'change')} under which it fits, each searched anew; the fastest first"
+    return (Block(finding, grid=grids.repairs(plan), notes=tuple(notes)),)
 
 
 def _mesh(plan: PlanFile, name: str) -> tuple[Block, ...]:

@@ -60,6 +60,7 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> Non
         "communication_seconds",
         "exposed_communication_seconds",
         "peak_memory_bytes",
+        "usable_memory_bytes",
         "flops_per_device",
         "communication_bytes_per_device",
         "mfu",
@@ -146,7 +147,7 @@ def test_storage_recompute_and_microbatches(
     assert "no variable 'output/projecton'; did you mean 'output/projection'?" in refused(
         *plain, "--storage", "output/projecton=zero1"
     )
-    assert "no loop runs over 'layer'; did you mean 'layers'?" in refused(*plain, "--recompute", "layer")
+    assert "no loop runs over it; did you mean 'layers'?" in refused(*plain, "--recompute", "layer")
     kept = result(*plain, "--recompute", "layers:keep=attention+products")
     assert kept["recompute"] == ["layers:keep=products+attention"]
     all_again = result(*plain, "--recompute", "layers")["predicted"]
@@ -181,7 +182,7 @@ def test_people_see_the_layout_the_time_and_the_largest_tensors(run: Callable[..
     assert "transformer_lm, 3,311,872 parameters" in shown
     assert "data:2;model:4 (8 devices)" in shown
     assert re.search(r"step +[\d.]+ ms predicted = ", shown)
-    assert re.search(r"memory +[\d.]+ MiB of 7\.48 GiB per device", shown)
+    assert re.search(r"memory +[\d.]+ MiB of 7\.48 GiB \([\d.]+%\) per device", shown)
     assert "float32[layers:4 batch:16/data length:128 d_model:256]" in shown
     assert "\x1b[" not in shown
 

@@ -200,6 +200,23 @@ def test_a_proof_that_does_not_hold_is_refuted(run: Callable[..., Result], tmp_p
     assert done.stderr.startswith("error: --check: the plan's proof is wrong: ")
 
 
+def test_what_a_decision_is_worth(
+    result: Callable[..., dict[str, Any]], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    path, model = str(tmp_path / "plan.json"), MLP[:7]
+    plain = ("--recompute", "never", "--microbatches", "1")
+    plan = result("search", *model, *plain, "--storage", "layout,zero1,zero3", "--out", path)
+    assert plan["storage"]
+    (worth,) = result("explain", path, "--without", "all")["decisions"]
+    without = result("search", *MLP)["predicted"]["step_seconds"]
+    assert worth["rule"] == "zero" and worth["proven"]
+    assert worth["step_seconds"] == pytest.approx(without, rel=1e-9)
+    assert worth["costs_seconds"] == pytest.approx(without - plan["predicted"]["step_seconds"], rel=1e-6)
+    assert "--without hybird: did you mean 'hybrid'?" in refused("explain", path, "--without", "hybird")
+    for name in ("sequence", "zero,context"):
+        assert "could not choose it" in refused("explain", path, "--without", name)
+
+
 def test_wrong_input(refused: Callable[..., str], plan_file: Path) -> None:
     plan = str(plan_file)
     assert "mesh data:2;model:2 has no axis 'dta'; did you mean 'data'?" in refused(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from typer.testing import Result
 
 from layoutopt.models.loading import load_model
 from layoutopt.plan.build import load_plan
+from layoutopt.plan.units import seconds_text, share_text, used_text
 
 LM = "examples/transformer_lm.py"
 # Only splits are decided where nothing else is the point.
@@ -203,9 +206,38 @@ def test_the_mesh_is_searched_too(result: Callable[..., dict[str, Any]]) -> None
 
 
 def test_nothing_fits(refused: Callable[..., str]) -> None:
-    line = refused(*SMALLEST, "--memory", "5KiB", "--json", code=3)
+    line = refused(*SMALLEST, "--memory", "5KiB", "--json", code=3)  # with `repairs`, too
     assert "no layout of 'mlp' fits into 5 KiB a device" in line
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)
+
+
+def test_what_would_help_is_priced_reported_and_ready_to_copy(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    page = tmp_path / "report.html"
+    asked = (
+        "search",
+        "examples/mlp.py",
+        "--devices",
+        "2",
+        "--memory",
+        "200KiB",
+        "--hardware",
+        "tpu-v3",
+        *PLAIN,
+    )
+    done = run(*asked, "--report", str(page))
+    assert done.exit_code == 3
+    table, commands = done.stdout.split("\n\n")
+    assert table.startswith("What would help")
+    first = shlex.split(commands.splitlines()[0])
+    assert first[:3] == ["layoutopt", "search", "examples/mlp.py"] and str(page) not in first
+    again = result(*first[1:])["predicted"]
+    said = f"{seconds_text(again['step_seconds'])} │ {share_text(again['mfu'], 1)} │ "
+    assert f"{said}{used_text(again['peak_memory_bytes'], 200 * 1024)}" in re.sub(" +", " ", table)
+    html = page.read_text(encoding="utf-8")
+    assert "What would fit" in html and "Nothing fits" in html
+    assert all(escape(command) in html for command in commands.splitlines())
 
 
 def test_no_time_for_anything(run: Callable[..., Result], refused: Callable[..., str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -13,11 +14,14 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from examples.transformer_lm import data
 from examples.transformer_lm import model as transformer
-from mesh_tf_core.engines.lockstep import LockstepEngine
+from layoutopt.space.decisions import decisions
+from layoutopt.space.kind import Allowed
+from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.lower import loops
 from mesh_tf_core.lower.kept import KINDS, Recomputed
 from mesh_tf_core.lower.verify import verify
+from tests.marks import by_day
 
 SIZES = {"d_model": 8, "d_kv": 2, "heads": 4, "d_ff": 16, "vocab": 16, "batch": 4, "length": 8}
 FORMS: dict[str, dict[str, Any]] = {
@@ -33,17 +37,24 @@ def made(form: str) -> mtf.Model:
     return transformer(layers=2, **SIZES, **FORMS[form])
 
 
+def trained(program: Program, kind: str = "lockstep") -> dict[str, Any]:
+    """The loss and the variables after two steps; bytes are those that the program says."""
+    engine, batches = open_engine(program, kind), data(**{k: SIZES[k] for k in ("batch", "length", "vocab")})
+    for _ in range(2):
+        batch = next(batches)
+        found = engine.step(
+            {n: batch[n].reshape(program.values[i].shape.sizes) for n, i in program.feeds.items()}
+        )
+    assert engine.communication_bytes == program.communication_bytes()
+    return {"loss": np.asarray(found["loss"]), **{name: engine.read(name) for name in program.variables}}
+
+
 def run(form: str, recompute: str, mesh: str = MESH, layout: str = SPLIT, **options: Any) -> Any:
-    """Variables after two steps, and the program."""
+    """What two steps give, and the program."""
     again = frozenset(filter(None, [recompute]))
     chosen = mtf.Options(recompute=again, **options)
     program = verify(made(form).lower(mtf.Mesh(mesh), mtf.Layout(layout), chosen))
-    engine, batches = LockstepEngine(program), data(**{k: SIZES[k] for k in ("batch", "length", "vocab")})
-    for _ in range(2):
-        batch = next(batches)
-        engine.step({n: batch[n].reshape(program.values[i].shape.sizes) for n, i in program.feeds.items()})
-    assert engine.communication_bytes == program.communication_bytes()
-    return {name: engine.read(name) for name in program.variables}, program
+    return trained(program), program
 
 
 @cache
@@ -56,6 +67,20 @@ def same(found: dict[str, Any], form: str) -> None:
     for name, value in plain(form).items():
         loose = 2e-2 if form == "bfloat16" else 1e-5
         np.testing.assert_allclose(found[name], value, rtol=loose, atol=loose, err_msg=name)
+
+
+def drawn(seed: int, form: str = "fused") -> Program:
+    """A step under a random layout, whose layers keep one of the sets that a search decides between."""
+    model, rng = made(form), random.Random(seed)
+    mesh, parts = mtf.Mesh(rng.choice(["x:2", "x:2;y:2", "x:4;y:2"])), rng.choice([1, 2])
+    allowed = Allowed(recompute=("selective",), microbatches=(parts,), elsewhere=("length",))
+    free = decisions(model.training_step(parts).graph, mesh, allowed)
+    while True:
+        layout, options = free.read({name: rng.choice(found) for name, found in free.options.items()})
+        try:
+            return model.lower(mesh, layout, options)
+        except mtf.LayoutError:
+            continue
 
 
 def again(program: Program) -> Counter[str]:
@@ -88,6 +113,14 @@ def test_the_numbers_stay(form: str, keep: str) -> None:
         trained = [v.name for v in made(form).graph.variables.values() if v.trainable and len(v.shape)]
         options["storage"] = dict.fromkeys(trained, 1 + at % 2 * 2)
     same(run(form, f"layers:keep={keep}", layout=layout, **options)[0], form)
+
+
+RANDOM = [(kind, seed) for seed in range(30) for kind in ("lockstep", "local")]
+
+
+@pytest.mark.parametrize(("kind", "seed"), by_day(RANDOM, every=29))
+def test_random_layouts_give_the_numbers_of_one_device(kind: str, seed: int) -> None:
+    same(trained(verify(drawn(seed)), kind), "fused")
 
 
 def test_what_is_kept_does_not_run_again() -> None:
@@ -127,7 +160,10 @@ def test_what_is_kept_is_held() -> None:
     assert more == {"layers batch length d_model": 1}
 
 
-def test_another_value_in_the_place_of_a_kept_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", by_day(["lockstep", "local"]))
+def test_another_value_in_the_place_of_a_kept_one_is_caught(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault: two kept values of one shape change places."""
     keeps = loops.Loops._keeps
 
@@ -143,8 +179,10 @@ def test_another_value_in_the_place_of_a_kept_one_is_caught(monkeypatch: pytest.
         return found
 
     monkeypatch.setattr(loops.Loops, "_keeps", wrong)
-    with pytest.raises(AssertionError):
-        same(run("fused", "layers:keep=products")[0], "fused")
+    chosen = mtf.Options(recompute=frozenset({"layers:keep=products"}))
+    program = made("fused").lower(mtf.Mesh(MESH), mtf.Layout(SPLIT), chosen)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        same(trained(program, kind), "fused")
 
 
 def test_narrow_values_are_kept_narrow() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,25 +12,22 @@ from examples import moe_lm, resnet, transformer_lm
 from layoutopt.refine.places import places
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Local, Program, ReduceScatter
-from tests.examples.helper import SMALL, Result, check_same, train
+from tests.examples.helper import SMALL
+from tests.examples.hunt import MESH, Hunt, Legal
 from tests.marks import by_day
 
 IMAGE = {"batch": 4, "size": 8, "channels": 4, "groups": 2, "optimizer": "sgd"}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "language model": (transformer_lm, {**SMALL, "gated": True, "clip_norm": 1.0}),
     "mixture of experts": (moe_lm, {**SMALL, "experts": 4, "gated": True}),
-    "residual network": (
-        resnet,
-        {**IMAGE, "stages": 2, "blocks": 2},
-    ),
 }
 WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"microbatches": 2},
-    {"recompute": frozenset({"layers"})},
+    {"recompute": True},
     {"storage": 3},
     {"storage": 2, "microbatches": 2},
-    {"storage": 1, "recompute": frozenset({"layers"})},
+    {"storage": 1, "recompute": True},
 )
 
 
@@ -101,46 +97,37 @@ def count(program: Program, kind: type) -> int:
     return sum(isinstance(instr, kind) for instr, _ in program.walk())
 
 
-@cache
-def alone(name: str) -> Result:
-    example, hparams = MODELS[name]
-    return train(example, hparams, steps=2)
-
-
-@pytest.mark.parametrize("seed", by_day(range(6)))
-@pytest.mark.parametrize("name", MODELS)
-def test_the_numbers_of_one_device(name: str, seed: int) -> None:
-    check(name, seed)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("first", range(0, 400, 20))
-@pytest.mark.parametrize("name", MODELS)
-def test_many_layouts(name: str, first: int) -> None:
-    for seed in range(first, first + 20):
-        check(name, 1000 + seed)
-
-
-def check(name: str, seed: int) -> None:
-    """Trains under random rules of some random paths."""
-    rng, (example, hparams) = random.Random(seed), MODELS[name]
-    model, mesh = example.model(**hparams), mtf.Mesh("x:2;y:2")
-    options: dict[str, Any] = dict(WAYS[seed % len(WAYS)] if name != "residual network" else {})
-    if "storage" in options:
-        options["storage"] = {
-            v.name: options["storage"] for v in model.graph.variables.values() if v.trainable and len(v.shape)
-        }
-    graph = model.training_step(options.get("microbatches", 1)).graph
-    found, layout = places(graph), mtf.Layout({rng.choice(["batch", "d_ff"]): "x"} if seed % 2 else "")
-    layout = layout if all(n in graph.dims() for n in layout) else mtf.Layout()
+def grown(rng: random.Random, graph: mtf.Graph, legal: Legal) -> mtf.Layout:
+    """Random rules of some random paths."""
+    found, mesh, layout = places(graph), mtf.Mesh(MESH), mtf.Layout()
+    if rng.random() < 0.5:
+        whole = mtf.Layout({rng.choice(["batch", "d_ff"]): "x"})
+        layout = whole if all(n in graph.dims() for n in whole) else layout
     moves = list(found.moves(mesh))
     for _ in range(rng.randint(2, 8)):
         move = rng.choice(moves)
         more = move.of(found.by_path[move.path], layout, mesh, Allowed())
-        if more is not None:
-            try:
-                model.lower(mesh, more, mtf.Options(**options))
-            except mtf.LayoutError:
-                continue
+        if more is not None and legal(more):
             layout = more
-    check_same(train(example, hparams, str(mesh), str(layout), 2, **options), alone(name))
+    return layout
+
+
+IMAGES = {"residual network": (resnet, {**IMAGE, "stages": 2, "blocks": 2})}
+HUNTS = {
+    **dict.fromkeys(MODELS, Hunt(MODELS, WAYS, grown)),
+    **dict.fromkeys(IMAGES, Hunt(IMAGES, ({},), grown)),
+}
+
+
+@pytest.mark.parametrize("seed", by_day(range(6)))
+@pytest.mark.parametrize("name", HUNTS)
+def test_the_numbers_of_one_device(name: str, seed: int) -> None:
+    HUNTS[name].check(name, seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 400, 20))
+@pytest.mark.parametrize("name", HUNTS)
+def test_many_layouts(name: str, first: int) -> None:
+    for seed in range(first, first + 20):
+        HUNTS[name].check(name, 1000 + seed)

@@ -32,8 +32,15 @@ def test_what_an_all_to_all_brings_is_written_once_more() -> None:
 
 
 @pytest.mark.parametrize("hardware", ["h100", "a100-eager", "cpu-local"])
-def test_copies_are_known_of_the_tpu_compiler_alone(hardware: str) -> None:
+def test_copies_are_known_of_these_compilers_alone(hardware: str) -> None:
     assert not copies(every_collective("x:2", ("x",), "float32"), hardware)
+
+
+def test_what_virtual_cpus_gather_along_an_inner_dimension_is_written_once_more() -> None:
+    """Read and written whole; along the outermost one XLA writes it in order at once."""
+    found = copies(every_collective("x:2", ("x",), "float32"), "cpu-jax")
+    assert [line.bytes for line in found] == [2 * 4 * P.size * Q.size]
+    assert all(line.seconds > 0 and not line.axes for line in found)
 
 
 def test_a_stack_of_what_a_collective_made_is_copied() -> None:

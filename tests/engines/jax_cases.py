@@ -20,10 +20,10 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.home import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
-from tests.core import test_pipelines, test_replicas
+from tests.core import test_kept, test_pipelines, test_replicas
 from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
-from tests.engines import loop_cases, number_cases
+from tests.engines import jax_layouts, loop_cases, number_cases
 from tests.engines.control import PROGRAMS, batches
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 
@@ -129,6 +129,11 @@ def replicas() -> None:
         np.testing.assert_allclose(found[0][name], value, 1e-9, 1e-12, err_msg=name)
 
 
+def kept(seed: int) -> None:
+    """Layers that keep some of their values, under a random layout: the numbers of one device."""
+    test_kept.same(test_kept.trained(test_kept.drawn(seed), "jax"), "fused")
+
+
 def control(name: str) -> None:
     """Branches and loops that stop early."""
     program = PROGRAMS[name]()
@@ -206,6 +211,8 @@ CASES: dict[str, Callable[[], None]] = {
     "loops": loops,
     "pipeline": pipeline,
     "replicas": replicas,
+    **{f"kept {seed}": lambda seed=seed: kept(seed) for seed in range(8)},
+    "sequence, context and hybrid parallelism": jax_layouts.all_at_once,
     **{f"half stage {stage}": lambda stage=stage: half(stage) for stage in (1, 2, 3)},
     **{
         f"loop {name}": lambda case=case: case.check(lambda p, batch: open_engine(p, "jax").step(batch))
@@ -220,6 +227,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 BY_NIGHT = {
+    *(f"kept {seed}" for seed in range(1, 8)),
     *(f"training {mesh} {layout}" for mesh, layout, _ in MODELS[1:]),
     "half stage 1",
     "half stage 2",

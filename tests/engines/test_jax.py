@@ -26,6 +26,13 @@ def test_the_others_equal_lockstep() -> None:
     assert said("night") == dict.fromkeys({*BY_NIGHT, "no TensorFlow"}, "")
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", ["faults", *range(0, 36, 6)])
+def test_sequence_context_and_hybrid_parallelism(what: str | int) -> None:
+    found = printed("tests.engines.jax_layouts", str(what))
+    assert found and found == dict.fromkeys(found, "")
+
+
 def test_the_comparison_can_fail() -> None:
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Trains an example for a few steps on the lockstep engine."""
+"""Trains an example for a few steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower.verify import verify
 
@@ -40,6 +40,7 @@ def train(
     layout: str = "",
     steps: int = 3,
     seen: Callable[[Program], None] | None = None,
+    engine: str = "lockstep",
     **options: Any,
 ) -> Result:
     """Losses of some steps, and the variables afterwards."""
@@ -47,14 +48,16 @@ def train(
     program = verify(model.lower(mtf.Mesh(mesh), mtf.Layout(layout), mtf.Options(**options)))
     if seen is not None:
         seen(program)
-    engine = LockstepEngine(program)
+    runs = open_engine(program, engine)
     losses = []
     for batch in batches(example, hparams, steps):
         # With microbatches, a batch comes as parts along a first dimension of its own.
         shaped = {n: x.reshape(program.values[program.feeds[n]].shape.sizes) for n, x in batch.items()}
-        losses.append(float(engine.step(shaped)["loss"]))
-        assert engine.communication_bytes == program.communication_bytes()
-    return losses, {name: engine.read(name) for name in program.variables}
+        losses.append(float(runs.step(shaped)["loss"]))
+        assert runs.communication_bytes == program.communication_bytes()
+    learned = {name: runs.read(name) for name in program.variables}
+    runs.close()
+    return losses, learned
 
 
 def check_same(got: Result, want: Result) -> None:

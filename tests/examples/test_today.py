@@ -99,9 +99,11 @@ CASES = {
 }
 PUBLISHED = {
     "llama": (transformer_lm.llama3_8b, 8_030_261_248),
+    "llama 405B": (transformer_lm.llama3_405b, 405_853_388_800),
     "vit": (vit.b16, 86_567_656),
     "mamba": (mamba_lm.mamba2_130m, 128_989_632),
     "deepseek": (deepseek_lm.v2_lite, 15_706_484_224),
+    "deepseek v3": (deepseek_lm.v3, 671_026_404_352),
     "clip": (clip.b32, 151_277_313),
     "diffusion": (diffusion.cifar10, 35_746_307),
     # 26 tables of 2^20 rows, perceptrons of 13-512-512-512-128 and (128 + 351)-1024-1024-1024-1024-1.

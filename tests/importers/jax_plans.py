@@ -28,7 +28,7 @@ ZERO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "stage 2 in parts": (
         "data:2",
         "batch:data",
-        {"stage": "zero2", "microbatches": 2, "recompute": ["layers"]},
+        {"stage": "zero2", "microbatches": 2, "recompute": ["layers:keep=products"]},
     ),
     "stage 3": ("data:4;model:2", "batch:data;vocab:model", {"stage": "zero3"}),
 }

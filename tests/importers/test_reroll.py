@@ -308,6 +308,21 @@ def test_what_a_plan_keeps_is_saved(loss: Callable[..., Any]) -> None:
     assert made["layers:keep=wide"] == made["layers:keep=products"]
 
 
+def test_a_compiled_step_holds_what_is_kept_and_no_more() -> None:
+    f = numbers()
+    layers = [{"scale": 1 + f(16), "up": f(16, 128), "down": f(128, 16)} for _ in range(4)]
+    given = {"blocks": stacked(layers)}, batch(64, 16)
+    model, held = layoutopt.from_jax(scanned, *given), {}
+    for text in ("layers", "layers:keep=products", ""):
+        plan = plan_of(model, "data:1", "", recompute=[text] if text else [])
+        step = jax.jit(jax.value_and_grad(plan.jax.apply(scanned))).lower(*given).compile()
+        held[text] = step.memory_analysis().temp_size_in_bytes
+    # The widening product alone is read again: four layers of 64 x 128 float32 numbers.
+    more = held["layers:keep=products"] - held["layers"]
+    assert more == pytest.approx(4 * 64 * 128 * 4, rel=0.05)
+    assert held["layers:keep=products"] < held[""]
+
+
 def test_what_has_no_value_in_the_function_is_refused() -> None:
     model = layoutopt.from_jax(scanned, {"blocks": stacked(blocks())}, batch())
     assert model.origin is not None

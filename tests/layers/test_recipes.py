@@ -1,40 +1,22 @@
-"""The code of docs/recipes.md, as it stands there."""
+"""The layers of docs/recipes.md, as they stand there."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import mesh_tf_core as mtf
 from examples.diffusion import UNet
 from mesh_tf_core import layers
-from mesh_tf_core.training import array_files
-from tests.core.saved import whole
 from tests.layers.helper import check_layouts, run
+from tests.layers.recipes import RECIPES, RNG, TEXT, D, X
 
-RNG = np.random.default_rng(0)
-X = ("batch:4 length:8 d_model:8", RNG.normal(size=(4, 8, 8)))
 IDS = ("batch:4 length:8", RNG.integers(0, 8, (4, 8)))
-D, V = mtf.Dim("d_model", 8), mtf.Dim("vocab", 8)
+V = mtf.Dim("vocab", 8)
 LAYOUTS = [("x:2;y:2", "batch:x;d_model:y"), ("x:2;y:2", "length:x;batch:y")]
-TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
-
-
-def recipes() -> dict[str, Any]:
-    space: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
-        exec(compile(block, "docs/recipes.md", "exec"), space)
-    return space
-
-
-RECIPES = recipes()
 
 
 def dense(name: str) -> Any:
@@ -304,64 +286,6 @@ def test_float8_stack() -> None:
     assert 1e-3 < np.abs(got.out - y).max() / np.abs(y).max() < 0.1
 
 
-OUT = mtf.Dim("out", 4)
-
-
-def regression(name: str = "", ema: float = 0.0) -> mtf.Model:
-    """A map with a frozen weight and adapters, or the map alone."""
-    g = mtf.Graph()
-    x, y = (g.input(n, [mtf.Dim("batch", 4), d], "float32") for n, d in (("x", D), ("y", OUT)))
-    if name:
-        with g.frozen():
-            w = g.variable("w", [D, OUT], mtf.ZEROS)
-        made = RECIPES["adapted"](x, w, 2, [OUT], name)
-    else:
-        made = mtf.einsum([x, g.variable("w", [D, OUT], mtf.Normal(0.5))], [*y.shape])
-    return mtf.Model(mtf.reduce_mean(mtf.square(made - y)), mtf.Adam(0.05, ema=ema))
-
-
-ROWS = {"x": X[1][0, :4].astype(np.float32), "y": X[1][1, :4, :4].astype(np.float32)}
-
-
-def test_evaluated() -> None:
-    last, mean = RECIPES["evaluated"](regression(ema=0.9), "x:2", "batch:x", [ROWS] * 20, [ROWS], 20)
-    assert last["loss"] < mean["loss"]  # The mean lags behind.
-
-
-def test_adapters(tmp_path: Path) -> None:
-    """A base model's checkpoint into one with adapters: it begins as the base, and only these are trained."""
-    base = mtf.Trainer(regression(), "x:2", "batch:x")
-    base.fit([ROWS] * 5, 5, tmp_path)
-    tuned, loaded = RECIPES["fine_tuned"](regression("head"), tmp_path, "x:2", "d_model:x")
-    assert set(loaded.new) == {"head/lora_down", "head/lora_up"} and loaded.variables == ("w",)
-    assert tuned.evaluate([ROWS])["loss"] == pytest.approx(base.evaluate([ROWS])["loss"], rel=1e-5)
-    before = tuned.engine.read("w")
-    losses = [tuned.step(ROWS)["loss"] for _ in range(10)]
-    assert losses[-1] < 0.9 * losses[0]
-    np.testing.assert_array_equal(tuned.engine.read("w"), before)
-    with pytest.raises(mtf.UserError, match="no weights for 'adapter/lora_down'"):
-        mtf.Trainer(regression("adapter"), "x:2").load(tmp_path, new="head")
-
-
-def test_continued(tmp_path: Path) -> None:
-    """A tiny Llama that transformers has computed the loss of."""
-    case = json.loads((Path(__file__).parents[1] / "data" / "huggingface_losses.json").read_text())["models"][
-        "llama"
-    ]
-    weights = {
-        n: np.random.default_rng(zlib.crc32(n.encode())).normal(scale=0.5, size=shape).astype(np.float32)
-        for n, shape in case["weights"].items()
-    }
-    array_files.write_pieces(tmp_path / "model.safetensors", whole(weights))
-    (tmp_path / "config.json").write_text(json.dumps(case["config"]))
-    rng = np.random.default_rng(0)
-    batch = {
-        n: rng.integers(0, below, shape).astype(np.int32) for n, (shape, below) in case["inputs"].items()
-    }
-    trainer = RECIPES["continued"](tmp_path, "x:2", "heads:x;d_ff:x", batch=2, length=12)
-    assert trainer.evaluate([batch])["loss"] == pytest.approx(case["loss"], rel=1e-5)
-
-
 def test_denoised() -> None:
     """With a network of one map, against the equation step by step; the example's U-Net runs in it."""
     v = mtf.Dim("d_model", 8)
@@ -389,18 +313,6 @@ def test_denoised() -> None:
     assert run.variables["stem/weight"].shape.sizes == (3, 3, 1, 4)
 
 
-def test_until_no_better(tmp_path: Path) -> None:
-    """It stops where the held-out loss turns, and keeps the weights of before."""
-    trainer, path = mtf.Trainer(regression(), "x:2", "batch:x"), tmp_path / "best.npz"
-    other = {n: -x if n == "y" else x for n, x in ROWS.items()}
-    steps = itertools.chain([ROWS] * 6, itertools.repeat(other))
-    best = RECIPES["until_no_better"](trainer, steps, [ROWS], path, every=2, patience=2)
-    again = mtf.Trainer(regression(), "x:2")
-    again.load(path)
-    assert again.evaluate([ROWS])["loss"] == pytest.approx(best, rel=1e-5)
-    assert trainer.evaluate([ROWS])["loss"] > best
-
-
 def test_deepseek_experts() -> None:
     """DeepSeek-V2-Lite's: 64 experts of 3 x 2048 x 1408, a shared block of twice that width, a router."""
     g = mtf.Graph()
@@ -410,9 +322,9 @@ def test_deepseek_experts() -> None:
 
 
 def test_every_recipe_is_tested() -> None:
-    """By its name here, or as a part of another recipe."""
+    """By its name in a test, or as a part of another recipe."""
     made = [n for n, f in RECIPES.items() if getattr(f, "__code__", None)]
-    here = Path(__file__).read_text(encoding="utf-8")
+    here = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test*recipes.py"))
     code = " ".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
     assert len(made) > 12
     assert [n for n in made if f'RECIPES["{n}"]' not in here and len(re.findall(rf"\b{n}\b", code)) < 2] == []

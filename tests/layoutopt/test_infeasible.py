@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.analysis.infeasible import Diagnosis, diagnose
 from layoutopt.plan.build import Plan
@@ -98,3 +99,44 @@ def test_a_conflict_that_may_be_smaller_says_so(model: mtf.Model) -> None:
     found = diagnose(find, model, {**PLAIN, "memory": 1000.0})
     assert not found.minimal
     assert str(found).endswith("(there was no time to see whether some of them can)")
+
+
+def test_the_nearest_plan_needs_what_is_proven_least(model: mtf.Model) -> None:
+    least = search(model, objective="memory", alternatives=False, **PLAIN)
+    with pytest.raises(InfeasibleError) as caught:
+        search(model, memory=0.9 * least.predicted.peak_memory_bytes, **PLAIN)
+    nearest = caught.value.nearest
+    assert nearest.solver.status == "INFEASIBLE"
+    assert nearest.predicted.peak_memory_bytes >= least.predicted.peak_memory_bytes
+    assert nearest.solver.bound <= least.predicted.peak_memory_bytes
+    assert nearest.data.details.search.memory_bytes == int(0.9 * least.predicted.peak_memory_bytes)
+
+
+def test_devices_are_doubled_until_something_fits(model: mtf.Model, plan: Plan) -> None:
+    """And the last number that is proven too small is named."""
+
+    def find(_: mtf.Model, **asked: Any) -> Plan:
+        if asked["devices"] < 32:
+            raise InfeasibleError("nothing fits")
+        return plan
+
+    found = diagnose(find, model, {**PLAIN, "mesh": None, "devices": 4, "memory": 1000.0})
+    changes = [str(repair).split(":")[0] for repair in found.repairs]
+    assert changes == ["--devices 32 (16 are too few)"]
+
+
+def test_hardware_with_more_memory_is_tried_where_none_was_given(model: mtf.Model, plan: Plan) -> None:
+    def find(_: mtf.Model, **asked: Any) -> Plan:
+        name = getattr(asked["hardware"], "name", asked["hardware"])
+        if name == "tpu-v3" or asked.get("devices") == 4:
+            raise InfeasibleError("nothing fits")
+        return plan
+
+    asked = {**PLAIN, "mesh": "data:2"}
+    machines = [r for r in diagnose(find, model, asked).repairs if r.change.startswith("--hardware ")]
+    assert len(machines) == 3
+    own = load_hardware("tpu-v3").usable_memory_bytes
+    assert all(r.asked["hardware"].name == r.change.removeprefix("--hardware ") for r in machines)
+    assert all(r.limit == r.asked["hardware"].usable_memory_bytes > own for r in machines)
+    given = diagnose(find, model, {**asked, "memory": 1000.0})
+    assert not [r for r in given.repairs if r.change.startswith("--hardware ")]

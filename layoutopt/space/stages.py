@@ -1,0 +1,72 @@
+"""Pipelines: the mesh axes that the layers of a loop lie over, each device a stage of them.
+
+Other stages are another graph (`mesh_tf_core.tracing.pipeline`), so every way to have them is a subproblem of
+its own, where nothing is left to choose. Only asked for: a search then has many more of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+from layoutopt.space.kind import Allowed, Feature
+from layoutopt.space.splits import Split, split_options
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.model import Model
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.pipeline import loop_dims
+
+
+@dataclass(frozen=True)
+class Stages(Split):
+    """The axes that one dimension of layers is split over."""
+
+    features = (Feature("pipeline", "pipeline", lambda dim: True, lambda *_: True),)
+
+    @classmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+        for dim, axes in allowed.stages.items():
+            yield cls(dim, (axes,))
+
+
+def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
+    """What may be chosen beside each way to have pipelines on a mesh: without any first.
+
+    Raises:
+      UserError: a dimension that is asked for counts no layers, or a pin on it is none of these ways.
+    """
+    options = []
+    for dim in allowed.pipeline:
+        _check(model, dim)
+        banned, pin = set(allowed.forbid.get(dim, ())), allowed.pins.get(dim)
+        found = [*split_options(mesh, model.graph.dims()[dim], banned, allowed.orders)]
+        if pin is not None and set(pin) not in map(set, found):
+            known = ", ".join("+".join(axes) for axes in found if axes) or "none"
+            raise UserError(
+                f"--pin {dim}:{'+'.join(pin)}: these do not divide its layers; axes that do: {known}"
+            )
+        options.append([axes for axes in found if axes] if pin is None else [pin] * bool(pin))
+        options[-1] += [()] * (not pin)
+    pins, forbid = (
+        {dim: axes for dim, axes in rules.items() if dim not in allowed.pipeline}
+        for rules in (allowed.pins, allowed.forbid)
+    )
+    plain = replace(allowed, pins=pins, forbid=forbid)
+    for chosen in sorted(itertools.product(*options), key=lambda each: sum(map(len, each))):
+        stages = {dim: axes for dim, axes in zip(allowed.pipeline, chosen, strict=True) if axes}
+        if len({a for axes in stages.values() for a in axes}) == sum(map(len, stages.values())):
+            yield replace(plain, stages=stages)
+
+
+def count(mesh: Mesh, allowed: Allowed) -> dict[str, int]:
+    """How many stages dimensions of layers are."""
+    return {dim: mesh.group_size(axes) for dim, axes in allowed.stages.items()}
+
+
+def _check(model: Model, dim: str) -> None:
+    counted = loop_dims(model.graph)
+    if dim not in counted:
+        raise UserError(f"--pipeline {dim}: no loop counts it; {known_names(dim, counted)}")

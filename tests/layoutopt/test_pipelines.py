@@ -1,0 +1,143 @@
+"""Pipelines as the search decides them: tables add up to the price of the program, rows count no more than
+its peak, and the answer is the best of all layouts, tried one by one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from costmodels.pricing.pricer import pricer
+from examples.moe_lm import model as experts
+from layoutopt import search
+from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.formulation.extract import extract
+from layoutopt.optimize.subproblems import subproblems
+from layoutopt.problem import evaluate as value_of
+from layoutopt.space.decisions import decisions
+from layoutopt.space.kind import Allowed
+from tests.core.test_pipelines import model as reading
+from tests.layoutopt.models import SMALL, some_choices
+from tests.layoutopt.test_unequal_links import nodes_of
+from tests.marks import by_day
+
+PRICE = 1e-9
+ROUNDING = 1 + 1e-12
+
+
+def compare(model: mtf.Model, on: str, parts: int, hardware: str, axes: str, count: int, **more: Any) -> None:
+    mesh, machine, rng = mtf.Mesh(on), load_hardware(hardware), random.Random(count)
+    stages = {"layers": tuple(axes.split("+"))}
+    graph = model.training_step(parts, {"layers": mesh.group_size(stages["layers"])}).graph
+    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), stages=stages, **more))
+    prices = pricer(machine, mesh)
+    found, compared = extract(model, mesh, decided, prices), 0
+    while compared < count:
+        layout, options = decided.read(some_choices(decided, rng))
+        choices = found.choices(layout, options)
+        try:
+            evaluation = evaluate(model, mesh, layout, machine, options, prices)
+        except mtf.LayoutError:
+            assert choices is None, f"{layout} is not legal, but the tables have it"
+            continue
+        assert choices is not None, f"{layout} is legal, but the tables refuse it"
+        objective = value_of(found.problem, choices).objective
+        assert objective == pytest.approx(evaluation.cost.step_seconds, rel=PRICE), (layout, options)
+        rows = found.memory.rows() + found.memory.rows(options.recompute)
+        counted = max(row.use(choices) for row in rows)
+        assert 0.8 * evaluation.memory.peak <= counted <= evaluation.memory.peak * ROUNDING, (layout, options)
+        assert found.read(choices) == (layout, options)
+        compared += 1
+
+
+CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
+    ("reading", "pipe:4;t:2", 2, "a100", "pipe", {}),
+    ("transformer", "a:2;b:2;t:2", 4, "tpu-v3", "a+b", {"recompute": (False, "selective", True)}),
+    ("transformer", "pipe:2;t:2", 2, "h100", "pipe", {"elsewhere": ("length",)}),
+    ("transformer", "t:2;pipe:2", 8, "cpu-local", "pipe", {}),
+    ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}}),
+]
+
+
+def built(name: str) -> mtf.Model:
+    from examples.transformer_lm import model as transformer
+
+    small = {**SMALL, "layers": 4}
+    makers = {
+        "reading": reading,
+        "transformer": lambda: transformer(**small, dtype="bfloat16"),
+        "experts": lambda: experts(**small),
+    }
+    return makers[name]()
+
+
+@pytest.mark.parametrize("case", by_day(range(len(CASES)), every=3))
+def test_tables_and_rows(case: int) -> None:
+    name, mesh, parts, hardware, axes, more = CASES[case]
+    compare(built(name), mesh, parts, hardware, axes, 8, **more)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_many_layouts(case: int) -> None:
+    name, mesh, parts, hardware, axes, more = CASES[case]
+    compare(built(name), mesh, parts, hardware, axes, 100, **more)
+
+
+B, D, E, L = mtf.Dim("batch", 8192), mtf.Dim("d", 4096), mtf.Dim("e", 4096), mtf.Dim("layers", 32)
+
+
+def perceptrons() -> mtf.Model:
+    g = mtf.Graph()
+    x = g.input("x", [B, D], "float32")
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        inner = mtf.relu(mtf.einsum([h, g.variable("wi", [D, E], mtf.Normal(0.1))], [B, E]))
+        return h + mtf.einsum([inner, g.variable("wo", [E, D], mtf.Normal(0.1))], [B, D])
+
+    return mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(layer, x, L))), mtf.SGD(0.1))
+
+
+ALLOWED = Allowed(
+    {"d": (), "e": ()},
+    storage=("layout", "zero3"),
+    microbatches=(1, 8),
+    recompute=(False, True),
+    pipeline=("layers",),
+)
+
+
+@pytest.fixture(scope="module")
+def every() -> tuple[mtf.Model, mtf.Mesh, list[Evaluation]]:
+    """All layouts of two axes, one inside of nodes."""
+    model, mesh, found = perceptrons(), mtf.Mesh("far:2;near:2"), []
+    for subproblem in subproblems(model, [mesh], ALLOWED):
+        decided = subproblem.decided
+        for chosen in itertools.product(*(decided.options[n] for n in decided.free)):
+            layout, options = decided.read(dict(zip(decided.free, chosen, strict=True)))
+            try:
+                found.append(evaluate(model, mesh, layout, nodes_of(2), options))
+            except mtf.LayoutError:
+                continue
+    return model, mesh, found
+
+
+@pytest.mark.parametrize(("memory", "pipeline"), [(math.inf, {}), (6.8e9, {"layers": 4})])
+def test_the_best_of_all(
+    memory: float, pipeline: dict[str, int], every: tuple[mtf.Model, mtf.Mesh, list[Evaluation]]
+) -> None:
+    model, mesh, found = every
+    asked: Mapping[str, Any] = {
+        n: getattr(ALLOWED, n) for n in ("pins", "storage", "microbatches", "recompute", "pipeline")
+    }
+    plan = search(model, mesh=mesh, hardware=nodes_of(2), memory=memory, alternatives=False, **asked)
+    best = min((e for e in found if e.memory.peak <= memory), key=lambda e: e.cost.step_seconds)
+    assert plan.predicted.step_seconds == pytest.approx(best.cost.step_seconds, rel=PRICE)
+    assert plan.solver.status == "OPTIMAL"
+    assert plan.data.pipeline == pipeline
