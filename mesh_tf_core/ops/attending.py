@@ -60,6 +60,7 @@ class AnyAttention(Op, abstract=True):
       d_kv: name of the dimension that queries and keys are multiplied over.
       length, memory: positions of queries and of keys.
       scale, causal, window, extra_logit, partial, rate: see `Attending`.
+      apart: the position of the first query; keys begin at 0.
       extras: which of `EXTRAS` there are.
     """
 
@@ -72,6 +73,7 @@ class AnyAttention(Op, abstract=True):
     extra_logit: float | None = None
     rate: float = 0.0
     partial: bool = False
+    apart: int = 0
     extras: tuple[str, ...] = ()
     kind: ClassVar[str] = "attention"
     products: ClassVar[tuple[int, int]] = (1, 1)
@@ -144,8 +146,8 @@ class AnyAttention(Op, abstract=True):
             key,
             value,
             shared=len(shared),
-            first=at.offset(self.length.name),
-            total=self.length.size,
+            first=at.offset(self.length.name) + self.apart if self.apart else at.offset(self.length.name),
+            total=self.length.size + self.apart,
             scale=self.scale,
             causal=self.causal,
             window=self.window,
@@ -176,10 +178,10 @@ class AnyAttention(Op, abstract=True):
     def pairs(self, queries: int, blocks: bool = False) -> int:
         """Pairs of a query and a key that the positions let see each other, of the piece of so many queries
         that has most; with `blocks`, all pairs of a TPU's blocks that have such a pair."""
-        n, m = self.length.size, self.memory.size
-        back = self.window or n
+        m, back = self.memory.size, self.window or self.length.size
         if not (self.causal or self.window):
             return queries * m
+        starts = range(self.apart, self.apart + self.length.size, queries)
         ahead = 0 if self.causal else back - 1
         if blocks and queries % BLOCKS[-1] == 0 == m % BLOCKS[-1]:
             q, kv = (next(b for b in BLOCKS if size % b == 0) for size in (queries, m))
@@ -189,8 +191,8 @@ class AnyAttention(Op, abstract=True):
                 last = min(m, row + q + ahead)
                 return max(0, last + -last % kv - max(0, row - back + 1) // kv * kv)
 
-            return max(q * sum(map(seen, range(start, start + queries, q))) for start in range(0, n, queries))
-        return max(_seen(start, queries, m, back, ahead) for start in range(0, n, queries))
+            return max(q * sum(map(seen, range(start, start + queries, q))) for start in starts)
+        return max(_seen(start, queries, m, back, ahead) for start in starts)
 
     def blocked(self, *local: TensorType) -> tuple[float, float, float]:
         """Of Pallas's splash attention (jax/experimental/pallas/ops/tpu/splash_attention). It skips blocks

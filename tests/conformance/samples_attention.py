@@ -10,7 +10,7 @@ from scipy import special
 
 import mesh_tf_core as mtf
 from mesh_tf_core.ops.attention import FusedAttention
-from mesh_tf_core.ops.context import RING, ZIGZAG
+from mesh_tf_core.ops.ring import RING, ZIGZAG
 from tests.conformance.helper import Arg, Sample, dims
 
 Q, K = Arg("b:2 l:8 h:4 d:2"), Arg("b:2 m:8 h:4 d:2")
@@ -161,6 +161,22 @@ SAMPLES = (
         lambda q, k, v: attend(q, k, v),
         together=("l g",),
         context="ring",
+    ),
+    *(
+        Sample(
+            f"attention, ring of a window{of}",
+            "attention",
+            lambda g, q, k, v, window=window: mtf.attention(
+                q, k, v, "l", "m", "d", causal=True, window=window, extra_logit=0.5
+            ),
+            (Arg("g:2 l:16 d:2"), Arg("m:16 d:2"), Arg("m:16 e:3")),
+            lambda q, k, v, window=window: attend(
+                q, k, v, (_apart(16, 16) >= 0) & (_apart(16, 16) < window), 0.0, 0.5
+            )[0],
+            together=("l g",),
+            context="ring",
+        )
+        for of, window in ((" of one", 1), ("", 4), (" beyond half", 11))
     ),
     Sample(
         "attention, zigzag",

@@ -20,7 +20,6 @@ from mesh_tf_core.lower.redistribute import plan_moves
 from mesh_tf_core.ops import (
     along,
     basic,
-    context,
     conv,
     convgrid,
     cumulative,
@@ -34,6 +33,8 @@ from mesh_tf_core.ops import (
     product,
     rearrange,
     reduce,
+    ring,
+    ring_steps,
     shape,
     softmax,
 )
@@ -369,19 +370,27 @@ def _not_sent(self: Any, id: int, shift: int = 1, pairs: Any = ()) -> int:
     return id
 
 
+def _once_more(self: Any, id: int, shift: int = 1, pairs: Any = ()) -> int:
+    return _SENT(self, id, shift if pairs or shift > 0 else shift + 1, pairs)
+
+
+_SENT = ring.Ring.sent
+
+
 def _unjoined(self: Any, k: Any, at: At, *slices: Any) -> Any:
     one, low, other, _ = slices
     return k.cast(k.binary("add", one, other), self.dtype), low
 
 
 ROUND: dict[str, tuple[type, str, Any, str]] = {
-    "nothing is sent": (context._Ring, "sent", _not_sent, "attention, ring"),
-    "keys stay": (context._Ring, "round", lambda self, keys: [*keys], "attention, zigzag"),
-    "parts are added": (context.JoinParts, "kernel", _unjoined, "attention, ring"),
-    "later keys count": (context.LaterRows, "counts", lambda *_: None, "attention in texts, ring"),
-    "all devices count": (context.AddPart, "counts", lambda *_: None, "attention, zigzag"),
-    "pieces stay": (context._Ring, "homes", lambda self, odd: (), "attention, zigzag"),
-    "sums are not taken": (context, "_summed", lambda low, id: id, "attention, ring"),  # type: ignore[dict-item]
+    "nothing is sent": (ring.Ring, "sent", _not_sent, "attention, ring"),
+    "keys stay": (ring.Ring, "round", lambda self, keys: [*keys], "attention, zigzag"),
+    "parts are added": (ring_steps.JoinParts, "kernel", _unjoined, "attention, ring"),
+    "later keys count": (ring_steps.LaterRows, "counts", lambda *_: None, "attention in texts, ring"),
+    "all devices count": (ring_steps.AddPart, "counts", lambda *_: None, "attention, zigzag"),
+    "pieces stay": (ring.Ring, "homes", lambda self, odd: (), "attention, zigzag"),
+    "sums are not taken": (ring, "summed", lambda low, id: id, "attention, ring"),  # type: ignore[dict-item]
+    "gradients go round once more": (ring.Ring, "sent", _once_more, "attention, ring of a window"),
 }
 
 
@@ -389,4 +398,4 @@ ROUND: dict[str, tuple[type, str, Any, str]] = {
 def test_context(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, sample = ROUND[fault]
     monkeypatch.setattr(where, name, wrong)
-    caught(sample, mesh="x:2;y:2" if "sums" in fault else "x:2")
+    caught(sample, mesh="x:2;y:2" if fault.startswith(("sums", "gradients")) else "x:2")

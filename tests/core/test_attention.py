@@ -13,6 +13,7 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.program import Local, Permute
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 from mesh_tf_core.ops import blockwise
 from mesh_tf_core.ops.attention import FusedAttention, FusedAttentionGrad
@@ -194,6 +195,24 @@ def test_flops_are_of_what_the_mask_leaves(n: int, m: int, window: int, causal: 
     assert op.flops(*types) == 2 * 2 * B.size * D.size * seen.sum()
     grad = FusedAttentionGrad("d", op.length, op.memory, 1.0, causal, window)
     assert grad.flops(*types) == 2.5 * op.flops(*types)
+
+
+@pytest.mark.parametrize(("window", "turns"), [(1, 0), (5, 1), (6, 2), (25, 6), (29, 7), (40, 7), (0, 7)])
+def test_a_window_is_sent_no_further_than_it_is_seen(window: int, turns: int) -> None:
+    """On eight devices with four keys each; the last one's work is its queries' pairs, no more."""
+    g = mtf.Graph()
+    q, k, v = (g.input(n, [mtf.Dim(d, 32), D], "float32") for n, d in zip("qkv", "lmm", strict=True))
+    y = mtf.attention(q, k, v, "l", "m", D, causal=True, window=window)
+    options = mtf.Options(context=frozenset({("m", "ring")}))
+    program = mtf.lower(g, mtf.Mesh("x:8"), mtf.Layout("l:x;m:x"), {"y": y}, options)
+    assert sum(isinstance(i, Permute) for i, _ in program.walk()) == 2 * turns
+    work = [
+        i.op.flops(*map(program.local, i.inputs))
+        for i, _ in program.walk()
+        if isinstance(i, Local) and isinstance(i.op, FusedAttention)
+    ]
+    assert len(work) == turns + 1
+    assert sum(work) == 2 * 2 * D.size * brute(32, 32, True, window)[-4:].sum()
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,12 @@ def found(*lines: str) -> tuple[Found, ...]:
             Found("all_reduce", 2, 1, 128, 1),
         ),
         (
+            "%r = f32[32,4]{1,0} all-gather(%p), channel_id=1, "
+            "replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}, "
+            "dimensions={0}, use_global_device_ids=true",
+            Found("all_gather", 4, 1, 128, 1),
+        ),
+        (
             "%r = f32[8,4]{1,0} all-reduce(%p), "
             "replica_groups=mesh['a'=2,'b'=8] {'a','b':(2)4}, to_apply=%add.1",
             Found("all_reduce", 8, 1, 128, 1),

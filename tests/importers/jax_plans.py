@@ -19,6 +19,7 @@ import numpy as np
 import layoutopt
 import mesh_tf_core as mtf
 from layoutopt.plan.build import Plan, axes_of, model_info, parse_plan
+from mesh_tf_core.engines.jax.hlo import read
 from tests.importers.jax_models import MODELS, imported, numbers
 
 STEPS = 2
@@ -164,6 +165,48 @@ def pairs() -> dict[str, float]:
     return found
 
 
+def residual(params: Any, batch: Any) -> Any:
+    """Layers with a residual stream."""
+
+    def block(h: Any, p: Any) -> tuple[Any, None]:
+        x = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6) * p["scale"]
+        return h + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+
+    h, _ = jax.lax.scan(block, batch["x"] @ params["first"], params["blocks"])
+    return jnp.square(h - batch["x"]).mean()
+
+
+def further() -> dict[str, Any]:
+    """Compiled steps without and with a rule for elsewhere, and stored over all and over some axes: how far
+    their parameters are from the first one's, how many collectives of each kind and group size there are, and
+    whether any device has a whole residual stream of a layer."""
+    f, mesh = numbers(), "data:2;model:4"
+    blocks = {"scale": 1 + f(2, 24), "up": f(2, 24, 64), "down": f(2, 64, 24)}
+    params, batch = {"first": f(24, 24), "blocks": blocks}, {"x": f(8, 16, 24)}
+    model = layoutopt.from_jax(residual, params, batch, names={"blocks/up": ("layers", "width", "hidden")})
+    (length,) = [n for n, sizes in model.graph.dims().items() if sizes == {16}]
+    split = {"refined": {"elsewhere": {length: ["model"]}}}
+    plans: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "tensor": (mesh, "batch:data;hidden:model", {}),
+        "sequence": (mesh, "batch:data;hidden:model", split),
+        "zero3": ("pod:2;data:4", "batch:pod+data", {"stage": "zero3"}),
+        "hybrid": ("pod:2;data:4", "batch:pod+data", {"stage": "zero3@data"}),
+    }
+    found: dict[str, Any] = {}
+    for name, (on, layout, decided) in plans.items():
+        step = plan_of(model, on, layout, **decided).jax.train_step(residual, Momentum())
+        own, state = step.init(jax.tree.map(jnp.copy, params))
+        text = step.jitted(own, state, batch).lower(own, state, batch).compile().as_text()
+        moved = {f"{c.kind} {c.group_size}" for c in read(text).collectives}
+        new, _, _ = step(own, state, batch)
+        found.setdefault("tensor parameters", new)
+        apart = off(new, found["tensor parameters"])
+        whole = "f32[2,4,16,24]" in text
+        found[name] = {"parameters": apart, "moved": sorted(moved), "saves the whole length": whole}
+    del found["tensor parameters"]
+    return found
+
+
 BY_DAY = ("scanned transformer", "convolutions", "own derivatives"), ("tensor parallel", "stage 2 in parts")
 """Models whose values are placed, and training steps, that take little time together."""
 
@@ -178,6 +221,7 @@ if __name__ == "__main__":
                 "trained": found,
                 "stateful": stateful(),
                 "pairs": pairs(),
+                **({"further": further()} if sys.argv[1:] == ["all"] else {}),
             }
         )
     )

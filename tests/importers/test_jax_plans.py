@@ -45,6 +45,16 @@ def test_numbers_of_all_models_and_stages() -> None:
     placed = runs["trained"]["stage 3"]["placed"]
     assert placed["embedding"] == [["model", "data"], None]
     assert placed["down"] == placed["trace"] == [None, ["data", "model"], None]
+    further = runs["further"]
+    assert max(found["parameters"] for found in further.values()) <= 1e-6
+    moved = {name: {x for x in found["moved"] if "gather" in x} for name, found in further.items()}
+    assert moved == {
+        "tensor": set(),
+        "sequence": {"all_gather 4"},
+        "zero3": {"all_gather 8"},
+        "hybrid": {"all_gather 4"},
+    }
+    assert further["tensor"]["saves the whole length"] and not further["sequence"]["saves the whole length"]
 
 
 def test_arrays_lie_as_the_plan_stores_them(runs: Any) -> None:

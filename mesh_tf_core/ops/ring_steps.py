@@ -1,0 +1,143 @@
+"""What a device of a ring does between its messages (see `ops.context`, `ops.ring`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.blockwise import HIDDEN, NOTHING_SEEN
+from mesh_tf_core.ops.common import all_parallel
+
+_NEVER = 2 * HIDDEN
+"""Log-sum-exp of what is not to count, even beside rows that see nothing."""
+_DONE = 1e30
+"""Log-sum-exp beside which every weight is 0."""
+
+
+@dataclass(frozen=True)
+class _Step(Op, abstract=True):
+    """Attributes:
+    ring: the dimension that counts the pieces.
+    step: how many places what it takes has come round.
+    before: it is of devices that it has come to round the end of the ring, else of the others.
+    """
+
+    ring: str
+    step: int = 0
+    before: bool = False
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def counts(self, k: Kernel, at: At) -> Any:
+        """Bool scalar: whether this device is one of those; None if all are."""
+        if not self.step:
+            return None
+        number = k.scalar(at.shard(self.ring), "int32")
+        return k.binary("lt" if self.before else "ge", number, k.scalar(self.step, "int32"))
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("steps of a ring are made by lowering and have no gradient of their own")
+
+
+@dataclass(frozen=True)
+class JoinParts(_Step):
+    """Attention to more keys: (result, log-sum-exp) of some and of others -> of both.
+
+    Attributes:
+      dtype: of the result.
+    """
+
+    dtype: str = "float32"
+
+    def infer(self, *inputs: TensorType) -> tuple[TensorType, ...]:
+        return TensorType(inputs[0].shape, self.dtype), inputs[1]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        one, low, other, more = slices
+        wide, counts = at.inputs[1].dtype, self.counts(k, at)
+        seen = k.binary("gt", more, k.scalar(NOTHING_SEEN, wide))
+        seen = seen if counts is None else k.binary("and", seen, counts)
+        # A row that sees nothing stays as its first part has it.
+        more = k.where(seen, more, k.scalar(_NEVER, wide))
+        low = k.binary("max", low, k.scalar(HIDDEN, wide))
+        top = k.binary("max", low, more)
+        shares = [k.unary("exp", k.binary("sub", x, top)) for x in (low, more)]
+        total = k.binary("add", *shares)
+        rows, names = at.inputs[1].shape.names, at.outputs[0].shape.names
+        sizes = [d.size if d.name in rows else 1 for d in at.outputs[0].shape]
+        assert [n for n in names if n in rows] == [*rows]
+        terms = [
+            k.binary("mul", k.cast(x, wide), k.reshape(k.binary("div", share, total), sizes))
+            for x, share in zip((one, other), shares, strict=True)
+        ]
+        return k.cast(k.binary("add", *terms), self.dtype), k.binary("add", top, k.unary("log", total))
+
+    def flops(self, *local: TensorType) -> float:
+        return 3.0 * local[0].shape.size + 10.0 * local[1].shape.size
+
+
+@dataclass(frozen=True)
+class AddPart(_Step):
+    """A sum and one more term, on the devices that the term is for.
+
+    Attributes:
+      dtype: of the sum afterwards.
+    """
+
+    dtype: str = "float32"
+    linear: ClassVar[bool] = True
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(inputs[0].shape, self.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        wide = "float64" if self.dtype == "float64" else "float32"
+        total, term = (k.cast(x, wide) for x in slices)
+        counts = self.counts(k, at)
+        if counts is not None:
+            term = k.where(counts, term, k.scalar(0.0, wide))
+        return k.cast(k.binary("add", total, term), self.dtype)
+
+    def flops(self, *local: TensorType) -> float:
+        return float(local[0].shape.size)
+
+
+@dataclass(frozen=True)
+class ChoosePart(_Step):
+    """The first of two operands on devices that `step` says, or (no step) on every second; else the other."""
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        counts = self.counts(k, at)
+        if counts is None:
+            number = k.scalar(at.shard(self.ring), "int32")
+            counts = k.binary("eq", k.binary("mod", number, k.scalar(2, "int32")), k.scalar(0, "int32"))
+        return k.where(counts, *slices)
+
+    def flops(self, *local: TensorType) -> float:
+        return float(local[0].shape.size)
+
+
+@dataclass(frozen=True)
+class LaterRows(_Step):
+    """The log-sum-exp of rows as keys that are not the first ones take it: rows that see nothing, and those
+    of devices that the keys are hidden from, give them no weight."""
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        (lse,), wide, counts = slices, at.inputs[0].dtype, self.counts(k, at)
+        seen = k.binary("gt", lse, k.scalar(NOTHING_SEEN, wide))
+        return k.where(seen if counts is None else k.binary("and", seen, counts), lse, k.scalar(_DONE, wide))
+
+    def flops(self, *local: TensorType) -> float:
+        return 2.0 * local[0].shape.size
