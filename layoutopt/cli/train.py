@@ -173,6 +173,7 @@ def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | N
                 devices=count,
                 hardware=machine,
                 on_progress=bounds.show,
+                alternatives=False,
             )
 
     if cluster is None:

@@ -11,7 +11,11 @@ SAYS = """
 import sys
 from mesh_tf_core.engines import prepare
 prepare(2, "local")
-print(sorted({"keras", "pandas", "matplotlib"} & set(sys.modules)))
+print(sorted({"keras", "pandas", "matplotlib", "jax", "h5py"} & set(sys.modules)))
+"""
+LATER = """
+import jax, h5py
+print(int(jax.numpy.arange(4).sum()), h5py.File.__name__)
 """
 KERAS = """
 import tensorflow as tf
@@ -27,6 +31,11 @@ def printed(code: str) -> list[str]:
 
 def test_what_nobody_asked_for_is_not_loaded() -> None:
     assert printed(SAYS) == ["[]"]
+
+
+@pytest.mark.nightly
+def test_what_was_left_out_is_there_for_who_asks() -> None:
+    assert printed(f"{SAYS}\n{LATER}")[-1] == "6 File"
 
 
 @pytest.mark.nightly

@@ -13,6 +13,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
+from mesh_tf_core.engines.tf.simplify import simplified
+
 _steps = itertools.count()
 _OUTPUT = {
     "AddN": "sum",
@@ -54,7 +56,7 @@ class GraphWriter:
         self._calls: set[str] = set()
         self._parts: dict[Wire, list[Wire]] = {}
         self._constants: dict[tuple[int, str], Wire] = {}
-        self._results: dict[str, tuple[str, list[tuple[str, Any, tuple[int, ...]]]]] = {}
+        self._results: dict[str, list[tuple[str, Any, tuple[int, ...]]]] = {}
 
     def input(self, dtype: Any, shape: Sequence[int]) -> Wire:
         """An argument of the function that the graph becomes."""
@@ -90,25 +92,28 @@ class GraphWriter:
         return [Wire(f"{name}:{output}:{i}", dtype, shape) for i, (dtype, shape) in enumerate(outputs)]
 
     def call(
-        self, function: Any, device: str, inputs: Sequence[Wire], after: Sequence[str] = ()
+        self, function: str, device: str, inputs: Sequence[Wire], after: Sequence[str] = ()
     ) -> list[Wire]:
         """A call of a traced function without captures. It is inlined where it runs, after devices are
         assigned."""
-        op, results = self._results[_name(function)]
-        self.node(op, device, inputs, [], after=after)
+        self.node(function, device, inputs, [], after=after)
         node = self.body.node_def[-1].name
         self._calls.add(node)
+        results = self._results[function]
         return [Wire(f"{node}:{argument}:0", dtype, shape) for argument, dtype, shape in results]
 
-    def function(self, body: Callable[..., Any], specs: Sequence[tuple[Any, tuple[int, ...]]]) -> Any:
-        """Traces `body` once, to be called any number of times."""
+    def function(self, body: Callable[..., Any], specs: Sequence[tuple[Any, tuple[int, ...]]]) -> str:
+        """Traces `body` once, to be called any number of times; returns its name."""
         signature = [tf.TensorSpec(shape, dtype) for dtype, shape in specs]
         traced = tf.function(body, autograph=False, input_signature=signature).get_concrete_function()
-        self.functions.append(traced)
-        arguments = [argument.name for argument in traced.function_def.signature.output_arg]
+        self.functions.append(traced)  # what it calls itself goes with it
+        name = f"layoutopt_traced_{next(_steps)}"
+        made = simplified(traced, name)
+        self.library.library.function.append(made)
+        arguments = [argument.name for argument in made.signature.output_arg]
         types = [(t.dtype, tuple(t.shape)) for t in traced.outputs]
-        self._results[_name(traced)] = _name(traced), [(a, *t) for a, t in zip(arguments, types, strict=True)]
-        return traced
+        self._results[name] = [(a, *t) for a, t in zip(arguments, types, strict=True)]
+        return name
 
     def inside(self) -> GraphWriter:
         """The body of a function that `choice` may call, under construction."""
@@ -270,10 +275,6 @@ class GraphWriter:
 def _forget(own: Any, names: Sequence[str]) -> None:
     for name in names:
         own.remove_function(name)
-
-
-def _name(function: Any) -> str:
-    return function.name.decode() if isinstance(function.name, bytes) else str(function.name)
 
 
 def _config() -> bytes:

@@ -1,6 +1,8 @@
-"""TensorFlow without Keras, which it loads unasked with pandas and matplotlib: that was half of its start.
+"""TensorFlow without libraries that it loads unasked and no engine uses: two thirds of its start.
 
-`tf.keras` loads it where it is used, as ever.
+Its last lines load Keras's optimizers (with pandas and matplotlib), for saved models that know them; its
+converter for phones loads JAX, and its old Keras h5py. It goes on without them; who imports them later gets
+them.
 """
 
 from __future__ import annotations
@@ -8,17 +10,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+UNASKED = ("keras", "jax", "h5py")
+
 
 def tensorflow() -> Any:
     """The module; as it is, if it was loaded before."""
-    if "tensorflow" in sys.modules or "keras" in sys.modules:
-        import tensorflow
+    if "tensorflow" not in sys.modules:
+        absent = [name for name in UNASKED if name not in sys.modules]
+        sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+        try:
+            import tensorflow
+        finally:
+            for name in absent:
+                del sys.modules[name]
+    import tensorflow
 
-        return tensorflow
-    # Its last lines load Keras's optimizers, for saved models that know them, or go on without Keras.
-    sys.modules["keras"] = None  # type: ignore[assignment]
-    try:
-        import tensorflow
-    finally:
-        del sys.modules["keras"]
     return tensorflow
