@@ -29,6 +29,9 @@ ABORTS = 3600
 """Seconds after us that JAX stops to wait for the others: it aborts the process then."""
 REFUSED = "bad_cast"
 """What JAX says to a process that its service refuses."""
+OWN = "give every process a number of its own, from 0 on, and all the same --processes"
+_held: list[socket.socket] = []
+"""What tells others on this machine that this process's number is taken; it goes with the process."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
         return _Coordinator(bind, processes)
 
     def connect(*args: Any, **options: Any) -> Any:
+        _take_number(state.coordinator_address, state.process_id, state.num_processes)
         # Without a function to call JAX aborts a process that the service refuses. It calls none, for it
         # cannot make Python's object of the reason: the connecting fails with `REFUSED`.
         call = {"missed_heartbeat_callback": lambda _: None}
@@ -152,7 +156,7 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
             raise UserError(
                 f"cluster: the coordinator at {state.coordinator_address} refuses process "
                 f"{state.process_id} of {state.num_processes}: another one has this number, or there are "
-                "fewer; give every process a number of its own, from 0 on, and all the same --processes"
+                f"fewer; {OWN}"
             ) from None
         raise ClusterError(
             f"the processes of the job cannot meet at {state.coordinator_address} "
@@ -164,6 +168,34 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
     gloo = _jax.make_gloo_tcp_collectives
     _jax.make_gloo_tcp_collectives = lambda distributed_client: gloo(distributed_client, hostname=own[0])
     return state.client, state.process_id, state.num_processes
+
+
+def _take_number(coordinator: str, process: int, processes: int) -> None:
+    """UserError if another process of this machine has this number in the same job: JAX's service would take
+    this one for that one, started again, and end the job that runs.
+
+    A name that Linux keeps beside its files says it, until the process that bound it ends, however it ends.
+    """
+    if sys.platform != "linux":
+        return
+    host, _, port = coordinator.rpartition(":")
+    with contextlib.suppress(OSError):
+        host = str(socket.getaddrinfo(host.strip("[]"), int(port))[0][4][0])
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0layoutopt {host} {port} {process}")
+    except OSError:
+        name.close()
+        raise UserError(
+            f"cluster: process {process} of {processes} of the job at {coordinator} runs already on this "
+            f"machine; {OWN}"
+        ) from None
+    _held.append(name)
+
+
+def _let_go() -> None:
+    while _held:
+        _held.pop().close()
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:
@@ -188,6 +220,7 @@ def leave() -> None:
 
     with contextlib.suppress(RuntimeError):
         jax.distributed.shutdown()
+    _let_go()
 
 
 def check_counts(own: int, processes: int, found: Sequence[tuple[str, int]]) -> None:
@@ -210,6 +243,7 @@ def drop() -> None:
     from jax._src import distributed
 
     distributed.global_state.client = distributed.global_state.service = None
+    _let_go()
 
 
 def _own_address(coordinator: str) -> str | None:
