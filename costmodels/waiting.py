@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from costmodels.pricing.lines import Cost
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ops.ticks import Schedule
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -43,7 +44,8 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
         ticks, stages = around.dim.size, block.dim.size
         # What waits behind the loop runs once.
         inside = (x for x in cost.lines if x.origin.node in own and x.times >= ticks)
-        seconds = sum(x.exposed * x.times for x in inside) * (stages - 1) / ticks
+        schedule = Schedule(ticks - stages + 1, stages)
+        seconds = sum(x.exposed * x.times for x in inside) * schedule.bubble
         before = found.get(block.dim.name)
         known = before.seconds if before else 0.0
         found[block.dim.name] = Waiting(block.dim.name, stages, ticks, stages - 1, known + seconds)

@@ -6,7 +6,7 @@ solver.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -125,7 +125,7 @@ class Evaluation:
     def notes(self) -> tuple[str, ...]:
         """What to know of the price: where it is of another kind, what it prices too low, and where it claims
         more than anyone published."""
-        own = (*self._waits(), *self.cost.notes, *sentences(self.program, self.prices.hardware))
+        own = (*self.waits, *self.cost.notes, *sentences(self.program, self.prices.hardware))
         best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu
         if best is None or mfu is None or mfu <= best.value:
             return own
@@ -139,15 +139,18 @@ class Evaluation:
             "and the price leaves out input, the host and stragglers",
         )
 
-    def _waits(self) -> Iterator[str]:
+    @cached_property
+    def waits(self) -> tuple[str, ...]:
         """What the stages of pipelines wait, in words."""
+        said = []
         for found in waiting(self.program, self.cost):
             stages = f"each of the {found.stages} stages of {found.dim!r} waits in {found.waits} of"
             share = f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
-            yield (
+            said.append(
                 f"{stages} {found.ticks} ticks for microbatches, {seconds_text(found.seconds)} or {share}; "
                 "more microbatches wait less"
             )
+        return tuple(said)
 
     def reason(self, limit: float | None) -> str | None:
         """Why it does not fit into `limit` bytes, naming the largest tensors; None if it fits."""

@@ -65,7 +65,7 @@ def explain(
         typer.Option(
             metavar="DECISION",
             help="Show what the best step is if this may not be chosen: zero, hybrid, recompute, selective, "
-            "sequence, context, microbatches; all: each that the plan has.",
+            "sequence, context, pipeline, microbatches; all: each that the plan has.",
             show_default=False,
         ),
     ] = None,
@@ -237,7 +237,8 @@ def _tell(
         return
     checked = "lowered and priced again: the same" if not said else "; ".join(said)
     checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
-    held = [("peak", _peak(evaluation.memory)), _binds(found, evaluation, answers)]
+    held = [("waits", words) for words in evaluation.waits]
+    held += [("peak", _peak(evaluation.memory)), _binds(found, evaluation, answers)]
     terminal.show(facts([*summary(found.plan, found.limit), *checks, *held]))
     memory = for_memory(found)
     terminal.show(

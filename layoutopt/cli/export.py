@@ -66,15 +66,16 @@ def export(
     if to is Library.PERFETTO:
         _write_step(terminal, own, plan, model, out)
         return
-    tensors = None if model is not None else recorded(own, to.value)
+    tensors, stages = None if model is not None else recorded(own, to.value), own.data.pipeline
     arrays: Mapping[str, tuple[Placed, ...]] = {}
     if tensors is None:
         found = with_model(own, plan, model).loaded.model
+        stages = found.stages(own.mesh, own.layout)  # whatever the file says of them
         tensors = placed(found.lower(own.mesh, own.layout, own.options))
         if to is Library.JAX and isinstance(found, AppliesPlans):
             arrays = found.arrays(own)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
-    beside = decided(own.options, own.layout, own.data.pipeline)
+    beside = decided(own.options, own.layout, stages)
     text = written(Exported(title, own.mesh, own.layout, *tensors, beside, arrays), to.value)
     more: dict[str, Any] = {}
     unsaid = {} if to is Library.MAXTEXT else beside.refined

@@ -86,8 +86,8 @@ def subproblems(
                     continue
                 piped = piped or bool(way.stages)
                 yield found
-    if allowed.pipeline and not piped:
-        dims = ",".join(allowed.pipeline)
+    dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
+    if dims and not piped:
         raise UserError(
             f"--pipeline {dims}: {refused or 'no axis divides these layers'}; "
             "leave it out, or choose another mesh"

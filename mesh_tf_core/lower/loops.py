@@ -112,10 +112,11 @@ class Loops:
         assert block.dim is not None
         axes = self.low.layout.axes(block.dim.name)
         if axes and not block.spread:
-            one = ", of one device," if self.low.oracle.ways(axes) == 1 else ""
+            if self.low.oracle.ways(axes) == 1:
+                return ()
             raise LayoutError(
                 f"layout {self.low.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
-                f"be split over {'+'.join(axes)}{one}; drop this rule"
+                f"be split over {'+'.join(axes)}; drop this rule"
             )
         if block.spread and self.low.oracle.ways(axes) != block.dim.size:
             raise LayoutError(

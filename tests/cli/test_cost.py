@@ -212,7 +212,8 @@ def test_a_stage_of_a_pipeline_may_run_again(
     ]
     assert held[1] < held[0]
     assert "no loop runs over it" in refused("cost", LM, "--mesh", "pipe:2", "--recompute", "tick")
-    assert "cannot be split over pipe, of one device" in refused(*asked, "--mesh", "pipe:1")
+    alone, split = (result(*asked[:-1], words, "--mesh", "pipe:1") for words in ("", "layers:pipe"))
+    assert alone["predicted"]["step_seconds"] == split["predicted"]["step_seconds"]
 
 
 def test_hardware_is_listed(run: Callable[..., Result], result: Callable[..., dict[str, Any]]) -> None:

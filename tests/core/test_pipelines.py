@@ -181,11 +181,13 @@ def test_a_trainer_saves_and_evaluates_under_any_layout(plain: mtf.Model, tmp_pa
     whole = [one.evaluate([batch()]), piped.evaluate([batch()])]
     assert whole[1] == pytest.approx(whole[0])
     piped.save(tmp_path)
-    other = trainer("pipe:2", "layers:pipe", 2)
-    for each in (other, one):
+    others = trainer("pipe:2", "layers:pipe", 2), trainer("pipe:1;t:2", "layers:pipe;e:t", 2)
+    for each in (*others, one):
         each.restore(tmp_path)
-    assert other.evaluate([batch()]) == pytest.approx(whole[0])
-    assert float(other.step(batch())["loss"]) == pytest.approx(float(one.step(batch())["loss"]))
+    loss = float(one.step(batch())["loss"])
+    for other in others:
+        assert other.evaluate([batch()]) == pytest.approx(whole[0])
+        assert float(other.step(batch())["loss"]) == pytest.approx(loss)
 
 
 def test_dropout_does_not_depend_on_the_number_of_stages() -> None:

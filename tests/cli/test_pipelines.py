@@ -1,0 +1,51 @@
+"""`search --pipeline`, and what other commands make of its plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+LM = "examples/transformer_lm.py"
+SIZES = ("layers=4", "d_model=16", "d_ff=32", "d_kv=4", "heads=4", "length=8", "batch=8", "vocab=16")
+SETS = tuple(word for size in SIZES for word in ("--set", size))
+ON = ("--mesh", "pipe:2;data:2", "--hardware", "tpu-v3")
+PINS = ("--pin", "layers:pipe", "--pin", "batch:data", "--storage", "layout", "--microbatches", "2,4")
+
+
+def test_a_plan_with_stages(
+    run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    done = run("search", LM, *SETS, *ON, "--pipeline", "layers", *PINS, "--out", str(plan))
+    assert done.exit_code == 0, done.stderr
+    assert "pipe: pipeline; data: data" in done.stdout and "2 stages of layers" in done.stdout
+    told = json.loads(plan.read_text())
+    assert told["pipeline"] == {"layers": 2} and told["solver"]["status"] == "OPTIMAL"
+    explained = run("explain", str(plan)).stdout
+    assert "waits" in explained and "each of the 2 stages of 'layers' waits in 1 of" in explained
+    assert result("explain", str(plan))["agrees"]
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps({**told, "pipeline": {}}))
+    for file, model in ((plan, ()), (edited, ("--model", LM))):
+        refused = run("export", str(file), "--to", "maxtext", *model)
+        assert refused.exit_code == 2 and "has no pipelines as this plan's" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--pipeline", "layer"), "--pipeline layer: no loop counts it; did you mean 'layers'?"),
+        (("--pipeline", "layers", "--mesh", "pipe:3"), "--pipeline layers: no axis divides these layers"),
+        (("--pin", "layers:pipe"), "add --pipeline layers"),
+        (("--pipeline", "layers", "--refine"), "--refine knows no stages of pipelines"),
+        (("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"), "tell stages apart"),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...], said: str, run: Callable[..., Result]) -> None:
+    done = run("search", LM, *SETS, *ON, *words)
+    assert done.exit_code == 2 and said in done.stderr, done.stderr
