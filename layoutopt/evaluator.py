@@ -18,7 +18,7 @@ from costmodels.pricing.pricer import Cost, Pricer, pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from costmodels.waiting import waiting
 from layoutopt.formulation.extract import Draft
-from layoutopt.formulation.shared import SharedContext
+from layoutopt.formulation.shared import SharedContext, shared_context
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, size_text
@@ -164,14 +164,22 @@ class Evaluation:
         )
 
 
+def unsplit(model: Model) -> Program:
+    """The step on one device."""
+    return model.step_graph.remembered("unsplit", lambda: model.lower(ONE_DEVICE, Layout(), check=False))
+
+
 def unsplit_flops(model: Model) -> Mapping[str, float]:
     """FLOPs that a step of the model needs, by dtype (`costmodels.utilisation`): those of its program on one
     device, the same under every layout."""
+    return model.step_graph.remembered("model_flops", lambda: model_flops(unsplit(model)))
 
-    def found() -> Mapping[str, float]:
-        return model_flops(model.lower(ONE_DEVICE, Layout(), check=False))
 
-    return model.step_graph.remembered("model_flops", found)
+def computed_alone(model: Model, hardware: Hardware) -> float:
+    """Seconds that one device computes on a step: no layout takes less than a device's share of them, as far
+    as pieces never cost less than their share of the whole; else 0."""
+    prices = pricer(hardware, ONE_DEVICE)
+    return Evaluation(model, unsplit(model), prices).cost.compute_seconds if prices.pieces_cost_more else 0.0
 
 
 def evaluate(
@@ -196,13 +204,16 @@ class Evaluator:
 
     Args:
       further: dimensions that searches may split further elsewhere.
+
+    Attributes:
+      tight: the fastest layout of some mesh did not fit: those of others may not either.
     """
 
     def __init__(self, model: Model, hardware: Hardware, further: Iterable[str] = ()) -> None:
         self.model, self.hardware, self.further = model, hardware, frozenset(further)
+        self.tight = False
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
-        self._contexts: dict[Hashable, SharedContext] = {}
         self._table_prices: TablePrices | None = None
 
     def prices(self, mesh: Mesh) -> Pricer:
@@ -216,11 +227,7 @@ class Evaluator:
 
     def context(self, mesh: Mesh, decided: Decisions) -> SharedContext:
         """What problems with these microbatches and as many stages have in common."""
-        parts, stages = decided.microbatches, decided.stages_on(mesh)
-        key = parts, *sorted(stages.items())
-        if key not in self._contexts:
-            self._contexts[key] = SharedContext(self.model, parts, further=self.further, stages=stages)
-        return self._contexts[key]
+        return shared_context(self.model, decided.microbatches, self.further, decided.stages_on(mesh))
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
         """Of the problem that was asked for last they know what they priced."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from layoutopt.cli.bill import PriceOption, TokensOption, bill, check_tokens, read_prices, read_tokens
 from layoutopt.cli.options import (
     THIS_MACHINE,
     ContextOption,
@@ -30,6 +29,14 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.results import given_json, layout_text
 from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.training_cost import (
+    PriceOption,
+    TokensOption,
+    check_tokens,
+    read_prices,
+    read_tokens,
+    training_cost,
+)
 from layoutopt.plan.units import rate_text, seconds_text, used_text
 
 if TYPE_CHECKING:
@@ -81,7 +88,9 @@ def cost(
     )
     check_tokens(count, loaded.model.tokens)
     found = given.priced(loaded, machine)
-    total = bill(found.predicted, machine, found.program.mesh.devices, count, prices.get(machine.name))
+    total = training_cost(
+        found.predicted, machine, found.program.mesh.devices, count, prices.get(machine.name)
+    )
     opened = opened_lines(found.cost, found.prices) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)

@@ -74,6 +74,16 @@ HardwareOption = Annotated[
         autocompletion=complete_hardware,
     ),
 ]
+HardwaresOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME_OR_FILE",
+        help="See `layoutopt hardware` (again for more).",
+        autocompletion=complete_hardware,
+        show_default=THIS_MACHINE,
+    ),
+]
 SetHardwareOption = Annotated[
     list[str] | None,
     typer.Option(

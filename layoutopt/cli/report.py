@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.bill import PriceOption, TokensOption, bill, read_prices, read_tokens
 from layoutopt.cli.details import with_details
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option
 from layoutopt.cli.plans import ModelOption, hardware_of, with_model
 from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
 from layoutopt.plan.units import bytes_text
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _billed(plan: Plan, tokens: float | None, price: float | None) -> Plan:
     if tokens is None and price is None:
         return plan
     machine = read_hardware(hardware_of(plan), None)
-    return plan.with_training(bill(plan.predicted, machine, plan.mesh.devices, tokens, price))
+    return plan.with_training(training_cost(plan.predicted, machine, plan.mesh.devices, tokens, price))
 
 
 def _json(path: Path) -> dict[str, Any]:

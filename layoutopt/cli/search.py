@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from layoutopt.cli.bill import PriceOption, TokensOption, bill, check_tokens, read_prices, read_tokens
+from layoutopt.cli.allowed import (
+    ContextOption,
+    ElsewhereOption,
+    MaxAxesOption,
+    PipelineOption,
+    Recompute,
+    RecomputeOption,
+    read_allowed,
+)
 from layoutopt.cli.options import (
     THIS_MACHINE,
     HardwareOption,
@@ -37,6 +45,14 @@ from layoutopt.cli.plans import where_of
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
 from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.training_cost import (
+    PriceOption,
+    TokensOption,
+    check_tokens,
+    read_prices,
+    read_tokens,
+    training_cost,
+)
 from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text
 
@@ -56,23 +72,6 @@ EXAMPLES = examples(
 
 DETAILED = 1.35
 """Seconds after the time limit in which a plan's details are made."""
-
-
-class Recompute(StrEnum):
-    """Whether loops are recomputed in backward instead of saving what they computed."""
-
-    AUTO = "auto"
-    SELECTIVE = "selective"
-    ALWAYS = "always"
-    NEVER = "never"
-
-
-RECOMPUTE: dict[Recompute, tuple[bool | str, ...]] = {
-    Recompute.AUTO: (False, True),
-    Recompute.SELECTIVE: (False, "selective", True),
-    Recompute.ALWAYS: (True,),
-    Recompute.NEVER: (False,),
-}
 
 
 class Orders(StrEnum):
@@ -98,7 +97,7 @@ def search(
         int | None,
         typer.Option(metavar="N", help="Instead of --mesh: search the mesh's shape too.", show_default=False),
     ] = None,
-    max_axes: Annotated[int, typer.Option(metavar="K", help="With --devices: at most so many axes.")] = 2,
+    max_axes: MaxAxesOption = 2,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -125,42 +124,16 @@ def search(
             help="How variables may be stored (ZeRO; hybrid: zero3 inside a node), of these.",
         ),
     ] = "layout,zero1,zero2,zero3,hybrid",
-    recompute: Annotated[
-        Recompute,
-        typer.Option(
-            help="Whether blocks are recomputed in backward (activation checkpointing); selective: or but "
-            "for some of their values."
-        ),
-    ] = Recompute.AUTO,
+    recompute: RecomputeOption = Recompute.AUTO,
     microbatches: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
     ] = "1,2,4,8,16,32",
-    context: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMS",
-            help="How attention to split keys may be done: gather, ring, zigzag, all_to_all, of these.",
-        ),
-    ] = "gather",
+    context: ContextOption = "gather",
     orders: Annotated[
         Orders, typer.Option(help="A split over several axes: in the order of the mesh, or in every order.")
     ] = Orders.MESH,
-    elsewhere: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIMS",
-            help="May be split further where axes split nothing else: length is sequence parallelism.",
-            show_default=False,
-        ),
-    ] = None,
-    pipeline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIMS",
-            help="Layers that axes may split into stages, which the microbatches go through: layers.",
-            show_default=False,
-        ),
-    ] = None,
+    elsewhere: ElsewhereOption = None,
+    pipeline: PipelineOption = None,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     refine: Annotated[
         bool,
@@ -202,11 +175,8 @@ def search(
         "pins": ";".join(pin or ()) or None,
         "forbid": ";".join(forbid or ()) or None,
         "storage": _stages(storage),
-        "recompute": list(RECOMPUTE[recompute]),
         "microbatches": _numbers(microbatches),
-        "context": _names(context),
-        "elsewhere": _names(elsewhere),
-        "pipeline": _names(pipeline),
+        **read_allowed(recompute, context, elsewhere, pipeline),
     }
     where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),
@@ -248,7 +218,9 @@ def search(
             raise refusal(error, diagnosis, found, as_json) from None
         named = with_settings(hardware, set_hardware or ())
         question = where_of(kept.plan).model_copy(update={"hardware": named})
-        cost = bill(kept.plan.predicted, machine, kept.plan.mesh.devices, count, prices.get(machine.name))
+        cost = training_cost(
+            kept.plan.predicted, machine, kept.plan.mesh.devices, count, prices.get(machine.name)
+        )
         plan = kept.plan = kept.plan.with_training(cost).with_details(
             source=model, source_sha256=loaded.hashes(), search=question
         )
@@ -341,10 +313,6 @@ def _stages(text: str) -> list[str]:
 
     parts = [part.strip() for part in text.split(",")]
     return [part if part == HYBRID else str(read_stage(part)) for part in parts]
-
-
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _numbers(text: str) -> list[int]:

@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.bill import read_prices
+from layoutopt.cli.allowed import (
+    ContextOption,
+    ElsewhereOption,
+    MaxAxesOption,
+    PipelineOption,
+    Recompute,
+    RecomputeOption,
+    read_allowed,
+)
 from layoutopt.cli.options import (
     THIS_MACHINE,
+    HardwaresOption,
     JsonOption,
     MemoryOption,
     ModelArgument,
@@ -20,7 +29,6 @@ from layoutopt.cli.options import (
     SetOption,
     TimeLimitOption,
     check_out,
-    complete_hardware,
     examples,
     in_time,
     path_option,
@@ -29,6 +37,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.training_cost import PriceOption, read_prices
 from layoutopt.cli.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -71,23 +80,8 @@ def size(
         list[str] | None,
         typer.Option(metavar="N", help="How many, as 64 or 16,64.", show_default="looked for"),
     ] = None,
-    hardware: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME_OR_FILE",
-            help="See `layoutopt hardware` (again for more).",
-            autocompletion=complete_hardware,
-            show_default=THIS_MACHINE,
-        ),
-    ] = None,
-    price: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]P",
-            help="Of a chip-hour, as 4.2 or tpu-v5p=4.2 (again for more).",
-            show_default=False,
-        ),
-    ] = None,
+    hardware: HardwaresOption = None,
+    price: PriceOption = None,
     law: Annotated[
         str | None,
         typer.Option(
@@ -137,7 +131,14 @@ def size(
     replicas: Annotated[
         int | None, typer.Option(metavar="M", help="Of DiLoCo, which costs loss.", show_default=False)
     ] = None,
-    max_axes: Annotated[int, typer.Option(metavar="K", help="Axes of a mesh, at most.")] = 2,
+    every: Annotated[
+        bool, typer.Option("--every", help="Search also what cannot be on the frontier.")
+    ] = False,
+    max_axes: MaxAxesOption = 2,
+    recompute: RecomputeOption = Recompute.AUTO,
+    context: ContextOption = "gather",
+    elsewhere: ElsewhereOption = None,
+    pipeline: PipelineOption = None,
     settings: SetOption = None,
     set_hardware: SetHardwareOption = None,
     memory: MemoryOption = None,
@@ -182,6 +183,7 @@ def size(
             scale=scale,
             sizes=None if sizes is None else _sizes(sizes),
             candidates=candidates,
+            every=every,
             pretrained=pretrained,
             characters=characters,
             replicas=replicas,
@@ -189,6 +191,7 @@ def size(
             max_axes=max_axes,
             time_limit=clock,
             on_progress=lambda done, total, what: bar.update(done, what, max(total, done + 1)),
+            **read_allowed(recompute, context, elsewhere, pipeline),
             **asked,
         )
     plan = found.plan.with_details(source=model, source_sha256=loaded.hashes())

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from layoutopt.cli.terminal import facts, table
+from layoutopt.plan.size_results import PAYS
 from layoutopt.plan.units import bytes_text, count, digits, layout_text, mesh_option, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def law_text(law: LawInfo) -> str:
             low, high = law.intervals[name]
             text += f" ({low:.4g} to {high:.4g})"
         parts.append(text)
+    if law.exponents is not None:
+        parts.append("N ~ C^{:.3g}, D ~ C^{:.3g}".format(*law.exponents))
     return f"{law.name}: {', '.join(parts)}; {law.source}"
 
 
@@ -125,7 +128,9 @@ def _rows(found: SizeResult) -> Table:
     priced = any(each.money is not None for each in found.candidates)
     columns = ["parameters", "tokens", "loss", "hardware", "devices", "mesh", "MFU", "days", "chip-hours"]
     columns += ["money"] if priced else []
-    shown = found.candidates[:MOST]
+    every = found.candidates
+    first = sorted(range(len(every)), key=lambda i: (every[i] != found.best, not every[i].frontier, i))
+    shown = [every[i] for i in sorted(first[:MOST])]
     rows = [
         (
             number(each.parameters),
@@ -143,14 +148,17 @@ def _rows(found: SizeResult) -> Table:
         for each in shown
     ]
     strong = next((i for i, each in enumerate(shown) if each == found.best), None)
-    return table("Candidates", [*columns, ""], rows, (0, 1, 2, 4, 6, 7, 8, 9), strong=strong)
+    title = "Candidates"
+    if len(shown) < len(every):
+        title += f", {len(shown)} of {len(every)}: those of the frontier first; --json has all"
+    return table(title, [*columns, ""], rows, (0, 1, 2, 4, 6, 7, 8, 9), strong=strong)
 
 
 def sweep_text(sweep: Sweep) -> str:
     """From how many devices on a size fits, and up to how many more of them pay."""
     pays = f"up to {sweep.searched_to:,}, as far as was searched, more of them pay"
     if sweep.pays_to is not None:
-        pays = f"above {sweep.pays_to:,} a token costs over a quarter more than the least"
+        pays = f"above {sweep.pays_to:,} a token costs over {PAYS - 1:.0%} more than the least"
     return f"fits from {sweep.fits_from:,} devices; {pays}"
 
 

@@ -106,3 +106,17 @@ class SharedContext:
         if (again, fuses) not in self._points:
             self._points[again, fuses] = Points(self.makers, self.program(again), fuses)
         return self._points[again, fuses]
+
+
+def shared_context(
+    model: Model,
+    microbatches: int = 1,
+    further: frozenset[str] = frozenset(),
+    stages: Mapping[str, int] = NO_STAGES,
+) -> SharedContext:
+    """That of a step, made once for all searches of its graph: the next one may be for another machine."""
+    step = model.training_step(microbatches, stages)
+    key = SharedContext, further, tuple(t.id for t in step.results.values())
+    return step.graph.remembered(
+        key, lambda: SharedContext(model, microbatches, further=further, stages=stages)
+    )

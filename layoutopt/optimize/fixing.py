@@ -83,7 +83,9 @@ def fix_options(
         if bound >= upper * (1 - EXACT):
             break
         if found.exact:
-            if told >= PROPOSED * total and (choices := found.best()) is not None:
+            # What is not told yet takes about its part of the time too.
+            hopeful = told >= PROPOSED * total and found.bound * total <= known * told
+            if hopeful and (choices := found.best()) is not None:
                 with suppress(LayoutError):  # a cluster without a table yet may forbid it
                     known = min(known, propose(*draft.read(choices)))
             # Should the evaluator be below the tables, these keep what is best by them.

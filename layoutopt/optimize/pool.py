@@ -76,21 +76,26 @@ class Pool:
         own = key_of(self.request.model, found.mesh, found.layout, found.options)
         return next(s for s in self.subproblems if s.key == own)
 
-    def offer(self, mesh: Mesh, layout: Layout, options: Options) -> None:
-        """Prices a layout, if it is one that may be chosen."""
-        if any((f.mesh, f.layout, f.options) == (mesh, layout, options) for f in self.found):
-            return
+    def offer(self, mesh: Mesh, layout: Layout, options: Options) -> Found | None:
+        """Prices a layout; None if it is not one that may be chosen."""
+        asked = mesh, layout, options
+        if (
+            known := next((f for f in self.found if (f.mesh, f.layout, f.options) == asked), None)
+        ) is not None:
+            return known
         own = key_of(self.request.model, mesh, layout, options)
         here = (s for s in self.subproblems if s.key == own)
         if not any(_allows(subproblem.decided, layout, options) for subproblem in here):
-            return
+            return None
         try:
             evaluation = self.request.evaluator(mesh, layout, options)
         except LayoutError:
-            return
+            return None
         seconds = evaluation.cost.step_seconds
         solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
-        self.add(Found(mesh, layout, options, evaluation, solution))
+        found = Found(mesh, layout, options, evaluation, solution)
+        self.add(found)
+        return found
 
     # -- layouts by name -------------------------------------------------------------------------------------
 

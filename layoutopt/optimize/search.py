@@ -67,6 +67,7 @@ class Search:
       nearest: the layout that was found to need least memory, where none fits.
       pace: seconds that each problem took, and since when the next one is looked at.
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
+      weights: what clusters cost about, for `faster`.
     """
 
     request: Request
@@ -84,6 +85,7 @@ class Search:
     nearest: Found | None = None
     pace: tuple[list[float], float] = field(default_factory=lambda: ([], 0.0))
     unsplit: dict[str, None] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.request, self.renames)
@@ -255,8 +257,13 @@ class Search:
             self._bounded(candidate, upper)
             return None
 
+        fits = True
+
         def propose(layout: Layout, options: Options) -> float:
-            pool.offer(subproblem.mesh, layout, options)
+            nonlocal fits
+            if fits or not math.isfinite(pool.seconds(limit)):
+                found = pool.offer(subproblem.mesh, layout, options)
+                fits = found is None or found.peak <= limit  # else what is faster does not either, mostly
             if not math.isfinite(pool.seconds(limit)):
                 pool.offer(subproblem.mesh, layout, subproblem.decided.leanest)
             return pool.seconds(limit)
@@ -265,7 +272,9 @@ class Search:
             self._bounded(candidate, min(bound, upper))
             self._tell(candidate, candidate.bound, part)
 
-        bound, search = faster(request.evaluator, narrow, upper, propose, request.clock, heard=heard)
+        bound, search = faster(
+            request.evaluator, narrow, upper, propose, request.clock, weights=self.weights, heard=heard
+        )
         self._bounded(candidate, min(bound, upper), None if search is None else option_costs(search))
         if search is not None:
             self.unsplit.update(dict.fromkeys(search.extraction.unsplit))

@@ -160,8 +160,12 @@ class SubproblemSearch:
         if choices is None:
             return None
         choices = canonical(problem, self.extraction, choices)
+        # Rows take longer to make than one layout to evaluate, unless they are needed anyway.
+        if self._evaluator.tight and self._too_large(choices, limit):
+            return None
         evaluation = self.evaluate(choices)
         if evaluation.memory.peak > limit:
+            self._evaluator.tight = True
             return None
         bound = eliminated.bound
         if listener is not None:
@@ -169,6 +173,10 @@ class SubproblemSearch:
         solution = Solution(Status.OPTIMAL, choices, bound, bound, 0.0, "elimination")
         layout, options = self.extraction.read(choices)
         return Outcome(Found(self.mesh, layout, options, evaluation, solution), bound, True)
+
+    def _too_large(self, choices: tuple[int, ...], limit: float) -> bool:
+        """Whether the rows already say that a layout does not fit."""
+        return any(row.use(choices) > limit + ROUNDING for row in self.rows)
 
     def fastest(
         self,

@@ -10,6 +10,9 @@ from layoutopt.plan.decided import Decided
 from layoutopt.plan.fields import Data, Figure, Flag, Names
 from layoutopt.plan.results import Result
 
+PAYS = 1.25
+"""Times the least cost of a token that are still worth the time."""
+
 
 class SizedCandidate(Decided):
     """A size on some devices, in its best layout, trained as the question says.
@@ -50,6 +53,24 @@ class SizedCandidate(Decided):
     frontier: Flag = False
 
 
+class Beaten(Data):
+    """A size on some devices that was not searched: another candidate is better than the best that it could
+    be, if its devices computed their shares and waited for nothing.
+
+    Attributes:
+      step_seconds, days, chip_hours, money: at least; loss: at least, where time or money is given.
+    """
+
+    parameters: int
+    hardware: str
+    devices: int
+    loss: Figure
+    step_seconds: Figure
+    days: Figure
+    chip_hours: Figure
+    money: Figure = None
+
+
 class Unfit(Data):
     """A size that cannot answer on some devices, and why."""
 
@@ -65,6 +86,7 @@ class LawInfo(Data):
     Attributes:
       counts: `total` or `non-embedding` parameters.
       ranges: of the runs that it was fitted to.
+      exponents: of the compute, of the N and D of least loss.
       errors, intervals: standard errors as published, or 95 % intervals of an own fit.
       told: what it was told besides; `sources`: where that is from.
     """
@@ -78,6 +100,7 @@ class LawInfo(Data):
     errors: dict[str, float] = Field(default_factory=dict)
     intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
     runs: list[tuple[float, float, float]] = Field(default_factory=list)
+    exponents: tuple[float, float] | None = None
     told: dict[str, Any] = Field(default_factory=dict)
     sources: Names = Field(default_factory=list)
 
@@ -104,8 +127,7 @@ class Sweep(Data):
 
     Attributes:
       fits_from: the fewest devices that were searched and hold it.
-      pays_to: the most for which a token costs at most a quarter more than the least; None: all that were
-        searched.
+      pays_to: the most for which a token costs at most `PAYS` times the least; None: all that were searched.
       searched_to: the most that were searched.
     """
 
@@ -135,6 +157,7 @@ class SizeResult(Result):
     law: LawInfo
     best: SizedCandidate
     candidates: list[SizedCandidate]
+    beaten: list[Beaten] = Field(default_factory=list)
     unfit: list[Unfit] = Field(default_factory=list)
     optimum: Optimum | None = None
     flat: Flat | None = None

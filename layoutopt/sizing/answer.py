@@ -4,59 +4,37 @@ Sizes around the law's optimum are searched on the devices that are given. Where
 `USUAL` devices, or as many as its variables need, or (with a deadline) as end in time; the best size is then
 searched on fewer and on more. Of one size, the answer is the soonest training in which a token costs at most
 `PAYS` times the least, or the cheapest that meets the deadline.
+
+What cannot be on the frontier is not searched: if a size is beaten even by the bound of `at_best`, in loss,
+days and cost, then it is by all its layouts. Sizes that are nearly as good as the best, on its devices, are
+searched all the same: they say how flat it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.plan.decided import Decided
-from layoutopt.plan.size_results import Course, Flat, Optimum, SizedCandidate, Sweep, Unfit
+from layoutopt.plan.size_results import PAYS, Unfit
 from layoutopt.plan.units import count, digits
 from layoutopt.sizing.family import Candidate, Family
-from layoutopt.sizing.fitting import FittedLaw
 from layoutopt.sizing.forecast import Forecast, Size
 from layoutopt.sizing.question import DAY, GUESSED_MFU, HOUR, Question
+from layoutopt.sizing.rows import SAME, Row
 from layoutopt.sizing.timing import Machine, Timer, Timing, fewest
 from mesh_tf_core.errors import InfeasibleError, LimitError
 
 USUAL = 64
 """Devices on which sizes are compared where nothing is said of them."""
-MOST_SWEPT, PAYS, STOPS = 1024, 1.25, 2.0
-"""Devices up to which the best size is searched; times the least cost of a token that are still worth the
-time, and at which no more devices are looked at."""
+MOST_SWEPT, STOPS = 1024, 2.0
+"""Devices up to which the best size is searched; times the least cost of a token at which no more devices are
+looked at."""
 AROUND = 6.0
 """Sizes that are searched: the law's optimum, so many times smaller and larger."""
-NEAR_LOSS, NEAR_COST = 0.01, 1.1
-"""Nats per token above the best, and times the least cost, that are called flat."""
 DOUBLINGS = 4
-DECADES, PER_DECADE, MOST_COURSES = 2, 6, 8
-"""Of FLOPs that curves are of, on both sides, their points, and how many sizes have one."""
 Tell = Callable[[int, int, str], None]
 """tell(searches done, of about so many, what is looked at)."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A timing, trained as the question says."""
-
-    timing: Timing
-    tokens: float
-    loss: float
-    days: float
-    chip_hours: float
-    money: float | None
-    cost: float
-
-    @property
-    def candidate(self) -> Candidate:
-        return self.timing.candidate
-
-    @property
-    def per_token(self) -> float:
-        return self.cost / self.tokens
 
 
 @dataclass
@@ -66,7 +44,9 @@ class Answering:
     Attributes:
       count: of sizes.
       sizes: the smallest and the largest (None: around the law's optimum).
+      every: search also what cannot be on the frontier.
       rows, unfit: what was searched.
+      beaten: what was not, at the bounds that are beaten.
       missing: sizes for which there was no time.
     """
 
@@ -77,9 +57,11 @@ class Answering:
     timer: Timer
     count: int
     sizes: tuple[float, float] | None = None
+    every: bool = False
     tell: Tell | None = None
     rows: list[Row] = field(default_factory=list)
     unfit: list[Unfit] = field(default_factory=list)
+    beaten: list[Row] = field(default_factory=list)
     missing: int = 0
     planned: int = 0
 
@@ -131,7 +113,7 @@ class Answering:
         explicit = self.question.devices
         self.planned = len(candidates) * len(self.machines) * max(len(explicit), 1)
         for candidate in candidates:
-            for machine in self.machines:
+            for machine in self._promising(candidate):
                 for devices in explicit or (None,):
                     if self.timer.clock.over:
                         self.missing += 1
@@ -139,13 +121,54 @@ class Answering:
                         self._add(candidate, machine, devices)
                     else:
                         self._one(candidate, machine)
-        best = self._best_size()
+        self._complete_flat()
+        best = self._best_size().candidate
         if not explicit:
             self._sweep(best)
         return self._chosen([r for r in self.rows if r.candidate is best])
 
-    def _add(self, candidate: Candidate, machine: Machine, devices: int) -> Row | None:
-        """Searches one; the row, unless it cannot answer."""
+    def _promising(self, candidate: Candidate) -> list[Machine]:
+        """The machines, those first that may be the fastest: the others may be beaten then."""
+        if self._whole or len(self.machines) == 1:
+            return [*self.machines]
+        return sorted(self.machines, key=lambda m: self.timer.at_best(candidate, m, 1).step_seconds)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all is searched: of one size, all hardware is compared."""
+        return self.every or self.question.goal == "tokens"
+
+    def _hopeless(self, candidate: Candidate, machine: Machine, devices: int) -> bool:
+        """Whether it cannot be on the frontier, however good its layout is; then it is `beaten`."""
+        if self._whole:
+            return False
+        timing = self.timer.at_best(candidate, machine, devices)
+        tokens = self.question.trained(self.forecast, candidate, timing) if timing.step_seconds else 0.0
+        if not tokens or self.question.refusal(candidate, tokens):
+            return False
+        row = self._row(timing, tokens)
+        if row.days > self.question.deadline or not any(known.beats(row) for known in self.rows):
+            return False
+        best = self._best_of(self._timely(self.rows) or self.rows)
+        if row.place == best.place and row.near(best, self.question.goal == "loss"):
+            return False
+        self.beaten.append(row)
+        return True
+
+    def _complete_flat(self) -> None:
+        """Searches what is nearly as good as the best on its devices, should that have been elsewhere when it
+        was beaten."""
+        by_cost = self.question.goal == "loss"
+        while self.rows and not self.timer.clock.over:
+            best = self._best_of(self._timely(self.rows) or self.rows)
+            close = [r for r in self.beaten if r.place == best.place and r.near(best, by_cost)]
+            if not close:
+                break
+            self.beaten = [r for r in self.beaten if r is not close[0]]
+            self._add(close[0].candidate, close[0].timing.machine, close[0].timing.devices, sure=True)
+
+    def _add(self, candidate: Candidate, machine: Machine, devices: int, sure: bool = False) -> Row | None:
+        """Searches one; the row, unless it cannot answer, or (if not `sure`) cannot be on the frontier."""
         known = next(
             (
                 r
@@ -156,9 +179,11 @@ class Answering:
         )
         if known is not None:
             return known
+        if not sure and self._hopeless(candidate, machine, devices):
+            return None
         if self.tell is not None:
             what = f"{count(candidate.size.total)} parameters on {devices:,} {machine.name}"
-            self.tell(len(self.rows) + len(self.unfit), self.planned, what)
+            self.tell(len(self.rows) + len(self.unfit) + len(self.beaten), self.planned, what)
         question = self.question
         reason, timing = "", None
         if question.goal not in ("days", "money"):
@@ -203,7 +228,9 @@ class Answering:
         """Searches a size on a number of devices that suits it: doubled until it fits, and ends in time."""
         devices = self._first(candidate, machine)
         for _ in range(DOUBLINGS):
-            row = self._add(candidate, machine, devices)
+            if self._hopeless(candidate, machine, devices):
+                break
+            row = self._add(candidate, machine, devices, sure=True)
             if row is not None and row.days <= self.question.deadline:
                 break
             if row is None and self.question.goal != "tokens" and self._never(candidate):
@@ -236,7 +263,7 @@ class Answering:
             least, devices = math.inf, fewest(best, machine)
             own = [r.timing.devices for r in self.rows if r.candidate is best]
             while devices <= max(MOST_SWEPT, *own) and not self.timer.clock.over:
-                row = self._add(best, machine, devices)
+                row = self._add(best, machine, devices, sure=True)
                 if row is not None:
                     least = min(least, row.per_token)
                     if row.per_token > STOPS * least:
@@ -245,10 +272,11 @@ class Answering:
 
     # -- which is the best ---------------------------------------------------------------------------------
 
-    def _best_size(self) -> Candidate:
+    def _best_size(self) -> Row:
+        """The best row in time."""
         if not self.rows:
             raise self._nothing()
-        timely = [r for r in self.rows if r.days <= self.question.deadline * (1 + 1e-9)]
+        timely = self._timely(self.rows)
         if not timely:
             soonest = min(self.rows, key=lambda r: r.days)
             place = f"{soonest.timing.devices:,} devices of {soonest.timing.machine.name}"
@@ -256,9 +284,16 @@ class Answering:
                 f"--days {self.question.deadline:g}: the soonest that was found takes {soonest.days:.3g}, "
                 f"{count(soonest.candidate.size.total)} parameters on {place}; give more of one of them"
             )
+        return self._best_of(timely)
+
+    def _timely(self, rows: Sequence[Row]) -> list[Row]:
+        return [r for r in rows if r.days <= self.question.deadline * (1 + SAME)]
+
+    def _best_of(self, rows: Sequence[Row]) -> Row:
+        """The cheapest that comes to a loss that is given, else the one of least loss."""
         if self.question.goal == "loss":
-            return min(timely, key=lambda r: (r.cost, r.days)).candidate
-        return min(timely, key=lambda r: (r.loss, r.cost)).candidate
+            return min(rows, key=lambda r: (r.cost, r.days))
+        return min(rows, key=lambda r: (r.loss, r.cost))
 
     def _nothing(self) -> Exception:
         if self.missing and not self.unfit:
@@ -272,7 +307,7 @@ class Answering:
     def _chosen(self, rows: Sequence[Row]) -> Row:
         """Of one size."""
         question = self.question
-        timely = [r for r in rows if r.days <= question.deadline * (1 + 1e-9)]
+        timely = self._timely(rows)
         if question.goal == "days":
             return min(timely, key=lambda r: (r.loss, r.cost))
         if math.isfinite(question.deadline):
@@ -284,116 +319,3 @@ class Answering:
         priced = all(m.price is not None for m in self.machines)
         rivals = [r.per_token for r in rows if priced or r.timing.machine is row.timing.machine]
         return row.per_token <= PAYS * min(rivals)
-
-    # -- what is said of it --------------------------------------------------------------------------------
-
-    def frontier(self) -> set[int]:
-        """Ids of the rows that no other beats in loss, days and cost."""
-
-        def beats(a: Row, b: Row) -> bool:
-            one, other = (a.loss, a.days, a.cost), (b.loss, b.days, b.cost)
-            return one != other and all(x <= y for x, y in zip(one, other, strict=True))
-
-        return {id(r) for r in self.rows if not any(beats(other, r) for other in self.rows)}
-
-    def flat(self, best: Row) -> Flat | None:
-        """Sizes that are nearly as good on the same devices."""
-        if self.question.goal == "tokens":
-            return None
-        same = [r for r in self.rows if _place(r) == _place(best)]
-        if len(same) < 3:  # with a deadline, each is on devices of its own
-            same = [r for r in self.rows if r.timing.machine is best.timing.machine]
-        if self.question.goal == "loss":
-            near = [r for r in same if r.cost <= NEAR_COST * best.cost]
-            within = f"{NEAR_COST - 1:.0%} more cost"
-        else:
-            near = [r for r in same if r.loss <= best.loss + NEAR_LOSS]
-            within = f"{NEAR_LOSS} nats per token"
-        sizes = [r.candidate.size.total for r in (*near, best)]
-        return Flat(within=within, low=int(min(sizes)), high=int(max(sizes)))
-
-    def sweeps(self, best: Row) -> Iterator[Sweep]:
-        """The best size on every machine where it was searched on several numbers of devices."""
-        rows = [r for r in self.rows if r.candidate is best.candidate]
-        for machine in self.machines:
-            own = [r for r in rows if r.timing.machine is machine]
-            counts = [r.timing.devices for r in own]
-            if len(counts) > 1:
-                least = min(r.per_token for r in own)
-                pays = max(r.timing.devices for r in own if r.per_token <= PAYS * least)
-                yield Sweep(
-                    hardware=machine.name,
-                    fits_from=min(counts),
-                    pays_to=None if pays == max(counts) else pays,
-                    searched_to=max(counts),
-                )
-
-    def least(self, best: Row) -> list[tuple[float, float]]:
-        """FLOPs around the answer's, and the least loss by the law."""
-        flops = best.candidate.flops_per_token * best.tokens
-        around = [
-            flops * 10 ** (i / PER_DECADE) for i in range(-PER_DECADE * DECADES, PER_DECADE * DECADES + 1)
-        ]
-        pairs = [(c, self.forecast.optimum(c, self.question.served)) for c in around]
-        return [(c, self.forecast.loss_of(n, d)) for c, (n, d) in pairs if n >= 1 and d >= 1]
-
-    def courses(self, best: Row) -> list[Course]:
-        """Some sizes, evenly taken, on the way to their tokens."""
-        sizes = sorted({id(r.candidate): r for r in self.rows}.values(), key=lambda r: r.candidate.size.total)
-        stride = max(1, -(-len(sizes) // MOST_COURSES))
-        chosen = [r for i, r in enumerate(sizes) if i % stride == 0 or r.candidate is best.candidate]
-        found = []
-        for row in chosen:
-            parts = [row.tokens * 10 ** (-i / PER_DECADE) for i in reversed(range(2 * PER_DECADE))]
-            points = [
-                (t * row.candidate.flops_per_token, self.forecast.loss(row.candidate.size, t)) for t in parts
-            ]
-            found.append(Course(parameters=row.candidate.size.total, points=points))
-        return found
-
-    def optimum(self, best: Row) -> Optimum:
-        """What the law alone says for the FLOPs of the answer."""
-        flops = best.candidate.flops_per_token * (best.tokens + self.question.served / 3)
-        n, d = self.forecast.optimum(flops, self.question.served)
-        return Optimum(flops=flops, parameters=n, tokens=d, loss=self.forecast.loss_of(n, d))
-
-
-def _place(row: Row) -> tuple[str, int]:
-    return row.timing.machine.name, row.timing.devices
-
-
-def said(row: Row, forecast: Forecast, on_frontier: bool) -> SizedCandidate:
-    """A row as plain data."""
-    plan, candidate, law = row.timing.plan, row.candidate, forecast.law
-    assert plan is not None
-    found = plan.data
-    interval = None
-    if isinstance(law, FittedLaw):
-        interval = law.loss_interval(candidate.size.counted(law), row.tokens)
-    decided = {name: getattr(found, name) for name in Decided.model_fields}
-    return SizedCandidate(
-        hparams=dict(candidate.hparams),
-        parameters=int(candidate.size.total),
-        tokens=row.tokens,
-        loss=row.loss,
-        flops=row.tokens * candidate.flops_per_token,
-        hardware=row.timing.machine.name,
-        devices=row.timing.devices,
-        mesh=found.mesh,
-        layout=found.layout,
-        step_seconds=plan.predicted.step_seconds,
-        mfu=plan.predicted.mfu,
-        days=row.days,
-        chip_hours=row.chip_hours,
-        money=row.money,
-        non_embedding=int(candidate.size.non_embedding),
-        loss_interval=interval,
-        tokens_per_second=row.timing.tokens_per_second,
-        batch_tokens=candidate.tokens,
-        peak_memory_bytes=plan.predicted.peak_memory_bytes,
-        status=plan.solver.status,
-        gap=plan.solver.gap,
-        beyond=forecast.outside(candidate.size, row.tokens),
-        frontier=on_frontier,
-        **decided,
-    )

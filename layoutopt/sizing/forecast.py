@@ -5,7 +5,8 @@
                    if that is less                                  Muennighoff et al. 2023, equations 5, 6
 (2) pre-training   D + k D^alpha N^beta, in characters                 Hernandez et al. 2021, equation 1.1
 (3) replicas       L times the ratio of DiLoCo's loss with M replicas to that of data-parallel training,
-                   both at this N                                                     Charles et al. 2025
+                   both at this N; the best batch is A N^alpha M^beta sequences, of all replicas
+                                                                     Charles et al. 2025, tables 7 and 10
 """
 
 from __future__ import annotations
@@ -109,6 +110,13 @@ class Forecast:
         n = size.total
         apart = joint["A"] * n ** joint["alpha"] * self.replicas ** joint["beta"]
         return float(apart / (own["A"] * n ** own["alpha"]))
+
+    def batch(self, size: Size) -> float | None:
+        """Tokens of the batch that suits the replicas."""
+        if self.replicas is None:
+            return None
+        c = data()["replicas"]["batch"]
+        return float(c["tokens"] * c["A"] * size.total ** c["alpha"] * self.replicas ** c["beta"])
 
     def tokens_to(self, size: Size, loss: float) -> float:
         """Tokens after which a size has this loss; inf if it never has."""

@@ -190,16 +190,6 @@ def published(name: str) -> Law:
     )
 
 
-def compute_efficient() -> tuple[float, float, float]:
-    """Exponents of the loss, of N and of D in the compute of Kaplan et al. 2020, from their constants alone.
-
-    1 / alpha_C = 1 / alpha_S + 1 / alpha_B + 1 / alpha_N, N ~ C^(alpha_C / alpha_N) (equations 6.4 and 6.5).
-    """
-    steps, batch = data()["steps"]["constants"], data()["critical_batch"]["constants"]
-    alpha_c = 1 / (1 / steps["alpha_S"] + 1 / batch["alpha"] + 1 / steps["alpha_N"])
-    return alpha_c, alpha_c / steps["alpha_N"], 1 - alpha_c / steps["alpha_N"]
-
-
 def critical_batch(loss: float) -> float:
     """Tokens of a batch above which more of them save few steps: Kaplan et al. 2020, equation 1.4."""
     c = data()["critical_batch"]["constants"]

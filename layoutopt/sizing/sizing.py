@@ -13,13 +13,16 @@ from costmodels.hardware import Hardware, load_hardware
 from layoutopt.clock import Clock
 from layoutopt.plan.build import Plan
 from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
-from layoutopt.sizing.answer import Answering, Row, Tell, said
+from layoutopt.sizing import summary
+from layoutopt.sizing.answer import Answering, Tell
 from layoutopt.sizing.family import Family
 from layoutopt.sizing.fitting import FittedLaw, fit, read_runs
 from layoutopt.sizing.forecast import CHARACTERS, Forecast
 from layoutopt.sizing.laws import critical_batch, data, published
 from layoutopt.sizing.question import Question
+from layoutopt.sizing.rows import Row, frontier
 from layoutopt.sizing.timing import Machine, Timer
+from layoutopt.space.kind import GATHER
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 
@@ -83,6 +86,7 @@ def size(
     scale: str = "both",
     sizes: tuple[float, float] | None = None,
     candidates: int = 9,
+    every: bool = False,
     unique: float | None = None,
     pretrained: str | None = None,
     characters: float = CHARACTERS,
@@ -90,6 +94,10 @@ def size(
     inference: float = 0.0,
     memory: float | None = None,
     max_axes: int = 2,
+    recompute: Sequence[bool | str] = (False, True),
+    context: Sequence[str] = (GATHER,),
+    elsewhere: Sequence[str] = (),
+    pipeline: Sequence[str] = (),
     time_limit: float | Clock | None = None,
     on_progress: Tell | None = None,
 ) -> Sizing:
@@ -107,10 +115,12 @@ def size(
       scale: how sizes differ (`layoutopt.sizing.family`).
       sizes: the fewest and the most parameters; None: around the law's optimum.
       candidates: how many sizes.
+      every: search also what cannot be on the frontier, whatever its layout (`beaten`).
       unique: tokens of the data; more of them are repetitions.
       pretrained, characters: on what the models were trained before; characters of a token.
       replicas: of DiLoCo.
       inference: tokens that the model is to make afterwards, at the same cost per FLOP.
+      recompute, context, elsewhere, pipeline: what layouts may choose, as in `search`.
 
     Raises:
       InfeasibleError: nothing can answer.
@@ -136,9 +146,9 @@ def size(
     forecast = Forecast(_law(law, runs), unique, pretrained, characters, replicas)
     family = Family(model, _all_hparams(model, hparams), scale)
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
-    answering = Answering(
-        question, forecast, family, machines, Timer(max_axes, clock), candidates, sizes, on_progress
-    )
+    allowed = {"recompute": recompute, "context": context, "elsewhere": elsewhere, "pipeline": pipeline}
+    timer = Timer(max_axes, clock, allowed)
+    answering = Answering(question, forecast, family, machines, timer, candidates, sizes, every, on_progress)
     best = answering.run()
     assert best.timing.plan is not None
     return Sizing(_result(answering, best), best.timing.plan, best.candidate.model)
@@ -202,6 +212,7 @@ def law_info(forecast: Forecast) -> LawInfo:
         constants=dict(law.constants),
         source=law.source,
         note=law.note,
+        exponents=law.exponents,
         ranges={"parameters": law.parameters, "tokens": law.tokens},
         errors=dict(law.errors),
         intervals=own.intervals if own else {},
@@ -213,11 +224,11 @@ def law_info(forecast: Forecast) -> LawInfo:
 
 def _result(answering: Answering, best: Row) -> SizeResult:
     question, forecast = answering.question, answering.forecast
-    frontier = answering.frontier()
+    best_of_all = frontier(answering.rows)
     rows = sorted(
         answering.rows, key=lambda r: (r.candidate.size.total, r.timing.machine.name, r.timing.devices)
     )
-    told = {id(r): said(r, forecast, id(r) in frontier) for r in rows}
+    told = {id(r): summary.said(r, forecast, id(r) in best_of_all) for r in rows}
     answer = told[id(best)]
     batch = critical_batch(best.loss)
     return SizeResult(
@@ -226,13 +237,14 @@ def _result(answering: Answering, best: Row) -> SizeResult:
         law=law_info(forecast),
         best=answer,
         candidates=[told[id(r)] for r in rows],
+        beaten=[*map(summary.beaten, answering.beaten)],
         unfit=answering.unfit,
-        optimum=answering.optimum(best),
-        flat=answering.flat(best),
-        sweeps=[*answering.sweeps(best)],
+        optimum=summary.optimum(answering, best),
+        flat=summary.flat(answering, best),
+        sweeps=[*summary.sweeps(answering, best)],
         critical_batch_tokens=batch,
-        least=answering.least(best),
-        courses=answering.courses(best),
+        least=summary.least(answering, best),
+        courses=summary.courses(answering, best),
         notes=[*_notes(answering, best, answer, batch)],
     )
 
@@ -241,7 +253,7 @@ def _notes(answering: Answering, best: Row, answer: SizedCandidate, batch: float
     """What readers of the answer should know."""
     question = answering.question
     notes = [f"beyond the law's runs: {each}" for each in answer.beyond]
-    sizes = {r.candidate.size.total for r in answering.rows}
+    sizes = {r.candidate.size.total for r in (*answering.rows, *answering.beaten)}
     own = best.candidate.size.total
     if len(sizes) > 1 and own in (min(sizes), max(sizes)):
         end = "smallest" if own == min(sizes) else "largest"
@@ -251,8 +263,20 @@ def _notes(answering: Answering, best: Row, answer: SizedCandidate, batch: float
             f"a batch of {answer.batch_tokens:,} tokens is above the critical one, about {batch:,.0f} at "
             f"this loss ({data()['critical_batch']['source']}): it needs more tokens than the law says"
         )
+    suits = answering.forecast.batch(best.candidate.size)
+    if suits is not None:
+        notes.append(
+            f"a batch of about {suits:,.0f} tokens suits {answering.forecast.replicas} replicas of this size "
+            f"(Charles et al. 2025, table 10); this one has {answer.batch_tokens:,}"
+        )
     if answer.status != "OPTIMAL":
         notes.append(f"the layout of the best is not proven ({answer.status}, gap {answer.gap or 0:.1%})")
+    if count := len(answering.beaten):
+        notes.append(
+            f"{count} of {count + len(answering.rows) + len(answering.unfit)} were not searched: even if "
+            "devices only computed, another is better in loss, days or cost and worse in none; --every "
+            "searches them too"
+        )
     if answering.missing:
         notes.append(f"no time was left for {answering.missing} searches")
     if question.served:

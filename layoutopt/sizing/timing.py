@@ -1,16 +1,22 @@
-"""How fast a candidate trains on a machine: the best layout of all, searched and proven."""
+"""How fast a candidate trains on a machine: the best layout of all, searched and proven.
+
+Before anything is searched a bound is known: no layout computes less on a device than its share of what one
+device would compute alone.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from costmodels.hardware import Hardware
 from layoutopt.api import search
 from layoutopt.clock import Clock
+from layoutopt.evaluator import computed_alone
 from layoutopt.plan.build import Plan
 from layoutopt.sizing.family import Candidate
-from layoutopt.space.microbatches import USUAL
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.ir.mesh import MOST_DEVICES
 
@@ -35,19 +41,17 @@ class Timing:
     """A candidate on some devices of a machine.
 
     Attributes:
-      plan: its best layout; None: nothing fits.
-      reason: why.
+      step_seconds: of its best layout, or a bound that no layout is below; inf: nothing fits.
+      plan: its best layout; None: nothing fits, or nothing was searched.
+      reason: why nothing fits.
     """
 
     candidate: Candidate
     machine: Machine
     devices: int
-    plan: Plan | None
+    step_seconds: float
+    plan: Plan | None = None
     reason: str = ""
-
-    @property
-    def step_seconds(self) -> float:
-        return math.inf if self.plan is None else self.plan.predicted.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -59,11 +63,13 @@ class Timer:
 
     Args:
       clock: when to end.
+      allowed: what else `search` may choose, as its keywords.
     """
 
-    def __init__(self, max_axes: int, clock: Clock) -> None:
-        self.max_axes, self.clock = max_axes, clock
+    def __init__(self, max_axes: int, clock: Clock, allowed: Mapping[str, Any] | None = None) -> None:
+        self.max_axes, self.clock, self.allowed = max_axes, clock, dict(allowed or {})
         self.known: dict[tuple[int, str, int], Timing] = {}
+        self._alone: dict[tuple[int, str], float] = {}
 
     def __call__(self, candidate: Candidate, machine: Machine, devices: int) -> Timing:
         """The best layout; LimitError if there was no time to find one."""
@@ -71,6 +77,13 @@ class Timer:
         if key not in self.known:
             self.known[key] = self._searched(candidate, machine, devices)
         return self.known[key]
+
+    def at_best(self, candidate: Candidate, machine: Machine, devices: int) -> Timing:
+        """What no layout is faster than: every device computes its share alone, and waits for nothing."""
+        key = id(candidate), machine.name
+        if key not in self._alone:
+            self._alone[key] = computed_alone(candidate.model, machine.hardware)
+        return Timing(candidate, machine, devices, self._alone[key] / devices)
 
     def _searched(self, candidate: Candidate, machine: Machine, devices: int) -> Timing:
         try:
@@ -81,12 +94,12 @@ class Timer:
                 memory=machine.limit,
                 max_axes=self.max_axes,
                 time_limit=self.clock,
-                microbatches=USUAL,
                 alternatives=False,
+                **self.allowed,
             )
         except InfeasibleError as error:
-            return Timing(candidate, machine, devices, None, str(error))
-        return Timing(candidate, machine, devices, plan)
+            return Timing(candidate, machine, devices, math.inf, reason=str(error))
+        return Timing(candidate, machine, devices, plan.predicted.step_seconds, plan)
 
 
 def fewest(candidate: Candidate, machine: Machine) -> int:

@@ -6,7 +6,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from layoutopt.plan.size_results import SizedCandidate, SizeResult
+from layoutopt.plan.size_results import PAYS, SizedCandidate, SizeResult
 from layoutopt.plan.units import count, digits, memory, mesh_text, percent, rounded, shorten
 from mesh_tf_core.files import write_file
 from reports.figures import size as figures
@@ -108,7 +108,7 @@ def _sections(found: SizeResult) -> list[Section]:
             ),
             notes=tuple(
                 f"{s.hardware} fits from {s.fits_from:,} devices"
-                + (f"; above {s.pays_to:,} a token costs over a quarter more" if s.pays_to else "")
+                + (f"; above {s.pays_to:,} a token costs over {PAYS - 1:.0%} more" if s.pays_to else "")
                 for s in found.sweeps
             ),
         )
@@ -159,6 +159,8 @@ def _law(found: SizeResult) -> Block:
         if name in law.intervals:
             text += " ({:.4g} to {:.4g})".format(*law.intervals[name])
         pairs.append((name, text))
+    if law.exponents is not None:
+        pairs.append(("Exponents of the compute", "N {:.3g}, D {:.3g}".format(*law.exponents)))
     pairs += [(f"Runs: {name}", f"{count(low)} to {count(high)}") for name, (low, high) in law.ranges.items()]
     notes = (*filter(None, [law.note]), *law.sources, *found.notes)
     unfit = [f"{count(u.parameters)} on {u.devices:,} {u.hardware} cannot: {u.reason}" for u in found.unfit]

@@ -10,7 +10,7 @@ import pytest
 
 from layoutopt.sizing.fitting import fit, read_runs
 from layoutopt.sizing.forecast import Forecast, Size
-from layoutopt.sizing.laws import compute_efficient, critical_batch, data, law_names, published
+from layoutopt.sizing.laws import critical_batch, data, law_names, published
 from mesh_tf_core.errors import UserError
 
 # Hoffmann et al. 2022, table A3, approach 3: parameters, FLOPs, tokens. The fifth row's FLOPs are printed as
@@ -65,11 +65,13 @@ def test_the_refit_agrees_with_hoffmanns_other_approaches() -> None:
 
 
 def test_kaplans_exponents_follow_from_the_constants() -> None:
-    """0.68 and 0.052: the paper rounds to 0.71 and 0.054, and measures 0.73 and 0.050 (docs/size.md)."""
-    alpha_c, a, b = compute_efficient()
+    """Of the loss, and of N, in the compute: equations 6.4 and 6.5 with the constants of table 3 give 0.0525
+    and 0.68; the paper rounds to 0.054 and 0.71, and measures 0.050 and 0.73 (docs/size.md)."""
+    alpha_s, alpha_n, alpha_b = 0.76, 0.077, data()["critical_batch"]["constants"]["alpha"]
+    alpha_c = 1 / (1 / alpha_s + 1 / alpha_b + 1 / alpha_n)
     assert alpha_c == pytest.approx(0.0525, abs=5e-4)
-    assert (a, b) == (pytest.approx(0.682, abs=1e-3), pytest.approx(0.318, abs=1e-3))
-    assert abs(a - data()["exponents"]["kaplan"]["a"]) < 0.05
+    assert alpha_c / alpha_n == pytest.approx(0.682, abs=1e-3)
+    assert abs(alpha_c / alpha_n - data()["exponents"]["kaplan"]["a"]) < 0.05
 
 
 def test_tokens_per_parameter_are_those_of_besiroglu() -> None:
@@ -95,6 +97,11 @@ def test_published_pairs_lie_where_they_were_said_to() -> None:
     n, d = law.optimum(chinchilla["flops"])
     assert n == pytest.approx(chinchilla["parameters"], rel=0.05)
     assert d == pytest.approx(chinchilla["tokens"], rel=0.06)
+    own = pairs["Llama 3 by its own law"]
+    assert (own["parameters"] / llama["parameters"], own["tokens"] / llama["tokens"]) == (
+        pytest.approx(1, rel=0.01),
+        pytest.approx(1, rel=0.07),
+    )
     lost = {name: law.loss(p["parameters"], p["tokens"]) for name, p in pairs.items()}
     assert lost["Llama 3 405B"] < lost["Chinchilla 70B"] < lost["Gopher 280B"] < lost["GPT-3 175B"]
 
@@ -142,6 +149,39 @@ def test_replicas_cost_loss_and_less_of_it_where_models_are_large() -> None:
     assert costs == sorted(costs) and 0.99 < costs[0] < 1 < costs[3] < 1.03
     assert Forecast(law, replicas=2).divergence(of(1e10)) < 1
     assert "replicas" in Forecast(law, replicas=16).outside(of(1e9), 2e10)[0]
+
+
+# Charles et al. 2025, tables 4 and 5: parameters, loss of data-parallel training, of DiLoCo with 1, 2, 4, 8
+# replicas.
+DILOCO = (
+    (35e6, 3.485, 3.482, 3.508, 3.554, 3.621),
+    (90e6, 3.167, 3.162, 3.182, 3.213, 3.265),
+    (180e6, 2.950, 2.943, 2.957, 2.981, 3.019),
+    (335e6, 2.784, 2.777, 2.788, 2.808, 2.841),
+    (550e6, 2.653, 2.645, 2.657, 2.673, 2.698),
+    (1.3e9, 2.460, 2.451, 2.464, 2.472, 2.493),
+    (2.4e9, 2.326, 2.317, 2.323, 2.332, 2.351),
+    (4e9, 2.224, 2.219, 2.220, 2.230),
+    (10e9, 2.090, 2.086, 2.086, 2.096),
+)
+
+
+def test_what_replicas_cost_is_within_one_percent_of_what_was_measured() -> None:
+    law = published("besiroglu")
+    off = [
+        Forecast(law, replicas=m).divergence(of(n)) / (loss / alone) - 1
+        for n, alone, *losses in DILOCO
+        for m, loss in zip((1, 2, 4, 8), losses, strict=False)
+    ]
+    assert max(map(abs, off)) < 0.0135 and sum(map(abs, off)) / len(off) < 0.005
+
+
+def test_more_replicas_want_a_larger_batch() -> None:
+    """Charles et al. 2025 swept 2^16 to 2^21 tokens for 2.4 B parameters (figure 4)."""
+    law = published("besiroglu")
+    one, two = (Forecast(law, replicas=m).batch(of(2.4e9)) for m in (1, 2))
+    assert one is not None and two == pytest.approx(one * 2**0.3399)
+    assert 2**17 < one < two < 2**20 and Forecast(law).batch(of(2.4e9)) is None
 
 
 def test_the_critical_batch_grows_as_the_loss_falls() -> None:

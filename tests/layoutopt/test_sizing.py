@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from examples.transformer_lm import llama3_8b
 from examples.transformer_lm import model as transformer
 from layoutopt.evaluator import unsplit_flops
 from layoutopt.models.hparams import defaults_of
+from layoutopt.plan.build import Plan
+from layoutopt.sizing import timing
 from layoutopt.sizing.family import Family, counted, powers_of, rounded_to
 from layoutopt.sizing.laws import published
 from layoutopt.sizing.sizing import Sizing
@@ -111,11 +114,29 @@ def test_numbers_of_heads_keep_three_binary_digits() -> None:
 # -- answers -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", autouse=True)
+def searches() -> Iterator[dict[Any, Plan]]:
+    """What was searched here: the same search, asked for by another question, is not done again."""
+    known, real = dict[Any, Plan](), timing.search
+
+    def search(model: Model, **asked: Any) -> Plan:
+        allowed = str([asked[name] for name in ("recompute", "context", "elsewhere", "pipeline")])
+        what = model.parameters, model.tokens, asked["hardware"].name, asked["devices"], allowed
+        if what not in known:
+            known[what] = real(model, **asked)
+        return known[what]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "search", search)
+        yield known
+
+
+BUDGET: dict[str, Any] = {"budget": 1e15, "devices": 2, "candidates": 3, "price": 2.0, "law": "kaplan"}
+
+
 @pytest.fixture(scope="module")
 def budget() -> Sizing:
-    return layoutopt.size(
-        transformer, TINY, budget=1e15, devices=2, candidates=3, price=2.0, law="kaplan", **ASKED
-    )
+    return layoutopt.size(transformer, TINY, every=True, **BUDGET, **ASKED)
 
 
 def test_the_best_under_a_budget_has_the_least_loss(budget: Sizing) -> None:
@@ -150,6 +171,35 @@ def test_the_frontier_has_the_best_and_nothing_that_another_beats(budget: Sizing
             (budget.candidates["loss"] < row["loss"]) & (budget.candidates["days"] < row["days"])
         ]
         assert better.empty
+
+
+SIZES = (6e4, 2e6)
+
+
+@pytest.mark.parametrize("given", [{"budget": 1e15}, {"days": 0.002}, {"loss": 14.0}])
+def test_what_was_not_searched_is_beaten_and_changes_nothing(given: dict[str, float]) -> None:
+    """The answer and the frontier are those of all searches, and no layout is faster than the bound."""
+    asked = {**ASKED, **given, "devices": 2, "candidates": 3, "hardware": ["tpu-v5e", "tpu-v5p"]}
+    every = layoutopt.size(transformer, TINY, sizes=SIZES, every=True, **asked).data
+    found = layoutopt.size(transformer, TINY, sizes=SIZES, **asked).data
+    assert found.beaten and not every.beaten
+    assert len(found.candidates) + len(found.beaten) == len(every.candidates)
+    assert (found.best, found.flat) == (every.best, every.flat)
+    assert [c for c in found.candidates if c.frontier] == [c for c in every.candidates if c.frontier]
+    for each in found.beaten:
+        where = each.parameters, each.hardware, each.devices
+        (own,) = [c for c in every.candidates if (c.parameters, c.hardware, c.devices) == where]
+        least = each.step_seconds, each.days, each.chip_hours, each.loss
+        known = own.step_seconds, own.days, own.chip_hours, own.loss
+        assert all(low <= value * (1 + 1e-9) for low, value in zip(least, known, strict=True))  # type: ignore[operator]
+        assert not own.frontier
+
+
+def test_layouts_may_choose_what_a_search_may() -> None:
+    asked: dict[str, Any] = {"tokens": 1e9, "devices": 2, **ASKED}
+    assert layoutopt.size(transformer, TINY, recompute=[True], **asked).best.recompute == ["layers"]
+    with pytest.raises(UserError, match="--elsewhere nowhere: no operation has this dimension"):
+        layoutopt.size(transformer, TINY, elsewhere=("nowhere",), **asked)
 
 
 def test_the_question_turned_round_has_the_same_answer(budget: Sizing) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import reports
+from layoutopt.cli import size_tables
 from layoutopt.plan.size_results import SizeResult
 from reports.figures import size as figures
 
@@ -88,3 +89,14 @@ def test_a_drawing_has_a_dot_for_each_candidate_and_run(found: SizeResult) -> No
     assert sorted(len(line.get_xdata()) for line in dots) == [1, 1, 3]
     money = figures.time_money(found).axes[1]
     assert [len(line.get_xdata()) for line in money.lines if line.get_marker() == "o"] == [2, 1]
+
+
+def test_a_long_table_says_what_it_leaves_out_and_keeps_the_frontier(found: SizeResult) -> None:
+    many = [candidate((i + 1) * 10**8, 64, frontier=i >= 55) for i in range(60)]
+    data = found.model_dump() | {"candidates": many, "best": many[58]}
+    shown = size_tables._rows(SizeResult.model_validate(data))
+    assert shown.row_count == size_tables.MOST == 40
+    assert str(shown.title).startswith("Candidates, 40 of 60: those of the frontier first")
+    sizes = [*shown.columns[0].cells]
+    assert [str(s) for s in sizes[-5:]] == [size_tables.number((i + 1) * 10**8) for i in range(55, 60)]
+    assert "costs over 25% more than the least" in size_tables.sweep_text(found.sweeps[0])

@@ -22,7 +22,7 @@ PriceOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[NAME=]P",
-        help="Also what that costs: of a chip-hour, as 4.2 or tpu-v5p=4.2 (again for more).",
+        help="Of a chip-hour, for what training costs: 4.2, or tpu-v5p=4.2 (again for more).",
         show_default=False,
     ),
 ]
@@ -58,7 +58,7 @@ def check_tokens(tokens: float | None, own: float | None) -> None:
         )
 
 
-def bill(
+def training_cost(
     predicted: Predicted, machine: Hardware, devices: int, tokens: float | None, price: float | None
 ) -> Training | None:
     """What training takes and costs; None where neither tokens nor a price are given."""

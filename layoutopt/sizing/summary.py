@@ -1,0 +1,129 @@
+"""What is said of an answer: how flat it is, where more devices stop paying, the law beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from layoutopt.plan.decided import Decided
+from layoutopt.plan.size_results import PAYS, Beaten, Course, Flat, Optimum, SizedCandidate, Sweep
+from layoutopt.sizing.answer import Answering
+from layoutopt.sizing.fitting import FittedLaw
+from layoutopt.sizing.forecast import Forecast
+from layoutopt.sizing.rows import NEAR_COST, NEAR_LOSS, Row
+
+DECADES, PER_DECADE, MOST_COURSES = 2, 6, 8
+"""Of FLOPs that curves are of, on both sides, their points, and how many sizes have one."""
+
+
+def flat(answering: Answering, best: Row) -> Flat | None:
+    """Sizes that are nearly as good on the same devices."""
+    if answering.question.goal == "tokens":
+        return None
+    same = [r for r in answering.rows if r.place == best.place]
+    if len(same) < 3:  # with a deadline, each is on devices of its own
+        same = [r for r in answering.rows if r.timing.machine is best.timing.machine]
+    by_cost = answering.question.goal == "loss"
+    within = f"{NEAR_COST - 1:.0%} more cost" if by_cost else f"{NEAR_LOSS} nats per token"
+    sizes = [r.candidate.size.total for r in (*same, best) if r.near(best, by_cost)]
+    return Flat(within=within, low=int(min(sizes)), high=int(max(sizes)))
+
+
+def sweeps(answering: Answering, best: Row) -> Iterator[Sweep]:
+    """The best size on every machine where it was searched on several numbers of devices."""
+    rows = [r for r in answering.rows if r.candidate is best.candidate]
+    for machine in answering.machines:
+        own = [r for r in rows if r.timing.machine is machine]
+        counts = [r.timing.devices for r in own]
+        if len(counts) > 1:
+            least = min(r.per_token for r in own)
+            pays = max(r.timing.devices for r in own if r.per_token <= PAYS * least)
+            yield Sweep(
+                hardware=machine.name,
+                fits_from=min(counts),
+                pays_to=None if pays == max(counts) else pays,
+                searched_to=max(counts),
+            )
+
+
+def least(answering: Answering, best: Row) -> list[tuple[float, float]]:
+    """FLOPs around the answer's, and the least loss by the law."""
+    flops = best.candidate.flops_per_token * best.tokens
+    around = [flops * 10 ** (i / PER_DECADE) for i in range(-PER_DECADE * DECADES, PER_DECADE * DECADES + 1)]
+    pairs = [(c, answering.forecast.optimum(c, answering.question.served)) for c in around]
+    return [(c, answering.forecast.loss_of(n, d)) for c, (n, d) in pairs if n >= 1 and d >= 1]
+
+
+def courses(answering: Answering, best: Row) -> list[Course]:
+    """Some sizes, evenly taken, on the way to their tokens."""
+    sizes = sorted(
+        {id(r.candidate): r for r in (*answering.beaten, *answering.rows)}.values(),
+        key=lambda r: r.candidate.size.total,
+    )
+    stride = max(1, -(-len(sizes) // MOST_COURSES))
+    chosen = [r for i, r in enumerate(sizes) if i % stride == 0 or r.candidate is best.candidate]
+    found = []
+    for row in chosen:
+        parts = [row.tokens * 10 ** (-i / PER_DECADE) for i in reversed(range(2 * PER_DECADE))]
+        points = [
+            (t * row.candidate.flops_per_token, answering.forecast.loss(row.candidate.size, t)) for t in parts
+        ]
+        found.append(Course(parameters=row.candidate.size.total, points=points))
+    return found
+
+
+def optimum(answering: Answering, best: Row) -> Optimum:
+    """What the law alone says for the FLOPs of the answer."""
+    flops = best.candidate.flops_per_token * (best.tokens + answering.question.served / 3)
+    n, d = answering.forecast.optimum(flops, answering.question.served)
+    return Optimum(flops=flops, parameters=n, tokens=d, loss=answering.forecast.loss_of(n, d))
+
+
+def said(row: Row, forecast: Forecast, on_frontier: bool) -> SizedCandidate:
+    """A row as plain data."""
+    plan, candidate, law = row.timing.plan, row.candidate, forecast.law
+    assert plan is not None
+    found = plan.data
+    interval = None
+    if isinstance(law, FittedLaw):
+        interval = law.loss_interval(candidate.size.counted(law), row.tokens)
+    decided = {name: getattr(found, name) for name in Decided.model_fields}
+    return SizedCandidate(
+        hparams=dict(candidate.hparams),
+        parameters=int(candidate.size.total),
+        tokens=row.tokens,
+        loss=row.loss,
+        flops=row.tokens * candidate.flops_per_token,
+        hardware=row.timing.machine.name,
+        devices=row.timing.devices,
+        mesh=found.mesh,
+        layout=found.layout,
+        step_seconds=row.timing.step_seconds,
+        mfu=plan.predicted.mfu,
+        days=row.days,
+        chip_hours=row.chip_hours,
+        money=row.money,
+        non_embedding=int(candidate.size.non_embedding),
+        loss_interval=interval,
+        tokens_per_second=row.timing.tokens_per_second,
+        batch_tokens=candidate.tokens,
+        peak_memory_bytes=plan.predicted.peak_memory_bytes,
+        status=plan.solver.status,
+        gap=plan.solver.gap,
+        beyond=forecast.outside(candidate.size, row.tokens),
+        frontier=on_frontier,
+        **decided,
+    )
+
+
+def beaten(row: Row) -> Beaten:
+    """What was not searched, as plain data."""
+    return Beaten(
+        parameters=int(row.candidate.size.total),
+        hardware=row.timing.machine.name,
+        devices=row.timing.devices,
+        loss=row.loss,
+        step_seconds=row.timing.step_seconds,
+        days=row.days,
+        chip_hours=row.chip_hours,
+        money=row.money,
+    )
