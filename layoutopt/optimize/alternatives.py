@@ -15,10 +15,13 @@ from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import axes_of, decided
 from layoutopt.plan.schema import Alternative, Predicted
+from layoutopt.space.kind import GATHER
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.nodes import crossed
+from mesh_tf_core.ops.context import FORMS
 
 Shapes = Set[tuple[int, ...]] | None
 Named = tuple[Mesh, Layout, Options]
@@ -93,7 +96,16 @@ class Alternatives:
             notes.append(f"{why}: {', '.join(self.over)}")
         if self.far:
             notes.append(f"too slow to look for plans that fit: {', '.join(self.far)}")
-        return notes + self._elsewhere()
+        return notes + self._elsewhere() + self._gathers()
+
+    def _gathers(self) -> list[str]:
+        """That the answer gathers keys that it splits, where nothing else was asked for."""
+        best, graph = self.best, self.request.model.graph
+        split = [n for n in crossed(graph) if best.mesh.group_size(best.layout.axes(n)) > 1]
+        if not split or self.request.allowed.context != (GATHER,):
+            return []
+        forms = ",".join((GATHER, *FORMS))
+        return [f"the answer splits {', '.join(split)} and gathers it; --context {forms} looks at more forms"]
 
     def _elsewhere(self) -> list[str]:
         best = self.best

@@ -61,6 +61,11 @@ def test_a_plan_says_it(
     out = str(tmp_path / "plan.json")
     asked = (*PINS, "--context", "ring", "--recompute", "never", "--microbatches", "1", "--storage", "layout")
     plan = result("search", LM, *SETS, "--mesh", "seq:2", "--hardware", "tpu-v3", *asked, "--out", out)
+    assert not [note for note in plan["notes"] if "--context" in note]
+    asked = (*PINS, "--recompute", "never", "--microbatches", "1", "--storage", "layout")
+    gathered = result("search", LM, *SETS, "--mesh", "seq:2", "--hardware", "tpu-v3", *asked)
+    (note,) = [note for note in gathered["notes"] if "--context" in note]
+    assert note.startswith("the answer splits memory_length and gathers it; --context gather,ring,zigzag")
     assert plan["context"] == {"memory_length": "ring"} and plan["solver"]["status"] == "OPTIMAL"
     assert plan["details"]["search"]["context"] == ["ring"]
     found = result("cost", LM, *SETS, "--layout", out, "--hardware", "tpu-v3")

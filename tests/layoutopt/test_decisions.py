@@ -10,6 +10,7 @@ import mesh_tf_core as mtf
 from layoutopt import search
 from layoutopt.plan.build import decided as decided_of
 from layoutopt.plan.build import options_of
+from layoutopt.plan.decided import ELSEWHERE
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, decisions
 from layoutopt.space.kind import Allowed
@@ -19,9 +20,15 @@ from layoutopt.space.recompute import Recompute
 from layoutopt.space.splits import Split, domains
 from layoutopt.space.stages import Stages
 from layoutopt.space.storage import Storage
+from mesh_tf_core.ir import layout
 from tests.layoutopt.models import EXAMPLES, some_choices
 
 MESH = mtf.Mesh("x:2;y:2")
+
+
+def test_plans_call_rules_for_elsewhere_as_layouts_do() -> None:
+    """Schemas of plans import nothing of layouts."""
+    assert ELSEWHERE == layout.ELSEWHERE
 
 
 @pytest.mark.parametrize("orders", ["mesh", "all"])
