@@ -164,6 +164,7 @@ def _show(
     total: Training | None,
 ) -> None:
     from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
+    from layoutopt.cli.machine_details import sure
     from layoutopt.cli.plan_tables import forms_text
     from layoutopt.plan.build import decided
     from layoutopt.plan.trade_names import trade_names
@@ -194,6 +195,7 @@ def _show(
             f"{used_text(held.peak, limit)} per device"
             + (f", the most in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
+        ("how sure", sure(machine)),
         ("fits", "yes" if reason is None else f"no: {reason}"),
     ]
     tables = [operation_table(price), axis_table(price), phase_table(price), memory_table(held)]

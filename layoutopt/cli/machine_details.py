@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from costmodels.network.topology import Placement
     from layoutopt.plan.details import Calibration, HardwareInfo
+    from layoutopt.plan.known import Known
     from mesh_tf_core import Mesh
 
 LEVELS = {
@@ -26,6 +27,7 @@ def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
     from costmodels.network.topology import place
     from layoutopt.plan.details import HardwareInfo, Number
 
+    known = errors_known(machine)
     placed = place(machine, mesh)
     return HardwareInfo(
         name=machine.name,
@@ -38,7 +40,29 @@ def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
         numbers=tuple(
             Number(path=path, value=n.given, source=n.source, date=n.date) for path, n in machine.numbers()
         ),
+        **({"known": known} if known.words else {}),
     )
+
+
+def errors_known(machine: Hardware) -> Known:
+    """How far predictions for a machine are off, as far as that was compared."""
+    from costmodels.hardware.known import known_errors
+    from layoutopt.plan.known import Known
+
+    return Known.model_validate(known_errors(machine))
+
+
+def sure(machine: Hardware) -> str:
+    """What stands behind a predicted step on this machine, in words."""
+    if machine.calibrated:
+        return "calibrated on this hardware; `layoutopt validate MODEL` times whole steps of a model"
+    if found := errors_known(machine).words:
+        return found
+    assumed = sum(n.source.lower().startswith("assum") for _, n in machine.numbers())
+    sources = f"{len([*machine.numbers()])} numbers with sources, {assumed} of them assumptions"
+    if machine.kind == "cpu":
+        return f"not calibrated ({sources}): `layoutopt calibrate` measures this machine"
+    return f"no step of it was compared; {sources}"
 
 
 def _shape(placed: Placement) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from layoutopt.cli.machine_details import sure
 from layoutopt.cli.plans import where_of
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.plan.units import (
@@ -24,6 +25,7 @@ from layoutopt.plan.units import (
 )
 
 if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
     from layoutopt.plan.build import Plan
     from layoutopt.plan.schema import Alternative, Predicted
 
@@ -32,10 +34,10 @@ WIDE = 120
 """Characters from which on a table has room for every column."""
 
 
-def show_plan(terminal: Terminal, plan: Plan, limit: int | None = None) -> None:
-    """Prints a plan; `limit` is the memory of a device that it was searched for."""
+def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> None:
+    """Prints a plan; `limit` is the memory of a device that it was searched for, on this machine."""
     width = terminal.out.width
-    terminal.show(facts(summary(plan, limit)), "", alternatives_table(plan, width))
+    terminal.show(facts(summary(plan, limit, sure(machine))), "", alternatives_table(plan, width))
     if plan.data.frontier:
         terminal.show("", frontier_table(plan.data.frontier, width))
     reasons = [(a.name, a.reason) for a in plan.alternatives if a.reason is not None]
@@ -45,8 +47,8 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int | None = None) -> None:
         terminal.show("", f"note: {note}")
 
 
-def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
-    """Names and values of the answer."""
+def summary(plan: Plan, limit: int, behind: str) -> list[tuple[str, str]]:
+    """Names and values of the answer; `behind`: what stands behind its numbers."""
     info, p = plan.data.model, plan.predicted
     peak = p.peak_memory_bytes
     traffic = ", ".join(
@@ -68,7 +70,8 @@ def summary(plan: Plan, limit: int | None = None) -> list[tuple[str, str]]:
         *([("training", plan.data.training.words)] if plan.data.training else []),
         ("work", f"{rate_text(p.flops_per_device, 'FLOP')} per device"),
         ("traffic", f"per device: {traffic}" if traffic else "none"),
-        ("memory", f"{bytes_text(peak) if limit is None else used_text(peak, limit)} per device"),
+        ("memory", f"{used_text(peak, limit)} per device"),
+        ("how sure", behind),
         ("proof", proof(plan)),
     ]
 
@@ -116,10 +119,33 @@ class _Row:
 
 def alternatives_table(plan: Plan, width: int = WIDE) -> Table:
     """The answer and every alternative on the same numbers, the best by what was asked for first."""
-    answer = _Row(ANSWER, plan.data.mesh, plan.data.layout, plan.data.in_short(), plan.predicted, "yes")
+    own, alike = _alike(plan)
+    answer = _Row(
+        f"{ANSWER}, {own}" if own else ANSWER,
+        plan.data.mesh,
+        plan.data.layout,
+        plan.data.in_short(),
+        plan.predicted,
+        "yes",
+    )
     lean = where_of(plan).objective == "memory"
-    rows = sorted((_row(a) for a in plan.alternatives), key=lambda row: row.bytes if lean else row.seconds)
+    rows = sorted(alike, key=lambda row: row.bytes if lean else row.seconds)
     return _table("Alternatives", "layout", "of the answer's", [answer, *rows], width, strong=0, lean=lean)
+
+
+def _alike(plan: Plan) -> tuple[str, list[_Row]]:
+    """Names of the answer itself, and a row for every other layout with all its names."""
+    from layoutopt.plan.alike import grouped, identity
+
+    mesh, own, rows = plan.data.mesh, "", []
+    answer = identity(plan.data, mesh)
+    for first, *others in grouped(plan.alternatives, mesh):
+        names = ", ".join(each.name for each in (first, *others))
+        if first.predicted is not None and identity(first, mesh) == answer:
+            own = names
+        else:
+            rows.append(_row(first, names))
+    return own, rows
 
 
 def frontier_table(points: Sequence[Alternative], width: int = WIDE) -> Table:
@@ -127,9 +153,9 @@ def frontier_table(points: Sequence[Alternative], width: int = WIDE) -> Table:
     return _table("Frontier of time and memory", "point", "of the fastest", [_row(a) for a in points], width)
 
 
-def _row(a: Alternative) -> _Row:
+def _row(a: Alternative, names: str = "") -> _Row:
     fits = "not legal" if a.predicted is None else "yes" if a.feasible else "no"
-    return _Row(a.name, a.mesh, a.layout, a.in_short(), a.predicted, fits)
+    return _Row(names or a.name, a.mesh, a.layout, a.in_short(), a.predicted, fits)
 
 
 def _table(

@@ -233,7 +233,7 @@ def search(
                 terminal.say("stopped: this is the best so far")
             terminal.result(plan.data)
             if not as_json:
-                show_plan(terminal, plan, limit)
+                show_plan(terminal, plan, limit, machine)
             if report is not None:
                 from layoutopt.cli.report import write_report
 

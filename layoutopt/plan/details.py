@@ -26,6 +26,7 @@ from layoutopt.plan.fields import (
     Whole,
     wrong,
 )
+from layoutopt.plan.known import Known
 
 
 class Searched(Data):
@@ -77,6 +78,7 @@ class HardwareInfo(Data):
 
     Attributes:
       placement: how the mesh lies on it; `lies` says it of each mesh axis.
+      known: how far predictions for it are off.
     """
 
     name: str
@@ -87,6 +89,7 @@ class HardwareInfo(Data):
     placement: str = ""
     lies: dict[str, str] = Field(default_factory=dict)
     numbers: tuple[Number, ...] = ()
+    known: Known = Known()
 
 
 class Variable(Data):

@@ -37,7 +37,7 @@ def draw_memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
 
 def _memory_bar(row: Ranked, limit: float | None) -> Bar:
     predicted = row.choice.predicted
-    name = "This plan" if row.is_answer else row.choice.name
+    name = "This plan" if row.is_answer else row.names
     if predicted is None:
         return Bar(name, "", note="no price", faint=True)
     over = limit is not None and predicted.peak_memory_bytes > limit
@@ -75,7 +75,7 @@ def find_memory_by_layout(plan: PlanFile) -> str:
 def tell_memory_by_layout(plan: PlanFile) -> str:
     """Every bar in words."""
     told = [
-        f"{'this plan' if r.is_answer else r.choice.name}: {memory(r.choice.predicted.peak_memory_bytes)}"
+        f"{'this plan' if r.is_answer else r.names}: {memory(r.choice.predicted.peak_memory_bytes)}"
         for r in ranked(plan)[:MOST_LAYOUTS]
         if r.choice.predicted
     ]

@@ -46,7 +46,7 @@ def key_of(bars: Sequence[Bar]) -> list[tuple[str, str]]:
 
 def _time_bar(row: Ranked) -> Bar:
     predicted = row.choice.predicted
-    name = "This plan" if row.is_answer else row.choice.name
+    name = "This plan" if row.is_answer else row.names
     if predicted is None:
         return Bar(name, "", note="no price", faint=True)
     value = seconds(predicted.step_seconds)
@@ -75,7 +75,7 @@ def find_step_time(plan: PlanFile) -> str:
     other = best_alternative(plan)
     if other is None or other.ratio is None:
         return text
-    name = shorten(other.choice.name, 40)
+    name = shorten(other.names, 40)
     if other.ratio >= 1:
         return f"{text}; the best alternative that fits, {name}, takes {times(other.ratio)} as long"
     return f"{text}; {name} is priced lower, at {times(other.ratio)} the time"
@@ -85,7 +85,7 @@ def tell_step_time(plan: PlanFile) -> str:
     """Every bar in words."""
     told = []
     for row in ranked(plan)[:MOST_LAYOUTS]:
-        name = "this plan" if row.is_answer else row.choice.name
+        name = "this plan" if row.is_answer else row.names
         p = row.choice.predicted
         if p is None:
             told.append(f"{name}: no price")
@@ -148,7 +148,8 @@ def _columns(plan: PlanFile) -> list[tuple[str, Shares]]:
     """The layouts to compare: the answer, those that fit, then the others."""
     order = {r.choice.name: i for i, r in enumerate(ranked(plan))}
     twins = {r.choice.name for r in ranked(plan) if r.twin}
-    found = [(name, share) for name, share in shares(plan).items() if name not in twins]
+    known = {"answer", *order} | (shares(plan).keys() - {a.name for a in plan.alternatives})
+    found = [(name, share) for name, share in shares(plan).items() if name in known - twins]
     return sorted(found, key=lambda x: (x[0] != "answer", order.get(x[0], len(order))))[:MOST_COLUMNS]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from layoutopt.plan.details import Calibration, Proof, Robustness, Validation
+from layoutopt.plan.known import Known
 from layoutopt.plan.schema import INFEASIBLE, PlanFile
 from layoutopt.plan.units import count, memory, percent, plural, seconds, shorten, some, times
 from reports.evidence import typical_of
@@ -15,6 +16,8 @@ from reports.views.choices import best_alternative
 
 GOOD_ERROR = 0.15
 """Mean error of predictions that still tells most layouts apart."""
+ENOUGH = 3
+"""Published steps from which on their mean says something."""
 BAD_ERROR = 0.5
 """Mean error from which a predicted time says little."""
 
@@ -71,7 +74,7 @@ def speed(plan: PlanFile) -> Answer:
     said += f". {plan.training.words}" if plan.training else ""
     note = said
     if other is not None and other.ratio is not None:
-        name = shorten(other.choice.name, 36)
+        name = shorten(other.names, 36)
         note = (
             f"{said}; the next best, {name}, takes {times(other.ratio)} as long"
             if other.ratio >= 1
@@ -124,6 +127,8 @@ def _measured(plan: PlanFile) -> Answer:
     if calibration is not None and calibration.samples:
         return Answer(question, "Calibrated", f"{fit_words(calibration)}; no whole step was timed", "warn")
     hardware = plan.details.hardware
+    if hardware is not None and hardware.known.words:
+        return _known(hardware.known)
     if hardware is not None and hardware.numbers:
         assumed = sum(n.assumed for n in hardware.numbers)
         note = (
@@ -131,6 +136,15 @@ def _measured(plan: PlanFile) -> Answer:
         )
         return Answer(question, "Not measured", note, "warn")
     return Answer(question, "Not measured", "this plan brings no measurements and no sources", "warn")
+
+
+def _known(known: Known) -> Answer:
+    """What is known of predictions for this hardware, where no step of this model was measured."""
+    question, steps = "How sure", known.steps
+    if steps is None:
+        return Answer(question, "Only compiled", f"{known.words}; no step was compared", "warn")
+    good = steps.rows >= ENOUGH and steps.mean <= GOOD_ERROR
+    return Answer(question, f"±{percent(steps.mean)}", known.words, "good" if good else "warn")
 
 
 def _validated(plan: PlanFile, checked: Validation, error: float) -> Answer:

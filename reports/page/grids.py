@@ -151,7 +151,7 @@ def _layout(plan: PlanFile, r: Ranked) -> list[Cell]:
     text = layout_text(c.layout).replace(";", "; ") or "replicated"
     where = f"{shorten(text, LONGEST)} on {shorten(mesh_text(c.mesh), LONGEST)}"
     where += f"; {c.in_short()}" if c.in_short() else ""
-    name = Cell("This plan" if r.is_answer else c.name, where, strong=r.is_answer)
+    name = Cell("This plan" if r.is_answer else r.names, where, strong=r.is_answer)
     over = p is not None and plan.memory_limit is not None and p.peak_memory_bytes > plan.memory_limit
     verdict = "yes" if c.feasible else "no"
     fits = Cell(verdict, (c.reason or ""), state="" if c.feasible else "bad")

@@ -79,7 +79,7 @@ def layouts(plan: PlanFile) -> Table:
         )
         out.append(
             (
-                r.choice.name,
+                r.names,
                 mesh_option(r.choice.mesh),
                 layout_text(r.choice.layout),
                 r.choice.feasible,

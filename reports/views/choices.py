@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layoutopt.plan.alike import grouped
 from layoutopt.plan.schema import Alternative, PlanFile, Predicted
 from reports.plan import answer_of, same_layout
 
@@ -16,16 +17,26 @@ class Ranked:
     Attributes:
       ratio: its step time over the answer's; None when it has no price.
       twin: it is the answer's own layout.
+      others: its further names.
     """
 
     choice: Alternative
     ratio: float | None
     is_answer: bool = False
     twin: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> str:
+        """All its names."""
+        return ", ".join((self.choice.name, *self.others))
 
 
 def ranked(plan: PlanFile) -> tuple[Ranked, ...]:
-    """The answer, then the alternatives: those that fit by time, those that do not, those without a price."""
+    """The answer, then the alternatives: those that fit by time, those that do not, those without a price.
+
+    A layout of several names is there once.
+    """
 
     def order(choice: Alternative) -> tuple[int, float]:
         if choice.predicted is None:
@@ -33,8 +44,9 @@ def ranked(plan: PlanFile) -> tuple[Ranked, ...]:
         return (0 if choice.feasible else 1), choice.predicted.step_seconds
 
     rows = [Ranked(answer_of(plan), 1.0, is_answer=True)]
-    for choice in sorted(_placed(plan, plan.alternatives), key=order):
-        rows.append(Ranked(choice, _ratio(choice.predicted, plan.predicted), twin=same_layout(plan, choice)))
+    for choice, *alike in grouped(sorted(_placed(plan, plan.alternatives), key=order), plan.mesh):
+        ratio, others = _ratio(choice.predicted, plan.predicted), tuple(each.name for each in alike)
+        rows.append(Ranked(choice, ratio, twin=same_layout(plan, choice), others=others))
     return tuple(rows)
 
 
