@@ -10,32 +10,52 @@ if TYPE_CHECKING:
     from typing import Any
 
     from layoutopt.api import search
+    from layoutopt.door import cost, explain, validate, verify
     from layoutopt.importers.huggingface import from_huggingface
     from layoutopt.importers.jax.model import from_jax
     from layoutopt.plan.build import Plan, load_plan
     from layoutopt.sizing.sizing import size
 
-__all__ = ["Plan", "from_huggingface", "from_jax", "load_plan", "search", "size"]
+    __version__: str
+
+__all__ = [
+    "Plan",
+    "cost",
+    "explain",
+    "from_huggingface",
+    "from_jax",
+    "load_plan",
+    "search",
+    "size",
+    "validate",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the search and its plans when they are first used, so that the import stays light."""
+    """Loads what is asked for when it is first used, so that the import stays light."""
     import importlib
 
     homes = {
         "search": "layoutopt.api",
+        **dict.fromkeys(("cost", "explain", "validate", "verify"), "layoutopt.door"),
         "from_huggingface": "layoutopt.importers.huggingface",
         "from_jax": "layoutopt.importers.jax.model",
         "size": "layoutopt.sizing.sizing",
         "Plan": "layoutopt.plan.build",
         "load_plan": "layoutopt.plan.build",
     }
-    if name not in homes:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        found: Any = version("layoutopt")
+    elif name in homes:
+        found = getattr(importlib.import_module(homes[name]), name)
+    else:
         raise AttributeError(f"module 'layoutopt' has no attribute {name!r}")
-    found = getattr(importlib.import_module(homes[name]), name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

@@ -10,6 +10,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.clock import Clock
+from layoutopt.details.of_plan import with_details
 from layoutopt.optimize.k_best import k_best
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, Progress, Request, Rules, Standing
@@ -141,6 +142,10 @@ def search(
         elsewhere=allowed.elsewhere or None,
         pipeline=allowed.pipeline or None,
     )
+
+    def full(plan: Plan) -> Plan:
+        return with_details(plan, model, chosen, int(min(request.limit, LARGEST)))
+
     candidates = Search(request, renames=mesh is None)
     try:
         best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
@@ -180,13 +185,13 @@ def search(
         found = plan()
         if refine and not candidates.stopped:
             found = refined(found, request, keep_best)
-        return Plan(found.data, found.stopped, model)
+        return Plan(found.data, found.stopped, model, full)
     except KeyboardInterrupt:
         if not keep_best:
             raise
         clock.hurry()
         candidates.stopped = True
-        return Plan(plan().data, True, model)
+        return Plan(plan().data, True, model, full)
 
 
 def _check(

@@ -56,3 +56,8 @@ def known_names(asked: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(asked.lower(), lower, n=1, cutoff=0.6)
     hint = f"did you mean {lower[near[0]]!r}? " if near else ""
     return f"{hint}known: {', '.join(names) if names else 'none'}"
+
+
+def not_installed(package: str, extra: str, what: str = "this") -> UserError:
+    """What to type where an optional package is missing."""
+    return UserError(f"{what} needs {package}, which is not installed: pip install 'layoutopt[{extra}]'")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -13,7 +13,20 @@ from layoutopt.plan.fields import refusal
 from layoutopt.plan.schema import AGAIN, FORMAT, PlanFile, check_depth, load_json, plan_file
 from layoutopt.plan.units import clean
 
-__all__ = ["FORMAT", "plan_of", "read_plan", "validation_of"]
+
+class HasPlan(Protocol):
+    """A `layoutopt.Plan`."""
+
+    @property
+    def data(self) -> PlanFile: ...
+
+    def full(self) -> HasPlan: ...
+
+
+PlanLike = PlanFile | Mapping[str, Any] | HasPlan
+"""What figures, tables and pages take: a dict of a plan file, a read one, or what a search gave."""
+
+__all__ = ["FORMAT", "PlanLike", "plan_of", "read_plan", "validation_of"]
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
@@ -29,13 +42,16 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
 
 def plan_of(found: Any, name: str = "the plan") -> PlanFile:
-    """The plan in a dict; a PlanFile is returned as it is.
+    """The plan in a dict, or in a `layoutopt.Plan`, with all that its model adds; a PlanFile as it is.
 
     Raises:
       UserError: naming the plan and the field.
     """
     if isinstance(found, PlanFile):
         return found
+    if isinstance(getattr(found, "data", None), PlanFile):
+        full: PlanFile = found.full().data
+        return full
     check_depth(found, name, AGAIN)
     return plan_file(_shown(found), name)
 

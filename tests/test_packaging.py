@@ -27,6 +27,24 @@ status = solver.solve(model)
 product = tf.linalg.matmul([[1.0, 2.0]], [[3.0], [4.0]])
 print(solver.status_name(status), solver.objective_value, float(product[0, 0]))
 """
+BASE = """
+import importlib.util, sys
+sys.modules |= dict.fromkeys(["tensorflow", "jax", "jaxlib", "optax"])
+known = importlib.util.find_spec
+hidden = ("tensorflow", "jax")
+importlib.util.find_spec = lambda name, *rest: None if name in hidden else known(name, *rest)
+from layoutopt.cli import app
+
+def run(*words):
+    try:
+        app([*words, "examples/mlp.py", "--mesh", "data:2", "-q"])
+    except SystemExit as end:
+        return end.code
+
+found = run("search", "--recompute", "never", "--report", {page!r}), run("cost"), run("measure")
+print("exit codes", *found)
+"""
+"""TensorFlow and JAX are not there."""
 ORTOOLS = "from ortools.sat.python import cp_model"
 TENSORFLOW = "import tensorflow as tf"
 
@@ -80,6 +98,19 @@ def test_solver_and_tensorflow_share_a_process(imports: tuple[str, str]) -> None
     )
     assert done.returncode == 0, f"exit code {done.returncode} (negative: a signal)\n{done.stderr[-2000:]}"
     assert done.stdout.split() == ["OPTIMAL", "8.0", "11.0"]
+
+
+def test_the_base_needs_no_engine(tmp_path: Path) -> None:
+    """A search, a price and a report, with TensorFlow and JAX hidden; what runs asks for its extra."""
+    code = BASE.format(page=str(tmp_path / "r.html"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "exit codes 0 0 2" in done.stdout
+    assert done.stderr.splitlines()[-1] == (
+        "error: the engine 'local' needs TensorFlow, which is not installed: pip install "
+        "'layoutopt[tensorflow]'"
+    )
+    assert (tmp_path / "r.html").is_file() and re.search(r"^proof +optimal", done.stdout, re.MULTILINE)
+    assert re.search(r"^fits +yes", done.stdout, re.MULTILINE)
 
 
 def pins() -> dict[str, str]:

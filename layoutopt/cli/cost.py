@@ -164,8 +164,8 @@ def _show(
     total: Training | None,
 ) -> None:
     from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
-    from layoutopt.cli.machine_details import sure
     from layoutopt.cli.plan_tables import forms_text
+    from layoutopt.details.of_machine import sure
     from layoutopt.plan.build import decided
     from layoutopt.plan.trade_names import trade_names
 

@@ -31,6 +31,7 @@ from layoutopt.cli.plans import (
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.clock import Clock
+from layoutopt.details.of_machine import sure
 from layoutopt.plan.units import bytes_text, seconds_text, share_text, some
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def explain(
 
 def _other_numbers(found: Planned) -> list[str]:
     """Numbers of the hardware that are not those that the plan was made with, as far as it says these."""
-    from layoutopt.cli.machine_details import hardware_details
+    from layoutopt.details.of_machine import hardware_details
 
     said, now = found.plan.data.details.hardware, hardware_details(found.hardware, found.plan.mesh)
     before = {n.path: n.value for n in said.numbers} if said else {}
@@ -239,7 +240,7 @@ def _tell(
     checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
     held = [("waits", words) for words in evaluation.waits]
     held += [("peak", _peak(evaluation.memory)), _binds(found, evaluation, answers)]
-    terminal.show(facts([*summary(found.plan, found.limit), *checks, *held]))
+    terminal.show(facts([*summary(found.plan, found.limit, sure(found.hardware)), *checks, *held]))
     memory = for_memory(found)
     terminal.show(
         "", worth_table("What each split is worth", evaluation, memory, answers["splits"], "without it")

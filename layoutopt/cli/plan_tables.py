@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from layoutopt.cli.machine_details import sure
 from layoutopt.cli.plans import where_of
 from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.details.of_machine import sure
 from layoutopt.plan.units import (
     bytes_text,
     duration_text,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.details import with_details
 from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option
 from layoutopt.cli.plans import ModelOption, hardware_of, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
+from layoutopt.details.of_plan import with_details
 from layoutopt.plan.units import bytes_text
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
             raise
         terminal.say(f"{error}, which fills in variables, operations and memory")
         return plan
-    return with_details(plan, found.loaded, found.hardware, found.limit)
+    return with_details(
+        plan, found.loaded.model, found.hardware, found.limit, found.loaded.source, found.loaded.hashes()
+    )
 
 
 def _billed(plan: Plan, tokens: float | None, price: float | None) -> Plan:

@@ -276,13 +276,13 @@ def _detailed(
     terminal: Terminal, clock: Clock, plan: Plan, loaded: Loaded, machine: Hardware, limit: int
 ) -> Plan:
     """The plan with its details; without them if there is no time, or Ctrl-C ends their making."""
-    from layoutopt.cli.details import with_details
+    from layoutopt.details.of_plan import with_details
 
     full = plan
 
     def fill() -> None:
         nonlocal full
-        full = with_details(plan, loaded, machine, limit)
+        full = with_details(plan, loaded.model, machine, limit, loaded.source, loaded.hashes())
 
     try:
         if not clock.within(DETAILED, fill):

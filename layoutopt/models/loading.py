@@ -45,6 +45,8 @@ from mesh_tf_core.training.prefetch import position
 
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
 PLANS = "a plan goes to --layout, as in layoutopt train MODEL --layout PLAN.json"
+EXTRAS = {"jax": "jax", "optax": "jax", "tensorflow": "tensorflow"}
+"""Optional packages, by the extra that brings them."""
 TEXTS = "OSUMm"
 """Kinds of NumPy elements that are no numbers: objects, texts, dates."""
 
@@ -363,8 +365,10 @@ def _told(what: str, module: ModuleType | None, path: Path | None = None) -> Ite
 
 
 def _meant(error: BaseException) -> str:
-    """'; did you mean NAME?' where a module lacks a name that is near one of its own; Python asks so in
-    tracebacks alone."""
+    """'; did you mean NAME?' where a module lacks a name that is near one of its own, which Python asks in
+    tracebacks alone; how to install an optional package."""
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        return f": pip install 'layoutopt[{EXTRAS[error.name]}]'"
     if not (isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)):
         return ""
     near = difflib.get_close_matches(error.name or "", dir(error.obj), n=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -50,10 +50,17 @@ class Plan:
       mesh, layout, options: what `mtf.Trainer` and `Model.lower` take.
       stopped: Ctrl-C ended the search; no plan file says so.
       model: what it is for, where that is at hand; no plan file holds it.
+      complete: fills in what reports show (`details`), where model and hardware are at hand.
     """
 
-    def __init__(self, data: PlanFile, stopped: bool = False, model: Model | None = None) -> None:
-        self.data, self.stopped, self.model = data, stopped, model
+    def __init__(
+        self,
+        data: PlanFile,
+        stopped: bool = False,
+        model: Model | None = None,
+        complete: Callable[[Plan], Plan] | None = None,
+    ) -> None:
+        self.data, self.stopped, self.model, self.complete = data, stopped, model, complete
         self.mesh = Mesh(data.mesh)
         self.layout = layout_of(data)
         self.options = options_of(data)
@@ -86,11 +93,39 @@ class Plan:
 
     def with_training(self, found: Training | None) -> Plan:
         """The same plan with what training under it takes."""
-        return Plan(self.data.model_copy(update={"training": found}), self.stopped, self.model)
+        return Plan(self.data.model_copy(update={"training": found}), self.stopped, self.model, self.complete)
 
     def with_details(self, **found: Any) -> Plan:
         """The same plan with some parts of its `details` set anew."""
-        return Plan(self.data.with_details(**found), self.stopped, self.model)
+        return Plan(self.data.with_details(**found), self.stopped, self.model, self.complete)
+
+    def full(self) -> Plan:
+        """The same plan with all its `details`: what reports, figures and tables show."""
+        if self.complete is None or self.data.details.lines:
+            return self
+        return self.complete(self)
+
+    def to_frame(self) -> Any:
+        """The answer and its alternatives as a pandas frame: one row for each layout."""
+        from layoutopt.shown import frame
+
+        return frame(self.data)
+
+    def report(self, path: str | Path | None = None, validation: Mapping[str, Any] | None = None) -> str:
+        """The report, one page of HTML that needs nothing else.
+
+        Args:
+          path: where to write it too.
+          validation: what `layoutopt.validate` gave, as `to_json()`.
+        """
+        from layoutopt.shown import report
+
+        return report([self.full().to_json()], path, validation)
+
+    def _repr_html_(self) -> str:
+        from layoutopt.shown import card
+
+        return card(self.data)
 
     def of(self, model: Model) -> Plan:
         """The same plan with its model at hand.
@@ -99,7 +134,7 @@ class Plan:
           UserError: it was made for another one.
         """
         check_plan_model(self, model)
-        return Plan(self.data, self.stopped, model)
+        return Plan(self.data, self.stopped, model, self.complete)
 
     @property
     def jax(self) -> Any:

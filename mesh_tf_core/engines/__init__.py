@@ -8,6 +8,7 @@ from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.protocol import Engine
 from mesh_tf_core.engines.tf import devices as tf_devices
+from mesh_tf_core.engines.tf.loading import installed
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.program import Program
 
@@ -17,8 +18,8 @@ __all__ = ["KINDS", "Cluster", "Engine", "chosen", "device_count", "open_engine"
 
 
 def chosen(kind: str, cluster: Cluster | None = None) -> str:
-    """The engine that a kind means: `auto` is `jax` where JAX finds an accelerator and in several processes,
-    else `local`.
+    """The engine that a kind means: `auto` is `jax` where JAX finds an accelerator, in several processes, and
+    where it is installed without TensorFlow; else `local`.
 
     Raises:
       UserError: an unknown kind, or one that runs in one process alone.
@@ -31,7 +32,7 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
         return "jax"
     if kind != "auto":
         return kind
-    return "jax" if jax_home.accelerated() else "local"
+    return "jax" if jax_home.accelerated() or jax_home.installed() > installed() else "local"
 
 
 def running(kind: str, cluster: Cluster | None = None) -> bool:

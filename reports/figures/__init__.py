@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layoutopt.plan.schema import PlanFile
-from reports.figures.chart import Chart, PlanLike
+from reports.figures.chart import Chart
 from reports.figures.evidence import (
     draw_calibration,
     draw_predicted_measured,
@@ -47,6 +47,7 @@ from reports.figures.tradeoffs import (
     tell_frontier,
     tell_sensitivity,
 )
+from reports.reader import PlanLike
 from reports.views.choices import frontier as _frontier
 from reports.views.work import shares as _shares
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from mesh_tf_core.errors import UserError
 from reports.figures.sheet import settings
-from reports.reader import plan_of
+from reports.reader import PlanLike, plan_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-PlanLike = PlanFile | Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import against, letter, memory, mesh_text, seconds
 from reports.figures.bars import Bar, Bars, Part
-from reports.figures.chart import PlanLike
 from reports.figures.sheet import settings
 from reports.figures.time import UNFIT, key_of
 from reports.plan import one_model
-from reports.reader import plan_of
+from reports.reader import PlanLike, plan_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

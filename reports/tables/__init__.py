@@ -5,17 +5,15 @@ Columns hold plain numbers in seconds and bytes, so that a frame or its CSV file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
-from reports.reader import plan_of
+from reports.reader import PlanLike, plan_of
 from reports.tables import rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-PlanLike = PlanFile | Mapping[str, Any]
 
 
 def _frame(plan: PlanLike, build: Callable[[PlanFile], rows.Table]) -> DataFrame:

@@ -147,7 +147,11 @@ def test_a_stopped_search_is_saved_and_says_how_it_ended(
 
 @pytest.mark.parametrize(
     "place",
-    ["layoutopt.cli.details.with_details", "layoutopt.plan.build.Plan.save", "layoutopt.cli.search.where_of"],
+    [
+        "layoutopt.details.of_plan.with_details",
+        "layoutopt.plan.build.Plan.save",
+        "layoutopt.cli.search.where_of",
+    ],
 )
 def test_a_plan_that_was_found_is_not_lost(
     run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

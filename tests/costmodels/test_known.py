@@ -37,6 +37,6 @@ def test_words() -> None:
     }
     words = Known.model_validate(said).words.replace("\u00a0", " ")
     assert words == (
-        "11 published steps on this hardware: 8.0 % off in the mean, 19 % at most, 8 of them part of the fit; "
-        "against its compiler, 1 program: compute 15 % and memory 17 % off in the median"
+        "11 published steps on this hardware: 8.0 % off in the mean, 19 % at most, 8 of them part of the "
+        "fit; against its compiler, 1 program: compute 15 % and memory 17 % off in the median"
     )

@@ -26,7 +26,7 @@ from layoutopt.importers.jax.equations import (
     Var,
     constant,
 )
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, not_installed
 
 CALLS = (
     "jit",
@@ -53,7 +53,7 @@ def jax_module() -> Any:
     try:
         import jax
     except ImportError as error:
-        raise UserError("from_jax: JAX is not installed; pip install 'layoutopt[tpu]', or any jax") from error
+        raise not_installed("JAX", "jax", "a model from JAX") from error
     return jax
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, not_installed
 from mesh_tf_core.optimizers import SGD, Adafactor, Adam, Optimizer
 
 
@@ -18,9 +18,7 @@ def optax_of(optimizer: Optimizer) -> Any:
     try:
         import optax
     except ImportError:
-        raise UserError(
-            "the step of a JAX model needs optax; pip install 'layoutopt[jax]', or any optax"
-        ) from None
+        raise not_installed("optax", "jax", "the step of a JAX model") from None
     rate = optimizer.learning_rate if isinstance(optimizer.learning_rate, float) else 1e-3
     if optimizer.rates or optimizer.loss_scale or optimizer.ema:
         raise UserError(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.engines.jax.placing import placed
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, not_installed
 from mesh_tf_core.ir.mesh import Mesh
 
 SUPPORTED = "0.10"
@@ -32,12 +32,15 @@ def require(package: str = "jax") -> None:
     """
     for name in dict.fromkeys(("jax", package)):
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"this needs {name}, which is not installed; install the extra: layoutopt[tpu]")
+            raise not_installed(name, "tpu" if package == "libtpu" else "jax")
     found = metadata.version("jax")
     if found.split(".")[:2] != SUPPORTED.split("."):
-        raise UserError(
-            f"this works with jax {SUPPORTED}.*, found {found}; install the extra's versions: layoutopt[tpu]"
-        )
+        raise UserError(f"this works with jax {SUPPORTED}.*, found {found}: pip install 'layoutopt[jax]'")
+
+
+def installed() -> bool:
+    """Whether JAX is there; loads nothing."""
+    return importlib.util.find_spec("jax") is not None
 
 
 def stay_on_cpu() -> None:

@@ -7,14 +7,26 @@ them.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from functools import cache
 from typing import Any
+
+from mesh_tf_core.errors import not_installed
 
 UNASKED = ("keras", "jax", "h5py")
 
 
+@cache
+def installed() -> bool:
+    """Whether TensorFlow is there; loads nothing."""
+    return importlib.util.find_spec("tensorflow") is not None
+
+
 def tensorflow() -> Any:
-    """The module; as it is, if it was loaded before."""
+    """The module; as it is, if it was loaded before. UserError where it is not installed."""
+    if not installed():
+        raise not_installed("TensorFlow", "tensorflow", "the engine 'local'")
     if "tensorflow" not in sys.modules:
         absent = [name for name in UNASKED if name not in sys.modules]
         sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]

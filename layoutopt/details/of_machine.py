@@ -54,12 +54,15 @@ def errors_known(machine: Hardware) -> Known:
 
 def sure(machine: Hardware) -> str:
     """What stands behind a predicted step on this machine, in words."""
+    from layoutopt.plan.details import Number
+
     if machine.calibrated:
         return "calibrated on this hardware; `layoutopt validate MODEL` times whole steps of a model"
     if found := errors_known(machine).words:
         return found
-    assumed = sum(n.source.lower().startswith("assum") for _, n in machine.numbers())
-    sources = f"{len([*machine.numbers()])} numbers with sources, {assumed} of them assumptions"
+    numbers = [Number(path=path, value=n.given, source=n.source) for path, n in machine.numbers()]
+    assumed = sum(number.assumed for number in numbers)
+    sources = f"{len(numbers)} numbers with sources, {assumed} of them assumptions"
     if machine.kind == "cpu":
         return f"not calibrated ({sources}): `layoutopt calibrate` measures this machine"
     return f"no step of it was compared; {sources}"

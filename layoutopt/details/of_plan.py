@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,31 +10,42 @@ if TYPE_CHECKING:
     from costmodels.liveness import Memory
     from costmodels.pricing.pricer import Cost, Line
     from layoutopt.evaluator import Evaluator
-    from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import MemoryTimeline, PricedLine, Shares, Variable
-    from mesh_tf_core import Mesh, Program
+    from mesh_tf_core import Mesh, Model, Program
     from mesh_tf_core.ir.initializers import Variable as InitialValue
     from mesh_tf_core.ir.layout import Axes
     from mesh_tf_core.ir.values import Value
 
+NOTHING: Mapping[str, str] = {}
 MOST_POINTS = 2000
 
 
-def with_details(plan: Plan, loaded: Loaded, hardware: Hardware, limit: int) -> Plan:
-    """The same plan, with all its `details`."""
-    from layoutopt.cli.machine_details import calibration_details, hardware_details
+def with_details(
+    plan: Plan,
+    model: Model,
+    hardware: Hardware,
+    limit: int,
+    source: str = "",
+    hashes: Mapping[str, str] = NOTHING,
+) -> Plan:
+    """The same plan, with all its `details`.
+
+    Args:
+      limit: bytes that a device may hold.
+      source, hashes: what the model was made from, if that is a file.
+    """
+    from layoutopt.details.of_machine import calibration_details, hardware_details
     from layoutopt.evaluator import Evaluator
     from layoutopt.plan.build import AppliesPlans
     from layoutopt.plan.trade_names import trade_names
 
-    model = loaded.model
     evaluator = Evaluator(model, hardware)
     found = evaluator(plan.mesh, plan.layout, plan.options)
     calibration = calibration_details(hardware)
     return plan.with_details(
-        source=loaded.source,
-        source_sha256=loaded.hashes(),
+        source=source,
+        source_sha256=dict(hashes),
         hardware=hardware_details(hardware, plan.mesh),
         parallelism=trade_names(model, plan.mesh, plan.layout, plan.data),
         dims={name: max(sizes) for name, sizes in model.graph.dims().items()},

@@ -1,0 +1,288 @@
+"""What the commands `cost`, `explain`, `validate` and `verify` do, from Python: typed results with frames, as
+notebooks show them.
+
+    priced = layoutopt.cost(model, "data:2;model:4", "batch:data;heads:model", hardware="tpu-v5e")
+    priced.predicted.step_seconds, priced.fits, priced.to_frame()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import Any
+
+from costmodels.hardware import Hardware, load_hardware
+from costmodels.hardware.profiles import profiles_directory
+from layoutopt.analysis.explain import Answer, Asked, finder, split_rules
+from layoutopt.analysis.validate import validate as measured
+from layoutopt.analysis.verify import Verified, generation
+from layoutopt.analysis.verify import verify as compiled
+from layoutopt.clock import UNLIMITED, Clock
+from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.plan.build import Plan
+from layoutopt.plan.details import Validation
+from layoutopt.plan.schema import Predicted
+from layoutopt.plan.units import seconds_text, share_text, used_text
+from layoutopt.shown import table
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
+
+HARDWARE = "cpu-local"
+
+
+class _Shown:
+    """A result that a notebook shows as its words above its frame."""
+
+    def to_frame(self) -> Any:
+        """As a pandas frame."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.to_frame().to_html(index=False, max_rows=12)}"
+
+
+@dataclass(frozen=True, repr=False)
+class Priced(_Shown):
+    """A layout with its price.
+
+    Attributes:
+      limit: bytes that a device may hold.
+      evaluation: the lowered program, its `cost` line by line, its `memory` instruction by instruction.
+    """
+
+    evaluation: Evaluation = field(repr=False)
+    options: Options
+    limit: float
+
+    @property
+    def predicted(self) -> Predicted:
+        return self.evaluation.predicted
+
+    @property
+    def fits(self) -> bool:
+        return self.reason is None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it does not fit, naming the largest tensors; None if it fits."""
+        return self.evaluation.reason(self.limit)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the price."""
+        return self.evaluation.notes
+
+    def to_frame(self) -> Any:
+        """Every priced instruction, in the order of the program; numbers are of one of its `runs`."""
+        return table(
+            [
+                {
+                    "operation": x.name,
+                    "scope": x.origin.scope,
+                    "phase": x.origin.phase,
+                    "axes": "+".join(x.axes),
+                    "runs": x.times,
+                    "seconds": x.seconds,
+                    "exposed_seconds": x.exposed,
+                    "flops": x.flops,
+                    "bytes": x.bytes,
+                    "sent_bytes": x.sent,
+                }
+                for x in self.evaluation.cost.lines
+            ]
+        )
+
+    def __repr__(self) -> str:
+        p, program = self.predicted, self.evaluation.program
+        return (
+            f"Priced({program.layout} on {program.mesh}: {seconds_text(p.step_seconds)} a step, "
+            f"{used_text(p.peak_memory_bytes, self.limit)}{'' if self.fits else ', does not fit'})"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Explained(_Shown):
+    """Why a plan's layout: what each of its splits is worth, and what the memory limit costs.
+
+    Attributes:
+      limit: the best without the memory limit.
+      splits: for every split the best where it is undone.
+      against: another layout, where one was asked for.
+    """
+
+    plan: Plan
+    limit: Answer
+    splits: tuple[Answer, ...]
+    against: Priced | None = None
+
+    @property
+    def binds(self) -> bool:
+        """Whether the memory limit keeps a faster layout away."""
+        free = self.limit.seconds
+        return free is not None and free < self.plan.predicted.step_seconds * (1 - 1e-9)
+
+    def to_frame(self) -> Any:
+        """A row for every condition: seconds of the best under it, and how much more than the plan's."""
+        step = self.plan.predicted.step_seconds
+        rows = []
+        for each in (*self.splits, self.limit):
+            more = None if each.seconds is None else each.seconds - step
+            rows.append({**asdict(each), "costs_seconds": more})
+        return table(rows)
+
+    def __repr__(self) -> str:
+        said = [
+            f"{a.condition} costs {share_text(a.seconds - self.plan.predicted.step_seconds, a.seconds)}"
+            for a in self.splits
+            if a.seconds
+        ]
+        memory = "the memory limit binds" if self.binds else "the memory limit does not bind"
+        return f"Explained({'; '.join([*said, memory])})"
+
+
+@dataclass(frozen=True, repr=False)
+class Validated(_Shown):
+    """Layouts that ran, beside their predictions; `data` is what `layoutopt validate --json` prints."""
+
+    data: Validation
+
+    def to_frame(self) -> Any:
+        """A row for every layout."""
+        return table([row.model_dump() for row in self.data.rows])
+
+    def to_json(self) -> dict[str, Any]:
+        """For `Plan.report(validation=...)`."""
+        return self.data.to_json()
+
+    def __repr__(self) -> str:
+        d = self.data
+        known = [("error", d.mape), ("regret", d.regret)]
+        said = [f"{name} {share_text(value, 1)}" for name, value in known if value is not None]
+        return f"Validated({', '.join([f'{len(d.timed)} layouts', *said])})"
+
+
+def cost(
+    model: Model,
+    mesh: Mesh | str,
+    layout: Layout | str = "",
+    hardware: str | Hardware = HARDWARE,
+    memory: float | None = None,
+    options: Options | None = None,
+) -> Priced:
+    """What a layout costs.
+
+    Args:
+      hardware: a preset's name, a file, or a Hardware.
+      memory: bytes that a device may hold (None: what the hardware has).
+      options: what is decided beside the layout: storage, recomputation, microbatches.
+
+    Raises:
+      UserError: a layout that is not legal; one that does not fit is priced.
+    """
+    machine = _machine(hardware)
+    mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    layout = Layout(layout) if isinstance(layout, str) else layout
+    options = options or Options()
+    found = evaluate(model, mesh, layout, machine, options)
+    return Priced(found, options, machine.usable_memory_bytes if memory is None else float(memory))
+
+
+def explain(
+    plan: Plan,
+    against: Layout | str | None = None,
+    hardware: str | Hardware | None = None,
+    time_limit: float | Clock | None = None,
+) -> Explained:
+    """Why a plan's layout and not another: the search again with each of its splits undone, and without the
+    memory limit.
+
+    Args:
+      plan: of `layoutopt.search`, or `load_plan(path).of(model)`.
+      against: another layout on the plan's mesh.
+      hardware: None: that which the plan says.
+      time_limit: seconds for all searches together.
+
+    Raises:
+      UserError: the plan's model is not at hand, or the plan is one for the least memory.
+    """
+    model, machine = _model_of(plan), _machine(hardware or plan.data.hardware)
+    asked = plan.data.details.search
+    if asked is not None and asked.objective == "memory":
+        raise UserError(
+            "explain: a plan for the least memory; layoutopt explain PLAN says what its splits save"
+        )
+    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit) if time_limit else UNLIMITED
+    names = Asked.__dataclass_fields__
+    said = {n: v for n in names if asked is not None and (v := getattr(asked, n)) is not None}
+    find = finder(model, plan, machine, Asked(**said))
+    limit = None if asked is None or asked.memory_bytes is None else float(asked.memory_bytes)
+    rules = split_rules(plan)
+    splits = [
+        find(f"without {rule}", limit, undone, clock.part(1 / (len(rules) + 1 - n)))
+        for n, (rule, undone) in enumerate(rules)
+    ]
+    free = find("without the memory limit", 1e30, None, clock)
+    other = None if against is None else cost(model, plan.mesh, against, machine, limit, plan.options)
+    return Explained(plan, free, tuple(splits), other)
+
+
+def validate(
+    model: Model,
+    mesh: Mesh | str,
+    hardware: str | Hardware = HARDWARE,
+    layouts: Sequence[Layout | str] | None = None,
+    count: int = 12,
+    steps: int = 7,
+    batch: Mapping[str, Any] | None = None,
+    engine: str = "auto",
+) -> Validated:
+    """Runs layouts of a model on this machine's mesh, and compares with their predictions.
+
+    Args:
+      hardware: that predicts; this machine's calibrated profile stands for `cpu-local`, if there is one.
+      layouts: those to run (None: `count`, the best, named ones, and others).
+      steps: samples of each layout.
+      batch: what every step is fed (None: zeros).
+
+    Raises:
+      UserError: fewer than two layouts, or one that is not legal.
+    """
+    found = measured(model, mesh, _machine(hardware), layouts, count, steps, batch, engine=engine)
+    return Validated(Validation.model_validate(found))
+
+
+def verify(priced: Plan | Priced, topology: str) -> Verified:
+    """What the TPU compiler makes of a layout, without a TPU: collectives, peak memory, compute time.
+
+    Args:
+      priced: what `cost` or `search` gave.
+      topology: chips as the compiler names them, as "v5e:2x4"; as many devices as the mesh has.
+
+    Raises:
+      UserError: JAX or libtpu is missing, an unknown topology, or one of another number of devices.
+    """
+    machine = load_hardware(generation(topology).hardware)
+    if isinstance(priced, Priced):
+        of = priced.evaluation
+        model, mesh, layout = of.model, of.program.mesh, of.program.layout
+    else:
+        model, mesh, layout = _model_of(priced), priced.mesh, priced.layout
+    options, own = priced.options, getattr(model, "step_on", None)
+    step = own and (lambda devices: own(mesh, layout, options, devices))
+    return compiled(evaluate(model, mesh, layout, machine, options), topology, machine, step)
+
+
+def _model_of(plan: Plan) -> Model:
+    if plan.model is None:
+        raise UserError("a plan file holds no model; write load_plan(path).of(model)")
+    return plan.model
+
+
+def _machine(hardware: str | Hardware) -> Hardware:
+    if isinstance(hardware, Hardware):
+        return hardware
+    return load_hardware(hardware, profiles=profiles_directory())

@@ -1,0 +1,37 @@
+"""Plans as notebooks show them: the door from plans to reports, which nobody opens who only searches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def card(plan: Any) -> str:
+    """A plan's first screen for a notebook, as HTML."""
+    from reports.page.card import card_html
+
+    return card_html(plan)
+
+
+def frame(plan: Any) -> Any:
+    """The answer and its alternatives as a frame."""
+    import reports
+
+    return reports.tables.layouts(plan)
+
+
+def report(plans: Sequence[Any], path: str | Path | None, validation: Mapping[str, Any] | None) -> str:
+    """The page of some plans; written where a path is given."""
+    import reports
+
+    if path is not None:
+        reports.write_report(plans, path, validation)
+    return reports.report_html(plans, validation)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Rows as a frame."""
+    import pandas as pd
+
+    return pd.DataFrame([dict(row) for row in rows])

@@ -1,0 +1,47 @@
+"""A plan's first screen as a piece of a notebook: no style sheet, the notebook's own colours."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from layoutopt.plan.units import layout_text, memory, mesh_text, seconds, shorten
+from reports.page.answers import answers, axis_uses, subject
+from reports.reader import plan_of
+from reports.views.choices import ranked
+
+MOST = 8
+"""Layouts beside the answer."""
+LINE = "text-align:left;padding:2px 12px 2px 0;vertical-align:top"
+
+
+def card_html(plan: Any) -> str:
+    """What is split, how fast, does it fit, how sure, proven or not; then the alternatives."""
+    found = plan_of(plan)
+    facts = [
+        (
+            f"{use.chip.text} {use.size}",
+            f"splits {use.dims or 'nothing'}{f' ({use.form})' if use.form else ''}",
+        )
+        for use in axis_uses(found)
+    ]
+    facts += [(a.question, f"{a.value}: {a.note}") for a in answers(found)]
+    rows = []
+    for each in ranked(found)[: MOST + 1]:
+        c, p = each.choice, each.choice.predicted
+        name = "this plan" if each.is_answer else each.names
+        where = f"{layout_text(c.layout).replace(';', '; ') or 'replicated'} on {mesh_text(c.mesh)}"
+        where += f"; {c.in_short()}" if c.in_short() else ""
+        numbers = (seconds(p.step_seconds), memory(p.peak_memory_bytes)) if p else ("–", "–")
+        rows.append((name, shorten(where, 160), *numbers, "yes" if c.feasible else "no"))
+    head = ("layout", "splits", "step", "memory", "fits")
+    return (
+        f"<div><b>{escape(shorten(found.model.name, 80))}</b>, {escape(subject(found))}"
+        f"<table>{''.join(_row(row) for row in facts)}</table>"
+        f"<table>{_row(head, 'th')}{''.join(_row(row) for row in rows)}</table></div>"
+    )
+
+
+def _row(cells: tuple[str, ...], tag: str = "td") -> str:
+    inside = "".join(f'<{tag} style="{LINE}">{escape(cell)}</{tag}>' for cell in cells)
+    return f"<tr>{inside}</tr>"

@@ -1,0 +1,84 @@
+"""From Python: what a search, a price and an explanation give, and how notebooks show them."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import layoutopt
+import mesh_tf_core as mtf
+import reports
+from layoutopt.door import Validated
+from layoutopt.plan.build import Plan
+from layoutopt.plan.details import Validation
+from tests.layoutopt.models import EXAMPLES
+
+MESH = "data:2;model:2"
+
+
+@pytest.fixture(scope="module")
+def model() -> mtf.Model:
+    return EXAMPLES["mlp"]()
+
+
+@pytest.fixture(scope="module")
+def plan(model: mtf.Model) -> Plan:
+    return layoutopt.search(
+        model, mesh=MESH, hardware="tpu-v3", storage=["layout"], recompute=[False], microbatches=[1]
+    )
+
+
+def test_what_is_public_is_listed() -> None:
+    assert set(layoutopt.__all__) < set(dir(layoutopt))
+    assert layoutopt.__version__ == metadata.version("layoutopt")
+    assert all(callable(getattr(layoutopt, name)) for name in layoutopt.__all__)
+
+
+def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path) -> None:
+    frame = plan.to_frame()
+    assert frame["step_seconds"][0] == plan.predicted.step_seconds
+    assert len(frame) > len({a.name for a in plan.alternatives}) / 2
+    card = plan._repr_html_()
+    assert "Proven optimal" in card and "batch" in card and "<script" not in card
+    page = tmp_path / "report.html"
+    html = plan.report(page)
+    assert page.read_text(encoding="utf-8") == html
+    assert "Most expensive operations" in html and "Not in this plan: `layoutopt search" not in html
+    assert not plan.data.details.lines and plan.full().data.details.lines
+    drawn = reports.figures.memory_timeline(plan)
+    assert drawn.axes or drawn.artists or drawn.texts or drawn.lines or drawn.patches
+    assert len(reports.tables.operations(plan)) > 0
+
+
+def test_a_price_is_the_plans(plan: Plan, model: mtf.Model) -> None:
+    priced = layoutopt.cost(model, MESH, plan.layout, "tpu-v3", options=plan.options)
+    assert priced.predicted == plan.predicted
+    assert priced.fits and priced.reason is None
+    frame = priced.to_frame()
+    total = (frame["runs"] * frame["exposed_seconds"]).sum()
+    assert total == pytest.approx(plan.predicted.step_seconds)
+    tight = layoutopt.cost(model, MESH, plan.layout, "tpu-v3", memory=1000, options=plan.options)
+    assert not tight.fits and "largest: " in (tight.reason or "")
+    assert "does not fit" in repr(tight) and "<table" in priced._repr_html_()
+
+
+def test_an_explanation_says_what_each_split_is_worth(plan: Plan) -> None:
+    found = layoutopt.explain(plan, against="batch:data")
+    assert [a.condition for a in found.splits] == [
+        f"without {dim}:{'+'.join(axes)}" for dim, axes in plan.layout.items()
+    ]
+    assert (found.to_frame()["costs_seconds"] >= -1e-12).all()
+    assert not found.binds and found.limit.seconds == plan.predicted.step_seconds
+    assert found.against is not None
+    assert found.against.predicted.step_seconds >= plan.predicted.step_seconds
+    with pytest.raises(mtf.UserError, match="a plan file holds no model"):
+        layoutopt.explain(Plan(plan.data))
+
+
+def test_a_validation_has_a_frame() -> None:
+    rows = [{"layout": "batch:data", "predicted_seconds": 1.0, "measured_seconds": 2.0}]
+    found = Validated(Validation.model_validate({"rows": rows, "mape": 0.5}))
+    assert repr(found) == "Validated(1 layouts, error 50.0%)"
+    assert found.to_frame()["measured_seconds"][0] == 2.0
