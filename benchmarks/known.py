@@ -2,7 +2,7 @@
 
     python -m benchmarks.known
 
-writes it anew from `results/published.json` and `results/verify.json`.
+writes it anew from `results/published.json` and `results/verify.json`; who writes these calls `write`.
 """
 
 from __future__ import annotations
@@ -71,5 +71,10 @@ def _typical(rows: list[dict[str, Any]], what: str) -> float:
     return round(math.exp(statistics.median(ratios)) - 1, 4)
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Writes the file."""
     FILE.write_text(json.dumps(known(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import published_gpu, published_tpu
+from benchmarks import known, published_gpu, published_tpu
 from benchmarks.published_criteria import Criterion, criteria, quality, words_of
 from benchmarks.published_fit import STACKS, Fitter, Priced, constants, has_part
 from benchmarks.published_layers import MICRO, layers
@@ -192,6 +192,7 @@ def main() -> None:
     }
     if not args.table:
         OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        known.write()
     if args.page:
         args.page.write_text(page(result, judged), encoding="utf-8")
 

@@ -33,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import known as errors_known  # noqa: E402
 from benchmarks.verify_pairs import KINDS, PAIRS, Pair  # noqa: E402
 from costmodels.calibration.tpu import calibrate_tpu  # noqa: E402
 from costmodels.calibration.tpu_compiled import COMPILER, shipped_probes  # noqa: E402
@@ -86,6 +87,8 @@ def main() -> None:
             known[key(found)] = found
             print(f"{number:>2} {line(found)}", flush=True)
         write(args.out, kept(known, PAIRS), kept(known, KINDS.values()))
+    if args.out == OUT:
+        errors_known.write()
     print(summary(kept(known, PAIRS if args.kinds is None else KINDS.values())))
 
 

@@ -222,10 +222,10 @@ def explain(
     limit = None if asked is None or asked.memory_bytes is None else float(asked.memory_bytes)
     rules = split_rules(plan)
     splits = [
-        find(f"without {rule}", limit, undone, clock.part(1 / (len(rules) + 1 - n)))
+        find(f"without {rule}", limit, undone, clock.part(1 / (len(rules) + 1 - n)), None)
         for n, (rule, undone) in enumerate(rules)
     ]
-    free = find("without the memory limit", 1e30, None, clock)
+    free = find("without the memory limit", 1e30, None, clock, None)
     other = None if against is None else cost(model, plan.mesh, against, machine, limit, plan.options)
     return Explained(plan, free, tuple(splits), other)
 
