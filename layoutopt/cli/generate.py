@@ -27,6 +27,7 @@ from layoutopt.cli.options import (
     checkpoint_option,
     examples,
     is_plan,
+    read_layout,
 )
 from layoutopt.cli.running import Session, restored
 from layoutopt.cli.terminal import Terminal
@@ -109,7 +110,7 @@ def _loaded(
 
     source = source if ":" in Path(source).name else f"{source}:generate"
     loaded = session.load(source, settings, mesh, layout)
-    given = session.given(loaded, mesh, layout)
+    given = read_layout(loaded, mesh, layout, plan=session.plan)
     if "batch" not in loaded.hparams or any(s.partition("=")[0].strip() == "batch" for s in settings):
         return loaded, given
     ways = given.mesh.group_size(given.layout.axes("batch"))

@@ -29,6 +29,7 @@ from layoutopt.cli.options import (
     StorageOption,
     examples,
     read_hardware,
+    read_layout,
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
@@ -80,7 +81,8 @@ def measure(
     with job.open(engine, as_json, quiet) as session:
         terminal, traced = session.terminal, Trace(session, trace)
         loaded = session.load(model, settings, mesh, layout)
-        given = session.given(loaded, mesh, layout, storage, recompute, microbatches, context, diloco)
+        options = storage, recompute, microbatches, context, diloco
+        given = read_layout(loaded, mesh, layout, *options, session.plan)
         predicted = given.priced(loaded, machine)
         trainer = session.trainer(loaded, given)
         timed = _timed(terminal, loaded, trainer, warm_up, steps, lambda run: traced.record(run, predicted))

@@ -301,7 +301,7 @@ def read_asked(
     from layoutopt.models.loading import load_model
 
     loaded = load_model(model, settings or ())
-    return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches, context, diloco=diloco)
+    return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches, context, diloco)
 
 
 def read_layout(
@@ -312,8 +312,8 @@ def read_layout(
     recompute: Sequence[str] | None = None,
     microbatches: int = 1,
     context: Sequence[str] | None = None,
-    plan: Plan | None = None,
     diloco: str | None = None,
+    plan: Plan | None = None,
 ) -> Given:
     """The mesh, the layout and what else is decided, all of which a plan file gives.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt import signals
-from layoutopt.cli.options import Given, is_plan, read_layout, read_mesh, say_damage
+from layoutopt.cli.options import Given, is_plan, read_mesh, say_damage
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -35,12 +35,13 @@ class Session:
 
     Attributes:
       cluster: the processes, which have met; None for this one alone.
+      plan: what lies in the plan file, if `load` had to read it.
     """
 
     terminal: Terminal
     engine: str = "auto"
     cluster: Cluster | None = None
-    _plan: Plan | None = None
+    plan: Plan | None = None
 
     def load(
         self, source: str, settings: Sequence[str] | None, mesh: str | None, layout: str | None = None
@@ -55,25 +56,10 @@ class Session:
             if mesh is not None:
                 self.start(read_mesh(mesh).devices)
             elif layout is not None and is_plan(layout):
-                self._plan = load_plan(layout, say_damage)
-                self.start(self._plan.mesh.devices)
+                self.plan = load_plan(layout, say_damage)
+                self.start(self.plan.mesh.devices)
         with self.terminal.waiting("building the model"):
             return load_model(source, settings or ())
-
-    def given(
-        self,
-        loaded: Loaded,
-        mesh: str | None,
-        layout: str | None,
-        storage: Sequence[str] | None = None,
-        recompute: Sequence[str] | None = None,
-        microbatches: int = 1,
-        context: Sequence[str] | None = None,
-        diloco: str | None = None,
-    ) -> Given:
-        """See `read_layout`."""
-        options = storage, recompute, microbatches, context
-        return read_layout(loaded, mesh, layout, *options, self._plan, diloco)
 
     def start(self, count: int) -> None:
         """Makes this process's devices, before a library is used for anything else; meets the others."""

@@ -30,6 +30,7 @@ from layoutopt.cli.options import (
     checkpoint_option,
     examples,
     read_hardware,
+    read_layout,
     read_mesh,
 )
 from layoutopt.cli.progress import Bounds
@@ -110,7 +111,8 @@ def train(
             if layout == AUTO:
                 given = _searched(session, loaded, machine, mesh)
             else:
-                given = session.given(loaded, mesh, layout, storage, recompute, microbatches, context, diloco)
+                options = storage, recompute, microbatches, context, diloco
+                given = read_layout(loaded, mesh, layout, *options, session.plan)
             run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint)
             run.train(every, held_out, evaluate_every)
             run.evaluate(held_out)
