@@ -52,7 +52,8 @@ def question(layout: str) -> dict[str, Any]:
     """Exports of one layout, and what our program stores of every variable."""
     import mesh_tf_core as mtf
     from examples.transformer_lm import model
-    from layoutopt.plan.export import Exported, export, placed
+    from layoutopt.plan.export import export
+    from layoutopt.plan.exported import Exported, placed
 
     made, mesh, rules = model(), mtf.Mesh(MESH), mtf.Layout(layout)
     program = made.lower(mesh, rules)

@@ -16,7 +16,7 @@ from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
-    from layoutopt.plan.export import Placed
+    from layoutopt.plan.exported import Placed
 
 EXAMPLES = examples(
     "layoutopt export plan.json --to mesh-tensorflow",
@@ -55,8 +55,8 @@ def export(
     """Write a plan's layout in the form that another library takes, and say what it lacks; or its step."""
     from layoutopt.plan.build import AppliesPlans, decided, load_plan
     from layoutopt.plan.decided import Decided
-    from layoutopt.plan.export import Exported, placed
     from layoutopt.plan.export import export as written
+    from layoutopt.plan.exported import Exported, placed
     from layoutopt.plan.results import ExportResult
     from mesh_tf_core.files import write_file
 
@@ -66,6 +66,7 @@ def export(
     if to is Library.PERFETTO:
         _write_step(terminal, own, plan, model, out)
         return
+    check_stages(own)
     tensors, stages = None if model is not None else recorded(own, to.value), own.data.pipeline
     arrays: Mapping[str, tuple[Placed, ...]] = {}
     if tensors is None:
@@ -76,13 +77,14 @@ def export(
             arrays = found.arrays(own)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
     beside = decided(own.options, own.layout, stages)
-    text = written(Exported(title, own.mesh, own.layout, *tensors, beside, arrays), to.value)
+    text = written(Exported(title, own.mesh, own.layout, *tensors, beside, arrays, own.slices), to.value)
     more: dict[str, Any] = {}
     unsaid = {} if to is Library.MAXTEXT else beside.refined
     if unsaid:
         more["not_said"] = Decided(refined=unsaid).model_dump(exclude_defaults=True)
-    if own.data.slices:
-        more["slices"] = own.data.slices
+    slices = {} if to is Library.MAXTEXT else own.slices
+    if slices:
+        more["slices"] = slices
     with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the layout") as is_saved:
         terminal.result(ExportResult(to=to.value, mesh=own.mesh.as_dict(), text=text, **more))
         if not is_saved and not as_json:
@@ -90,7 +92,7 @@ def export(
     if unsaid:
         words = Decided(refined=unsaid).listed()
         terminal.say(f"not in this form: {'; '.join(filter(None, words.values()))}")
-    for axis, number in own.data.slices.items():
+    for axis, number in slices.items():
         terminal.say(f"not in this form: {axis} lies over {number} slices; lay its devices out so")
 
 
@@ -115,10 +117,24 @@ def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, o
             sys.stdout.write(text)
 
 
+def check_stages(plan: Plan) -> None:
+    """Raises UserError where the stages that a plan file names are not those of its layout."""
+    from mesh_tf_core.errors import UserError
+
+    for dim, number in plan.data.pipeline.items():
+        axes = plan.layout.axes(dim)
+        if plan.mesh.group_size(axes) != number:
+            raise UserError(
+                f"the plan has {number} stages of {dim!r}, but its layout splits {dim!r} over "
+                f"{'+'.join(axes) or 'no axis'} of {plan.mesh}; search again"
+            )
+
+
 def recorded(plan: Plan, to: str) -> tuple[tuple[Placed, ...], tuple[Placed, ...]] | None:
     """The variables and the inputs, as far as a form needs them and the plan says them; None if it does
     not."""
-    from layoutopt.plan.export import SAY_NO_TENSOR, Placed
+    from layoutopt.plan.export import SAY_NO_TENSOR
+    from layoutopt.plan.exported import Placed
     from mesh_tf_core.errors import UserError
 
     if to in SAY_NO_TENSOR:

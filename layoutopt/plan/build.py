@@ -28,7 +28,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import NO_STAGES, Model
 
 if TYPE_CHECKING:
-    from layoutopt.plan.export import Placed
+    from layoutopt.plan.exported import Placed
 
 
 @runtime_checkable

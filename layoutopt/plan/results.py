@@ -309,7 +309,7 @@ class ExportResult(Result):
 
     Attributes:
       not_said: what is decided beside the layout and has no word in that form; only if there is any.
-      slices: axes that lie over several slices of the machine, which no form says.
+      slices: axes that lie over several slices of the machine, where the form does not say so.
     """
 
     command = "export"

@@ -18,7 +18,8 @@ import mesh_tf_core as mtf
 from layoutopt.cli import app
 from layoutopt.models.loading import load_model
 from layoutopt.plan.decided import Decided
-from layoutopt.plan.export import FORMATS, Exported, Placed, export
+from layoutopt.plan.export import FORMATS, export
+from layoutopt.plan.exported import Exported, Placed
 
 LM = "examples/transformer_lm.py"
 SIZES = ("layers=2", "d_model=64", "d_ff=128", "length=32", "batch=8")
@@ -293,6 +294,47 @@ def test_what_is_kept_is_said_or_refused() -> None:
     for to in ("haliax", "mesh-tensorflow", "dtensor"):
         with pytest.raises(mtf.UserError, match=f"{to} recomputes all of a block or nothing"):
             export(replace(matrices("", "", layout="batch:a", recompute=("layers:keep=products",))), to)
+
+
+def test_maxtext_has_one_policy_for_all_layers() -> None:
+    """Of two stacks of layers, which several weights begin with, one runs again."""
+
+    def exported(*again: str) -> str:
+        stacks = [
+            Placed(f"{dim}/{name}", (dim, "d_model", "d_ff"), ((), (), ()), True)
+            for dim in ("encoder_layers", "layers")
+            for name in ("up", "gate")
+        ]
+        what = matrices("", "", layout="batch:a;d_ff:c", recompute=again)
+        return export(replace(what, variables=(*what.variables, *stacks)), "maxtext")
+
+    assert "remat_policy: full" in exported("layers", "encoder_layers")
+    assert "remat_policy: minimal_with_context" in exported()
+    with pytest.raises(mtf.UserError, match="recomputes layers and not encoder_layers; search with"):
+        exported("layers")
+
+
+def test_maxtext_says_what_lies_between_slices() -> None:
+    what = replace(matrices("zero3", "zero3"), slices={"a": 2, "b": 2})
+    lines = export(what, "maxtext").splitlines()
+    assert "ici_fsdp_parallelism: 2" in lines and "dcn_fsdp_parallelism: 4" in lines
+    assert "dcn_data_parallelism: 1" in lines and "dcn_tensor_parallelism: 1" in lines
+    assert "dcn" not in export(replace(what, slices={}), "maxtext")
+
+
+def test_stages_are_those_of_the_layout(run: Callable[..., Result], plan_file: str, tmp_path: Path) -> None:
+    """A file that names others is refused, and so is a pipeline that a file keeps silent about."""
+    plan = json.loads(Path(plan_file).read_text(encoding="utf-8"))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**plan, "pipeline": {"layers": 2}}), encoding="utf-8")
+    done = run("export", str(path), "--to", "haliax")
+    assert done.exit_code == 2
+    assert "2 stages of 'layers', but its layout splits 'layers' over no axis of" in done.stderr
+    silent = {**plan, "mesh": {"pipe": 2}, "layout": {"layers": ["pipe"]}, "microbatches": 2}
+    path.write_text(json.dumps(silent), encoding="utf-8")
+    done = run("export", str(path), "--to", "haliax", "--model", LM)
+    assert done.exit_code == 2
+    assert "pipelines as this plan's: 'layers' is split into 2 stages" in done.stderr
 
 
 def test_maxtext_takes_its_own_names() -> None:

@@ -368,6 +368,60 @@ def test_places_outside_of_the_second_axis_are_not_in_the_next_row() -> None:
     assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
 
 
+WRITTEN: dict[str, Any] = {
+    "rows": lambda h, i: jnp.zeros((6, 6)).at[i].set(h[:5]),
+    "elements": lambda h, i: h.at[i, i[::-1] % 3].set(h[0, :5] ** 2),
+    "matrix": lambda h, i: jnp.ones(6).at[jnp.stack([i, i])].set(h[:2, :5]),
+    "by row": lambda h, i: jax.vmap(lambda row: row.at[i].set(row[:5] * 3))(h),
+    "windows": lambda h, i: jax.lax.scatter(
+        jnp.ones(9), i[:, None], h[:5, :3],
+        jax.lax.ScatterDimensionNumbers((1,), (), (0,)), mode="drop",
+    ),
+    "once": lambda h, i: h.at[jnp.arange(5)].set(h[:5] * i[:, None], unique_indices=True),
+}  # fmt: skip
+
+
+def test_the_last_of_what_is_written_to_one_place_stays() -> None:
+    def loss(params, batch):
+        h = batch["x"] @ params["w"]
+        found = [f(h, batch["i"]) for f in WRITTEN.values()]
+        return sum((y**2 * jnp.arange(1, y.size + 1.0).reshape(y.shape)).mean() for y in found)
+
+    f = numbers()
+    given = {"w": f(8, 6)}, {"x": f(6, 8), "i": jnp.array([2, 0, 2, 5, 0])}
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
+def test_too_many_places_to_compare_are_refused() -> None:
+    def loss(params, batch):
+        return (jnp.zeros((9, 4)).at[batch["i"]].set(batch["x"] @ params["w"]) ** 2).mean()
+
+    given = {"w": numbers()(4, 4)}, {"x": numbers()(5000, 4), "i": jnp.zeros(5000, jnp.int32)}
+    with pytest.raises(mtf.UserError, match=r"test_from_jax.py:\d+: .*5,000 indices.*unique_indices=True"):
+        layoutopt.from_jax(loss, *given)
+
+
+def test_narrow_whole_numbers_wrap() -> None:
+    def loss(params, batch):
+        i, j = batch["i"], batch["j"]
+        wrapped = [
+            i + i,
+            i - j,
+            i * i,
+            -i,
+            i.astype("int16") * 300,
+            (i.astype("int32") * 77).astype("uint16"),
+        ]
+        wrapped += [jnp.float32(3.7) * i.astype("float32") // 1, (j.astype("float32") * -2).astype("uint8")]
+        return sum((x.astype("float32") * params["w"] * (n + 1)).mean() for n, x in enumerate(wrapped))
+
+    given = (
+        {"w": numbers()(6)},
+        {"i": jnp.array([0, 1, 100, 128, 200, 255], "uint8"), "j": jnp.arange(6, dtype="uint8")},
+    )
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
 def test_another_number_for_what_is_outside_is_refused() -> None:
     def loss(params, batch):
         return (params["t"].at[batch["i"]].get(mode="fill", fill_value=7.0) ** 2).mean()

@@ -14,6 +14,9 @@ from layoutopt.importers.jax.writer import Handler, Number, Writer
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 
+COMPARED = 1 << 24
+"""Pairs of places that are compared at most."""
+
 
 def _index(w: Writer, ids: Operand, number: int) -> Tensor | int:
     """One of the numbers of an index, for all indices; int32."""
@@ -149,6 +152,8 @@ def _scatter(w: Writer, e: Equation) -> None:
         lead = [d for _, o in found.others for d in w.dims(rows, o)]
         lead += [d for _, o, _ in found.windows for d in w.dims(rows, o)]
         place = mtf.broadcast(place, [*(d for d in lead if d not in place.shape.dims), *place.shape])
+        if e.prim == "scatter":
+            given = _last(w, e, place, [d for d in lead if d.name not in common], given)
     flat = Dim(w.fresh("_".join([*(d.name for d in own), "places"])), math.prod(d.size for d in own))
     target = flat if len(own) != 1 or own[0].name in given.shape.names else own[0]
     made = mtf.put_along(given, place, target, common)
@@ -165,6 +170,28 @@ def _scatter(w: Writer, e: Equation) -> None:
     hits = w.renamed(w.renamed(hits, {**by_rows, **names}), back)
     old = w.elementwise(x, e.out)
     w.put(e.out, mtf.where(hits > 0.5, made, old.value if isinstance(old, Number) else w.drawn(old, x)))
+
+
+def _last(w: Writer, e: Equation, place: Tensor, lead: Sequence[Dim], given: Tensor) -> Tensor:
+    """Of rows that are written to one place the last, of others 0; `lead` are the dimensions of places, in
+    the order in which they are written."""
+    count = math.prod(d.size for d in lead)
+    if count == 1 or e.params.get("unique_indices") or not indexing(e).others:
+        return given
+    if count**2 > COMPARED:
+        refuse(
+            e,
+            f"two of its {count:,} indices may be the same, and comparing them all is too much",
+            "write x.at[i].set(y, unique_indices=True) if no two are",
+        )
+    number: Any = 0
+    for d in lead:
+        number = number * d.size + mtf.mtf_range(w.graph, d, "int32")
+    names = {d.name: w.fresh(f"{d.name}_later") for d in lead}
+    same = mtf.equal(place, mtf.rename(place, **names))
+    again = mtf.logical_and(same, mtf.rename(number, **names) > number)
+    later = mtf.reduce_max(again.cast("float32"), [*names.values()])
+    return mtf.where(later < 0.5, given, 0.0)
 
 
 def _dynamic_slice(w: Writer, e: Equation) -> None:

@@ -35,7 +35,7 @@ from layoutopt.importers.jax.reroll import Rerolled, rerolled
 from layoutopt.importers.jax.shardings import jax_mesh
 from layoutopt.importers.jax.writer import Handler, Writer
 from layoutopt.plan.build import Plan, check_plan_model
-from layoutopt.plan.export import Placed
+from layoutopt.plan.exported import Placed
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.kept import dims_of

@@ -28,15 +28,13 @@ from layoutopt.importers.jax.equations import (
     refuse,
 )
 from layoutopt.importers.jax.keys import Draw, Keys, key_of, of_words
+from layoutopt.importers.jax.narrow import WIDER, wrapped
 from mesh_tf_core.ir.arrays import FixedArray
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES
 from mesh_tf_core.ir.initializers import FromArray, Initializer, Variable
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
-
-_NARROW = {"uint8": "int32", "int16": "int32", "uint16": "int32", "uint64": "int64", "int4": "int8"}
-
 
 _OTHERWISE = "write it with other operations, or report it"
 _INSTEAD = {
@@ -88,7 +86,7 @@ def beginning(array: Any, shape: Shape) -> Initializer:
 
 def our_dtype(dtype: str) -> str:
     """The element type that stands for one of JAX."""
-    return dtype if dtype in DTYPES else _NARROW.get(dtype, dtype)
+    return dtype if dtype in DTYPES else WIDER.get(dtype, dtype)
 
 
 class Writer:
@@ -329,6 +327,8 @@ class Writer:
             else:
                 try:
                     handler(self, e)
+                    if len(e.outs) == 1 and isinstance(made := self.values.get(id(e.out)), Tensor):
+                        self.values[id(e.out)] = wrapped(e, made)
                 except (mtf.UserError, AssertionError) as error:
                     if str(error).startswith("from_jax:"):
                         raise

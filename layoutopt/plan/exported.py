@@ -1,0 +1,66 @@
+"""What an export says: a layout, the tensors that lie between steps, and what else is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from layoutopt.plan.decided import Decided
+from layoutopt.plan.units import clean
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+
+if TYPE_CHECKING:
+    from mesh_tf_core.ir.program import Program
+
+
+NAMED = 3
+"""Names that a refusal has."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A variable or an input: its dimensions, the axes that each is split over, and their sizes."""
+
+    name: str
+    dims: tuple[str, ...]
+    splits: tuple[Axes, ...]
+    trained: bool = False
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What is written: a layout, every tensor that lies between steps, and what else is decided.
+
+    Attributes:
+      arrays: of a model from JAX, by the name of a section: its arrays as the user's program has them.
+      slices: mesh axis -> over how many slices of the machine it lies, where that are several.
+    """
+
+    title: str
+    mesh: Mesh
+    layout: Layout
+    variables: tuple[Placed, ...]
+    inputs: tuple[Placed, ...]
+    decided: Decided = field(default_factory=Decided)
+    arrays: Mapping[str, tuple[Placed, ...]] = field(default_factory=dict)
+    slices: Mapping[str, int] = field(default_factory=dict)
+
+
+def placed(program: Program) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
+    """The variables and the inputs of a program."""
+    stored = (
+        (name, s.variable.shape, s.splits, s.variable.trainable) for name, s in program.variables.items()
+    )
+    feeds = ((name, program.values[i]) for name, i in program.feeds.items())
+    variables = tuple(
+        Placed(name, shape.names, splits, trained, shape.sizes) for name, shape, splits, trained in stored
+    )
+    return variables, tuple(Placed(name, v.shape.names, v.splits, False, v.shape.sizes) for name, v in feeds)
+
+
+def comment(text: str) -> str:
+    """One line, whatever the names in it are."""
+    return f"# {clean(' '.join(text.split()))}"

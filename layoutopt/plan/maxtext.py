@@ -1,0 +1,240 @@
+"""A plan as settings of MaxText: mesh sizes, logical axes, storage, recomputation and microbatches.
+
+Names are those of its base.yml (github.com/AI-Hypercomputer/maxtext, src/MaxText/configs/base.yml).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from layoutopt.plan.decided import ELSEWHERE
+from layoutopt.plan.exported import NAMED, Exported, Placed, comment
+from layoutopt.plan.units import some
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.storage import STAGES, read_stage
+
+# Dimension -> the logical axes that mean it, of activations and of weights (`logical_axis_rules`).
+MAXTEXT_DIMS: Mapping[str, Sequence[str]] = {
+    "batch": (
+        "activation_batch",
+        "activation_batch_no_exp",
+        "activation_embed_and_logits_batch",
+        "activation_kv_batch",
+        "activation_kv_batch_no_exp",
+    ),
+    "length": (
+        "activation_length",
+        "activation_length_no_exp",
+        "activation_attn_length",
+        "activation_attn_length_no_exp",
+        "activation_norm_length",
+        "activation_q_length",
+        "activation_q_length_no_exp",
+    ),
+    "memory_length": ("activation_kv_length",),
+    "d_model": ("embed", "embed_no_exp", "norm", "activation_embed"),
+    "d_ff": ("mlp", "mlp_no_fsdp", "activation_mlp"),
+    "heads": ("heads", "q_heads", "kv_heads", "activation_heads", "activation_kv_heads"),
+    "d_kv": ("kv", "kv_head_dim", "activation_kv", "activation_kv_head_dim"),
+    "vocab": ("vocab", "activation_vocab"),
+    "experts": ("exp", "activation_exp"),
+}
+# MaxText's mesh axes are fixed names (`mesh_axes` of the same file); ours take the first one that is free.
+MAXTEXT_AXES = (
+    "data",
+    "tensor",
+    "fsdp",
+    "tensor_transpose",
+    "fsdp_transpose",
+    "sequence",
+    "context",
+    "expert",
+)
+MAXTEXT_ALIKE = {"batch": "data", "model": "tensor", "experts": "expert"}
+
+
+MAXTEXT_ROWS: Mapping[str, Sequence[str]] = {
+    **{each: row for row in MAXTEXT_DIMS.values() for each in row},
+    **MAXTEXT_DIMS,
+}
+"""The same, and MaxText's own names: what a model of its parameters calls its dimensions."""
+MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
+"""The logical axes that every matrix has and MaxText splits for FSDP; `d_model` of ours."""
+MAXTEXT_BETWEEN = "activation_norm_length"
+"""The length of what layers carry and norms work on."""
+MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
+"""Stage -> the axis of MaxText that splits the batch, and at this stage the state too, or the weights too."""
+MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
+    (): "full",
+    ("products",): "minimal",
+    ("products", "attention"): "minimal_with_context",
+}
+"""What a layer that runs again keeps -> the `remat_policy` that does so. (The last one saves the most.)"""
+
+
+def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
+    """The stage of every matrix, and the axes that split it; '' if they are stored as the layout says.
+
+    Raises:
+      UserError: MaxText stores all matrices alike, and splits what it stores over the batch's axes alone.
+    """
+    if not what.decided.storage:
+        return "", ()
+    spare = {v.name: _spare(what, v) for v in what.variables if _is_matrix(v)}
+    stages: dict[str, list[str]] = {}
+    for said, its in what.decided.stages().items():
+        stages.setdefault(STAGES[read_stage(said).number], []).extend(its)
+    if whole := [name for name, axes in spare.items() if axes and name not in what.decided.storage]:
+        stages["layout"] = whole
+    if len(stages) > 1 or not stages.keys() <= MAXTEXT_STORED.keys():
+        listed = "; ".join(f"{some(names, NAMED)} at {stage}" for stage, names in sorted(stages.items()))
+        raise UserError(
+            f"maxtext stores all matrices alike, at layout, zero1 or zero3, but this plan stores {listed}; "
+            "search with --storage zero1, or zero3, or layout"
+        )
+    batch = what.layout.axes("batch")
+    if any(set(axes) & {*batch} not in (set(), {*batch}) for _, axes in what.layout.items()):
+        batch = ()  # they become one axis
+    stored = next((axes for axes in spare.values() if axes), batch)
+    if stages.keys() != {"zero3"} or not {*stored} <= {*batch}:
+        stored = batch  # the rest of the batch is an axis of its own in hybrid sharding alone
+    for name, axes in spare.items():
+        if axes and {*axes} != {*stored}:
+            raise UserError(
+                f"maxtext splits what it stores over the batch's axes alone ({'+'.join(batch) or 'none'}), "
+                f"but this plan stores {name} over {'+'.join(axes)}; search with --storage layout"
+            )
+    return next(iter(stages)), stored
+
+
+def _is_matrix(v: Placed) -> bool:
+    rows = [MAXTEXT_ROWS[d] for d in v.dims if d in MAXTEXT_ROWS]
+    return v.trained and len(rows) > 1 and MAXTEXT_DIMS["d_model"] in rows
+
+
+def _spare(what: Exported, v: Placed) -> Axes:
+    """The axes that storage splits a variable over, or could."""
+    split = {a for d in v.dims for a in what.layout.axes(d)}
+    over = read_stage(what.decided.storage.get(v.name, 0)).over or what.mesh.names
+    return tuple(a for a, size in what.mesh.axes if size > 1 and a not in split and a in over)
+
+
+def maxtext(what: Exported) -> str:
+    """The settings, as YAML that MaxText takes beside its base.yml.
+
+    Raises:
+      UserError: what MaxText has no setting for.
+    """
+    stage, stored = _maxtext_stage(what)
+    names = _maxtext_axes(what.mesh, dict.fromkeys(stored, MAXTEXT_STORED[stage]) if stage else {})
+    logical: dict[str, list[str]] = {}
+    for name, axes in what.layout.items():
+        if name not in MAXTEXT_ROWS:
+            raise UserError(
+                f"maxtext has no logical axis for dimension {name!r}; {known_names(name, MAXTEXT_DIMS)}"
+            )
+        for each in MAXTEXT_ROWS[name]:
+            if logical.setdefault(each, _renamed(axes, names)) != _renamed(axes, names):
+                raise UserError(
+                    f"maxtext has one logical axis {each!r} for {name!r} and another dimension, which this "
+                    "plan splits otherwise; pin both alike, or choose another form"
+                )
+    for name, extra in what.decided.refined.get(ELSEWHERE, {}).items():
+        if name != "length":
+            raise UserError(
+                f"maxtext has no logical axis for {name}:{'+'.join(extra)} elsewhere: what lies between its "
+                "operations has one for length; leave that out, or choose another form"
+            )
+        logical[MAXTEXT_BETWEEN] = _renamed((*what.layout.axes(name), *extra), names)
+    if stage == "zero3":
+        for each in MAXTEXT_WEIGHTS:
+            logical[each] = [*logical.get(each, ()), *_renamed(stored, names)]
+    rules = [json.dumps([each, axes]) for each, axes in logical.items()]
+    more = [f"remat_policy: {_maxtext_policy(what)}"]
+    more += ["shard_optimizer_over_data: True"] if stage == "zero1" else []
+    more += _maxtext_batch(what)
+    sizes, between = dict.fromkeys(MAXTEXT_AXES, 1), dict.fromkeys(MAXTEXT_AXES, 1)
+    for axis, size in what.mesh.axes:
+        slices = what.slices.get(axis, 1)
+        sizes[names[axis]] *= size // slices
+        between[names[axis]] *= slices
+    return "\n".join(
+        [
+            comment(what.title),
+            *(f"ici_{axis}_parallelism: {size}" for axis, size in sizes.items()),
+            *(f"dcn_{axis}_parallelism: {size}" for axis, size in between.items() if what.slices),
+            *more,
+            "logical_axis_rules: [",
+            *(f"  {rule}," for rule in rules[:-1]),
+            *(f"  {rule}" for rule in rules[-1:]),
+            "]",
+            "",
+        ]
+    )
+
+
+def _maxtext_policy(what: Exported) -> str:
+    """The `remat_policy` of a plan; where nothing runs again, the one that saves the most."""
+    policies = {}
+    for text in what.decided.recompute:
+        kept = Recomputed.parse(text).keep
+        if kept not in MAXTEXT_REMAT:
+            known = ", ".join("+".join(keep) or "nothing" for keep in MAXTEXT_REMAT)
+            raise UserError(
+                f"maxtext has no remat_policy for {text}: its named ones keep {known}; choose "
+                "another form, or recompute all of it"
+            )
+        policies[MAXTEXT_REMAT[kept]] = text
+    if len(policies) > 1:
+        raise UserError(
+            f"maxtext has one remat_policy for all layers, but this plan recomputes "
+            f"{', '.join(policies.values())}; search with --recompute always, or choose another form"
+        )
+    again = {Recomputed.parse(text).dim for text in what.decided.recompute}
+    if again and (left := [dim for dim in _stacks(what) if dim not in again]):
+        raise UserError(
+            "maxtext has one remat_policy for all layers, but this plan recomputes "
+            f"{some(sorted(again), NAMED)} and not {some(left, NAMED)}; "
+            "search with --recompute always, or never"
+        )
+    return next(iter(policies), MAXTEXT_REMAT["products", "attention"])
+
+
+def _stacks(what: Exported) -> list[str]:
+    """Dimensions of layers: several trained variables begin with one, and it is no logical axis."""
+    first = Counter(v.dims[0] for v in what.variables if v.trained and len(v.dims) > 1)
+    return [dim for dim, n in first.items() if n > 1 and dim not in MAXTEXT_ROWS]
+
+
+def _maxtext_batch(what: Exported) -> list[str]:
+    """How MaxText counts the batch: examples of a device in one part."""
+    parts, examples = what.decided.microbatches, 0
+    lines = [f"gradient_accumulation_steps: {parts}"] if parts > 1 else []
+    for tensor in what.inputs:
+        examples = dict(zip(tensor.dims, tensor.sizes, strict=False)).get("batch", examples)
+    return [*lines, f"per_device_batch_size: {examples / what.mesh.devices:g}"] if examples else lines
+
+
+def _renamed(axes: Axes, names: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(names[a] for a in axes))
+
+
+def _maxtext_axes(mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
+    """Mesh axis -> the axis of MaxText that stands for it: given, of the same name or meaning, or free."""
+    alike = {a: MAXTEXT_ALIKE.get(a, a) for a in mesh.names if a not in given}
+    alike = {a: name for a, name in alike.items() if name in {*MAXTEXT_AXES} - {*given.values()}}
+    if len(set(alike.values())) < len(alike):
+        alike = {}
+    names = {**given, **alike}
+    free = [axis for axis in MAXTEXT_AXES if axis not in names.values()]
+    for axis in mesh.names:
+        if axis not in names:
+            if not free:
+                raise UserError(f"maxtext has {len(MAXTEXT_AXES)} mesh axes, but the mesh {mesh} has more")
+            names[axis] = free.pop(0)
+    return names
