@@ -35,6 +35,10 @@ ZERO: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Mesh, layout and what else is decided, of training steps of the scanned transformer."""
 
+WHOLE_AXES = {"transformer": [("data:2;model:2", "batch:data;vocab:model")]}
+"""Layouts of models whose fused axes (query, key and value; gate and up) our engines split and JAX's
+shardings cannot."""
+
 
 class Momentum:
     """An optimizer as optax has them."""
@@ -77,8 +81,7 @@ def applied(name: str) -> float:
     model, given = imported(name)
     has_aux = isinstance(jax.eval_shape(loss, *given), tuple)
     wanted = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))(*given)
-    # Our engines split a part of a fused axis (gate and up) too; JAX's shardings cannot.
-    plans = [plan_of(model, mesh, layout.replace("d_ff:model;", "")) for mesh, layout in layouts]
+    plans = [plan_of(model, mesh, layout) for mesh, layout in WHOLE_AXES.get(name, layouts)]
     made = [jax.jit(jax.value_and_grad(p.jax.apply(loss), has_aux=has_aux))(*given) for p in plans]
     return max(off(found, wanted) for found in made)
 
