@@ -1,0 +1,96 @@
+"""Replicas that meet rarely against synchronous training on the same tokens, trained here.
+
+    python benchmarks/diloco.py [--steps 1000] [--out benchmarks/results/diloco.json]
+
+The example language model learns the standard library's sources: synchronously, and as 2 and 4 replicas that
+meet every 10, 30 and 100 steps (`--diloco`, with its own rate and momentum), each three times on windows of
+another order. All take the same number of tokens in a step, shared among the replicas, and the same learning
+rates. The loss is that on files that nobody trains on, of what replicas have in common, after the last
+meeting. Takes some CPU minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from datetime import date
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import mesh_tf_core as mtf
+from examples.text import batches
+from examples.transformer_lm import model as transformer
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH, LENGTH, VOCAB, WIDTH, LAYERS, HEADS = 16, 64, 128, 64, 2, 4
+REPLICAS, PERIODS, SEEDS, EVALUATED = (2, 4), (10, 30, 100), 3, 32
+
+
+def build(batch: int) -> mtf.Model:
+    return transformer(
+        layers=LAYERS,
+        heads=HEADS,
+        d_kv=WIDTH // HEADS,
+        d_model=WIDTH,
+        d_ff=4 * WIDTH,
+        vocab=VOCAB,
+        batch=batch,
+        length=LENGTH,
+        learning_rate=5e-3,
+        warmup=64,
+        clip_norm=1.0,
+    )
+
+
+def trained(replicas: int, period: int, seed: int, steps: int) -> dict[str, Any]:
+    """One run; `replicas` 1 is synchronous."""
+    own = BATCH // replicas
+    options = mtf.Options(diloco=mtf.DiLoCo("sites", period) if replicas > 1 else None)
+    trainer = mtf.Trainer(build(own), f"sites:{replicas}", "", options, engine="local")
+    began = time.process_time()
+    history = trainer.fit(batches(own, LENGTH, VOCAB, seed=seed), steps)
+    held_out = islice(batches(own, LENGTH, VOCAB, "held-out"), EVALUATED * replicas)
+    row = {
+        "replicas": replicas,
+        "period": period,
+        "seed": seed,
+        "curve": [round(statistics.fmean(r["loss"] for r in part), 4) for part in _tenths(history)],
+        "held_out": trainer.evaluate(held_out)["loss"],
+        "cpu_seconds": time.process_time() - began,
+    }
+    trainer.engine.close()
+    return row
+
+
+def _tenths(history: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The losses of each tenth of a run."""
+    size = max(1, len(history) // 10)
+    return [history[i : i + size] for i in range(0, len(history), size)][:10]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--steps", type=int, default=1000, help="a multiple of the periods")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "diloco.json")
+    args = parser.parse_args()
+    cases = [(1, 1), *((n, h) for n in REPLICAS for h in PERIODS)]
+    rows = []
+    for replicas, period in cases:
+        for seed in range(SEEDS):
+            # The last step is a meeting: what is evaluated has all that was learned.
+            rows.append(trained(replicas, period, seed, args.steps - args.steps % period))
+        own = [r["held_out"] for r in rows if (r["replicas"], r["period"]) == (replicas, period)]
+        base = statistics.fmean(r["held_out"] for r in rows if r["replicas"] == 1)
+        mean = statistics.fmean(own)
+        said = f"{mean:.4f} ({min(own):.4f} to {max(own):.4f}), {100 * (mean / base - 1):+.1f} %"
+        print(f"{replicas} replicas, period {period}: held-out loss {said}", flush=True)
+    command = f"python benchmarks/diloco.py --steps {args.steps}"
+    found = {"date": date.today().isoformat(), "command": command, "rows": rows}
+    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
