@@ -1,7 +1,7 @@
 """Peak memory of a program.
 
 A device holds, at instruction t,
-  (1) the variables as stored, from the first step to the last;
+  (1) the variables as stored, from the first step to the last, but for those that lie on the host;
   (2) the batch, and every value that is computed at or before t and read at or after it;
   (3) inside a loop: what is alive around the loop (its stacked results among it), plus the body's own values
       at their worst point.
@@ -176,6 +176,7 @@ class _Walk:
         self.stored = {
             name: held_bytes(stored.value, program.mesh, self.tiles)
             for name, stored in program.variables.items()
+            if not stored.host
         }
         self.resident = sum(self.stored.values())
         self.born: dict[int, Origin] = {}

@@ -58,6 +58,7 @@ def search(
     alternatives: bool = True,
     context: Sequence[str] = (GATHER,),
     pipeline: Sequence[str] = (),
+    offload: Sequence[str] = (),
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -88,6 +89,8 @@ def search(
       context: how attention may be done to keys that lie split as its queries do: of "gather", "ring",
         "zigzag" and "all_to_all".
       pipeline: dimensions of layers that mesh axes may split into stages, which the microbatches go through.
+      offload: what may lie in the hosts' memory, where the hardware file knows the link: of "optimizer" (its
+        state).
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 
@@ -101,7 +104,7 @@ def search(
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    lists = storage, recompute, microbatches, context, elsewhere, pipeline
+    lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload
     _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
@@ -113,7 +116,10 @@ def search(
         context=tuple(dict.fromkeys(context)),
         elsewhere=tuple(dict.fromkeys(elsewhere)),
         pipeline=tuple(dict.fromkeys(pipeline)),
+        offload=tuple(dict.fromkeys(offload)),
     )
+    if allowed.offload:
+        _check_host(chosen)
     request = Request(
         model,
         chosen,
@@ -141,6 +147,7 @@ def search(
         context=None if allowed.context == (GATHER,) else allowed.context,
         elsewhere=allowed.elsewhere or None,
         pipeline=allowed.pipeline or None,
+        offload=allowed.offload or None,
     )
 
     def full(plan: Plan) -> Plan:
@@ -211,6 +218,7 @@ def _check(
     context: Any,
     elsewhere: Any,
     pipeline: Any,
+    offload: Any,
 ) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
     if objective not in OBJECTIVES:
@@ -244,6 +252,7 @@ def _check(
         "context": context,
         "elsewhere": elsewhere,
         "pipeline": pipeline,
+        "offload": offload,
     }
     for name, found in lists.items():
         if isinstance(found, str) or not isinstance(found, Iterable):
@@ -252,6 +261,16 @@ def _check(
         raise UserError("--refine knows no stages of pipelines; leave it or --pipeline out")
     if mesh is None and (pins or forbid):
         raise UserError("--pin and --forbid name mesh axes: give the mesh with --mesh instead of --devices")
+
+
+def _check_host(hardware: Hardware) -> None:
+    """UserError unless something may lie on the hosts of some hardware."""
+    if hardware.is_host:
+        raise UserError(
+            f"--offload: on {hardware.name} devices and host have one memory, so there is nothing to gain; "
+            "leave it out"
+        )
+    hardware.host_seconds(0.0)
 
 
 class _Auto:

@@ -14,6 +14,7 @@ from costmodels.hardware import Hardware
 from costmodels.kernels.fused import Fused
 from costmodels.kernels.refused import sentences
 from costmodels.liveness import Memory, memory
+from costmodels.pricing.items import HOST
 from costmodels.pricing.pricer import Cost, Pricer, pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from costmodels.waiting import waiting
@@ -119,13 +120,20 @@ class Evaluation:
             examples_per_second=rate(model.examples * replicas),
             tokens_per_second=rate(tokens),
             tokens_per_second_per_chip=rate(tokens, chips),
+            host_memory_bytes=self.program.host_bytes or None,
+            host_bytes_per_device=self.program.transfer_bytes() if self.program.host_bytes else None,
         )
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What to know of the price: where it is of another kind, what it prices too low, and where it claims
         more than anyone published."""
-        own = (*self.waits, *self.cost.notes, *sentences(self.program, self.prices.hardware))
+        own = (
+            *self._offloads(),
+            *self.waits,
+            *self.cost.notes,
+            *sentences(self.program, self.prices.hardware),
+        )
         best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu
         if best is None or mfu is None or mfu <= best.value:
             return own
@@ -138,6 +146,21 @@ class Evaluation:
             f"{share_text(again, step)} on recomputation and {share_text(waits, step)} waiting for messages, "
             "and the price leaves out input, the host and stragglers",
         )
+
+    def _offloads(self) -> Iterator[str]:
+        """What to know of what lies on the hosts."""
+        machine = self.prices.hardware
+        if self.program.host_bytes and machine.is_host:
+            yield f"on {machine.name} devices and host have one memory: what is offloaded leaves none free"
+        elif self.program.host_bytes:
+            lines = [x for x in self.cost.lines if x.axes == (HOST,)]
+            total, waits = sum(x.seconds * x.times for x in lines), sum(x.exposed * x.times for x in lines)
+            share = share_text(waits, self.cost.step_seconds)
+            yield (
+                f"the step waits {seconds_text(waits)} or {share} for the host link, which takes "
+                f"{seconds_text(total)}: loads and stores one after the other, beside them the products of "
+                "loops alone"
+            )
 
     @cached_property
     def waits(self) -> tuple[str, ...]:
@@ -153,7 +176,14 @@ class Evaluation:
         return tuple(said)
 
     def reason(self, limit: float | None) -> str | None:
-        """Why it does not fit into `limit` bytes, naming the largest tensors; None if it fits."""
+        """Why it does not fit into `limit` bytes, naming the largest tensors, or into the host's memory; None
+        if it fits."""
+        host, held = self.prices.hardware.host_memory_bytes, self.program.host_bytes
+        if limit is not None and host is not None and held > host:
+            return (
+                f"host memory {size_text(held)} per device is {size_text(held - host)} over "
+                f"{size_text(host)}; offload less"
+            )
         if limit is None or self.memory.peak <= limit:
             return None
         over = self.memory.peak - limit

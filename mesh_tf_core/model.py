@@ -18,6 +18,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.offload import check_offload
 from mesh_tf_core.lower.rounds import Rounds, rounds
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
@@ -172,15 +173,21 @@ class Model:
             return self.rounds(mesh, layout, options, check=check).inner
         stages = self.stages(mesh, layout)
         step = self.training_step(options.microbatches, stages)
+        check_offload(options.offload, step.graph.variables, options.recompute)
         if stages:
             own = {name: layers_of_stage(name) for name in stages}
             again = map(Recomputed.parse, options.recompute)
             told = (str(replace(loop, dim=own.get(loop.dim, loop.dim))) for loop in again)
-            options = replace(options, recompute=frozenset(told))
+            hosts = frozenset((kind, own.get(name, name)) for kind, name in options.offload)
+            options = replace(options, recompute=frozenset(told), offload=hosts)
         return lower(step.graph, mesh, layout, step.results, options, check=check)
 
     def rounds(self, mesh: Mesh, layout: Layout, options: Options, *, check: bool = True) -> Rounds:
         """The step of replicas that train alone, and their meeting; `check` as in `lower`."""
+        if options.offload:
+            raise UserError(
+                "with an axis that synchronises rarely nothing can lie on the hosts; leave --offload out"
+            )
         step = self.training_step(options.microbatches, self.stages(mesh, layout))
         return rounds(step.graph, step.results, mesh, layout, options, check)
 

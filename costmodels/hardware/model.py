@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 from costmodels.hardware.curve import Curve
+from mesh_tf_core.errors import UserError
 
 T = TypeVar("T")
 Pairs = tuple[tuple[str, T], ...]
@@ -113,6 +114,9 @@ class Chip:
     price reads it, plans are held against it. None: no run is known.
     `tap_time`: seconds in which one device adds an element of what one tap of a convolution makes, with
     channels padded to the lanes.
+    `host_link`: between a chip and its host's memory, one way while nothing goes the other; `host_memory`: a
+    chip's share of that. None: of the first, none is known, so nothing lies on the host; of the second, it is
+    not checked.
     `product_launch`: of a matrix product whose operands lie on the chip, as those of small ones do; then
     `matmul_efficiency` is of such ones where it begins. None: as any kernel's.
     """
@@ -137,6 +141,8 @@ class Chip:
     published_mfu: PositiveFraction | None = None
     tap_time: Time | None = None
     product_launch: Time | None = None
+    host_link: Bandwidth | None = None
+    host_memory: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +325,38 @@ class Hardware:
     def usable_memory_bytes(self) -> float:
         """Memory of one device without what the runtime keeps for itself."""
         return (self.chip.memory.value - self.chip.memory_reserve.value) / self.devices_per_chip
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its devices are cores of the host, whose memory is theirs."""
+        return self.chip.host_cores is not None
+
+    @cached_property
+    def host_link(self) -> float | None:
+        """Bytes/s between one device and its host's memory, one way; None: no link is known."""
+        link = self.chip.host_link
+        return None if link is None else link.value / self.devices_per_chip
+
+    @cached_property
+    def host_memory_bytes(self) -> float | None:
+        """One device's share of its host's memory, if it is known."""
+        memory = self.chip.host_memory
+        return None if memory is None else memory.value / self.devices_per_chip
+
+    def host_seconds(self, moved: float) -> float:
+        """Seconds in which so many bytes go between one device and its host.
+
+        Raises:
+          UserError: nothing is known of the link.
+        """
+        if self.host_link is not None:
+            return moved / self.host_link
+        if self.is_host:
+            return 0.0
+        raise UserError(
+            f"hardware {self.name}: no bandwidth of its host link is known, so nothing can lie on its hosts; "
+            "leave --offload out, or say it with --set-hardware host_link=15GB/s"
+        )
 
     @cached_property
     def memory_bandwidth(self) -> float:

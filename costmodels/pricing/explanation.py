@@ -6,7 +6,7 @@ from collections import Counter
 
 from costmodels.kernels.compute import compute_cost
 from costmodels.network.collectives import collective_cost, full_bytes
-from costmodels.pricing.items import Called, Computed, Sent
+from costmodels.pricing.items import Called, Computed, Sent, Transferred
 from costmodels.pricing.lines import Line
 from costmodels.pricing.op_by_op import array_functions
 from costmodels.pricing.pricer import Pricer
@@ -23,6 +23,8 @@ def formula(prices: Pricer, line: Line) -> str:
         return _called(item)
     if isinstance(item, Sent):
         return _sent(prices, item, line.exposed / line.seconds if line.seconds else 1.0)
+    if isinstance(item, Transferred):
+        return _transferred(prices, item, line.seconds - line.exposed)
     return "measured: what a step takes under every layout"
 
 
@@ -47,3 +49,13 @@ def _sent(prices: Pricer, item: Sent, exposed: float) -> str:
     if exposed < 1:
         words += f"; {1 - exposed:.0%} of it runs under compute ({item.purpose})"
     return words
+
+
+def _transferred(prices: Pricer, item: Transferred, hidden: float) -> str:
+    link = prices.hardware.host_link
+    if link is None:
+        return "device and host have one memory: nothing moves"
+    beside = (
+        f"{hidden:.3g} s beside the loop's products" if item.under else "nothing is known to run meanwhile"
+    )
+    return f"{item.sent:.4g} bytes / {link:.4g} B/s of the host link; {beside}"

@@ -19,6 +19,7 @@
     its dimensions (XLA's copies around `lax.all_to_all`, `benchmarks/verify.py`).
 (6) On virtual CPU devices XLA gathers along the outermost dimension alone: what is gathered along another is
     written once more, in the order of its dimensions (`benchmarks/cpu_jax.py`, `gathers`).
+(7) What goes between a device and its host is an item: on TPUs all of the tiles that it lies in.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.partition import Kernel, Types
 from costmodels.kernels.quantities import of_copy, of_kernel, of_local, quantity_of
 from costmodels.network.collectives import full_bytes
-from costmodels.pricing.items import Called, Computed, Item, Sent, Started
+from costmodels.pricing.items import Called, Computed, Item, Sent, Started, Transferred
 from costmodels.pricing.op_by_op import array_functions, is_measured
-from costmodels.pricing.overlap import ACTIVATION, RING, Beside, beside, classes
+from costmodels.pricing.overlap import ACTIVATION, RING, Beside, beside, beside_loops, classes
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -55,6 +56,7 @@ from mesh_tf_core.ir.program import (
     Permute,
     Program,
     ReduceScatter,
+    Transfer,
     WriteVariable,
     wire_bytes,
 )
@@ -80,7 +82,7 @@ class Stack:
     through: bool = False
 
 
-Unit: TypeAlias = "Local | Collective | Beside | Kernel | Group | VariableCast | Stack"
+Unit: TypeAlias = "Local | Collective | Transfer | Beside | Kernel | Group | VariableCast | Stack"
 """What is priced on its own; a group is one unit with an item for each of its kernels."""
 
 
@@ -171,7 +173,7 @@ class Itemiser:
         """
         timed = self._timed(program, again) if kernels is None else kernels.items
         purposes = classes(program) if self.overlaps else {}
-        rings = beside(program) if self.overlaps else {}
+        rings = {**beside(program), **beside_loops(program)} if self.overlaps else {}
         stacks = _stacks(program) if self.in_parts else {}
         for what, times in timed:
             if isinstance(what, Collective):
@@ -185,6 +187,8 @@ class Itemiser:
             elif isinstance(what, Loop):
                 for unit, often in (*self._stacked(program, what), *self._added(program, what)):
                     yield unit, times * often, None
+            elif isinstance(what, Transfer):
+                yield rings.get(what.outputs[0], what), times, None
             elif isinstance(what, Kernel | Group | VariableCast) or (
                 isinstance(what, Local) and not what.op.free
             ):
@@ -200,7 +204,7 @@ class Itemiser:
         zeroed = self.fuses and loop.reverse
         moved = _moved(loop) if self.copies else frozenset()
         for inner, stack in loop.stacked:
-            if stack not in program.added:
+            if stack not in program.added and not program.values[stack].host:
                 copied = inner in moved
                 passes = 2 if self.op_by_op else 1 + zeroed + copied
                 yield Stack(loop, stack, passes, zeroed or copied), 1.0
@@ -236,9 +240,16 @@ class Itemiser:
             return (self._of_local(unit, find, local),)
         if isinstance(unit, Stack):
             return (Computed(of_copy(local(unit.value), unit.passes, unit.through), 0.0),)
+        if isinstance(unit, Transfer):
+            moved = of_copy(local(unit.inputs[0]), 1, False)
+            return (Transferred(unit.name, moved.tiled[0] if self.tiles and moved.tiled else moved.bytes),)
+        found = [Computed(of_local(k, local), 0.0) for k in unit.kernels] if isinstance(unit, Beside) else []
+        if isinstance(unit, Beside) and isinstance(unit.instr, Transfer):
+            (item,) = self.items(unit.instr, None, find, local, mesh)
+            assert isinstance(item, Transferred)
+            return (replace(item, under=tuple(found), share=unit.share),)
         assert sending is not None
         if isinstance(unit, Beside):
-            found = [Computed(of_local(k, local), 0.0) for k in unit.kernels]
             return self.of_ring(unit, sending, [local(i) for i in unit.instr.inputs], mesh, found)
         return self.of_collective(unit, sending, [local(i) for i in unit.inputs], mesh)
 
@@ -348,7 +359,7 @@ def label(unit: Unit, item: Item) -> tuple[str, str, Origin]:
     if isinstance(unit, Stack):
         return "stack", unit.loop.text(), unit.loop.origin
     unit = unit.instr if isinstance(unit, Beside) else unit
-    assert isinstance(unit, Local | Collective)
+    assert isinstance(unit, Local | Collective | Transfer)
     if isinstance(unit, Collective) and not isinstance(item, Sent):
         return "copy", unit.text(), unit.origin
     return unit.name, unit.text() if isinstance(unit, Collective) else "", unit.origin

@@ -107,4 +107,28 @@ class Sent:
     bytes: ClassVar[float] = 0.0
 
 
-Item = Computed | Called | Started | Sent
+HOST = "host link"
+"""What is said in the place of mesh axes of what goes between a device and its host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """What a device loads from its host, or stores there.
+
+    Attributes:
+      kind: `host_load` or `host_store`.
+      sent: bytes over the link, as they lie in the device's memory.
+      under: in a loop, what runs meanwhile; `share` of its time is for this one.
+    """
+
+    kind: str
+    sent: float
+    under: tuple[Computed, ...] = ()
+    share: float = 1.0
+    axes: ClassVar[Axes] = (HOST,)
+    purpose: ClassVar[str] = ""
+    flops: ClassVar[float] = 0.0
+    bytes: ClassVar[float] = 0.0
+
+
+Item = Computed | Called | Started | Sent | Transferred

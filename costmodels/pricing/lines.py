@@ -46,12 +46,12 @@ class Line:
 
     @property
     def axes(self) -> Axes:
-        """Of a collective."""
+        """Of a collective; the host link of what goes over that."""
         return self.item.axes
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends."""
+        """Bytes that a device sends, or moves over its host link."""
         return self.item.sent
 
     @property

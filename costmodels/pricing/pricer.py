@@ -7,6 +7,8 @@
 (3) exposed communication  = sum over collectives of (1 - hidden fraction of its class) * its seconds
     `costmodels.pricing.overlap`; of a message beside known kernels, what is longer than its share of theirs
 (4) step seconds           = compute + exposed communication
+(5) what goes over the host link is communication: bytes / bandwidth, one direction after the other; exposed,
+    but for what a loop moves beside its products
 
 Items add up over programs; seconds come last.
 """
@@ -23,7 +25,7 @@ from costmodels.kernels.fused import Fused
 from costmodels.network.collectives import collective_seconds, full_bytes
 from costmodels.network.topology import Placement, place
 from costmodels.pricing.itemise import Itemiser, Placed, label
-from costmodels.pricing.items import Called, Computed, Item, Sent
+from costmodels.pricing.items import Called, Computed, Item, Sent, Transferred
 from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.op_by_op import OpByOp
 from costmodels.pricing.overlap import ACTIVATION, GRADIENT
@@ -143,6 +145,10 @@ class Pricer:
             return seconds, seconds * (1.0 - self.hardware.hidden_fraction(item.purpose))
         elif isinstance(item, Called):
             seconds = self._op_by_op.called(item)
+        elif isinstance(item, Transferred):
+            seconds = self.hardware.host_seconds(item.sent)
+            hidden = item.share * sum(self.seconds_of(each)[0] for each in item.under)
+            return seconds, max(0.0, seconds - hidden)
         else:
             seconds = self._op_by_op.started(item)
         return seconds, seconds

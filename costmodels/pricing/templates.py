@@ -32,7 +32,7 @@ from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Permute, Program, Value
+from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Permute, Program, Transfer, Value
 
 BySplits = dict[tuple[Axes, ...], Placed]
 """All values of one shape and dtype, by their splits."""
@@ -187,7 +187,7 @@ def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
         kernels = tuple((k.op, len(k.inputs), len(k.outputs)) for k in unit.kernels)
         ids = (*unit.instr.inputs, *(i for k in unit.kernels for i in (*k.inputs, *k.outputs)))
         return (unit.instr.name, kernels, unit.share), ids
-    assert isinstance(unit, Collective)
+    assert isinstance(unit, Collective | Transfer)
     return unit.name, unit.inputs
 
 

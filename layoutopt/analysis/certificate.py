@@ -125,6 +125,7 @@ def certify(
         microbatches=asked.microbatches,
         context=asked.context,
         pipeline=asked.pipeline,
+        offload=asked.offload,
     )
     for subproblem in subproblems(model, shapes, allowed, evaluator.near):
         seconds = plan.predicted.step_seconds * (1 - EXACT)

@@ -106,6 +106,7 @@ class Asked:
     context: tuple[str, ...] = (GATHER,)
     elsewhere: tuple[str, ...] = ()
     pipeline: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
 
     def with_pins(self, more: str | None) -> Mapping[str, Any]:
         """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""

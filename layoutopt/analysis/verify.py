@@ -11,8 +11,8 @@ device puts into sums (all-reduce and reduce-scatter together), gathers, exchang
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from costmodels.calibration.tpus import GENERATIONS, Generation
@@ -74,6 +74,8 @@ class Compiled:
       unknown_loops: loops whose iterations could not be counted (their bodies count once).
       libraries: runs of kernels that a library wrote, of which `compute_seconds` has nothing.
       text: the compiled HLO.
+      host_bytes: what it reserves in a host's memory for one device; `transfers`: bytes of a step from there
+        and to there.
     """
 
     collectives: tuple[Found, ...]
@@ -84,6 +86,8 @@ class Compiled:
     libraries: int
     compile_seconds: float
     text: str
+    host_bytes: int = 0
+    transfers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ def verify(
         said.libraries,
         made.seconds,
         made.text,
+        made.host_bytes,
+        said.transfers,
     )
     seconds = estimated(evaluation.cost, hardware, said.libraries)
     return Verified(topology, seconds, predicted, compiled, None, moved(predicted, found))

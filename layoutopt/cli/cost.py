@@ -17,6 +17,7 @@ from layoutopt.cli.options import (
     MeshOption,
     MicrobatchesOption,
     ModelArgument,
+    OffloadOption,
     QuietOption,
     RecomputeOption,
     SetHardwareOption,
@@ -65,6 +66,7 @@ def cost(
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
     diloco: DilocoOption = None,
+    offload: OffloadOption = None,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -84,7 +86,7 @@ def cost(
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
     loaded, given = read_asked(
-        model, settings, mesh, layout, storage, recompute, microbatches, context, diloco
+        model, settings, mesh, layout, storage, recompute, microbatches, context, diloco, offload
     )
     check_tokens(count, loaded.model.tokens)
     found = given.priced(loaded, machine)
@@ -195,6 +197,7 @@ def _show(
             f"{used_text(held.peak, limit)} per device"
             + (f", the most in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
+        *([("host", found.predicted.host)] if found.predicted.host else []),
         ("how sure", sure(machine)),
         ("fits", "yes" if reason is None else f"no: {reason}"),
     ]

@@ -19,6 +19,7 @@ from layoutopt.cli.options import (
     MeshOption,
     MicrobatchesOption,
     ModelArgument,
+    OffloadOption,
     QuietOption,
     RecomputeOption,
     SetHardwareOption,
@@ -52,6 +53,7 @@ def lint(
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
+    offload: OffloadOption = None,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -75,10 +77,12 @@ def lint(
     loaded = load_model(model, settings or ())
     unlike: list[str] = []
     if layout is None and loaded.function("shardings") is not None:
-        options = read_options(loaded, storage or (), recompute or (), microbatches, context or ())
+        options = read_options(
+            loaded, storage or (), recompute or (), microbatches, context or (), None, offload or ()
+        )
         given, unlike = own_shardings(loaded, mesh, options)
     else:
-        given = read_layout(loaded, mesh, layout, storage, recompute, microbatches, context)
+        given = read_layout(loaded, mesh, layout, storage, recompute, microbatches, context, None, offload)
     found = given.priced(loaded, machine)
     doubts = [Doubt("placed unlike", text) for text in unlike]
     doubts += doubts_of(loaded.model, found, machine, given.options)

@@ -17,6 +17,7 @@ from layoutopt.cli.options import (
     MeshOption,
     MicrobatchesOption,
     ModelArgument,
+    OffloadOption,
     RecomputeOption,
     SetOption,
     StorageOption,
@@ -50,6 +51,7 @@ def lower(
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
     diloco: DilocoOption = None,
+    offload: OffloadOption = None,
     settings: SetOption = None,
     emit: Annotated[
         Form, typer.Option(help="Our own text, or StableHLO for the TPU compiler.")
@@ -62,7 +64,7 @@ def lower(
 
     terminal = Terminal(as_json)
     loaded, given = read_asked(
-        model, settings, mesh, layout, storage, recompute, microbatches, context, diloco
+        model, settings, mesh, layout, storage, recompute, microbatches, context, diloco, offload
     )
     program = loaded.model.lower(given.mesh, given.layout, given.options)
     text = _emit(program, emit)

@@ -22,6 +22,7 @@ from layoutopt.cli.options import (
     MeshOption,
     MicrobatchesOption,
     ModelArgument,
+    OffloadOption,
     QuietOption,
     RecomputeOption,
     SetHardwareOption,
@@ -62,6 +63,7 @@ def measure(
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
     diloco: DilocoOption = None,
+    offload: OffloadOption = None,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
@@ -81,7 +83,7 @@ def measure(
     with job.open(engine, as_json, quiet) as session:
         terminal, traced = session.terminal, Trace(session, trace)
         loaded = session.load(model, settings, mesh, layout)
-        options = storage, recompute, microbatches, context, diloco
+        options = storage, recompute, microbatches, context, diloco, offload
         given = read_layout(loaded, mesh, layout, *options, session.plan)
         predicted = given.priced(loaded, machine)
         trainer = session.trainer(loaded, given)

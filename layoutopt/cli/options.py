@@ -138,6 +138,16 @@ DilocoOption = Annotated[
         show_default="all devices meet in every step",
     ),
 ]
+OffloadOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--offload",
+        metavar="KIND[=NAME]",
+        help="What lies in host memory between its uses: optimizer, its state; activations, what loops that "
+        "run again keep (again for more).",
+        show_default="nothing",
+    ),
+]
 MicrobatchesOption = Annotated[
     int, typer.Option("--microbatches", min=1, metavar="N", help="Parts of the batch, one after the other.")
 ]
@@ -296,12 +306,15 @@ def read_asked(
     microbatches: int = 1,
     context: Sequence[str] | None = None,
     diloco: str | None = None,
+    offload: Sequence[str] | None = None,
 ) -> tuple[Loaded, Given]:
     """The model of a file, and what is decided about it."""
     from layoutopt.models.loading import load_model
 
     loaded = load_model(model, settings or ())
-    return loaded, read_layout(loaded, mesh, layout, storage, recompute, microbatches, context, diloco)
+    return loaded, read_layout(
+        loaded, mesh, layout, storage, recompute, microbatches, context, diloco, offload
+    )
 
 
 def read_layout(
@@ -313,6 +326,7 @@ def read_layout(
     microbatches: int = 1,
     context: Sequence[str] | None = None,
     diloco: str | None = None,
+    offload: Sequence[str] | None = None,
     plan: Plan | None = None,
 ) -> Given:
     """The mesh, the layout and what else is decided, all of which a plan file gives.
@@ -325,16 +339,18 @@ def read_layout(
     """
     from mesh_tf_core import Layout
 
-    options = read_options(loaded, storage or (), recompute, microbatches, context or (), diloco)
+    said = storage or (), recompute, microbatches, context or (), diloco, offload or ()
+    options = read_options(loaded, *said)
     if layout is None or not is_plan(layout):
         return Given(read_mesh(mesh), Layout(layout or ""), options)
     plan = read_plan(loaded, layout, plan)
-    if storage or recompute or microbatches > 1 or context or diloco:
+    if storage or recompute or microbatches > 1 or context or diloco or offload:
         from mesh_tf_core import UserError
 
         raise UserError(
             f"{layout} says how variables are stored, what is recomputed, how many microbatches there are, "
-            "how attention reaches its keys and which axis synchronises rarely; leave these options out"
+            "how attention reaches its keys, which axis synchronises rarely and what lies on the hosts; "
+            "leave these options out"
         )
     if mesh is not None and read_mesh(mesh) != plan.mesh:
         from mesh_tf_core import UserError
@@ -352,15 +368,17 @@ def read_options(
     microbatches: int,
     context: Sequence[str] = (),
     diloco: str | None = None,
+    offload: Sequence[str] = (),
 ) -> Options:
-    """What is decided beside the layout; a stage without a variable is for all trained ones, a form of
-    attention without a dimension for all keys.
+    """What is decided beside the layout; a stage without a variable is for all trained ones, and so is what
+    lies on the hosts, a form of attention without a dimension for all keys.
 
     Where nothing is said of recomputation, it is what a JAX program says itself (jax.checkpoint).
     """
     from mesh_tf_core import DiLoCo, Options, UserError
     from mesh_tf_core.errors import known_names
     from mesh_tf_core.lower.nodes import check_context, crossed
+    from mesh_tf_core.lower.offload import check_offload, offload_of
     from mesh_tf_core.lower.storage import Stage, read_stage
 
     graph = loaded.model.graph
@@ -382,7 +400,10 @@ def read_options(
         forms.update(dict.fromkeys([dim] if dim else crossed(graph), form))
     check_context(graph, forms)
     rare = None if diloco is None else DiLoCo.parse(diloco)
-    return Options(stages, frozenset(recompute), microbatches, frozenset(forms.items()), rare)
+    hosted = offload_of(offload, graph.variables, recompute)
+    if hosted:
+        check_offload(hosted, loaded.model.step_graph.variables, recompute)
+    return Options(stages, frozenset(recompute), microbatches, frozenset(forms.items()), rare, hosted)
 
 
 def say_damage(text: str) -> None:

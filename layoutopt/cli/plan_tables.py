@@ -71,6 +71,7 @@ def summary(plan: Plan, limit: int, behind: str) -> list[tuple[str, str]]:
         ("work", f"{rate_text(p.flops_per_device, 'FLOP')} per device"),
         ("traffic", f"per device: {traffic}" if traffic else "none"),
         ("memory", f"{used_text(peak, limit)} per device"),
+        *([("host", p.host)] if p.host else []),
         ("how sure", behind),
         ("proof", proof(plan)),
     ]

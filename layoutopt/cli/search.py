@@ -129,6 +129,14 @@ def search(
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
     ] = "1,2,4,8,16,32",
     context: ContextOption = "gather",
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KINDS",
+            help="What may lie in host memory between its uses: optimizer, its state.",
+            show_default=False,
+        ),
+    ] = None,
     orders: Annotated[
         Orders, typer.Option(help="A split over several axes: in the order of the mesh, or in every order.")
     ] = Orders.MESH,
@@ -177,6 +185,7 @@ def search(
         "storage": _stages(storage),
         "microbatches": _numbers(microbatches),
         **read_allowed(recompute, context, elsewhere, pipeline),
+        "offload": [name.strip() for name in (offload or "").split(",") if name.strip()],
     }
     where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),

@@ -22,6 +22,7 @@ from layoutopt.cli.options import (
     MeshOption,
     MicrobatchesOption,
     ModelArgument,
+    OffloadOption,
     QuietOption,
     RecomputeOption,
     SetHardwareOption,
@@ -67,6 +68,7 @@ def train(
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
     diloco: DilocoOption = None,
+    offload: OffloadOption = None,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
     checkpoint: Annotated[
@@ -92,7 +94,7 @@ def train(
     """Train a model on this machine's mesh, under the best layout or one of yours."""
     run: TrainingRun | None = None
     if layout == AUTO:
-        _refuse_decided(storage, recompute, microbatches, context, diloco)
+        _refuse_decided(storage, recompute, microbatches, context, diloco, offload)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(job.open(engine, as_json, quiet))
         terminal, traced = session.terminal, Trace(session, trace)
@@ -111,7 +113,7 @@ def train(
             if layout == AUTO:
                 given = _searched(session, loaded, machine, mesh)
             else:
-                options = storage, recompute, microbatches, context, diloco
+                options = storage, recompute, microbatches, context, diloco, offload
                 given = read_layout(loaded, mesh, layout, *options, session.plan)
             run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint)
             run.train(every, held_out, evaluate_every)
@@ -138,9 +140,12 @@ def _refuse_decided(
     microbatches: int,
     context: list[str] | None,
     diloco: str | None,
+    offload: list[str] | None,
 ) -> None:
     from mesh_tf_core.errors import UserError
 
+    if offload:
+        raise UserError("--layout auto puts nothing on the hosts; train the plan of a search with --offload")
     if diloco:
         raise UserError(
             "--layout auto does not choose an axis that synchronises rarely; say a --layout, as searched for "

@@ -14,6 +14,7 @@ from layoutopt.cli.options import (
     LayoutOption,
     MeshOption,
     MicrobatchesOption,
+    OffloadOption,
     QuietOption,
     RecomputeOption,
     SetOption,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from layoutopt.cli.options import Given
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
-    from layoutopt.plan.results import VerifyResult
+    from layoutopt.plan.results import Compared, VerifyResult
 
 EXAMPLES = examples(
     'layoutopt verify examples/transformer_lm.py --topology v5e:2x4 --mesh "data:2;model:4" '
@@ -68,6 +69,7 @@ def verify(
     recompute: RecomputeOption = None,
     microbatches: MicrobatchesOption = 1,
     context: ContextOption = None,
+    offload: OffloadOption = None,
     settings: SetOption = None,
     model: ModelOption = None,
     text: Annotated[
@@ -87,7 +89,9 @@ def verify(
     terminal = Terminal(as_json, quiet)
     check_out(text, "--text")
     machine = read_hardware(generation(topology).hardware)
-    loaded, given = _asked(source, model, settings, mesh, layout, storage, recompute, microbatches, context)
+    loaded, given = _asked(
+        source, model, settings, mesh, layout, storage, recompute, microbatches, context, offload
+    )
     evaluation = given.priced(loaded, machine)
     terminal.say(f"compiling for {topology}; large models take minutes")
     with hushed():
@@ -112,6 +116,7 @@ def _asked(
     recompute: list[str] | None,
     microbatches: int,
     context: list[str] | None,
+    offload: list[str] | None,
 ) -> tuple[Loaded, Given]:
     """The model and what is decided about it: a plan gives everything, a model file nothing."""
     from layoutopt.cli.options import Given
@@ -123,8 +128,10 @@ def _asked(
             raise UserError(
                 f"--model names the model of a plan, but {source!r} is not a PLAN.json; leave it out"
             )
-        return read_asked(source, settings, mesh, layout, storage, recompute, microbatches, context)
-    if settings or mesh or layout or storage or recompute or microbatches > 1 or context:
+        return read_asked(
+            source, settings, mesh, layout, storage, recompute, microbatches, context, None, offload
+        )
+    if settings or mesh or layout or storage or recompute or microbatches > 1 or context or offload:
         raise UserError(
             f"{source} says the hyperparameters, the mesh, the layout and how variables are stored; "
             "leave these options out, or give the MODEL"
@@ -171,11 +178,26 @@ def _result(loaded: Loaded, given: Given, evaluation: Evaluation, found: Verifie
             predicted=evaluation.memory.peak,
         ),
         allocated_bytes=made.allocated_bytes if made else None,
+        host_memory_bytes=Compared(
+            compiler=made.host_bytes if made else None, predicted=evaluation.program.host_bytes
+        ),
+        host_load_bytes=_moved_by_host(found, evaluation, "host_load"),
+        host_store_bytes=_moved_by_host(found, evaluation, "host_store"),
         compute_seconds=Compared(
             compiler=made.compute_seconds if made else None, predicted=found.compute_seconds
         ),
         unknown_loops=made.unknown_loops if made else None,
         compile_seconds=made.compile_seconds if made else None,
+    )
+
+
+def _moved_by_host(found: Verified, evaluation: Evaluation, way: str) -> Compared:
+    from layoutopt.plan.results import Compared
+
+    made = found.compiled
+    return Compared(
+        compiler=made.transfers.get(way, 0) if made else None,
+        predicted=evaluation.program.transfer_bytes()[way],
     )
 
 
@@ -217,6 +239,14 @@ def _show(terminal: Terminal, loaded: Loaded, given: Given, evaluation: Evaluati
         ),
         ("collectives", "as the program says" if found.same_collectives else "not all as the program says"),
     ]
+    if made.host_bytes:
+        moved = evaluation.program.transfer_bytes()
+        words = (
+            f"{bytes_text(made.transfers.get(way, 0))} {how} in a step, predicted {bytes_text(moved[way])}"
+            for way, how in (("host_load", "loaded"), ("host_store", "stored"))
+        )
+        held = f"{bytes_text(made.host_bytes)}, predicted {bytes_text(evaluation.program.host_bytes)}"
+        rows.append(("host", "; ".join((held, *words))))
     if made.libraries:
         attention = seconds_text(evaluation.cost.compute_seconds - found.compute_seconds)
         rows.append(("note", f"kernels of attention ({attention} predicted) are a library's, not compared"))

@@ -203,8 +203,9 @@ class _Builder:
             t for o in self._own(node) for t in self.dependencies.leads_to(o) if t in self.graph.gradient_of
         ]
         variables = [self.graph.variables[self.graph.gradient_of[t]] for t in made]
-        variables = variables if updated is None else [updated, *variables]
-        return changing(Touched(self.remat.get(node.index, ()), saved, variables, node.op.crosses[:1]))
+        own = [] if updated is None else [updated]
+        again = self.remat.get(node.index, ())
+        return changing(Touched(again, saved, [*own, *variables], node.op.crosses[:1], own))
 
     def _own(self, node: Node) -> tuple[int, ...]:
         """What a node computes itself: what else a loop gives, its body's nodes make."""

@@ -50,7 +50,7 @@ class Reading(Enum):
     UNCOPIED: as OWN, but 0 where there is such a copy.
     INSIDE: of the values of no tensor that live while the main instruction of a node runs.
     STACK: of the stack that a loop keeps of it for backward.
-    VARIABLE: of a variable as it is stored.
+    VARIABLE: of a variable as it is stored on the devices.
     """
 
     OWN = auto()
@@ -243,7 +243,9 @@ class ClusterMemory:
         match reading:
             case Reading.VARIABLE:
                 stored = self.program.variables.get(str(more))
-                return 0 if stored is None else held_bytes(stored.value, self.mesh, self.tiles)
+                if stored is None or stored.host:
+                    return 0
+                return held_bytes(stored.value, self.mesh, self.tiles)
             case Reading.INSIDE:
                 assert isinstance(more, frozenset)
                 values = (v for v in found.inside.get(what, ()) if not self._over(v, found.main[what], more))

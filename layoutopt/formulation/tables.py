@@ -224,6 +224,7 @@ class Tabler:
             self.sizes,
             naming.real,
             narrow_reads(self.graph),
+            options.offload,
         )
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
         lowered = self._lowered(cluster, cluster.subgraph, first, oracle, naming, cut)

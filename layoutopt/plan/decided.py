@@ -34,7 +34,7 @@ class Refined(Data):
     @model_serializer(mode="wrap")
     def _what_is_said(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = made(self)
-        for name in ("refined", "context", "pipeline", "diloco"):
+        for name in ("refined", "context", "pipeline", "diloco", "offload"):
             if not found.get(name):
                 found.pop(name, None)
         return found
@@ -53,6 +53,7 @@ class Decided(Refined):
       pipeline: dimension of layers to the number of stages that the layout splits it into; microbatches go
         through them.
       diloco: the axis that synchronises rarely, and how: "sites:period=30,rate=0.7,momentum=0.9".
+      offload: what lies in the hosts' memory ("optimizer": its state), to the variables that it is of.
     """
 
     storage: dict[str, str] = Field(default_factory=dict)
@@ -61,6 +62,7 @@ class Decided(Refined):
     context: dict[str, str] = Field(default_factory=dict)
     pipeline: dict[str, Size] = Field(default_factory=dict)
     diloco: str = ""
+    offload: dict[str, Names] = Field(default_factory=dict)
 
     def listed(self) -> dict[str, str]:
         """Name of a kind -> its whole decision in words, '' if plain."""
@@ -69,6 +71,7 @@ class Decided(Refined):
             "recompute": ", ".join(self.recompute),
             "microbatches": str(self.microbatches) if self.microbatches > 1 else "",
             "context": ", ".join(f"{form} of {dim}" for dim, form in self.context.items()),
+            "offload": "; ".join(f"{kind} of {', '.join(names)}" for kind, names in self.offload.items()),
             "pipeline": " and ".join(self._pipelines()),
             "replicas": f"train alone, and meet rarely ({self.diloco})" if self.diloco else "",
             ELSEWHERE: rules_in(self.refined.get(ELSEWHERE, {})),
@@ -79,6 +82,7 @@ class Decided(Refined):
         """All that is not plain, in a few words: 'zero3 ×4; recompute layers; 2 microbatches'."""
         found = [f"{stage} ×{len(names)}" for stage, names in sorted(self.stages().items())]
         found += [f"recompute {dim}" for dim in self.recompute]
+        found += [f"{kind} ×{len(names)} on hosts" for kind, names in self.offload.items()]
         found += [f"{form} of {dim}" for dim, form in self.context.items()]
         found += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         found += self._pipelines()

@@ -40,6 +40,7 @@ class Searched(Data):
       context: forms of attention that could be chosen; None: keys were gathered.
       elsewhere: dimensions that could be split further elsewhere.
       pipeline: dimensions of layers that could be stages.
+      offload: what could lie in the hosts' memory.
     """
 
     hardware: str | None = None
@@ -55,6 +56,7 @@ class Searched(Data):
     context: tuple[str, ...] | None = None
     elsewhere: tuple[str, ...] | None = None
     pipeline: tuple[str, ...] | None = None
+    offload: tuple[str, ...] | None = None
 
 
 class Number(Data):

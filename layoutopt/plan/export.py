@@ -56,6 +56,12 @@ def export(what: Exported, to: str) -> str:
             f"{to} says how tensors lie, not that attention to {dim!r} is {form}, as in this plan; "
             "train with layoutopt, or search with --context gather"
         )
+    for kind, names in what.decided.offload.items():
+        if to not in SAY_OFFLOAD:
+            raise UserError(
+                f"{to} says how tensors lie on devices, not that {kind} of {some(names, NAMED)} lie on their "
+                "hosts, as in this plan; train with layoutopt, or search without --offload"
+            )
     refined = what.decided.places()
     if (further := what.decided.refined.get(ELSEWHERE)) and to in SAY_NO_TENSOR:
         raise UserError(
@@ -201,6 +207,8 @@ SAY_EVERY_VARIABLE = ("dtensor", "jax")
 """Forms that say how each variable and its state lie, storage included."""
 SAY_NO_TENSOR = ("mesh-tensorflow", "haliax")
 """Forms that say how dimensions are split, and nothing of single variables or inputs."""
+SAY_OFFLOAD = ("maxtext",)
+"""Forms that say what lies on the hosts."""
 SAY_WHAT_IS_KEPT = ("jax", "maxtext")
 """Forms in which a block that runs again may keep some of its values."""
 FORMATS: Mapping[str, Callable[[Exported], str]] = {

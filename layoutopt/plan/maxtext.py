@@ -16,6 +16,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
 # Dimension -> the logical axes that mean it, of activations and of weights (`logical_axis_rules`).
@@ -157,6 +158,7 @@ def maxtext(what: Exported) -> str:
     rules = [json.dumps([each, axes]) for each, axes in logical.items()]
     more = [f"remat_policy: {_maxtext_policy(what)}"]
     more += ["shard_optimizer_over_data: True"] if stage == "zero1" else []
+    more += _maxtext_offload(what)
     more += _maxtext_batch(what)
     sizes, between = dict.fromkeys(MAXTEXT_AXES, 1), dict.fromkeys(MAXTEXT_AXES, 1)
     for axis, size in what.mesh.axes:
@@ -209,6 +211,22 @@ def _stacks(what: Exported) -> list[str]:
     """Dimensions of layers: several trained variables begin with one, and it is no logical axis."""
     first = Counter(v.dims[0] for v in what.variables if v.trained and len(v.dims) > 1)
     return [dim for dim, n in first.items() if n > 1 and dim not in MAXTEXT_ROWS]
+
+
+def _maxtext_offload(what: Exported) -> list[str]:
+    """MaxText keeps the optimizer's state of all variables on the hosts, or of none."""
+    if loops := what.decided.offload.get(ACTIVATIONS):
+        raise UserError(
+            f"maxtext names single tensors that go to the hosts, not all that {some(loops, NAMED)} keep, as "
+            "in this plan; train with layoutopt, or leave --offload activations out"
+        )
+    names = what.decided.offload.get(OPTIMIZER, [])
+    if here := [v.name for v in what.variables if _is_matrix(v) and v.name not in names] if names else []:
+        raise UserError(
+            f"maxtext keeps the state of all matrices on the hosts, or of none, but this plan keeps that of "
+            f"{some(here, NAMED)} on the devices; search without --offload, or choose another form"
+        )
+    return ["optimizer_memory_host_offload: True"] if names else []
 
 
 def _maxtext_batch(what: Exported) -> list[str]:

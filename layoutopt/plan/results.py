@@ -150,7 +150,8 @@ class Moved(Data):
 
 
 class VerifyResult(Decided, LayoutResult):
-    """`verify`: without a compiled program, its `reason` and what the compiler said of memory."""
+    """`verify`: without a compiled program, its `reason` and what the compiler said of memory; what lies on a
+    host, and goes from there and to there, is of one device."""
 
     command = "verify"
     topology: str
@@ -163,6 +164,9 @@ class VerifyResult(Decided, LayoutResult):
     same_collectives: Flag | None
     peak_memory_bytes: Compared
     allocated_bytes: Figure
+    host_memory_bytes: Compared
+    host_load_bytes: Compared
+    host_store_bytes: Compared
     compute_seconds: Compared
     unknown_loops: Figure
     compile_seconds: Figure

@@ -25,7 +25,7 @@ from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Details
 from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, refusal, wrong
 from layoutopt.plan.training import Training
-from layoutopt.plan.units import clean, rate_text, share_text, throughput_text
+from layoutopt.plan.units import bytes_text, clean, rate_text, share_text, throughput_text
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import read_file
 
@@ -53,6 +53,8 @@ class Predicted(Data):
       examples_per_second, tokens_per_second: of all devices; tokens where the model names their dimensions.
         What is not known is left out.
       usable_memory_bytes: of a device of this hardware.
+      host_memory_bytes: what a device keeps in its host's memory, where it does; host_bytes_per_device: what
+        goes over its host link, by direction (`host_load`, `host_store`).
       tokens_per_second_per_chip, model_flops_per_second_per_chip: a chip may be several devices.
     """
 
@@ -71,6 +73,8 @@ class Predicted(Data):
     examples_per_second: Amount | None = None
     tokens_per_second: Amount | None = None
     tokens_per_second_per_chip: Amount | None = None
+    host_memory_bytes: Whole | None = None
+    host_bytes_per_device: dict[str, Amount] | None = None
 
     @model_serializer(mode="wrap")
     def _known(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -105,6 +109,16 @@ class Predicted(Data):
         tokens, flops = self.tokens_per_second_per_chip, self.model_flops_per_second_per_chip
         found = [throughput_text(tokens, "tokens")] if tokens is not None else []
         return ", ".join([*found, *([f"{rate_text(flops, 'FLOP/s')} of the model"] if flops else [])])
+
+    @property
+    def host(self) -> str:
+        """What lies on a device's host: '1.2 GiB per device, 1.2 GiB loaded and 1.2 GiB stored in a step'."""
+        if not self.host_memory_bytes:
+            return ""
+        moved = self.host_bytes_per_device or {}
+        ways = (("host_load", "loaded"), ("host_store", "stored"))
+        said = " and ".join(f"{bytes_text(moved.get(name, 0))} {way}" for name, way in ways)
+        return f"{bytes_text(self.host_memory_bytes)} per device, {said} in a step"
 
     @property
     def hidden_seconds(self) -> float:

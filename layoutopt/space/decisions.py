@@ -6,6 +6,7 @@ Every decision has a name and a finite list of options, each a tuple of words; `
   "storage of <class>"       (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
   "recompute <dim>"          (), ("on",): the loop over <dim> is recomputed in backward   `recompute`
                              ("on", "products"): but for what it keeps
+  "offload of <class>"       (), ("optimizer",): what lies in the hosts' memory              `offload`
   "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
 The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own. So are the axes that
@@ -22,6 +23,7 @@ from layoutopt.space.context import Context
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
 from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.offload import Offload
 from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.splits import ANYTHING, Split
@@ -37,6 +39,7 @@ KINDS: tuple[type[Decision], ...] = (
     Stages,
     Elsewhere,
     Storage,
+    Offload,
     Recompute,
     Context,
     Microbatches,

@@ -46,6 +46,7 @@ class Allowed:
       recompute: whether loops may (both), must or must not run again in backward; "selective": or may
         while they keep some of their values.
       microbatches: numbers of parts of the batch.
+      offload: what may lie in the hosts' memory (`mesh_tf_core.lower.offload`).
       context: "gather", and forms of attention in which keys that lie split are not.
     """
 
@@ -60,6 +61,7 @@ class Allowed:
     elsewhere: tuple[str, ...] = ()
     pipeline: tuple[str, ...] = ()
     stages: Mapping[str, Axes] = field(default_factory=dict)
+    offload: tuple[str, ...] = ()
 
 
 @dataclass
@@ -87,12 +89,14 @@ class Touched:
       saved: dimensions of the loops that save what it computes for backward.
       variables: trained variables that it updates, or whose gradient it makes.
       keys: the dimension of keys that it attends to.
+      updated: the trained variable that it updates.
     """
 
     recomputed: Sequence[str] = ()
     saved: Sequence[str] = ()
     variables: Sequence[Variable] = ()
     keys: Sequence[str] = ()
+    updated: Sequence[Variable] = ()
 
 
 @dataclass(frozen=True)

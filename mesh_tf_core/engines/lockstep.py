@@ -35,6 +35,7 @@ from mesh_tf_core.ir.program import (
     ReadVariable,
     ReduceScatter,
     Slice,
+    Transfer,
     Value,
     WriteVariable,
     count_sent,
@@ -58,6 +59,7 @@ class LockstepEngine(Stepping):
         self._owner = True
         self._meter: Meter | None = None
         self.communication_bytes: dict[str, float] = {}
+        self.transfer_bytes: dict[str, float] = {}
         self.compile_seconds = 0.0
 
     # -- pieces ----------------------------------------------------------------------------------------------
@@ -118,8 +120,17 @@ class LockstepEngine(Stepping):
 
     @property
     def variable_bytes(self) -> int:
+        return self._held(host=False)
+
+    @property
+    def host_variable_bytes(self) -> int:
+        return self._held(host=True)
+
+    def _held(self, host: bool) -> int:
         self._ready()
-        return sum(int(np.asarray(pieces[0]).nbytes) for pieces in self.state.values())
+        variables = self.program.variables
+        lies = {name for name, stored in variables.items() if stored.host}
+        return sum(_bytes(pieces) for name, pieces in self.state.items() if (name in lies) is host)
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -137,6 +148,7 @@ class LockstepEngine(Stepping):
     def run(self, fed: Any) -> dict[str, Any]:
         self._ready()
         self.communication_bytes = dict.fromkeys(self.mesh.names, 0.0)
+        self.transfer_bytes = {"host_load": 0, "host_store": 0}
         env: dict[int, Pieces] = {}
         new: dict[str, Pieces] = {}
         self._meter = Meter(self.program, self.variable_bytes)
@@ -166,6 +178,9 @@ class LockstepEngine(Stepping):
                 env[instr.outputs[0]] = self.state[instr.variable]
             elif isinstance(instr, WriteVariable):
                 new[instr.variable] = env[instr.inputs[0]]
+            elif isinstance(instr, Transfer):
+                env[instr.outputs[0]] = env[instr.inputs[0]]
+                self.transfer_bytes[instr.name] += _bytes(env[instr.inputs[0]])
             elif isinstance(instr, Slice):
                 (i,), (o,) = instr.inputs, instr.outputs
                 env[o] = self.own_part(env[i], self.program.values[i], instr.dim, instr.axes)

@@ -100,8 +100,19 @@ class Engine(Protocol):
         ...
 
     @property
+    def transfer_bytes(self) -> dict[str, float]:
+        """Bytes that a device loaded from its host in the last step, and stored there (`host_load`,
+        `host_store`), counted from the tensors moved."""
+        ...
+
+    @property
     def variable_bytes(self) -> int:
-        """Bytes of the variables' pieces on one device."""
+        """Bytes of the variables' pieces on one device; not of those that lie on its host."""
+        ...
+
+    @property
+    def host_variable_bytes(self) -> int:
+        """Bytes of the variables' pieces that one device keeps on its host."""
         ...
 
     @property

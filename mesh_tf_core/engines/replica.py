@@ -19,6 +19,7 @@ from mesh_tf_core.ir.program import (
     Program,
     ReadVariable,
     Slice,
+    Transfer,
     Value,
     WriteVariable,
 )
@@ -118,6 +119,8 @@ class Replica(Device):
                 env[instr.outputs[0]] = self.read(instr.variable)
             elif isinstance(instr, Input):
                 env[instr.outputs[0]] = self.feed(instr.feed)
+            elif isinstance(instr, Transfer):  # here device and host have one memory
+                env[instr.outputs[0]] = env[instr.inputs[0]]
             else:
                 raise TypeError(f"{instr.text()} is not an instruction of one device")
 
@@ -160,6 +163,8 @@ class WholeReplica(Replica, ABC):
                 self.exchange(instr, env, times)
             elif isinstance(instr, WriteVariable):
                 self.written[instr.variable] = env[instr.inputs[0]]
+            elif isinstance(instr, Transfer):
+                self.transfer(instr, env, times)
             else:
                 self.run((instr,), env)
 
@@ -170,3 +175,7 @@ class WholeReplica(Replica, ABC):
     @abstractmethod
     def exchange(self, instr: Collective, env: dict[int, Any], times: float) -> None:
         """Runs a collective."""
+
+    @abstractmethod
+    def transfer(self, instr: Transfer, env: dict[int, Any], times: float) -> None:
+        """Moves a piece between the device and its host."""

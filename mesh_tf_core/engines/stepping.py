@@ -8,7 +8,7 @@ from typing import Any
 from mesh_tf_core.engines import feeds
 from mesh_tf_core.engines.pieces import Begin, Piece
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import Program, Stored
 
 
 class Stepping:
@@ -71,8 +71,12 @@ def check_beside(program: Program, other: Program) -> None:
         if name not in program.variables:
             raise UserError(f"there is no variable {name!r}; {known_names(name, program.variables)}")
         own = program.variables[name]
-        if (own.variable.type, own.splits) != (stored.variable.type, stored.splits):
+        if (own.variable.type, own.splits, own.host) != (stored.variable.type, stored.splits, stored.host):
             raise UserError(
-                f"variable {name!r} is {own.variable.type} stored over {own.splits} here, "
-                f"{stored.variable.type} over {stored.splits} in the other program"
+                f"variable {name!r} is {own.variable.type} stored over {own.splits}{_where(own)} here, "
+                f"{stored.variable.type} over {stored.splits}{_where(stored)} in the other program"
             )
+
+
+def _where(stored: Stored) -> str:
+    return " on the host" if stored.host else ""

@@ -204,6 +204,27 @@ class WriteVariable(Instr):
         return f"write({self.variable})"
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer(Instr):
+    """Moves this device's piece of a value between its own memory and its host's, over the host link."""
+
+    name: ClassVar[str]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLoad(Transfer):
+    """From the host to the device."""
+
+    name = "host_load"
+
+
+@dataclass(frozen=True, slots=True)
+class HostStore(Transfer):
+    """From the device to the host."""
+
+    name = "host_store"
+
+
 class Carry(NamedTuple):
     """State that iterations hand on, as ids of values.
 

@@ -12,6 +12,7 @@ As on a device that knows ahead of time what runs:
   (6) what a carry starts from is free once the first iteration has copied it, unless it is read otherwise
   (7) what an iteration hands out has been copied at its end; what it adds to a sum is added once it is made
   (8) a stack that only a sum of the loop around reads (`Program.added`) lies in that sum
+  (9) what lies in the host's memory takes none of the device's
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Liveness:
         nowhere: Set[int] = frozenset(),
         renames: bool = True,
     ) -> None:
-        self.program, self._nowhere = program, set(nowhere)
+        self.program, self._nowhere = program, {*nowhere, *(v.id for v in program.values if v.host)}
         self._shared = {**(shared or {}), **program.added}
         self._renames = renames
         self._memory: dict[int, int] = {}

@@ -22,6 +22,8 @@ from mesh_tf_core.ir.instructions import (
     AllToAll,
     Carry,
     Collective,
+    HostLoad,
+    HostStore,
     Input,
     Local,
     Loop,
@@ -31,6 +33,7 @@ from mesh_tf_core.ir.instructions import (
     Result,
     Slice,
     Sliced,
+    Transfer,
     WriteVariable,
     make_loop,
 )
@@ -46,6 +49,8 @@ __all__ = [
     "AllToAll",
     "Carry",
     "Collective",
+    "HostLoad",
+    "HostStore",
     "Input",
     "Instr",
     "Local",
@@ -59,6 +64,7 @@ __all__ = [
     "Slice",
     "Sliced",
     "Stored",
+    "Transfer",
     "Value",
     "WriteVariable",
     "count_sent",
@@ -70,15 +76,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stored:
-    """How a variable lies on the devices between steps."""
+    """How a variable lies on the devices, or in the memory of their hosts, between steps."""
 
     variable: Variable
     splits: tuple[Axes, ...]
+    host: bool = False
 
     @property
     def value(self) -> Value:
         """The same as a value, of no program."""
-        return Value(-1, self.variable.shape, self.variable.dtype, self.splits)
+        return Value(-1, self.variable.shape, self.variable.dtype, self.splits, host=self.host)
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,22 @@ class Program:
                 payload = sum(self.values[i].local_bytes(self.mesh) for i in instr.inputs)
                 count_sent(out, self.mesh, instr, payload, times)
         return out
+
+    def transfer_bytes(self) -> dict[str, float]:
+        """Bytes that a device loads from its host in a step, and stores there, by the instruction's name."""
+        out = {"host_load": 0.0, "host_store": 0.0}
+        for instr, times in self.expected():
+            if isinstance(instr, Transfer):
+                out[instr.name] += times * sum(self.values[i].local_bytes(self.mesh) for i in instr.inputs)
+        return out
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that a device keeps in its host's memory: variables, and the stacks of loops."""
+        stacks = (s.outer for instr, _ in self.walk() if isinstance(instr, Loop) for s in instr.stacked)
+        kept = [self.values[i] for i in stacks if self.values[i].host]
+        kept += [s.value for s in self.variables.values() if s.host]
+        return sum(v.local_bytes(self.mesh) for v in kept)
 
     def wire_bytes(self, instr: Collective) -> float:
         """Bytes that a device sends in one run of a collective (see `wire_bytes`)."""

@@ -39,6 +39,7 @@ class Value:
       splits: for every dimension, the mesh axes it is split over.
       partial: axes over which pieces must still be added up.
       tensor: the graph's tensor that this is, -1 for values that lowering made.
+      host: the pieces lie in the memory of the devices' hosts.
     """
 
     id: int
@@ -47,6 +48,7 @@ class Value:
     splits: tuple[Axes, ...]
     partial: Axes = ()
     tensor: int = -1
+    host: bool = False
 
     def local(self, mesh: Mesh) -> TensorType:
         """Type of the piece on one device."""
@@ -64,11 +66,11 @@ class Value:
         """The same as a tensor of the graph."""
         if self.tensor == tensor:
             return self
-        return Value(self.id, self.shape, self.dtype, self.splits, self.partial, tensor)
+        return Value(self.id, self.shape, self.dtype, self.splits, self.partial, tensor, self.host)
 
     def pending(self, axes: Axes, id: int) -> Value:
         """The same under an id, partial over some axes."""
-        return Value(id, self.shape, self.dtype, self.splits, axes, self.tensor)
+        return Value(id, self.shape, self.dtype, self.splits, axes, self.tensor, self.host)
 
     def split_of(self, name: str) -> Axes:
         return self.splits[self.shape.index(name)]
@@ -78,7 +80,8 @@ class Value:
             f"{d.name}:{d.size}" + (f"/{'+'.join(axes)}" if axes else "")
             for d, axes in zip(self.shape, self.splits, strict=True)
         )
-        return f"{self.dtype}[{dims}]" + (f" partial({'+'.join(self.partial)})" if self.partial else "")
+        partial = f" partial({'+'.join(self.partial)})" if self.partial else ""
+        return f"{self.dtype}[{dims}]{partial}{' on host' if self.host else ''}"
 
 
 @dataclass(frozen=True, slots=True)

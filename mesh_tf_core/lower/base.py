@@ -29,6 +29,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import Plan, expansion, gathered, gradient_terms, plan_of
+from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.storage import Stages
@@ -54,8 +55,9 @@ class Lowering(Placing):
         subgraph: Subgraph | None = None,
         oracle: Oracle | None = None,
         context: Mapping[str, str] | None = None,
+        offload: Offload = frozenset(),
     ) -> None:
-        super().__init__(graph, mesh, layout, storage, subgraph, oracle)
+        super().__init__(graph, mesh, layout, storage, subgraph, oracle, offload)
         self.context = context or {}
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
@@ -121,9 +123,13 @@ class Lowering(Placing):
             (tensor,), (type,) = node.outputs, plan.types
             out = self.new(type, self.stored_splits(op), tensor=tensor)
             self.emit(ReadVariable((), (out,), self.origin, op.variable.name))
+            if self.oracle.on_host(op.variable):
+                out = self.loaded(out)
             self.bind(tensor, self._half(op.variable, out))
         elif isinstance(op, Assign):
             value = self.placed(self.value_of(node.inputs[0]), self.stored_splits(op))
+            if self.oracle.on_host(op.variable):
+                value = self.kept_on_host(value)
             self.emit(WriteVariable((value,), (), self.origin, op.variable.name))
 
     def _half(self, variable: Variable, master: int) -> int:
@@ -144,7 +150,7 @@ class Lowering(Placing):
         variable = op.variable
         layout = self.oracle.stored(variable)
         splits = self.natural(variable.shape, f"variable {variable.name!r}", layout)
-        self.stored[variable.name] = Stored(variable, splits)
+        self.stored[variable.name] = Stored(variable, splits, self.oracle.on_host(variable))
         return splits
 
     def apply(self, op: Op, inputs: Sequence[int], plan: Plan, tensors: Sequence[int]) -> Sequence[int]:
@@ -265,10 +271,11 @@ def lower_base(
     subgraph: Subgraph | None = None,
     oracle: Oracle | None = None,
     context: Mapping[str, str] | None = None,
+    offload: Offload = frozenset(),
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
-    state = Lowering(graph, mesh, layout, storage, recompute, subgraph, oracle, context)
+    state = Lowering(graph, mesh, layout, storage, recompute, subgraph, oracle, context, offload)
     state.nodes(graph.blocks[0])
     if subgraph is not None:
         state.deliver_gradients()

@@ -222,7 +222,7 @@ class Loops:
         size = several(self.low.graph.tensor(inner).shape, v.shape) if isinstance(inner, int) else None
         if size is not None:
             shape, splits = _stack_of(size, shape), ((), *splits)
-        part = self.low.new(TensorType(shape, v.dtype), splits, v.partial)
+        part = self.low.new(TensorType(shape, v.dtype), splits, v.partial, host=v.host)
         if isinstance(inner, int):
             self.low.bind(inner, part)
         return Sliced(outer, part)
@@ -232,6 +232,9 @@ class Loops:
         forward = block.forward
         assert forward is not None
         pairs = [self._part(stack, key) for key, stack in self._kept[forward.id].items()]
+        for key, part in zip(self._kept[forward.id], pairs, strict=True):
+            if self.low.values[part.inner].host and isinstance(key, int):
+                self.low.bind(key, self.low.loaded(part.inner))
         then, needed = self._stands_for(block), self.remat.needs(forward)
         known = {then.get(outer, outer): inner for outer, inner in block.sliced}
         for outer, inner in forward.sliced:
@@ -306,6 +309,8 @@ class Loops:
             second = subgraph is not None and subgraph.again
             stays = NOTHING if second else self.remat.kept(block, unread, alone)
             found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
+            if block.dim is not None and self.low.oracle.keeps_on_host(block.dim.name):
+                found = self._on_host(found, node)
         else:
             for inner in self.remat.inner(block):
                 kept = self._kept.get(inner.id, {})
@@ -315,6 +320,16 @@ class Loops:
                     found[t] = self.low.value_of(t)
         self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
         return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
+
+    def _on_host(self, found: dict[Key, int], node: Node) -> dict[Key, int]:
+        """What a loop keeps, brought to the host: its state as an iteration begins, the rest as it ends."""
+        code, made = self.low.code, {o for instr in self.low.code for o in instr.outputs}
+        self.low.origin, at = Origin(node.index, node.scope, node.phase), len(code)
+        kept = {key: self.low.kept_on_host(value) for key, value in found.items()}
+        stores = code[at:]
+        code[at:] = [store for store in stores if store.inputs[0] in made]
+        code[:0] = [store for store in stores if store.inputs[0] not in made]
+        return kept
 
     def _saves(self, block: Block, saved: Pairs) -> list[tuple[int, int]]:
         if not saved or self.remat.again(block) or self._saves_later(block):
@@ -400,7 +415,7 @@ class Loops:
         if whole is not None:
             shape, splits = _part_of(shape), splits[1:]
         return self.low.new(
-            TensorType(_stack_of(whole or stack.dim, shape), v.dtype), (over, *splits), v.partial
+            TensorType(_stack_of(whole or stack.dim, shape), v.dtype), (over, *splits), v.partial, host=v.host
         )
 
 

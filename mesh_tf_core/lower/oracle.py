@@ -15,6 +15,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, Offload
 from mesh_tf_core.lower.redistribute import Move, Splits, plan_moves, straight
 from mesh_tf_core.lower.storage import Stages, Storage
 
@@ -31,6 +32,7 @@ class Oracle:
       known: name -> sizes of dimensions that the layout is known to divide; nothing is asked about these.
       real: the names that the mesh's axes have elsewhere, which decide between equally cheap moves.
       narrow: see `storage.narrow_reads`.
+      offload: what lies in the hosts' memory.
 
     Attributes:
       asked: every question so far, with its answer.
@@ -45,7 +47,9 @@ class Oracle:
         known: Mapping[str, Set[int]] | None = None,
         real: Mapping[str, str] | None = None,
         narrow: Mapping[str, str] | None = None,
+        offload: Offload = frozenset(),
     ) -> None:
+        self.offload = offload
         self.real, self.narrow = real, narrow or {}
         self.mesh, self.layout, self.variables, self.known = mesh, layout, variables, known or {}
         self.storage = Storage(mesh, layout, variables, stages)
@@ -65,6 +69,8 @@ class Oracle:
     def _worked_out(self, what: str, *about: Any) -> Any:
         if what == "stage":
             return self.storage.stage(about[0]) >= about[1]
+        if what == "host":
+            return about in self.offload
         if what == "view":
             view = self.storage.view(about[0])
             return tuple(view.axes(n) for n in self.variables[about[0]].shape.names)
@@ -108,6 +114,14 @@ class Oracle:
         least = 1 if variable.name in self.narrow else 3
         name = variable.name
         return self.view(name) if self.stage(name, least) else self.storage.read_in(name)
+
+    def on_host(self, variable: Variable) -> bool:
+        """Whether a variable (or an optimizer's slot) lies in the hosts' memory between steps."""
+        return variable.slot_of is not None and bool(self._ask("host", OPTIMIZER, variable.slot_of))
+
+    def keeps_on_host(self, dim: str) -> bool:
+        """Whether what loops over a dimension keep for their second runs lies in the hosts' memory."""
+        return bool(self.offload) and bool(self._ask("host", ACTIVATIONS, dim))
 
     def half(self, variable: Variable) -> str | None:
         """The dtype in which a variable is gathered as a step begins, if its master copy alone is stored

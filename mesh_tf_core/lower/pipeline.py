@@ -16,6 +16,7 @@ from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.kept import written
 from mesh_tf_core.lower.nodes import check_context
+from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.rematerialization import check_recompute
 from mesh_tf_core.lower.storage import Stages, read_stage
@@ -46,6 +47,7 @@ class Options:
       context: (dimension of keys, form): how attention to keys that are split is done, of those to which it
         does not gather them (`ops.context.FORMS`).
       diloco: an axis that synchronises rarely.
+      offload: what lies in the hosts' memory, by kind and variable (`lower.offload`).
     """
 
     storage: Stages = field(default_factory=dict)
@@ -53,6 +55,7 @@ class Options:
     microbatches: int = 1
     context: frozenset[tuple[str, str]] = frozenset()
     diloco: DiLoCo | None = None
+    offload: Offload = frozenset()
 
     def __post_init__(self) -> None:
         if any(":" in text for text in self.recompute):
@@ -61,7 +64,8 @@ class Options:
     @property
     def key(self) -> Hashable:
         """Equal for equal options, and hashable."""
-        return frozenset((name, read_stage(s)) for name, s in self.storage.items()), *self.told
+        stages = frozenset((name, read_stage(s)) for name, s in self.storage.items())
+        return stages, self.offload, *self.told
 
     def renamed(self, axes: Mapping[str, str]) -> Options:
         """With other names for mesh axes."""
@@ -70,8 +74,8 @@ class Options:
 
     @cached_property
     def told(self) -> tuple[Hashable, ...]:
-        """All but storage, of which lowering asks its oracle: hashable."""
-        return tuple(getattr(self, f.name) for f in fields(self) if f.name != "storage")
+        """All but storage and offload, of which lowering asks its oracle: hashable."""
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in ("storage", "offload"))
 
 
 def paths(graph: Graph) -> Iterator[str]:
@@ -117,7 +121,7 @@ def lower(
         layout.check(mesh, known, paths(graph))
         check_recompute(graph, options.recompute)
     given = options.storage, options.recompute
-    program = lower_base(graph, mesh, layout, results, *given, subgraph, oracle, forms)
+    program = lower_base(graph, mesh, layout, results, *given, subgraph, oracle, forms, options.offload)
     if subgraph is not None:
         # What is dead or travels together is not known from a part of the graph.
         return cut.end(delay_sums(cut.begin(program), oracle))

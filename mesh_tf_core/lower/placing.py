@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Node
@@ -11,9 +12,22 @@ from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
-from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Instr, Local, Origin, Slice, Value
+from mesh_tf_core.ir.program import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    HostLoad,
+    HostStore,
+    Instr,
+    Local,
+    Origin,
+    Slice,
+    Value,
+)
+from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import pass_of, plan_of, repeated, weights
+from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.storage import Stages, narrow_reads
 from mesh_tf_core.lower.subgraph import Subgraph
@@ -43,10 +57,11 @@ class Placing:
         storage: Stages | None = None,
         subgraph: Subgraph | None = None,
         oracle: Oracle | None = None,
+        offload: Offload = frozenset(),
     ) -> None:
         self.graph, self.mesh, self.layout, self.subgraph = graph, mesh, layout, subgraph
         self.oracle = oracle or Oracle(
-            mesh, layout, graph.variables, storage or {}, narrow=narrow_reads(graph)
+            mesh, layout, graph.variables, storage or {}, narrow=narrow_reads(graph), offload=offload
         )
         self.values: list[Value] = []
         self.code: list[Instr] = []
@@ -112,10 +127,17 @@ class Placing:
                 )
         return splits
 
-    def new(self, type: TensorType, splits: Splits, partial: Axes = (), tensor: int = -1) -> int:
+    def new(
+        self,
+        type: TensorType,
+        splits: Splits,
+        partial: Axes = (),
+        tensor: int = -1,
+        host: bool = False,
+    ) -> int:
         values = self.values
         id = len(values)
-        values.append(Value(id, type.shape, type.dtype, splits, partial, tensor))
+        values.append(Value(id, type.shape, type.dtype, splits, partial, tensor, host))
         return id
 
     def like(self, value: Value, splits: Splits, partial: Axes = ()) -> int:
@@ -159,7 +181,24 @@ class Placing:
         if maker is not None and maker.op.converts and maker.inputs[0] in self.env:
             # A variable stays where it is stored, also when it is converted elsewhere.
             splits = self.values[self.env[maker.inputs[0]]].splits
-        return self.new(t.type, splits, (), tensor)
+        given = self.new(t.type, splits, (), tensor)
+        stored = maker.op.variable if maker is not None and isinstance(maker.op, Read) else None
+        return self.loaded(given) if stored is not None and self.oracle.on_host(stored) else given
+
+    def loaded(self, id: int) -> int:
+        """What lies on the host, brought to the device; also of what is taken as given."""
+        v = self.values[id]
+        out = self.new(TensorType(v.shape, v.dtype), v.splits, (), v.tensor)
+        self.values[id] = replace(v, tensor=-1, host=True)
+        self.emit(HostLoad((id,), (out,), self.origin))
+        return out
+
+    def kept_on_host(self, id: int) -> int:
+        """A value brought to the host."""
+        v = self.values[id]
+        out = self.new(TensorType(v.shape, v.dtype), v.splits, host=True)
+        self.emit(HostStore((id,), (out,), self.origin))
+        return out
 
     def placed(self, id: int, splits: Splits) -> int:
         """The value with other splits; moved once however many read it there (see `moved`)."""

@@ -11,13 +11,16 @@ from mesh_tf_core.ir.program import (
     AllReduce,
     AllToAll,
     Collective,
+    HostLoad,
     Instr,
     Local,
     Loop,
     Permute,
     Program,
+    ReadVariable,
     ReduceScatter,
     Slice,
+    Transfer,
     Value,
     WriteVariable,
 )
@@ -88,6 +91,9 @@ class _Verifier:
             if not scalar:
                 raise ProgramError(f"{loop.text()}: %{loop.runs} is not a bool scalar that all devices have")
         self.block(loop.body)
+        for outer, inner in loop.sliced:
+            if values[outer].host != values[inner].host:
+                raise ProgramError(f"{loop.text()}: the part %{inner} of %{outer} lies elsewhere")
         for c in loop.carried:
             kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in c}
             if len(kinds) != 1:
@@ -99,7 +105,10 @@ class _Verifier:
         for inner, outer in loop.stacked:
             if inner not in self.defined:
                 raise ProgramError(f"{loop.text()}: stacked %{inner} is not computed")
-            same = values[outer].splits == ((), *values[inner].splits)
+            same = (
+                values[outer].splits == ((), *values[inner].splits)
+                and values[outer].host == values[inner].host
+            )
             if not (same and values[outer].partial == values[inner].partial):
                 raise ProgramError(f"{loop.text()}: stack %{outer}")
         for inner, outer in loop.summed:
@@ -111,6 +120,10 @@ class _Verifier:
         self.defined = outside
 
     def instr(self, instr: Instr) -> None:
+        if not isinstance(instr, Transfer | ReadVariable | WriteVariable):
+            for i in (*instr.inputs, *instr.outputs):
+                if self.of(i).host:
+                    raise ProgramError(f"{instr.text()}: %{i} lies on the host")
         if isinstance(instr, Local):
             self.local(instr)
         elif isinstance(instr, AllReduce):
@@ -135,12 +148,20 @@ class _Verifier:
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (1, instr.axes)})
         elif isinstance(instr, Permute):
             self.moves(instr, instr.inputs[0], instr.outputs[0], {})
+        elif isinstance(instr, Transfer):
+            self.moves(instr, instr.inputs[0], instr.outputs[0], {})
+            loads = isinstance(instr, HostLoad)
+            if (self.of(instr.inputs[0]).host, self.of(instr.outputs[0]).host) != (loads, not loads):
+                raise ProgramError(f"{instr.text()}: %{instr.inputs[0]} is not on the side that it leaves")
+        elif isinstance(instr, ReadVariable):
+            if self.of(instr.outputs[0]).host != self.program.variables[instr.variable].host:
+                raise ProgramError(f"{instr.text()}: %{instr.outputs[0]} is not where the variable lies")
         elif isinstance(instr, Collective):
             raise ProgramError(f"{instr.text()}: no rule says what it demands of its operands")
         elif isinstance(instr, WriteVariable):
             stored = self.program.variables[instr.variable]
             written = self.of(instr.inputs[0])
-            if written.splits != stored.splits or written.partial:
+            if (written.splits, written.host) != (stored.splits, stored.host) or written.partial:
                 raise ProgramError(f"{instr.text()}: %{written.id} is not placed as the variable is stored")
 
     def of(self, i: int) -> Value:

@@ -85,7 +85,8 @@ class Evaluation:
         if stages := model.stages(mesh, layout):
             parts = options.microbatches
             graph, results = pipelined(graph, str(model.batch_dim), parts, stages, results)
-        program = lower(graph, mesh, layout, results, Options(storage, context=options.context))
+        how = Options(storage, context=options.context, offload=options.offload)
+        program = lower(graph, mesh, layout, results, how)
         self.engine = training.beside(program)
         has_rows = cluster is not None and model.batch_dim is not None
         self.rows = rows_of(program, str(model.batch_dim), self.engine.ranks) if has_rows else None

@@ -20,7 +20,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.home import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
-from tests.core import test_kept, test_pipelines, test_replicas
+from tests.core import test_kept, test_offload, test_pipelines, test_replicas
 from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
 from tests.engines import jax_layouts, loop_cases, number_cases
@@ -134,6 +134,28 @@ def kept(seed: int) -> None:
     test_kept.same(test_kept.trained(test_kept.drawn(seed), "jax"), "fused")
 
 
+def offloaded() -> None:
+    """The optimizer's state on the hosts: moved, read, written, and kept for a checkpoint."""
+    program = test_offload.lowered(True, 3, "data:2")
+    engine, oracle, batch = open_engine(program, "jax"), open_engine(program, "lockstep"), numbers(program)
+    for _ in range(2):
+        equal(engine.step(batch), oracle.step(batch), 0.02)
+    assert engine.transfer_bytes == oracle.transfer_bytes == program.transfer_bytes()
+    assert engine.host_variable_bytes == oracle.host_variable_bytes == program.host_bytes > 0
+    assert engine.variable_bytes == oracle.variable_bytes
+    state = test_offload.STATE[0]
+    before = engine.read(state)
+    engine.write(state, before * 2)
+    kept = {piece.name: array for piece, array in engine.snapshot().items()}
+    np.testing.assert_array_equal(kept[state], engine.read(state))
+    np.testing.assert_array_equal(kept[state], 2 * before)
+    engine.step(batch)
+    program = test_offload.kept_on_hosts()
+    engine, oracle, batch = open_engine(program, "jax"), open_engine(program, "lockstep"), tokens(program, 0)
+    equal(engine.step(batch), oracle.step(batch), 2e-5)
+    assert engine.transfer_bytes == oracle.transfer_bytes == program.transfer_bytes()
+
+
 def control(name: str) -> None:
     """Branches and loops that stop early."""
     program = PROGRAMS[name]()
@@ -220,6 +242,7 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"control {name}": lambda n=name: control(n) for name in PROGRAMS},
     **{f"numbers {name}": lambda n=name: number_cases.check(n, "jax") for name in number_cases.CASES},
+    "offload": offloaded,
     "state": state,
     "beside": beside,
     "in flight": in_flight,

@@ -20,6 +20,7 @@ from mesh_tf_core.ir.op import Op, Roles
 from mesh_tf_core.ir.program import COLLECTIVES, Collective
 from mesh_tf_core.ops.context import FORMS
 from tests.core import test_pipelines, test_replicas
+from tests.core.test_offload import lowered as offloaded
 from tests.engines import number_cases
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 from tests.marks import by_day
@@ -196,6 +197,16 @@ def test_variables_change_places(phase, devices):
     assert [float(engine.step({})["total"]) for _ in range(4)] == [4, 8, 8, 16]
     np.testing.assert_array_equal(engine.read("one"), [4, 4, 4, 4])
     np.testing.assert_array_equal(engine.read("two"), [4, 4, 4, 4])
+
+
+def test_state_on_the_host_is_counted() -> None:
+    """Here device and host have one memory, so nothing moves; the bytes are those of the tensors."""
+    program, plain = offloaded(True, 2, "data:2"), offloaded(False, 2, "data:2")
+    engine, other, batch = open_engine(program), open_engine(plain), numbers(program)
+    assert [engine.step(batch)["loss"] for _ in range(2)] == [other.step(batch)["loss"] for _ in range(2)]
+    assert engine.transfer_bytes == program.transfer_bytes() and not any(other.transfer_bytes.values())
+    assert engine.host_variable_bytes == program.host_bytes
+    assert engine.variable_bytes + engine.host_variable_bytes == other.variable_bytes
 
 
 def test_variable_bytes_are_those_of_the_shards():

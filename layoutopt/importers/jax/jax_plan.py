@@ -6,6 +6,7 @@ Every decision of the plan is applied, or refused by name:
                 are gathered where they are used
   recompute     jax.checkpoint of a loop's body, or of each layer that is written out, with a policy
                 that saves what they keep; refused where that is no value of the function
+  offload       refused: the user's own step would have to move it
   context       refused: it is done between devices
   diloco        refused: it is another training loop
   microbatches  a loop over parts of the batch that adds up gradients
@@ -48,6 +49,12 @@ class JaxPlan(Shardings):
             raise UserError(
                 f"plan.jax: the plan's attention to {dim!r} is {form}, which no sharding says; search with "
                 "--context gather"
+            )
+        if offload := sorted(self.options.offload):
+            kind, name = offload[0]
+            raise UserError(
+                f"plan.jax: the plan keeps {kind} of {name!r} on the hosts, which your own step does not; "
+                "search without --offload"
             )
         return constrained(
             loss or self.origin.loss,

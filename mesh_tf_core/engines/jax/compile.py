@@ -33,15 +33,18 @@ class Executable:
 
     Attributes:
       text: compiled HLO.
-      peak_bytes: most bytes of device memory that hold a value at any moment.
+      peak_bytes: most bytes of device memory that hold a value at any moment. (The compiler counts the host's
+        with it: what is left without them, and no more than is reserved.)
       allocated_bytes: what the program reserves: arguments, new outputs, and its heap with the gaps in it.
       seconds: of compilation.
+      host_bytes: what it reserves in the host's memory.
     """
 
     text: str
     peak_bytes: int
     allocated_bytes: int
     seconds: float
+    host_bytes: int = 0
 
 
 def compile_for(
@@ -71,7 +74,11 @@ def compile_for(
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
     allocated = stats.argument_size_in_bytes + fresh + stats.temp_size_in_bytes
     seconds = time.perf_counter() - start
-    return Executable(made.as_text(), int(stats.peak_memory_in_bytes), int(allocated), seconds)
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+    host += stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+    peak = stats.peak_memory_in_bytes
+    peak = min(peak - stats.host_argument_size_in_bytes, allocated) if host else peak
+    return Executable(made.as_text(), int(peak), int(allocated), seconds, int(host))
 
 
 def stablehlo(program: Program) -> str:

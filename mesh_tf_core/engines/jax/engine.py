@@ -66,13 +66,17 @@ class JaxEngine(Stepping):
         self.is_chief = cluster is None or cluster.is_writer
         self.compile_seconds = 0.0
         self.communication_bytes: dict[str, float] = {}
+        self.transfer_bytes: dict[str, float] = {}
         self._state: dict[str, Any] = {}
         self._owner = True
         self._compiled: Any = None
         self._bytes: dict[str, float] = {}
+        self._moved: dict[str, float] = {}
         self._wide = is_wide(program)
         self._steps = 0
-        self._whole = jax.jit(lambda x: x, out_shardings=jax_home.sharding(self.mesh, ()))
+        self._whole = jax.jit(
+            partial(jax_home.transferred, to_host=False), out_shardings=jax_home.sharding(self.mesh, ())
+        )
         if cluster is not None:
             cluster.same("the program", hashlib.sha256(text(program).encode()).hexdigest()[:16])
 
@@ -108,7 +112,7 @@ class JaxEngine(Stepping):
             return jax.make_array_from_callback(tuple(sizes), self._sharding(variable), piece)
 
     def _sharding(self, variable: Stored) -> Any:
-        return jax_home.sharding(self.mesh, variable.splits)
+        return jax_home.sharding(self.mesh, variable.splits, variable.host)
 
     def _ready(self) -> None:
         if not self._state:
@@ -149,10 +153,11 @@ class JaxEngine(Stepping):
         own, mesh, kept = jax.process_index(), self.program.mesh, dict[Piece, Any]()
         for name, pieces in self._writers.items():
             v = self.program.variables[name].value
+            copied = np.array if v.host else _copied
             held = {shard.device: shard.data for shard in self._state[name].addressable_shards}
             with jax_home.wide_numbers(self._wide):  # the next step gives the arrays' memory away
                 mine = {
-                    begin: held[self.devices[rank]].copy()
+                    begin: copied(held[self.devices[rank]])
                     for begin, rank in pieces.items()
                     if self.devices[rank].process_index == own
                 }
@@ -177,15 +182,27 @@ class JaxEngine(Stepping):
 
     @property
     def variable_bytes(self) -> int:
+        return self._held(host=False)
+
+    @property
+    def host_variable_bytes(self) -> int:
+        return self._held(host=True)
+
+    def _held(self, host: bool) -> int:
         self._ready()
-        return sum(int(x.addressable_shards[0].data.nbytes) for x in self._state.values())
+        found = (x for x in self._state.values() if (x.sharding.memory_kind == jax_home.HOST) is host)
+        return sum(int(x.addressable_shards[0].data.nbytes) for x in found)
 
     @property
     def peak_memory_bytes(self) -> int | None:
         stats = [self.devices[rank].memory_stats() for rank in self.ranks]
         if all(stats):
             return max(int(s["peak_bytes_in_use"]) for s in stats)
-        return None if self._compiled is None else int(self._compiled.memory_analysis().peak_memory_in_bytes)
+        if self._compiled is None:
+            return None
+        # The CPU's compiler counts what lies on the host as if it were the device's.
+        peak = int(self._compiled.memory_analysis().peak_memory_in_bytes)
+        return peak - self.host_variable_bytes if self.platform == "cpu" else peak
 
     def close(self) -> None:
         for array in self._state.values() if self._owner else ():
@@ -220,7 +237,7 @@ class JaxEngine(Stepping):
                 self._state.update(state)
                 if self.in_flight == 1:
                     jax.block_until_ready(state)
-        self.communication_bytes = dict(self._bytes)
+        self.communication_bytes, self.transfer_bytes = dict(self._bytes), dict(self._moved)
         return partial(self._found, f"the results of {step}", results)
 
     def _found(self, what: str, results: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,4 +268,11 @@ class JaxEngine(Stepping):
         self._bytes = dict.fromkeys(self.program.mesh.names, 0.0)
         for sent in made.sent.values():
             count_sent(self._bytes, self.program.mesh, *sent)
+        self._moved = {"host_load": 0, "host_store": 0}
+        for instr, size, times in made.moved.values():
+            self._moved[instr.name] += size * times
         self.compile_seconds += time.perf_counter() - start
+
+
+def _copied(array: Any) -> Any:
+    return array.copy()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -28,6 +28,9 @@ _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?(\S+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|[\s)}\]])([a-z][a-z0-9-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_PLACED = re.compile(r"\b([a-z]+\d*\[[\d,]*\])\{([^}]*)\}")
+HOST_SPACE = "S(5)"
+"""How the TPU compiler marks an array in the host's memory."""
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computation)=%?([^\s,}]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([^\s,}]+))")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
@@ -70,12 +73,14 @@ class Compiled:
       cycles: sum of the estimates of everything that computes, loops counted as often as they run.
       unknown_loops: loops whose number of iterations was not found; their bodies count once.
       libraries: runs of kernels that a library wrote (Pallas), of which the compiler estimates nothing.
+      transfers: bytes of a device that are copied from its host's memory in a step, and there, by our names.
     """
 
     collectives: tuple[Found, ...]
     cycles: int
     unknown_loops: int
     libraries: int
+    transfers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +108,12 @@ class _Reader:
         self.unknown = 0
         self.libraries = 0
         self.chains: set[str] = set()
+        self.transfers: dict[str, int] = {}
 
     def run(self) -> Compiled:
         if self.entry:
             self._visit(self.entry, 1, True)
-        return Compiled(tuple(self.found), self.cycles, self.unknown, self.libraries)
+        return Compiled(tuple(self.found), self.cycles, self.unknown, self.libraries, self.transfers)
 
     def _parse(self, text: str) -> None:
         lines: list[_Line] | None = None
@@ -135,6 +141,8 @@ class _Reader:
                 if self._is_first(line):
                     self.found.append(_collective(kind, line, types, times))
                 continue
+            if line.opcode == "copy-start":
+                self._copied(line, times)
             cycles = _CYCLES.search(line.rest)
             if computing and cycles:
                 self.cycles += max(0, int(cycles[1])) * times
@@ -146,6 +154,15 @@ class _Reader:
                 inside = computing and line.opcode in ("call", "conditional", "async-start")
                 for called in _callees(line):
                     self._visit(called, times, inside)
+
+    def _copied(self, line: _Line, times: int) -> None:
+        """Counts a copy, to the first array of its type from the second, if one of them is on the host."""
+        (target, size), (source, _) = [
+            (HOST_SPACE in placed, _bytes(type)) for type, placed in _PLACED.findall(line.type)
+        ][:2]
+        if target is not source:
+            name = "host_store" if target else "host_load"
+            self.transfers[name] = self.transfers.get(name, 0) + times * size
 
     def _is_first(self, line: _Line) -> bool:
         """Whether this is not a further step of a collective that the compiler runs in steps under compute.

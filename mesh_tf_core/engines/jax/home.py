@@ -21,6 +21,8 @@ from mesh_tf_core.engines.jax.placing import placed
 from mesh_tf_core.errors import UserError, not_installed
 from mesh_tf_core.ir.mesh import Mesh
 
+HOST = "pinned_host"
+"""JAX's kind of memory of the hosts that devices read and write."""
 SUPPORTED = "0.10"
 """The series of JAX whose entry points these are."""
 
@@ -235,11 +237,20 @@ def _chip_config(topology: str) -> dict[str, str]:
     return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 
-def sharding(mesh: Any, splits: Sequence[tuple[str, ...]]) -> Any:
-    """How an array lies on JAX's mesh: for every dimension the axes that split it, the major one first."""
+def sharding(mesh: Any, splits: Sequence[tuple[str, ...]], host: bool = False) -> Any:
+    """How an array lies on JAX's mesh, or on its devices' hosts: for every dimension the axes that split it,
+    the major one first."""
     import jax
 
-    return jax.sharding.NamedSharding(mesh, partition(splits))
+    kind = {"memory_kind": HOST} if host else {}
+    return jax.sharding.NamedSharding(mesh, partition(splits), **kind)
+
+
+def transferred(array: Any, to_host: bool) -> Any:
+    """An array, or a piece of one in a function that JAX compiles, on the other side of the host link."""
+    import jax
+
+    return jax.device_put(array, jax.memory.Space.Host if to_host else jax.memory.Space.Device)
 
 
 def partition(splits: Sequence[tuple[str, ...]]) -> Any:

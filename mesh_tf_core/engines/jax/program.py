@@ -26,11 +26,13 @@ from mesh_tf_core.ir.program import (
     AllReduce,
     AllToAll,
     Collective,
+    HostStore,
     Instr,
     Loop,
     Permute,
     Program,
     ReduceScatter,
+    Transfer,
     Value,
 )
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
@@ -54,13 +56,14 @@ class JaxProgram:
       mesh: JAX's mesh with the program's axes; it may be abstract.
       platform: of its devices: cpu, gpu or tpu.
       sent: id of a collective -> (it, bytes of the pieces given to it, times per step), known once the step
-        is traced.
+        is traced; `moved` the same of what moves between device and host.
     """
 
     program: Program
     mesh: Any
     platform: str
     sent: dict[int, tuple[Collective, int, float]] = field(default_factory=dict)
+    moved: dict[int, tuple[Transfer, int, float]] = field(default_factory=dict)
 
     def jitted(self) -> Any:
         """The step, compiled when first called; the old variables' memory becomes the new ones'."""
@@ -71,13 +74,17 @@ class JaxProgram:
         )
         results = {name: jax_home.partition(p.values[id].splits) for name, id in p.results.items()}
         step = jax_home.per_device(self.replica, self.mesh, specs, (specs[0], results))
-        return jax.jit(step, donate_argnums=0)
+        if not any(s.host for s in p.variables.values()):
+            return jax.jit(step, donate_argnums=0)
+        lies = {name: jax_home.sharding(self.mesh, s.splits, s.host) for name, s in p.variables.items()}
+        back = {name: jax_home.sharding(self.mesh, p.values[id].splits) for name, id in p.results.items()}
+        return jax.jit(step, donate_argnums=0, out_shardings=(lies, back))
 
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shapes, dtypes and shardings of the variables and of the batch."""
         p = self.program
         variables = {
-            name: self._abstract(s.variable.shape.sizes, s.variable.dtype, s.splits)
+            name: self._abstract(s.variable.shape.sizes, s.variable.dtype, s.splits, s.host)
             for name, s in p.variables.items()
         }
         batch = {
@@ -91,18 +98,18 @@ class JaxProgram:
         with jax_home.wide_numbers(is_wide(self.program)):
             return self.jitted().trace(*self.arguments()).lower(**how)
 
-    def _abstract(self, sizes: Sequence[int], dtype: str, splits: tuple[Axes, ...]) -> Any:
-        return jax.ShapeDtypeStruct(
-            tuple(sizes), np_dtype(dtype), sharding=jax_home.sharding(self.mesh, splits)
-        )
+    def _abstract(
+        self, sizes: Sequence[int], dtype: str, splits: tuple[Axes, ...], host: bool = False
+    ) -> Any:
+        lies = jax_home.sharding(self.mesh, splits, host)
+        return jax.ShapeDtypeStruct(tuple(sizes), np_dtype(dtype), sharding=lies)
 
     def replica(
         self, variables: Mapping[str, Any], batch: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """What one device does with its pieces."""
-        device = _Device(
-            self.program, JaxKernel(self.platform), variables.__getitem__, batch.__getitem__, self.sent
-        )
+        kernel, read, feed = JaxKernel(self.platform), variables.__getitem__, batch.__getitem__
+        device = _Device(self.program, kernel, read, feed, self.sent, self.moved)
         env: Env = {}
         device.block(self.program.code, env, 1)
         new = {name: device.written.get(name, old) for name, old in variables.items()}
@@ -134,10 +141,11 @@ class _Device(WholeReplica):
         read: Callable[[str], Any],
         feed: Callable[[str], Any],
         sent: dict[int, tuple[Collective, int, float]],
+        moved: dict[int, tuple[Transfer, int, float]],
     ) -> None:
         coordinate = {axis: lax.axis_index(axis) for axis, n in program.mesh.axes if n > 1}
         super().__init__(program, kernel, coordinate, read, feed)
-        self.sent = sent
+        self.sent, self.moved = sent, moved
         self.pace = _Pace()
 
     def block(self, code: Sequence[Instr], env: Env, times: float) -> None:
@@ -195,6 +203,11 @@ class _Device(WholeReplica):
             env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh)
         if isinstance(instr, ReduceScatter):
             self.pace.scattered = [env[o] for o in instr.outputs]
+
+    def transfer(self, instr: Transfer, env: Env, times: float) -> None:
+        (i,), (o,) = instr.inputs, instr.outputs
+        self.moved[id(instr)] = instr, env[i].size * env[i].dtype.itemsize, times
+        env[o] = jax_home.transferred(env[i], isinstance(instr, HostStore))
 
     def _gathered_once_more(self, instr: AllGather, pieces: list[Any], env: Env) -> list[Any]:
         """What to gather: a weight that backward gathers once more behind a barrier, for the compiler would

@@ -17,7 +17,7 @@ from mesh_tf_core.engines.pieces import Piece, joined
 from mesh_tf_core.engines.stepping import Stepping, check_beside
 from mesh_tf_core.engines.tf.trace import Trace
 from mesh_tf_core.engines.tf.variables import Variables
-from mesh_tf_core.ir.program import Collective, Program, Value, count_sent
+from mesh_tf_core.ir.program import Collective, Program, Transfer, Value, count_sent
 
 
 class TfLocalEngine(Stepping):
@@ -35,6 +35,7 @@ class TfLocalEngine(Stepping):
         self.variables = Variables(program, self.devices, shared)
         self.compile_seconds = 0.0
         self.communication_bytes: dict[str, float] = {}
+        self.transfer_bytes: dict[str, float] = {}
         self._bytes: dict[str, float] = dict.fromkeys(program.mesh.names, 0.0)
         self._step: Callable[..., Sequence[Any]] | None = None
         self._sizes: Mapping[int, int] = {}
@@ -71,7 +72,12 @@ class TfLocalEngine(Stepping):
     @property
     def variable_bytes(self) -> int:
         self._ready()
-        return self.variables.bytes
+        return self.variables.bytes(host=False)
+
+    @property
+    def host_variable_bytes(self) -> int:
+        self._ready()
+        return self.variables.bytes(host=True)
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -102,6 +108,10 @@ class TfLocalEngine(Stepping):
             self.compile_seconds += time.perf_counter() - start
             self._ran = True
         self.communication_bytes = dict(self._bytes)
+        self.transfer_bytes = {"host_load": 0, "host_store": 0}
+        for instr, times in self.program.expected():
+            if isinstance(instr, Transfer):
+                self.transfer_bytes[instr.name] += times * sum(map(self._sizes.__getitem__, instr.outputs))
         return self._results(found)
 
     def _results(self, found: Sequence[Any]) -> dict[str, Any]:

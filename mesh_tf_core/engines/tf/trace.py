@@ -30,6 +30,7 @@ from mesh_tf_core.ir.program import (
     Program,
     ReadVariable,
     Slice,
+    Transfer,
     WriteVariable,
 )
 from mesh_tf_core.kernels.tf_kernel import TfKernel
@@ -94,7 +95,7 @@ class Trace:
         that cannot fail, so it may be done while they are stored, in the memory of the old ones."""
         results, begin = set(self.program.results.values()), len(self.program.code)
         for instr in reversed(self.program.code):
-            local = isinstance(instr, Local | Slice | ReadVariable | WriteVariable)
+            local = isinstance(instr, Local | Slice | ReadVariable | Transfer | WriteVariable)
             if not local or instr.origin.phase != "update" or results & set(instr.outputs):
                 break
             begin -= 1

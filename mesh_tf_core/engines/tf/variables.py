@@ -98,12 +98,11 @@ class Variables:
                     found[begin] = self.value(name)
         return found
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of one device's shards, as they lie there."""
+    def bytes(self, host: bool) -> int:
+        """Bytes of one device's shards, as they lie there, or on its host."""
         total = 0
         with tf.device(self.devices[0]):
-            for name in self.values:
+            for name in (name for name, v in self.values.items() if v.host is host):
                 value = self.value(name)
                 total += value.dtype.size * value.shape.num_elements()
         return total

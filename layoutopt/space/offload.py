@@ -1,0 +1,83 @@
+"""What lies in the hosts' memory between its uses (see `mesh_tf_core.lower.offload`).
+
+Variables of the same dimensions are one class, and one decision. Only asked for: it takes time over the host
+link, and helps where memory is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
+from layoutopt.space.storage import stored_classes
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER
+from mesh_tf_core.tracing.graph import Graph
+
+
+@dataclass(frozen=True)
+class Offload(Decision):
+    """What of one class of variables lies on the host: () nothing, ("optimizer",) its optimizer's state."""
+
+    variables: tuple[str, ...] = ()
+    prefix = "offload of "
+    features = (Feature("offload", "offload", lambda kind: True, lambda _, options: bool(options.offload)),)
+
+    @classmethod
+    def check(cls, allowed: Allowed) -> None:
+        for kind in allowed.offload:
+            if kind == ACTIVATIONS:
+                raise UserError(
+                    f"search does not decide --offload {kind}; give it to cost, train and the others, or "
+                    f"search with --offload {OPTIMIZER}"
+                )
+            if kind != OPTIMIZER:
+                raise UserError(f"offload {kind!r}: {known_names(kind, (OPTIMIZER,))}")
+
+    @classmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+        if OPTIMIZER not in allowed.offload:
+            return
+        with_state = {v.slot_of for v in graph.variables.values()}
+        found = 0
+        for variables in stored_classes(graph).values():
+            names = tuple(v.name for v in variables if v.name in with_state)
+            if names:
+                found += 1
+                yield cls(offload_class(variables[0]).removeprefix(cls.prefix), ((), (OPTIMIZER,)), names)
+        if not found:
+            raise UserError("--offload optimizer: the optimizer keeps no state; leave it out, or use Adam")
+
+    def apply(self, choice: Choice, to: Chosen) -> None:
+        pairs = {(kind, name) for kind in choice for name in self.variables}
+        if pairs:
+            to.options["offload"] = to.options.get("offload", frozenset()) | pairs
+
+    def read(self, layout: Layout, options: Options) -> Choice:
+        there = all((OPTIMIZER, name) in options.offload for name in self.variables)
+        return (OPTIMIZER,) if there else ()
+
+    @classmethod
+    def changing(cls, touched: Touched) -> list[str]:
+        return [offload_class(v) for v in touched.updated]
+
+    @classmethod
+    def written(cls, options: Options) -> dict[str, Any]:
+        kinds = dict.fromkeys(kind for kind, _ in sorted(options.offload))
+        return {"offload": {kind: sorted(name for k, name in options.offload if k == kind) for kind in kinds}}
+
+    @classmethod
+    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
+        pairs = ((kind, name) for kind, names in said["offload"].items() for name in names)
+        return {"offload": frozenset(pairs)}
+
+
+def offload_class(variable: Variable) -> str:
+    """Name of the decision about a variable."""
+    return Offload.prefix + " ".join(variable.shape.names)

@@ -1,0 +1,69 @@
+"""What lies in the memory of the devices' hosts instead of their own.
+
+    optimizer    the optimizer's state of a variable: the update loads it over the host link, works on it as
+                 ever, and stores it there again (Ren et al. 2021, "ZeRO-Offload", but for the place of the
+                 arithmetic, which stays on the device; MaxText's `optimizer_memory_host_offload`)
+    activations  what loops over a dimension that run again in backward keep for that (their state, and what
+                 `kept` says): stored as an iteration begins, loaded as its backward does
+
+It is split as it is on the devices; each device's piece lies on the host that it hangs on. In a program these
+are the instructions `host_load` and `host_store`; nobody computes on what is `on host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.lower.kept import dims_of
+
+OPTIMIZER, ACTIVATIONS = "optimizer", "activations"
+KINDS = (OPTIMIZER, ACTIVATIONS)
+Offload = frozenset[tuple[str, str]]
+"""(kind, the variable whose state it is, or the dimension of the loops)."""
+
+
+def check_offload(offload: Offload, variables: Mapping[str, Variable], recompute: Iterable[str]) -> None:
+    """UserError unless there is something of each.
+
+    Args:
+      variables: of a training step.
+      recompute: the loops that run again (`kept.Recomputed`).
+    """
+    for kind, name in sorted(offload):
+        if kind not in KINDS:
+            raise UserError(f"offload {kind!r}: {known_names(kind, KINDS)}")
+        if kind == ACTIVATIONS:
+            if name not in dims_of(recompute):
+                raise UserError(
+                    f"offload {kind}: loops over {name!r} do not run again in backward, so what they save "
+                    f"stays on the devices; recompute {name!r} too"
+                )
+            continue
+        if name not in variables:
+            raise UserError(
+                f"offload {kind}: the model has no variable {name!r}; {known_names(name, variables)}"
+            )
+        if not any(v.slot_of == name for v in variables.values()):
+            raise UserError(
+                f"offload {kind}: the optimizer keeps no state of {name!r}; leave it out, or train with one "
+                "that does, as Adam"
+            )
+
+
+def offload_of(
+    words: Iterable[str], variables: Mapping[str, Variable], recompute: Iterable[str] = ()
+) -> Offload:
+    """What `KIND`, or `KIND=NAME`, means: of a kind alone, all trained variables that have dimensions, or all
+    loops that run again."""
+    trained = [name for name, v in variables.items() if v.trainable and len(v.shape)]
+    again = sorted(dims_of(recompute))
+    found: set[tuple[str, str]] = set()
+    for word in words:
+        kind, _, name = (part.strip() for part in word.partition("="))
+        every = again if kind == ACTIVATIONS else trained
+        if kind == ACTIVATIONS and not (name or every):
+            raise UserError("offload activations: no loop runs again in backward; recompute one, as layers")
+        found.update((kind, each) for each in ([name] if name else every))
+    return frozenset(found)

@@ -1,0 +1,126 @@
+"""What lies on the hosts, as the search decides it: tables add up to the price of the program, rows count no
+more than its peak, and the answer is the best of all."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import layoutopt
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from costmodels.pricing.pricer import pricer
+from layoutopt.evaluator import evaluate
+from layoutopt.formulation.extract import extract
+from layoutopt.plan.build import parse_plan
+from layoutopt.plan.decided import Decided
+from layoutopt.plan.export import FORMATS, export
+from layoutopt.plan.exported import Exported, Placed
+from layoutopt.problem import evaluate as value_of
+from layoutopt.space.decisions import decisions
+from layoutopt.space.kind import Allowed
+from layoutopt.space.offload import Offload
+from tests.layoutopt.models import EXAMPLES, some_choices
+
+PRICE = 1e-9
+ROUNDING = 1 + 1e-12
+NAME = "transformer with fused attention"
+
+
+def compare(name: str, on: str, parts: int, hardware: str, count: int) -> int:
+    """Holds tables and rows against the program for some random legal choices; how many had something on the
+    hosts."""
+    model, mesh, machine = EXAMPLES[name](), mtf.Mesh(on), load_hardware(hardware)
+    allowed = Allowed(microbatches=(parts,), offload=("optimizer",))
+    decided = decisions(model.training_step(parts).graph, mesh, allowed)
+    found = extract(model, mesh, decided, pricer(machine, mesh))
+    rng, compared, some = random.Random(parts), 0, 0
+    while compared < count:
+        layout, options = found.decided.read(some_choices(found.decided, rng))
+        choices = found.choices(layout, options)
+        try:
+            evaluation = evaluate(model, mesh, layout, machine, options)
+        except mtf.LayoutError:
+            assert choices is None
+            continue
+        assert choices is not None
+        objective = value_of(found.problem, choices).objective
+        assert objective == pytest.approx(evaluation.cost.step_seconds, rel=PRICE), (layout, options)
+        rows = found.memory.rows() + found.memory.rows(options.recompute)
+        counted = max(row.use(choices) for row in rows)
+        assert counted <= evaluation.memory.peak * ROUNDING, (layout, options)
+        assert found.read(choices) == (layout, options)
+        compared, some = compared + 1, some + bool(options.offload)
+    return some
+
+
+def test_tables_add_up() -> None:
+    assert compare(NAME, "data:2;model:2", 2, "tpu-v5e", 6) >= 4
+
+
+def test_the_answer_is_the_best_of_all() -> None:
+    """On one device, with too little memory for all of the state: what lies on the host is all that is
+    decided, and of all choices that fit the fastest is found."""
+    model, machine, mesh = EXAMPLES[NAME](), load_hardware("tpu-v5e"), mtf.Mesh("one:1")
+    asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
+    allowed = Allowed(offload=("optimizer",), **asked)
+    decided = decisions(model.training_step(1).graph, mesh, allowed)
+    options = [decided.options[n] for n in decided.of(Offload)]
+    found = []
+    for chosen in itertools.product(*options):
+        layout, taken = decided.read(dict(zip(decided.of(Offload), chosen, strict=True)))
+        evaluation = evaluate(model, mesh, layout, machine, taken)
+        found.append((evaluation.cost.step_seconds, evaluation.memory.peak))
+    peaks = sorted(peak for _, peak in found)
+    limit = peaks[len(peaks) // 2]
+    assert limit < found[0][1]
+    best = min(seconds for seconds, peak in found if peak <= limit)
+    plan = layoutopt.search(
+        model, mesh, hardware="tpu-v5e", memory=limit, offload=("optimizer",), alternatives=False, **asked
+    )
+    assert plan.solver.status == "OPTIMAL"
+    assert plan.predicted.step_seconds == pytest.approx(best, rel=1e-9)
+    assert plan.options.offload and plan.data.details.search.offload == ("optimizer",)
+    again = parse_plan(plan.to_json())
+    assert again.options == plan.options and again.predicted.host == plan.predicted.host != ""
+    with pytest.raises(mtf.InfeasibleError):
+        layoutopt.search(model, mesh, hardware="tpu-v5e", memory=limit, alternatives=False, **asked)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "kinds", "said"),
+    [
+        ("cpu-local", ("optimizer",), "devices and host have one memory"),
+        ("tpu-v2", ("optimizer",), "no bandwidth of its host link is known"),
+        ("tpu-v5e", ("weight",), "offload 'weight'"),
+    ],
+)
+def test_what_cannot_be_is_refused(hardware: str, kinds: tuple[str, ...], said: str) -> None:
+    with pytest.raises(mtf.UserError, match=said):
+        layoutopt.search(EXAMPLES[NAME](), "x:2", hardware=hardware, offload=kinds)
+
+
+def test_exports_say_it_or_refuse_it() -> None:
+    weights = [Placed(n, ("d_model", "d_ff"), ((), ()), True) for n in ("wi", "wo")]
+    decided = Decided(offload={"optimizer": ["wi", "wo"]})
+    what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), tuple(weights), (), decided)
+    assert "optimizer_memory_host_offload: True" in export(what, "maxtext")
+    for to in set(FORMATS) - {"maxtext"}:
+        with pytest.raises(mtf.UserError, match=f"^{to} says .* optimizer of wi and wo lie on"):
+            export(what, to)
+    some = replace(what, decided=Decided(offload={"optimizer": ["wi"]}))
+    with pytest.raises(mtf.UserError, match="keeps that of wo on the devices"):
+        export(some, "maxtext")
+    assert "offload" not in export(replace(what, decided=Decided()), "maxtext")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("hardware", ["tpu-v3", "a100"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_tables_of_examples_add_up(name: str, hardware: str) -> None:
+    for parts in (1, 2):
+        compare(name, "data:2;model:4", parts, hardware, 8)
