@@ -283,6 +283,7 @@ class Itemiser:
         under: Sequence[Computed],
     ) -> tuple[Item, ...]:
         """The items of a message that runs beside kernels."""
+        assert isinstance(unit.instr, Collective)
         sent, *more = self.of_collective(unit.instr, sending, types, mesh)
         assert isinstance(sent, Sent)
         return replace(sent, purpose=RING, under=tuple(under), share=unit.share), *more

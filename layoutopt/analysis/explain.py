@@ -120,7 +120,7 @@ class Asked:
         rest = tuple(x for x in allowed if not feature.means(x))
         if rest == allowed:
             raise UserError(f"--without {name}: the plan's search could not choose it; allow it there first")
-        if not rest and feature.field not in ("elsewhere", "pipeline"):
+        if not rest and feature.field not in ("elsewhere", "pipeline", "offload"):
             said = ", ".join(map(str, allowed))
             raise UserError(f"--without {name}: the plan's search allowed nothing else ({said})")
         changed: dict[str, Any] = {feature.field: rest}

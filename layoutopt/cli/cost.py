@@ -165,7 +165,13 @@ def _show(
     options: Options,
     total: Training | None,
 ) -> None:
-    from layoutopt.cli.cost_tables import axis_table, memory_table, operation_table, phase_table
+    from layoutopt.cli.cost_tables import (
+        axis_table,
+        memory_table,
+        operation_table,
+        overlap_table,
+        phase_table,
+    )
     from layoutopt.cli.plan_tables import forms_text
     from layoutopt.details.of_machine import sure
     from layoutopt.plan.build import decided
@@ -201,7 +207,13 @@ def _show(
         ("how sure", sure(machine)),
         ("fits", "yes" if reason is None else f"no: {reason}"),
     ]
-    tables = [operation_table(price), axis_table(price), phase_table(price), memory_table(held)]
+    tables = [
+        operation_table(price),
+        axis_table(price),
+        overlap_table(price),
+        phase_table(price),
+        memory_table(held),
+    ]
     terminal.show(facts(rows))
     for part in tables:
         if part is not None:

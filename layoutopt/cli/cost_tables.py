@@ -74,6 +74,25 @@ def _axis_row(axes: str, kind: str, lines: Iterable[Line], cost: Cost) -> tuple[
     )
 
 
+def overlap_table(cost: Cost) -> Table | None:
+    """What of the communication is hidden, and behind what; None if there is none."""
+    from costmodels.pricing.hidden import hidden
+
+    rows = [
+        (
+            h.purpose,
+            seconds_text(h.seconds),
+            seconds_text(h.hidden),
+            seconds_text(h.exposed),
+            h.behind,
+            (seconds_text(h.room) if h.room else "") + ("" if h.fits else ": less than is hidden"),
+        )
+        for h in hidden(cost)
+    ]
+    columns = ("messages for", "time", "hidden", "exposed", "what runs meanwhile", "which takes")
+    return table("Overlap", columns, rows, (1, 2, 3, 5)) if rows else None
+
+
 def operation_table(cost: Cost, most: int = 12) -> Table:
     """The operations that take the most time; the rest in one row."""
     groups: dict[tuple[str, str, str, str], list[Line]] = {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.changed import Changed, changed_conditions, proven, with_found
+from layoutopt.cli.cost_tables import overlap_table
 from layoutopt.cli.explain_tables import rules_text_of, show_against, worth_table
 from layoutopt.cli.options import (
     JsonOption,
@@ -255,6 +256,8 @@ def _tell(
         if (alike := _alike(found, other)) is not None:
             step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
             terminal.show(f"with the plan's {own.in_short()} too: {step} a step, {peak} of memory")
+    if (overlap := overlap_table(evaluation.cost)) is not None:
+        terminal.show("", overlap)
     if changed is not None:
         changed.show(terminal)
     for note in found.loaded.model.notes(found.plan.options):

@@ -177,6 +177,21 @@ def test_the_rows_of_a_table_add_up_to_its_last(run: Callable[..., Result], titl
     assert sum(parts) == pytest.approx(total, rel=0.02)
 
 
+def test_what_hides_behind_what(run: Callable[..., Result]) -> None:
+    """Gradients are summed while backward runs; what is hidden and what is exposed is all of their time."""
+    words = ("--hardware", "tpu-v4", "--storage", "zero3")
+    found = {row[0]: row for row in rows(run(*COST, *words).stdout, "Overlap")[1:]}
+    assert found.keys() == {"gradient", "parameter", "activation"}
+    for _, time, hidden, exposed, *_ in found.values():
+        assert seconds(hidden) + seconds(exposed) == pytest.approx(seconds(time), rel=0.02)
+    assert "backward" in found["gradient"][4] and seconds(found["activation"][2]) == 0
+    assert "less than is hidden" not in found["gradient"][5]
+    # Of next to no work nothing can hide.
+    tiny = ("--set", "d_model=8", "--set", "d_ff=8", "--set", "length=8", "--set", "vocab=4096")
+    shown = rows(run(*COST, *words, *tiny).stdout, "Overlap")
+    assert any("less than is hidden" in row[-1] for row in shown)
+
+
 def test_people_see_the_layout_the_time_and_the_largest_tensors(run: Callable[..., Result]) -> None:
     shown = run(*COST, "--hardware", "tpu-v2").stdout
     assert "transformer_lm, 3,311,872 parameters" in shown

@@ -14,6 +14,7 @@ import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
+from layoutopt.analysis.explain import Asked
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import extract
 from layoutopt.plan.build import parse_plan
@@ -102,6 +103,12 @@ def test_the_answer_is_the_best_of_all() -> None:
 def test_what_cannot_be_is_refused(hardware: str, kinds: tuple[str, ...], said: str) -> None:
     with pytest.raises(mtf.UserError, match=said):
         layoutopt.search(EXAMPLES[NAME](), "x:2", hardware=hardware, offload=kinds)
+
+
+def test_it_can_be_forbidden() -> None:
+    assert Asked(offload=("optimizer",)).without("offload") == Asked()
+    with pytest.raises(mtf.UserError, match="--without offload: the plan's search could not choose it"):
+        Asked().without("offload")
 
 
 def test_exports_say_it_or_refuse_it() -> None:
