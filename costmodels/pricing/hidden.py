@@ -1,8 +1,8 @@
 """What of a step's communication is priced as hidden, behind what, and how much of that there is.
 
 The hidden part of a collective is a fraction of its own time (`costmodels.pricing.overlap`), so that prices
-add up. Here the whole step is at hand: what can run meanwhile follows from the order of its phases, and a price
-that hides more than that is too low.
+add up. Here the whole step is at hand: what can run meanwhile follows from the order of its phases, and a
+price that hides more than that is too low.
 """
 
 from __future__ import annotations

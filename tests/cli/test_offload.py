@@ -40,7 +40,7 @@ def test_a_plan_says_it_and_is_trained(
     plan = result("search", LM, *SETS, *here, "--out", out)
     assert plan["solver"]["status"] == "OPTIMAL" and plan["offload"]["optimizer"]
     assert plan["details"]["search"]["offload"] == ["optimizer"]
-    explained = run("explain", out, "--check")
+    explained = run("explain", out)
     assert explained.exit_code == 0 and "lowered and priced again: the same" in explained.stdout
     trained = run("train", LM, *SETS, "--layout", out, "--steps", "2", "--engine", "lockstep")
     assert trained.exit_code == 0, trained.stderr

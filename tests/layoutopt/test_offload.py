@@ -63,6 +63,7 @@ def test_tables_add_up() -> None:
     assert compare(NAME, "data:2;model:2", 2, "tpu-v5e", 6) >= 4
 
 
+@pytest.mark.nightly
 def test_the_answer_is_the_best_of_all() -> None:
     """On one device, with too little memory for all of the state: what lies on the host is all that is
     decided, and of all choices that fit the fastest is found."""
