@@ -164,7 +164,6 @@ class Answering:
             close = [r for r in self.beaten if r.place == best.place and r.near(best, by_cost)]
             if not close:
                 break
-            self.beaten = [r for r in self.beaten if r is not close[0]]
             self._add(close[0].candidate, close[0].timing.machine, close[0].timing.devices, sure=True)
 
     def _add(self, candidate: Candidate, machine: Machine, devices: int, sure: bool = False) -> Row | None:
@@ -181,6 +180,8 @@ class Answering:
             return known
         if not sure and self._hopeless(candidate, machine, devices):
             return None
+        where = machine.name, devices
+        self.beaten = [r for r in self.beaten if not (r.candidate is candidate and r.place == where)]
         if self.tell is not None:
             what = f"{count(candidate.size.total)} parameters on {devices:,} {machine.name}"
             self.tell(len(self.rows) + len(self.unfit) + len(self.beaten), self.planned, what)

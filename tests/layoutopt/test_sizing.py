@@ -11,13 +11,18 @@ import layoutopt
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import llama3_8b
 from examples.transformer_lm import model as transformer
+from layoutopt.clock import Clock
 from layoutopt.evaluator import unsplit_flops
 from layoutopt.models.hparams import defaults_of
 from layoutopt.plan.build import Plan
 from layoutopt.sizing import timing
+from layoutopt.sizing.answer import Answering
 from layoutopt.sizing.family import Family, counted, powers_of, rounded_to
+from layoutopt.sizing.forecast import Forecast
 from layoutopt.sizing.laws import published
-from layoutopt.sizing.sizing import Sizing
+from layoutopt.sizing.question import Question
+from layoutopt.sizing.sizing import Sizing, machines_of
+from layoutopt.sizing.timing import Timer
 from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.model import Model
 
@@ -120,7 +125,7 @@ def searches() -> Iterator[dict[Any, Plan]]:
     known, real = dict[Any, Plan](), timing.search
 
     def search(model: Model, **asked: Any) -> Plan:
-        allowed = str([asked[name] for name in ("recompute", "context", "elsewhere", "pipeline")])
+        allowed = str([asked.get(name) for name in ("recompute", "context", "elsewhere", "pipeline")])
         what = model.parameters, model.tokens, asked["hardware"].name, asked["devices"], allowed
         if what not in known:
             known[what] = real(model, **asked)
@@ -193,6 +198,17 @@ def test_what_was_not_searched_is_beaten_and_changes_nothing(given: dict[str, fl
         known = own.step_seconds, own.days, own.chip_hours, own.loss
         assert all(low <= value * (1 + 1e-9) for low, value in zip(least, known, strict=True))  # type: ignore[operator]
         assert not own.frontier
+
+
+def test_what_is_searched_after_all_is_no_longer_beaten() -> None:
+    question, law = Question(budget=1e15, devices=(2,)), Forecast(published("kaplan"))
+    machines = machines_of("tpu-v5e", None)
+    answering = Answering(question, law, family(transformer, **TINY), machines, Timer(1, Clock(None)), 1)
+    row = answering._add(answering.family.own, machines[0], 2)
+    assert row is not None
+    answering.rows, answering.beaten = [], [row]
+    again = answering._add(row.candidate, machines[0], 2, sure=True)
+    assert again is not None and answering.rows == [again] and answering.beaten == []
 
 
 def test_layouts_may_choose_what_a_search_may() -> None:
