@@ -229,6 +229,8 @@ def read_runs(path: str | Path) -> Any:
         numbers = pd.to_numeric(frame[known], errors="coerce")
         if numbers.isna().any():
             row = int(numbers.isna().idxmax())
-            raise UserError(f"{what}: row {row + 1} of column {known!r} is {frame[known][row]!r}, no number")
+            raise UserError(
+                f"{what}: row {row + 1} of column {known!r} is {str(frame[known][row])!r}, no number"
+            )
         found[column] = numbers.astype(float)
     return pd.DataFrame(found)
