@@ -145,7 +145,9 @@ def test_a_plan_of_another_model_is_refused(plan_file: Path, refused: Callable[.
 def test_people_see_the_proof_and_the_alternatives(run: Callable[..., Result]) -> None:
     done = run(*MLP)
     assert "optimal: no layout is better (gap 0%;" in done.stdout
-    assert re.search(r"^the answer +│ .*│ +1\.00× │", done.stdout, re.MULTILINE)
+    rows = done.stdout.partition("Alternatives")[2]
+    assert re.search(r"^the answer, tensor parallel.* +│ .*│ +1\.00× │", rows, re.MULTILINE)
+    assert not re.search(r"^tensor parallel", rows, re.MULTILINE)  # it is the answer's row
     assert re.search(r"^data parallel +│ batch:data\+model +│", done.stdout, re.MULTILINE)
     assert re.search(r"^speed +[\d.]+% MFU, [\d,.]+ examples/s", done.stdout, re.MULTILINE)
     assert re.fullmatch(r"(so far .*\n)+", done.stderr)
