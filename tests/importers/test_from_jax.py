@@ -392,13 +392,13 @@ def test_the_last_of_what_is_written_to_one_place_stays() -> None:
     assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
 
 
-def test_too_many_places_to_compare_are_refused() -> None:
+def test_too_many_places_to_compare_are_noted() -> None:
     def loss(params, batch):
         return (jnp.zeros((9, 4)).at[batch["i"]].set(batch["x"] @ params["w"]) ** 2).mean()
 
     given = {"w": numbers()(4, 4)}, {"x": numbers()(5000, 4), "i": jnp.zeros(5000, jnp.int32)}
-    with pytest.raises(mtf.UserError, match=r"test_from_jax.py:\d+: .*5,000 indices.*unique_indices=True"):
-        layoutopt.from_jax(loss, *given)
+    (note,) = layoutopt.from_jax(loss, *given).origin.notes
+    assert "test_from_jax.py:" in note and "the 5,000 indices write to one place would add up" in note
 
 
 def test_narrow_whole_numbers_wrap() -> None:

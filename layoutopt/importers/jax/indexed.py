@@ -179,11 +179,11 @@ def _last(w: Writer, e: Equation, place: Tensor, lead: Sequence[Dim], given: Ten
     if count == 1 or e.params.get("unique_indices") or not indexing(e).others:
         return given
     if count**2 > COMPARED:
-        refuse(
-            e,
-            f"two of its {count:,} indices may be the same, and comparing them all is too much",
-            "write x.at[i].set(y, unique_indices=True) if no two are",
+        w.notes.append(
+            f"{e.where}: rows that two of the {count:,} indices write to one place would add up; "
+            "x.at[i].set(y, unique_indices=True) says that no two are the same"
         )
+        return given
     number: Any = 0
     for d in lead:
         number = number * d.size + mtf.mtf_range(w.graph, d, "int32")
