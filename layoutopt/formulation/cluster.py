@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from layoutopt.formulation.dependencies import Dependencies
+from layoutopt.space.elsewhere import written
 from layoutopt.space.kind import Choice
+from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Subgraph
+from mesh_tf_core.lower.subgraph import Access
+from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,3 +64,38 @@ class Cluster:
     def sums(self) -> tuple[str, ...]:
         """Names of the choices of `given` and `left`."""
         return tuple(dict.fromkeys((*self.given, *self.left)))
+
+
+def numbers_of(nodes: Iterable[Node]) -> tuple[int, ...]:
+    """The indices of nodes."""
+    return tuple(node.index for node in nodes)
+
+
+def subgraph_of(
+    dependencies: Dependencies, nodes: Sequence[Node], accesses: frozenset[Access] = frozenset()
+) -> Subgraph:
+    """What lowering sees of the graph for some nodes, and accesses to variables."""
+    graph, blocks = dependencies.graph, set[int]()
+    for start in (*(dependencies.block_of[n.index].id for n in nodes), *(b for b, *_ in accesses)):
+        block = graph.blocks[start]
+        while block.parent is not None:
+            blocks.add(block.id)
+            block = graph.blocks[block.parent]
+    return Subgraph(frozenset(numbers_of(nodes)), frozenset(blocks), accesses, unread=dependencies.unread)
+
+
+def stages_of(graph: Graph, nodes: Iterable[Node], subgraph: Subgraph) -> list[str]:
+    """The dimensions of layers whose stages have some of a subgraph, or are nodes of it."""
+    blocks = [graph.blocks[b] for b in sorted(subgraph.blocks)]
+    blocks += [n.body for n in nodes if n.body is not None]
+    return [b.dim.name for b in blocks if b.spread and b.dim is not None]
+
+
+def rules_of(dims: Iterable[str], further: Set[str]) -> tuple[str, ...]:
+    """The decisions about what splits some dimensions further elsewhere."""
+    return tuple(written(n) for n in dims if n in further)
+
+
+def pairs_of(dims: Iterable[str], further: Set[str]) -> tuple[tuple[str, str], ...]:
+    """A dimension and what splits it further, over other axes."""
+    return tuple((n, written(n)) for n in dims if n in further)

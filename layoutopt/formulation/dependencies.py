@@ -36,7 +36,7 @@ class Dependencies:
       reads: variable -> the nodes that read it.
       owner: tensor that is a variable as read, a part of it in a loop, or a cast of these -> the variable.
       chain: variable -> these tensors.
-      stacks: tensors that the program's loops stack.
+      stacks: tensors that the program's loops stack; `unread` those that they save and do not.
       additions: nodes of the step itself that sums may wait behind -> the operands whose sums may.
       totalled: tensors whose sum the update's total takes.
       fusion: what a compiler may run as one kernel.
@@ -55,6 +55,7 @@ class Dependencies:
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
         self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}
+        self.unread = frozenset(o for b in graph.blocks for o in b.saved.values() if o not in self.stacks)
         self.repeated = repeated(graph)
         live |= {self._number(t) for t, first in self.repeated.items() if self._number(first) in live}
         self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]
