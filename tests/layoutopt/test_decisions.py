@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,8 @@ def test_what_is_chosen_is_read_back(name: str, orders: str) -> None:
     rng = random.Random(3)
     graph = EXAMPLES[name]().training_step(2).graph
     further = ("length",) if name == "transformer" else ("batch",)
-    decided = decisions(graph, MESH, Allowed(orders=orders, microbatches=(2,), elsewhere=further))
+    more: Any = {"elsewhere": further, "offload": ("optimizer",)}
+    decided = decisions(graph, MESH, Allowed(orders=orders, microbatches=(2,), **more))
     assert {n for kind in KINDS for n in decided.of(kind)} == set(decided.options)
     asked = {*KINDS} - {Stages, Rarely} - ({Context} if name != "transformer" else set())
     assert all(decided.of(kind) for kind in asked)
