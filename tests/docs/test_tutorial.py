@@ -12,8 +12,8 @@ from tests.marks import by_day
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
 
 
-TRAINS = ("layoutopt train", "layoutopt validate", "--validation")
-"""In commands that run steps, or read what these wrote; they take most of the time."""
+TRAINS = ("layoutopt train", "layoutopt calibrate", "layoutopt validate", "--validation")
+"""In commands that run steps or measure, or read what these wrote; they take most of the time."""
 
 
 @pytest.mark.slow
