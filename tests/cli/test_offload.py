@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import Result
 
 LM = "examples/transformer_lm.py"
@@ -28,6 +29,7 @@ def test_by_hand(result: Callable[..., dict[str, Any]], run: Callable[..., Resul
     assert refused.exit_code == 2 and "offload 'weights'" in refused.stderr
 
 
+@pytest.mark.nightly
 def test_a_plan_says_it_and_is_trained(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

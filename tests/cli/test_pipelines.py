@@ -17,6 +17,7 @@ ON = ("--mesh", "pipe:2;data:2", "--hardware", "tpu-v3")
 PINS = ("--pin", "layers:pipe", "--pin", "batch:data", "--storage", "layout", "--microbatches", "2,4")
 
 
+@pytest.mark.nightly
 def test_a_plan_with_stages(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

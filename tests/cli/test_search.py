@@ -213,6 +213,7 @@ def test_nothing_fits(refused: Callable[..., str]) -> None:
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)
 
 
+@pytest.mark.nightly
 def test_what_would_help_is_priced_reported_and_ready_to_copy(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ TASKS = [
     for when, chosen in (("", MESHES), ("-by night", BY_NIGHT))
     for mesh, numbers in chosen.items()
     for marks in [
-        [pytest.mark.nightly] if when or (mesh == SLOW and place % 2) else [pytest.mark.slow] * (mesh == SLOW)
+        [pytest.mark.nightly] if when or (mesh == SLOW and place % 4) else [pytest.mark.slow] * (mesh == SLOW)
     ]
 ]
 

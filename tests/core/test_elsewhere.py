@@ -14,6 +14,7 @@ from examples import moe_lm, transformer_lm, transformer_seq2seq
 from mesh_tf_core.ir.program import AllGather, AllReduce, Loop, Program, ReduceScatter
 from tests.examples.helper import SMALL
 from tests.examples.hunt import Hunt, Legal
+from tests.marks import by_day
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "language model": (transformer_lm, {**SMALL, "gated": True, "clip_norm": 1.0, "kv_heads": 2}),
@@ -152,7 +153,8 @@ HUNT = Hunt(MODELS, WAYS, grown)
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [*(("language model", s) for s in range(1, 5)), *((n, 4) for n in [*MODELS][1:])]
+    ("name", "seed"),
+    by_day([*(("language model", s) for s in range(1, 5)), *((n, 4) for n in [*MODELS][1:])]),
 )
 def test_the_numbers_of_one_device(name: str, seed: int) -> None:
     HUNT.check(name, seed)

@@ -213,7 +213,7 @@ def example() -> tuple[mtf.Model, Mapping[str, Any]]:
     """For engines: a model, and where and how it trains."""
     options = mtf.Options({"wi": 3, "wo": 1}, diloco=mtf.DiLoCo("sites", 2))
     return model(mtf.SGD(0.1), dropout=0.2), {
-        "mesh": MESH,
-        "layout": "batch:data;f:model",
+        "mesh": "sites:2;data:2",
+        "layout": "batch:data",
         "options": options,
     }

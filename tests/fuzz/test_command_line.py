@@ -27,7 +27,7 @@ from tests.fuzz import hostile
 from tests.fuzz.test_formats import CONTEST, FORMATS
 
 GROUP: Any = typer.main.get_command(app)
-CASES = 550
+CASES = 300
 SECONDS = 60
 """No case takes a tenth of it."""
 CODES = (0, 2, 3, 4)

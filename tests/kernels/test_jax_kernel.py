@@ -259,13 +259,13 @@ class EagerKernel(JaxKernel):
 
 
 def first_of_each() -> list[Any]:
-    """The samples; by day the first of every fifth operation ("conv 1d", not "conv 1d wide")."""
+    """The samples; by day the first of every ninth operation ("conv 1d", not "conv 1d wide")."""
     seen = Counter[str]()
     found = []
     for each in SAMPLES:
         operation = each.name.split()[0]
         seen[operation] += 1
-        marks = pytest.mark.nightly if seen[operation] > 1 or len(seen) % 5 else ()
+        marks = pytest.mark.nightly if seen[operation] > 1 or len(seen) % 9 else ()
         found.append(pytest.param(each, id=each.name, marks=marks))
     return found
 

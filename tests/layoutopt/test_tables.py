@@ -81,7 +81,7 @@ def compare(
     assert compared >= min(count, 3)
 
 
-@pytest.mark.parametrize(("name", "parts"), crossed([1, 2], every=2))
+@pytest.mark.parametrize(("name", "parts"), crossed([1, 2], every=4))
 def test_examples(name: str, parts: int) -> None:
     mesh = mtf.Mesh("data:2;model:2" if parts == 1 else "x:4")
     compare(EXAMPLES[name](), mesh, parts, load_hardware("tpu-v3"), seed=parts, count=10)
@@ -101,7 +101,7 @@ def test_what_splits_further_elsewhere(parts: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, hardware", crossed(["a100", "tpu-v5e", "cpu-local"], every=6))
+@pytest.mark.parametrize("name, hardware", crossed(["a100", "tpu-v5e", "cpu-local"], every=12))
 def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
         compare(EXAMPLES[name](), mtf.Mesh(mesh), parts, load_hardware(hardware), seed=7, count=20)
