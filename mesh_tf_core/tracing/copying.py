@@ -146,6 +146,22 @@ class Copy:
         )
 
 
+class StepCopy(Copy):
+    """A copy of a step with its backward: loops keep what backward reads, gradients say of which variable."""
+
+    def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
+        known = tensor in self.tensors
+        found = super()._outer(tensor, block, dtype)
+        if not known and tensor in self.old.gradient_of:
+            self.new.deliver([(self.tensors[tensor], self.old.gradient_of[tensor])])
+        return found
+
+    def _backward(self, body: Block, block: Block) -> None:
+        pairs = ((a, b) for a, b in body.captured.items() if a in self.tensors and b in self.tensors)
+        block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in pairs}
+        block.saved = {self.tensors[i].id: self._outer(o, block) for i, o in body.saved.items()}
+
+
 class PartCopy(Copy):
     """A copy whose operations work on a part of the batch.
 

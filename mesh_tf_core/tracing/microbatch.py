@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
+from mesh_tf_core.ir.blocks import MICROBATCH, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, scale
-from mesh_tf_core.tracing.copying import PartCopy
+from mesh_tf_core.tracing.copying import PartCopy, StepCopy
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
 
@@ -45,7 +45,7 @@ def accumulate(
     return _Accumulation(graph, batch, parts).run(wanted)
 
 
-class _Accumulation(PartCopy):
+class _Accumulation(StepCopy, PartCopy):
     """A graph that adds up parts of the batch, under construction.
 
     Attributes:
@@ -226,15 +226,3 @@ class _Accumulation(PartCopy):
         if copy.dtype != dtype and made in self.tensors:
             return self.tensors[made]
         return copy.cast(dtype)
-
-    def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
-        known = tensor in self.tensors
-        found = super()._outer(tensor, block, dtype)
-        if not known and tensor in self.old.gradient_of:
-            self.new.deliver([(self.tensors[tensor], self.old.gradient_of[tensor])])
-        return found
-
-    def _backward(self, body: Block, block: Block) -> None:
-        pairs = ((a, b) for a, b in body.captured.items() if a in self.tensors and b in self.tensors)
-        block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in pairs}
-        block.saved = {self.tensors[i].id: self._outer(o, block) for i, o in body.saved.items()}

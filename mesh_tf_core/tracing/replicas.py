@@ -29,7 +29,7 @@ from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.reduce import reduce_mean
-from mesh_tf_core.tracing.copying import Copy
+from mesh_tf_core.tracing.copying import StepCopy
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.standing import outer_reads
 
@@ -164,7 +164,7 @@ def _draws(node: Node) -> bool:
     return node.op.derives_key or any(n.op.derives_key for n, _ in (node.body.walk() if node.body else ()))
 
 
-class _Replicas(Copy):
+class _Replicas(StepCopy):
     """A step side by side, under construction."""
 
     def __init__(self, graph: Graph, dim: Dim) -> None:
@@ -263,15 +263,3 @@ class _Replicas(Copy):
                 self.tensors[node.outputs[0]] = self.new.slice_into(body, fed)
             else:
                 self._node(node)
-
-    def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
-        known = tensor in self.tensors
-        found = super()._outer(tensor, block, dtype)
-        if not known and tensor in self.old.gradient_of:
-            self.new.deliver([(self.tensors[tensor], self.old.gradient_of[tensor])])
-        return found
-
-    def _backward(self, body: Block, block: Block) -> None:
-        pairs = ((a, b) for a, b in body.captured.items() if a in self.tensors and b in self.tensors)
-        block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in pairs}
-        block.saved = {self.tensors[i].id: self._outer(o, block) for i, o in body.saved.items()}
