@@ -25,12 +25,12 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 _CACHE = tempfile.mkdtemp(prefix="layoutopt-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = _CACHE
-# A shell that starts the suite in the background ignores Ctrl-C, and what tests start would inherit that.
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    and threading.current_thread() is threading.main_thread()
-):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts the suite in the background ignores Ctrl-C, `nohup` a closed terminal, and what tests start
+# would inherit that.
+if threading.current_thread() is threading.main_thread():
+    for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(_number) is signal.SIG_IGN:
+            signal.signal(_number, _default)
 TERMINAL = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 for _name in TERMINAL + JOB:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.calibrate_tpu import for_tpu
-from layoutopt.cli.job import ALONE, Job, in_job
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
     THIS_MACHINE,
     EngineName,
@@ -40,7 +41,7 @@ EXAMPLES = examples(
 DEFAULT_MESH = "data:2;model:4"
 
 
-@in_job
+@grouped
 def calibrate(
     mesh: MeshOption = None,
     thorough: Annotated[

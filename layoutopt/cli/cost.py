@@ -5,26 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from layoutopt.cli.given import UNDECIDED, DecisionOptions
+from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
-    ContextOption,
-    DilocoOption,
     HardwareOption,
     JsonOption,
     LayoutOption,
     LinesOption,
     MemoryOption,
     MeshOption,
-    MicrobatchesOption,
     ModelArgument,
-    OffloadOption,
     QuietOption,
-    RecomputeOption,
     SetHardwareOption,
     SetOption,
-    StorageOption,
     examples,
-    read_asked,
     read_hardware,
     read_memory,
 )
@@ -57,16 +52,12 @@ EXAMPLES = examples(
 )
 
 
+@grouped
 def cost(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    storage: StorageOption = None,
-    recompute: RecomputeOption = None,
-    microbatches: MicrobatchesOption = 1,
-    context: ContextOption = None,
-    diloco: DilocoOption = None,
-    offload: OffloadOption = None,
+    decided: DecisionOptions = UNDECIDED,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -79,15 +70,15 @@ def cost(
 ) -> None:
     """Price a layout: per operation, per axis, per phase, and its peak memory."""
     from layoutopt.analysis.lint import lint
+    from layoutopt.models.loading import load_model
     from layoutopt.plan.results import CostResult, Finding
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
-    loaded, given = read_asked(
-        model, settings, mesh, layout, storage, recompute, microbatches, context, diloco, offload
-    )
+    loaded = load_model(model, settings or ())
+    given = decided.read(loaded, mesh, layout)
     check_tokens(count, loaded.model.tokens)
     found = given.priced(loaded, machine)
     total = training_cost(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option, say_damage
-from layoutopt.cli.plans import ModelOption, PlanArgument, with_model
+from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option
+from layoutopt.cli.plans import ModelOption, PlanArgument, say_damage, with_model
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.job import ALONE, Job, in_job
+from layoutopt.cli.given import UNDECIDED, Given
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
     EngineName,
     EngineOption,
-    Given,
     JsonOption,
     LayoutOption,
     MeshOption,
@@ -26,9 +27,8 @@ from layoutopt.cli.options import (
     SetOption,
     checkpoint_option,
     examples,
-    is_plan,
-    read_layout,
 )
+from layoutopt.cli.plans import is_plan
 from layoutopt.cli.running import Session, restored
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import seconds_text
@@ -48,7 +48,7 @@ EXAMPLES = examples(
 ONE_DEVICE = "device:1"
 
 
-@in_job
+@grouped
 def generate(
     model: ModelArgument,
     checkpoint: Annotated[Path, checkpoint_option("What `train --checkpoint` wrote.")],
@@ -110,7 +110,7 @@ def _loaded(
 
     source = source if ":" in Path(source).name else f"{source}:generate"
     loaded = session.load(source, settings, mesh, layout)
-    given = read_layout(loaded, mesh, layout, plan=session.plan)
+    given = UNDECIDED.read(loaded, mesh, layout, session.plan)
     if "batch" not in loaded.hparams or any(s.partition("=")[0].strip() == "batch" for s in settings):
         return loaded, given
     ways = given.mesh.group_size(given.layout.axes("batch"))

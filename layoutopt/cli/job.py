@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -106,23 +104,6 @@ class Job:
 
 
 ALONE = Job()
-
-
-def in_job(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of `Job` in the place of its parameter `job`."""
-    names = [field.name for field in fields(Job)]
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        command(job=Job(**{name: given.pop(name) for name in names}), **given)
-
-    parameters = list(inspect.signature(command, eval_str=True).parameters.values())
-    at = [p.name for p in parameters].index("job")
-    parameters[at : at + 1] = inspect.signature(Job, eval_str=True).parameters.values()
-    named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in named}
-    return run
 
 
 def _own_output() -> None:

@@ -9,27 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.cost import show_doubts
+from layoutopt.cli.given import UNDECIDED, DecisionOptions, Given
+from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
-    ContextOption,
-    Given,
     HardwareOption,
     JsonOption,
     LayoutOption,
     MeshOption,
-    MicrobatchesOption,
     ModelArgument,
-    OffloadOption,
     QuietOption,
-    RecomputeOption,
     SetHardwareOption,
     SetOption,
-    StorageOption,
     examples,
     read_hardware,
-    read_layout,
     read_mesh,
-    read_options,
 )
 from layoutopt.cli.results import given_json, layout_text
 from layoutopt.cli.terminal import Terminal, facts
@@ -45,15 +39,12 @@ EXAMPLES = examples(
 )
 
 
+@grouped
 def lint(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    storage: StorageOption = None,
-    recompute: RecomputeOption = None,
-    microbatches: MicrobatchesOption = 1,
-    context: ContextOption = None,
-    offload: OffloadOption = None,
+    decided: DecisionOptions = UNDECIDED,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -77,12 +68,9 @@ def lint(
     loaded = load_model(model, settings or ())
     unlike: list[str] = []
     if layout is None and loaded.function("shardings") is not None:
-        options = read_options(
-            loaded, storage or (), recompute or (), microbatches, context or (), None, offload or ()
-        )
-        given, unlike = own_shardings(loaded, mesh, options)
+        given, unlike = own_shardings(loaded, mesh, decided.options(loaded))
     else:
-        given = read_layout(loaded, mesh, layout, storage, recompute, microbatches, context, None, offload)
+        given = decided.read(loaded, mesh, layout)
     found = given.priced(loaded, machine)
     doubts = [Doubt("placed unlike", text) for text in unlike]
     doubts += doubts_of(loaded.model, found, machine, given.options)

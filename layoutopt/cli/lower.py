@@ -9,20 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli.given import UNDECIDED, DecisionOptions
+from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
-    ContextOption,
-    DilocoOption,
     JsonOption,
     LayoutOption,
     MeshOption,
-    MicrobatchesOption,
     ModelArgument,
-    OffloadOption,
-    RecomputeOption,
     SetOption,
-    StorageOption,
     examples,
-    read_asked,
 )
 from layoutopt.cli.terminal import Terminal
 
@@ -42,16 +37,12 @@ class Form(StrEnum):
     STABLEHLO = "stablehlo"
 
 
+@grouped
 def lower(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    storage: StorageOption = None,
-    recompute: RecomputeOption = None,
-    microbatches: MicrobatchesOption = 1,
-    context: ContextOption = None,
-    diloco: DilocoOption = None,
-    offload: OffloadOption = None,
+    decided: DecisionOptions = UNDECIDED,
     settings: SetOption = None,
     emit: Annotated[
         Form, typer.Option(help="Our own text, or StableHLO for the TPU compiler.")
@@ -59,13 +50,13 @@ def lower(
     as_json: JsonOption = False,
 ) -> None:
     """Print the SPMD program: what each device computes, sends and keeps."""
+    from layoutopt.models.loading import load_model
     from layoutopt.plan.build import axes_of, model_info, refined_of
     from layoutopt.plan.results import LowerResult
 
     terminal = Terminal(as_json)
-    loaded, given = read_asked(
-        model, settings, mesh, layout, storage, recompute, microbatches, context, diloco, offload
-    )
+    loaded = load_model(model, settings or ())
+    given = decided.read(loaded, mesh, layout)
     program = loaded.model.lower(given.mesh, given.layout, given.options)
     text = _emit(program, emit)
     terminal.result(

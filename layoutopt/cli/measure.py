@@ -8,29 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.job import ALONE, Job, in_job
+from layoutopt.cli.given import UNDECIDED, DecisionOptions, Given
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
     THIS_MACHINE,
-    ContextOption,
-    DilocoOption,
     EngineName,
     EngineOption,
-    Given,
     HardwareOption,
     JsonOption,
     LayoutOption,
     MeshOption,
-    MicrobatchesOption,
     ModelArgument,
-    OffloadOption,
     QuietOption,
-    RecomputeOption,
     SetHardwareOption,
     SetOption,
-    StorageOption,
     examples,
     read_hardware,
-    read_layout,
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
@@ -53,17 +47,12 @@ BATCHES = 100
 """At most so many are held; further steps are fed with the same ones."""
 
 
-@in_job
+@grouped
 def measure(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    storage: StorageOption = None,
-    recompute: RecomputeOption = None,
-    microbatches: MicrobatchesOption = 1,
-    context: ContextOption = None,
-    diloco: DilocoOption = None,
-    offload: OffloadOption = None,
+    decided: DecisionOptions = UNDECIDED,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
@@ -83,8 +72,7 @@ def measure(
     with job.open(engine, as_json, quiet) as session:
         terminal, traced = session.terminal, Trace(session, trace)
         loaded = session.load(model, settings, mesh, layout)
-        options = storage, recompute, microbatches, context, diloco, offload
-        given = read_layout(loaded, mesh, layout, *options, session.plan)
+        given = decided.read(loaded, mesh, layout, session.plan)
         predicted = given.priced(loaded, machine)
         trainer = session.trainer(loaded, given)
         timed = _timed(terminal, loaded, trainer, warm_up, steps, lambda run: traced.record(run, predicted))

@@ -118,3 +118,26 @@ def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
         raise UserError(f"{path}: {error}") from None
     machine = read_hardware(hardware_of(plan))
     return Planned(plan, loaded, machine, limit_of(plan, machine))
+
+
+def is_plan(layout: str | None) -> bool:
+    """Whether `--layout` names a plan file."""
+    return layout is not None and (layout.endswith(".json") or os.path.isfile(layout))
+
+
+def say_damage(text: str) -> None:
+    """A warning on stderr: of what is wrong with a plan that can be used all the same."""
+    typer.echo(f"warning: {text}", err=True)
+
+
+def read_plan(loaded: Loaded, path: str, plan: Plan | None = None) -> Plan:
+    """A plan file that was made for this model."""
+    from layoutopt.plan.build import check_plan_model, load_plan
+    from mesh_tf_core import UserError
+
+    plan = load_plan(path, say_damage) if plan is None else plan
+    try:
+        check_plan_model(plan, loaded.model)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layoutopt.cli.options import Given
+    from layoutopt.cli.given import Given
     from mesh_tf_core import Layout, Model
 
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt import signals
-from layoutopt.cli.options import Given, is_plan, read_mesh, say_damage
+from layoutopt.cli.given import Given
+from layoutopt.cli.options import read_mesh
+from layoutopt.cli.plans import is_plan, say_damage
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:

@@ -9,29 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt import signals
-from layoutopt.cli.job import ALONE, Job, in_job
+from layoutopt.cli.given import UNDECIDED, DecisionOptions, Given
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
     THIS_MACHINE,
-    ContextOption,
-    DilocoOption,
     EngineName,
     EngineOption,
-    Given,
     HardwareOption,
     JsonOption,
     MeshOption,
-    MicrobatchesOption,
     ModelArgument,
-    OffloadOption,
     QuietOption,
-    RecomputeOption,
     SetHardwareOption,
     SetOption,
-    StorageOption,
     checkpoint_option,
     examples,
     read_hardware,
-    read_layout,
     read_mesh,
 )
 from layoutopt.cli.progress import Bounds
@@ -56,19 +50,14 @@ EXAMPLES = examples(
 SEARCHING = "searching the layout"
 
 
-@in_job
+@grouped
 def train(
     model: ModelArgument,
     layout: Annotated[
         str, typer.Option(metavar="auto|LAYOUT|PLAN.json", help="auto searches the best one first.")
     ] = AUTO,
     mesh: MeshOption = None,
-    storage: StorageOption = None,
-    recompute: RecomputeOption = None,
-    microbatches: MicrobatchesOption = 1,
-    context: ContextOption = None,
-    diloco: DilocoOption = None,
-    offload: OffloadOption = None,
+    decided: DecisionOptions = UNDECIDED,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
     checkpoint: Annotated[
@@ -94,7 +83,7 @@ def train(
     """Train a model on this machine's mesh, under the best layout or one of yours."""
     run: TrainingRun | None = None
     if layout == AUTO:
-        _refuse_decided(storage, recompute, microbatches, context, diloco, offload)
+        _refuse_decided(decided)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(job.open(engine, as_json, quiet))
         terminal, traced = session.terminal, Trace(session, trace)
@@ -113,8 +102,7 @@ def train(
             if layout == AUTO:
                 given = _searched(session, loaded, machine, mesh)
             else:
-                options = storage, recompute, microbatches, context, diloco, offload
-                given = read_layout(loaded, mesh, layout, *options, session.plan)
+                given = decided.read(loaded, mesh, layout, session.plan)
             run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint)
             run.train(every, held_out, evaluate_every)
             run.evaluate(held_out)
@@ -134,24 +122,17 @@ def _own(stack: contextlib.ExitStack, terminal: Terminal, checkpoint: Path) -> N
         terminal.say(f"warning: {trouble}")
 
 
-def _refuse_decided(
-    storage: list[str] | None,
-    recompute: list[str] | None,
-    microbatches: int,
-    context: list[str] | None,
-    diloco: str | None,
-    offload: list[str] | None,
-) -> None:
+def _refuse_decided(decided: DecisionOptions) -> None:
     from mesh_tf_core.errors import UserError
 
-    if offload:
+    if decided.offload:
         raise UserError("--layout auto puts nothing on the hosts; train the plan of a search with --offload")
-    if diloco:
+    if decided.diloco:
         raise UserError(
             "--layout auto does not choose an axis that synchronises rarely; say a --layout, as searched for "
             "the mesh of one replica"
         )
-    if storage or recompute or microbatches > 1 or context:
+    if decided:
         raise UserError(
             "--layout auto decides storage, recompute, microbatches and context too; leave them out"
         )

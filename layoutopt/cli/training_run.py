@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt import signals
-from layoutopt.cli.options import Given
+from layoutopt.cli.given import Given
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import Session, evaluated_model, items_of, restored

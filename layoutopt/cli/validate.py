@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from layoutopt.cli.job import ALONE, Job, in_job
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
     THIS_MACHINE,
     EngineName,
@@ -41,7 +42,7 @@ MOST = 1000
 """Layouts that are run: each takes an engine of its own."""
 
 
-@in_job
+@grouped
 def validate(
     model: ModelArgument,
     mesh: MeshOption = None,

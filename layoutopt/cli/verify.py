@@ -8,32 +8,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli.given import UNDECIDED, DecisionOptions, Given
+from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
-    ContextOption,
     JsonOption,
     LayoutOption,
     MeshOption,
-    MicrobatchesOption,
-    OffloadOption,
     QuietOption,
-    RecomputeOption,
     SetOption,
-    StorageOption,
     check_out,
     examples,
     path_option,
-    read_asked,
     read_hardware,
-    say_damage,
 )
-from layoutopt.cli.plans import ModelOption, open_plan
+from layoutopt.cli.plans import ModelOption, open_plan, say_damage
 from layoutopt.cli.results import given_json, layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.plan.units import bytes_text, duration_text, seconds_text, times_text
 
 if TYPE_CHECKING:
     from layoutopt.analysis.verify import Verified
-    from layoutopt.cli.options import Given
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.results import Compared, VerifyResult
@@ -45,6 +39,7 @@ EXAMPLES = examples(
 )
 
 
+@grouped
 def verify(
     source: Annotated[
         str,
@@ -65,11 +60,7 @@ def verify(
     ],
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    storage: StorageOption = None,
-    recompute: RecomputeOption = None,
-    microbatches: MicrobatchesOption = 1,
-    context: ContextOption = None,
-    offload: OffloadOption = None,
+    decided: DecisionOptions = UNDECIDED,
     settings: SetOption = None,
     model: ModelOption = None,
     text: Annotated[
@@ -83,15 +74,18 @@ def verify(
     from layoutopt.analysis.verify import generation
     from layoutopt.analysis.verify import verify as compiled
     from layoutopt.cli.running import hushed
-    from mesh_tf_core.errors import InfeasibleError
+    from mesh_tf_core.errors import InfeasibleError, UserError
     from mesh_tf_core.files import write_file
 
     terminal = Terminal(as_json, quiet)
     check_out(text, "--text")
     machine = read_hardware(generation(topology).hardware)
-    loaded, given = _asked(
-        source, model, settings, mesh, layout, storage, recompute, microbatches, context, offload
-    )
+    loaded, given = _asked(source, model, settings, mesh, layout, decided)
+    if given.options.diloco is not None:
+        raise UserError(
+            f"{given.options.diloco} makes two programs, a step and a meeting, and `verify` compiles one; "
+            "leave --diloco out, with the mesh of one replica"
+        )
     evaluation = given.priced(loaded, machine)
     terminal.say(f"compiling for {topology}; large models take minutes")
     with hushed():
@@ -112,15 +106,11 @@ def _asked(
     settings: list[str] | None,
     mesh: str | None,
     layout: str | None,
-    storage: list[str] | None,
-    recompute: list[str] | None,
-    microbatches: int,
-    context: list[str] | None,
-    offload: list[str] | None,
+    decided: DecisionOptions,
 ) -> tuple[Loaded, Given]:
     """The model and what is decided about it: a plan gives everything, a model file nothing."""
-    from layoutopt.cli.options import Given
     from layoutopt.importers.huggingface import is_configuration
+    from layoutopt.models.loading import load_model
     from mesh_tf_core import UserError
 
     if not source.endswith(".json") or is_configuration(source):
@@ -128,10 +118,9 @@ def _asked(
             raise UserError(
                 f"--model names the model of a plan, but {source!r} is not a PLAN.json; leave it out"
             )
-        return read_asked(
-            source, settings, mesh, layout, storage, recompute, microbatches, context, None, offload
-        )
-    if settings or mesh or layout or storage or recompute or microbatches > 1 or context or offload:
+        loaded = load_model(source, settings or ())
+        return loaded, decided.read(loaded, mesh, layout)
+    if settings or mesh or layout or decided:
         raise UserError(
             f"{source} says the hyperparameters, the mesh, the layout and how variables are stored; "
             "leave these options out, or give the MODEL"

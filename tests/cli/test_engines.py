@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from layoutopt.cli.options import EngineName, read_layout
+from layoutopt.cli.given import UNDECIDED
+from layoutopt.cli.options import EngineName
 from layoutopt.cli.running import Session
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan import build
@@ -97,7 +98,7 @@ def test_a_plan_is_read_once(
     monkeypatch.setattr(build, "load_plan", lambda path, *told: begun.append(path) or read(path, *told))
     monkeypatch.setattr(Session, "start", lambda _, count: begun.append(count))
     session = Session(Terminal(quiet=True), "jax")
-    given = read_layout(session.load(MLP, (), None, plan), None, plan, plan=session.plan)
+    given = UNDECIDED.read(session.load(MLP, (), None, plan), None, plan, session.plan)
     assert begun == [plan, 2] and given.plan is not None and str(given.mesh) == "data:2"
 
 

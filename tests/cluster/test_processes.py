@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from layoutopt.cli.options import read_options
+from layoutopt.cli.given import DecisionOptions
 from layoutopt.models.loading import load_model
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -43,7 +43,9 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(MODEL, encoding="utf-8")
     loaded = load_model(str(file))
-    alone = Trainer(loaded.model, Mesh(MESH), Layout(LAYOUT), read_options(loaded, [STORAGE], [], 1))
+    alone = Trainer(
+        loaded.model, Mesh(MESH), Layout(LAYOUT), DecisionOptions(storage=[STORAGE]).options(loaded)
+    )
     losses = [found["loss"] for found in alone.fit(loaded.data(), STEPS)]
     held_out = alone.evaluate(loaded.data("held-out", endless=False))
 
