@@ -175,15 +175,22 @@ class Evaluation:
             )
         return tuple(said)
 
-    def reason(self, limit: float | None) -> str | None:
-        """Why it does not fit into `limit` bytes, naming the largest tensors, or into the host's memory; None
-        if it fits."""
+    @cached_property
+    def beyond_hosts(self) -> str | None:
+        """Why what it keeps on the hosts does not fit there; None if it does, as far as is known."""
         host, held = self.prices.hardware.host_memory_bytes, self.program.host_bytes
-        if limit is not None and host is not None and held > host:
-            return (
-                f"host memory {size_text(held)} per device is {size_text(held - host)} over "
-                f"{size_text(host)}; offload less"
-            )
+        if host is None or held <= host:
+            return None
+        return (
+            f"host memory {size_text(held)} per device is {size_text(held - host)} over "
+            f"{size_text(host)}; offload less"
+        )
+
+    def reason(self, limit: float | None) -> str | None:
+        """Why it does not fit into `limit` bytes, naming the largest tensors, or on the hosts; None if it
+        fits."""
+        if limit is not None and self.beyond_hosts is not None:
+            return self.beyond_hosts
         if limit is None or self.memory.peak <= limit:
             return None
         over = self.memory.peak - limit

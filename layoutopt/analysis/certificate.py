@@ -162,6 +162,8 @@ def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: 
         if len(seen) == MOST:
             return ruled
         seen.add(decided)
+        if search.beyond_hosts(choices):
+            continue
         if not _overfull(rows, choices, limit) and search.evaluate(choices).memory.peak <= limit:
             evaluation = search.evaluate(choices)
             if evaluation.cost.step_seconds < seconds:

@@ -14,6 +14,7 @@ Constraints
   (4) assignments that lowering refuses are not in a cluster's table                        `_time_terms`
   (5) sum_v bytes_v(x) over the values alive at point t <= memory, for every point t that can be the peak
                                                                                             `memory_constraints`
+  (6) sum_c m_c H_c(x) <= host memory, where some choice keeps more on the hosts            `host_memory`
 An option of x_d with which every layout is slower than one that is known leaves its domain       `fixing`
 """
 
@@ -29,14 +30,16 @@ import numpy as np
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
+from layoutopt.formulation.host_memory import host_row
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Entry, Table, is_large, legal
-from layoutopt.problem import Problem, Sparse, Term, Variable
+from layoutopt.problem import Problem, Row, Sparse, Term, Variable
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice
+from layoutopt.space.offload import Offload
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -52,8 +55,8 @@ class Extraction:
     Attributes:
       names: variable i of the problem is the decision `names[i]`; message groups follow.
       tables: the priced clusters.
-      problem: variables and times.
-      memory: its memory rows.
+      problem: variables, times, and the row of the hosts' memory where that may be too small.
+      memory: the rows of the devices' memory.
       unsplit: dimensions that stay whole here though they need not, for else a table would be too large; the
         problem's bounds are then none on what was asked.
     """
@@ -222,9 +225,16 @@ class Draft:
         terms = _time_terms(self.tables, groups, index, self.pricer)
         terms += _message_terms(self.tables, groups, index, self.pricer)
         rows = memory or MemoryConstraints(self.context, decided, names, self.tables, self.tabler)
-        problem = self._problem(terms, groups)
+        problem = replace(self._problem(terms, groups), rows=self._host_rows(index))
         tables, unsplit = tuple(self.tables), tuple(self.unsplit)
         return Extraction(self.mesh, decided, names, tables, groups, problem, rows, unsplit)
+
+    def _host_rows(self, index: Index) -> tuple[Row, ...]:
+        limit = self.pricer.hardware.host_memory_bytes
+        if limit is None or not self.decided.of(Offload):
+            return ()
+        row = host_row(self.tables, index.scope, index.rows, limit)
+        return () if row is None else (row,)
 
 
 def _groups(tables: Sequence[Table]) -> tuple[Key, ...]:

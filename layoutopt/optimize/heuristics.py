@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from layoutopt.formulation.extract import legal_problem
+from layoutopt.optimize.least_memory import lean, leanest
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
@@ -64,7 +65,7 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
     search = SubproblemSearch(
         request.model, subproblem.mesh, subproblem.decided, request.hardware, known, request.evaluator
     )
-    found = search.lean(plain, request.clock) or search.leanest(request.clock, plain)[0]
+    found = lean(search, plain, request.clock) or leanest(search, request.clock, plain)[0]
     return None if found is None else (found.layout, found.options)
 
 

@@ -91,6 +91,8 @@ class Pool:
             evaluation = self.request.evaluator(mesh, layout, options)
         except LayoutError:
             return None
+        if evaluation.beyond_hosts is not None:
+            return None
         seconds = evaluation.cost.step_seconds
         solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
         found = Found(mesh, layout, options, evaluation, solution)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from layoutopt.formulation.extract import Draft, legal_problem
+from layoutopt.optimize import least_memory
 from layoutopt.optimize.baselines import Plans
 from layoutopt.optimize.fixing import faster, fill
 from layoutopt.optimize.request import EXACT, Request
@@ -281,13 +282,15 @@ def lean(request: Request, subproblem: Subproblem) -> Found | None:
         layout = decided.read({})[0]
         with suppress(LayoutError):
             evaluation = evaluator(mesh, layout, options)
+            if evaluation.beyond_hosts is not None:
+                return None
             solution = Solution(Status.FEASIBLE, (), evaluation.memory.peak, 0.0, 0.0, "by name")
             return Found(mesh, layout, options, evaluation, solution)
         return None
     context = evaluator.context(mesh, decided)
     known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh), context)
     search = SubproblemSearch(evaluator.model, mesh, decided, evaluator.hardware, known, evaluator)
-    return search.lean({}, request.clock)
+    return least_memory.lean(search, {}, request.clock)
 
 
 def held(model: Model, mesh: Mesh, decided: Decisions) -> float:

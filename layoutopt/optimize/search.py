@@ -31,6 +31,7 @@ from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.candidates import Candidate, Pieces
 from layoutopt.optimize.fixing import OptionCosts, faster, option_costs
+from layoutopt.optimize.least_memory import leanest, least_memory, too_much
 from layoutopt.optimize.merging import merged
 from layoutopt.optimize.pool import Pool
 from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, Standing
@@ -362,7 +363,7 @@ class Search:
             self._tell(candidate, candidate.low)
             below = min((f.peak for f in pool.found), default=math.inf)
             self.asked = self.opened(candidate)
-            found, low = self.asked.least_memory(min(below, limit + 1), clock)
+            found, low = least_memory(self.asked, min(below, limit + 1), clock)
             candidate.low = max(low, self._held(candidate.subproblem))
             for each in found:
                 pool.add(each)
@@ -374,8 +375,6 @@ class Search:
         self.proven = low >= min(least, limit + 1)
         self.bound = min(low, least)
 
-    # -- nothing fits ----------------------------------------------------------------------------------------
-
     def _needed(self) -> str:
         """The least memory that a layout needs, what of it is proven, and what fills it."""
         request, known = self.request, [*self.pool.found]
@@ -385,23 +384,15 @@ class Search:
                 if candidate.low > request.limit:  # known without tables, which may take long
                     known.extend(filter(None, [lean(request, candidate.subproblem)]))
             for candidate in self.candidates:
-                found, low = self.opened(candidate).leanest(request.clock)
+                found, low = leanest(self.opened(candidate), request.clock)
                 candidate.low = max(candidate.low, low)
                 known.extend([found] if found is not None else [])
 
         with request.clock.at_most(BESIDE):
             ended = request.clock.within(0.0, look)
-        leanest = self.nearest = min(known, key=lambda f: f.peak, default=None)
+        nearest = self.nearest = min(known, key=lambda f: f.peak, default=None)
         advice = "; use more devices or more memory, or a smaller batch"
-        if leanest is None and not ended:
-            return advice
-        if leanest is None:
-            return ": the pins and prohibitions allow no legal layout; drop one of them"
-        held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
+        if nearest is None:
+            return ": the pins and prohibitions allow no legal layout; drop one of them" if ended else advice
         low = max(request.limit, min(candidate.low for candidate in self.candidates))
-        sure = f"; it is proven that none needs less than {size_text(low)}" if low < leanest.peak else ""
-        return (
-            f": the leanest one found, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "
-            f"{size_text(leanest.peak)}, {size_text(leanest.peak - request.limit)} over; its largest "
-            f"tensors: {held}{sure}{advice}"
-        )
+        return too_much(nearest, request.limit, low) + advice

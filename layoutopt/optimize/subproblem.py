@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from layoutopt.problem import (
     Sparse,
     Status,
     Term,
-    Variable,
     eliminate,
     solve,
 )
@@ -49,10 +48,6 @@ ATTEMPTS = (3, 100)
 more."""
 CELLS = 30_000
 """Table cells that may be solved anew: what is small enough is solved as often as it takes."""
-LEVELS, ROUNDS = 33, 4
-"""Steps of memory that are told apart at once, and how often they get finer."""
-CLOSE = 1e-3
-"""Relative difference below which a bound on memory needs no finer steps."""
 ROUNDING = 0.5
 """Bytes by which a row may be wrong: it never counts more than the evaluator but for the rounding of a sum of
 whole numbers (tests/layoutopt/test_tables.py)."""
@@ -137,29 +132,31 @@ class SubproblemSearch:
         if self.eliminated.exact:
             return self.eliminated.bound
         solution = solve(self.extraction.problem, time_limit=clock.rest)
-        _go_on(solution)
+        go_on(solution)
         return solution.bound
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The memory rows so far: those of the loops that were seen to run again, and of none, and what
-        layouts that did not fit have taught."""
+        """The rows of the devices' memory so far: those of the loops that were seen to run again, and of
+        none, and what layouts that did not fit have taught."""
         plain = (row for again in self.again for row in self.extraction.memory.rows(again))
         return (*plain, *self.cuts.values())
 
     def limited(self, limit: float) -> Problem:
         """The problem with its rows under a memory limit."""
-        rows = tuple(replace(row, limit=limit) for row in self.rows)
-        return replace(self.extraction.problem, rows=rows)
+        rows = (replace(row, limit=limit) for row in self.rows)
+        return replace(self.extraction.problem, rows=(*self.extraction.problem.rows, *rows))
 
     def _roomy(self, limit: float, listener: Listener | None, pinned: Mapping[str, Choice]) -> Outcome | None:
         """The fastest layout whatever memory it takes, if it fits: then no solver is needed."""
-        problem = self._pinned(self.extraction.problem, pinned)
+        problem = self.pinned(self.extraction.problem, pinned)
         eliminated = eliminate(problem) if pinned else self.eliminated
         choices = eliminated.best()
         if choices is None:
             return None
         choices = canonical(problem, self.extraction, choices)
+        if self.beyond_hosts(choices):
+            return None
         # Rows take longer to make than one layout to evaluate, unless they are needed anyway.
         if self._evaluator.tight and self._too_large(choices, limit):
             return None
@@ -173,6 +170,10 @@ class SubproblemSearch:
         solution = Solution(Status.OPTIMAL, choices, bound, bound, 0.0, "elimination")
         layout, options = self.extraction.read(choices)
         return Outcome(Found(self.mesh, layout, options, evaluation, solution), bound, True)
+
+    def beyond_hosts(self, choices: tuple[int, ...]) -> bool:
+        """Whether the hosts have no room for what they are to keep."""
+        return any(row.use(choices) > row.limit for row in self.extraction.problem.rows)
 
     def _too_large(self, choices: tuple[int, ...], limit: float) -> bool:
         """Whether the rows already say that a layout does not fit."""
@@ -227,13 +228,13 @@ class SubproblemSearch:
                 break
             part = (attempt - tries + 1) / ATTEMPTS[0]
             rows_limit = limit + ROUNDING if exact else limit * (1 - part * (1 - share))
-            problem = self._pinned(self.limited(rows_limit), pinned or {})
+            problem = self.pinned(self.limited(rows_limit), pinned or {})
             problem = replace(problem, rows=(*problem.rows, *(unlike(b, problem.sizes) for b in banned)))
             solution = solve(problem, time_limit=clock.rest, upper_bound=upper, on_progress=listener)
             if exact:
                 bound = max(bound, solution.bound)
             if solution.choices is None:
-                _go_on(solution)
+                go_on(solution)
                 proven = exact and solution.status is Status.INFEASIBLE
                 return Outcome(None, math.inf if proven else bound, proven)
             choices = canonical(problem, self.extraction, solution.choices)
@@ -242,125 +243,24 @@ class SubproblemSearch:
                 layout, options = self.extraction.read(choices)
                 best = Found(self.mesh, layout, options, evaluation, replace(solution, choices=choices))
                 return Outcome(best, bound, exact and solution.status is Status.OPTIMAL)
-            _go_on(solution)
+            go_on(solution)
             counted = max(row.use(choices) for row in self.rows)
             share = min(share, counted / evaluation.memory.peak)
             self.learn(choices)
         return Outcome(None, bound, False)
 
     def _tries(self) -> int:
-        cells = sum(int(_values(term).size) for term in self.extraction.problem.terms)
+        cells = sum(int(listed(term).size) for term in self.extraction.problem.terms)
         return min(max(CELLS // max(cells, 1), ATTEMPTS[0]), ATTEMPTS[1])
 
-    def _pinned(self, problem: Problem, pinned: Mapping[str, Choice]) -> Problem:
+    def pinned(self, problem: Problem, pinned: Mapping[str, Choice]) -> Problem:
+        """A problem in which some decisions are taken already."""
         terms = []
         for name, choice in pinned.items():
             options = self.extraction.decided.options[name]
             table = np.array([0.0 if o == choice else math.inf for o in options])
             terms.append(Term((self.extraction.names.index(name),), table, f"pin {name}"))
         return replace(problem, terms=(*problem.terms, *terms))
-
-    def lean(self, pinned: Mapping[str, Choice], clock: Clock = UNLIMITED) -> Found | None:
-        """A layout with little memory, found without a solver: the largest row is made as small as can be,
-        then the one that is largest now. None if elimination cannot do that.
-
-        Args:
-          pinned: decisions that are taken already.
-        """
-        problem, best, done = self._pinned(self.extraction.problem, pinned), None, False
-        legal = tuple(map(_legal, problem.terms))
-        row = _largest(self.rows, _most)
-        while row is not None:
-            entries = tuple(Term(e.scope, e.table, "bytes") for e in row.entries)
-            choices = eliminate(replace(problem, terms=(*legal, *entries))).best()
-            if choices is None:
-                return best
-            evaluation = self.evaluate(choices)
-            if best is None or evaluation.memory.peak < best.peak:
-                solution = Solution(Status.FEASIBLE, choices, evaluation.memory.peak, 0.0, 0.0, "elimination")
-                best = Found(self.mesh, *self.extraction.read(choices), evaluation, solution)
-            largest = _largest(self.rows, partial(Entry.use, choices=choices))
-            row = None if done or clock.over or largest is row else largest
-            done = True
-        return best
-
-    def leanest(
-        self,
-        clock: Clock = UNLIMITED,
-        pinned: Mapping[str, Choice] | None = None,
-        best: Found | None = None,
-    ) -> tuple[Found | None, float]:
-        """A layout with little memory, and bytes that no layout goes below.
-
-        One variable more counts what the rows may hold, in steps from what they hold at least to what is
-        known to suffice. The lowest step under which a legal choice exists is solved for, the answer is
-        evaluated, and the steps get finer between the two.
-
-        Args:
-          pinned: decisions that are taken already.
-          best: a layout that is known.
-        """
-        low = max((sum(map(_least, row.entries)) for row in self.rows), default=0.0)
-        high = max((sum(map(_most, row.entries)) for row in self.rows), default=0.0)
-        if best is not None:
-            high = float(best.peak)
-        for round in range(ROUNDS):
-            if round and clock.over:
-                break
-            levels = np.geomspace(max(low, 1.0), max(low, high, 1.0), LEVELS)
-            problem = self._pinned(self._levelled(levels), pinned or {})
-            solution = solve(problem, time_limit=clock.rest)
-            if solution.choices is None:
-                _go_on(solution)
-                break
-            *choices, level = solution.choices
-            if solution.status is Status.OPTIMAL and level:
-                low = float(levels[level - 1])
-            evaluation = self.evaluate(tuple(choices))
-            if best is None or evaluation.memory.peak < best.peak:
-                best = Found(self.mesh, *self.extraction.read(choices), evaluation, solution)
-            _go_on(solution)
-            high = float(best.peak)
-            if high <= low * (1 + CLOSE):
-                break
-            self.learn(tuple(choices))
-        return best, 0.0 if self.extraction.unsplit else low
-
-    def _levelled(self, levels: np.ndarray) -> Problem:
-        """What is legal, with the number of a level that the rows stay below as the cost."""
-        problem = self.extraction.problem
-        count = len(problem.variables)
-        room = Entry((count,), -levels - ROUNDING)
-        rows = tuple(replace(row, limit=0.0, entries=(*row.entries, room)) for row in self.rows)
-        terms = (*map(_legal, problem.terms), Term((count,), np.arange(len(levels), dtype=float), "level"))
-        variables = (*problem.variables, Variable("memory", len(levels)))
-        return Problem(problem.name, variables, terms, rows)
-
-    def least_memory(self, below: float = math.inf, clock: Clock = UNLIMITED) -> tuple[list[Found], float]:
-        """Layouts that hold less than `below` bytes, the last one least, and bytes that none goes below."""
-        found: list[Found] = []
-        if math.isfinite(below):
-            outcome = self.fastest(below - 1, clock=clock)
-            if outcome.found is None and outcome.proven:
-                return [], below
-            found += [outcome.found] if outcome.found is not None else []
-        start, low = self.leanest(clock, best=found[-1] if found else None)
-        if start is not None and start not in found:
-            found.append(start)
-        floor = low
-        while found and not clock.over:
-            # The fastest within one byte less may hold hardly less: far from the bound, half way is asked.
-            peak = found[-1].peak
-            near = peak - floor <= CLOSE * peak
-            limit = peak - 1.0 if near else (floor + peak) / 2
-            outcome = self.fastest(limit, clock=clock)
-            if outcome.found is not None:
-                found.append(outcome.found)
-                continue
-            low, floor = max(low, limit if outcome.proven else 0.0), limit
-            if near:
-                return found, float(peak) if outcome.proven else low
-        return found, low
 
     def learn(self, choices: tuple[int, ...]) -> None:
         """Adds the rows of the loops that run again under some choices, or a row of what they need more."""
@@ -372,34 +272,12 @@ class SubproblemSearch:
             self.cuts[row.name] = row
 
 
-def _largest(rows: Sequence[Row], of: Callable[[Entry], float]) -> Row | None:
-    """The row whose entries come to most, where rows have many entries in common."""
-    known = {entry: of(entry) for entry in {e for row in rows for e in row.entries}}
-    return max(rows, key=lambda row: math.fsum(known[e] for e in row.entries), default=None)
-
-
-def _least(entry: Entry) -> float:
-    values = _values(entry)
-    # What a sparse table does not list is forbidden elsewhere.
-    return float(values.min()) if values.size else 0.0
-
-
-def _most(entry: Entry) -> float:
-    return float(_values(entry).max(initial=0.0))
-
-
-def _values(entry: Entry | Term) -> np.ndarray:
+def listed(entry: Entry | Term) -> np.ndarray:
+    """The values of a table, as far as it lists them."""
     return entry.table.values if isinstance(entry.table, Sparse) else entry.table
 
 
-def _legal(term: Term) -> Term:
-    """The term's prohibitions without its costs."""
-    if isinstance(term.table, Sparse):
-        return Term(term.scope, Sparse(term.table.assignments, np.zeros(len(term.table.values))), term.name)
-    return Term(term.scope, np.where(np.isinf(term.table), term.table, 0.0), term.name)
-
-
-def _go_on(solution: Solution) -> None:
+def go_on(solution: Solution) -> None:
     """Ctrl-C ends a solver, which then tells its best; it is to end the whole search."""
     if solution.stopped:
         raise KeyboardInterrupt

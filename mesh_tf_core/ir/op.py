@@ -13,14 +13,12 @@ off it. No reader knows any single operation: what it must know, the contract sa
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, ClassVar, Protocol
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.contract import check_contract
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.kernel import At, Kernel
@@ -187,7 +185,7 @@ class Op:
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _check(cls, abstract)
+        check_contract(cls, Op, abstract)
 
     @property
     def name(self) -> str:
@@ -341,64 +339,6 @@ def inferred(op: Op, types: TensorType | tuple[TensorType, ...]) -> tuple[Tensor
             "tuple of several"
         )
     return listed
-
-
-_UNHASHABLE = re.compile(r"(\w+\.)*(list|dict|set|bytearray|List|Dict|Set|Mutable\w+|ndarray)\b")
-
-
-def _check(cls: type[Op], abstract: bool) -> None:
-    """TypeError if a class breaks the contract. (That it is frozen, `dataclass` itself checks.)"""
-    what = f"operation {cls.__name__}"
-    missing = [f for f in Op.FACETS if getattr(cls, f) is getattr(Op, f)]
-    if missing and not abstract:
-        raise TypeError(f"{what} lacks the facets {', '.join(missing)}")
-    for name in (*Op.FACETS, *Op.OPTIONAL):
-        own, declared = getattr(cls, name), getattr(Op, name)
-        if not callable(own):
-            raise TypeError(f"{what}: {name} is {own!r}; it must be {name}{_takes(declared)}")
-        bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
-        if not _fits(own, declared, bound):
-            raise TypeError(f"{what}: {name}{_takes(own)} must be {name}{_takes(declared)}")
-    for name, allowed in Op.FACTS.items():
-        value = getattr(cls, name)
-        if not isinstance(value, property) and value not in allowed:
-            listed = ", ".join(map(repr, allowed))
-            raise TypeError(f"{what}: {name} is {value!r}; it may be {listed}")
-    for name, annotation in inspect.get_annotations(cls).items():
-        if "ClassVar" in str(annotation):
-            meant = get_close_matches(name, Op.FACTS, 1, 0.75)
-            if meant and name not in Op.FACTS:
-                raise TypeError(f"{what}: {name!r} is no fact of the contract; did you mean {meant[0]!r}?")
-        elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
-            raise TypeError(f"{what}: {name!r} of type {annotation} has no hash; use a tuple")
-
-
-def _counts(facet: Any) -> tuple[int, int, bool]:
-    """How many arguments a facet needs and takes by position, and whether it takes any number."""
-    found = list(inspect.signature(facet).parameters.values())
-    by_position = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = sum(p.default is p.empty for p in by_position)
-    return needed, len(by_position), any(p.kind is p.VAR_POSITIONAL for p in found)
-
-
-def _fits(own: Any, declared: Any, bound: bool) -> bool:
-    """Whether a facet can be called as it is declared; operands may have names of their own. A `bound` one (a
-    static or a class method) has no `self`."""
-    if own is declared:
-        return True
-    (needed, taken, many), (fixed, _, several) = _counts(own), _counts(declared)
-    needed, taken = needed + bound, taken + bound
-    if several:
-        return many or taken > fixed
-    return needed <= fixed and (many or taken >= fixed)
-
-
-def _takes(facet: Any) -> str:
-    return f"({', '.join(map(_bare, inspect.signature(facet).parameters.values()))})"
-
-
-def _bare(parameter: inspect.Parameter) -> str:
-    return str(parameter.replace(annotation=inspect.Parameter.empty))
 
 
 def _brief(value: Any) -> str:

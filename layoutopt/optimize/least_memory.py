@@ -1,0 +1,164 @@
+"""The least memory on one mesh: of the layouts of a `SubproblemSearch`, one with a small peak, found quickly,
+or the one with the smallest, proven."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from layoutopt.clock import UNLIMITED, Clock
+from layoutopt.optimize.subproblem import ROUNDING, Found, SubproblemSearch, go_on, listed
+from layoutopt.plan.units import size_text
+from layoutopt.problem import Entry, Problem, Row, Solution, Sparse, Status, Term, Variable, eliminate, solve
+from layoutopt.space.kind import Choice
+
+LEVELS, ROUNDS = 33, 4
+"""Steps of memory that are told apart at once, and how often they get finer."""
+CLOSE = 1e-3
+"""Relative difference below which a bound on memory needs no finer steps."""
+
+
+def lean(search: SubproblemSearch, pinned: Mapping[str, Choice], clock: Clock = UNLIMITED) -> Found | None:
+    """A layout with little memory, found without a solver: the largest row is made as small as can be,
+    then the one that is largest now. None if elimination cannot do that.
+
+    Args:
+      pinned: decisions that are taken already.
+    """
+    problem, best, done = search.pinned(search.extraction.problem, pinned), None, False
+    legal = tuple(map(_legal, problem.terms))
+    row = _largest(search.rows, _most)
+    while row is not None:
+        entries = tuple(Term(e.scope, e.table, "bytes") for e in row.entries)
+        choices = eliminate(replace(problem, terms=(*legal, *entries))).best()
+        if choices is None or search.beyond_hosts(choices):
+            return best
+        evaluation = search.evaluate(choices)
+        if best is None or evaluation.memory.peak < best.peak:
+            solution = Solution(Status.FEASIBLE, choices, evaluation.memory.peak, 0.0, 0.0, "elimination")
+            best = Found(search.mesh, *search.extraction.read(choices), evaluation, solution)
+        largest = _largest(search.rows, partial(Entry.use, choices=choices))
+        row = None if done or clock.over or largest is row else largest
+        done = True
+    return best
+
+
+def leanest(
+    search: SubproblemSearch,
+    clock: Clock = UNLIMITED,
+    pinned: Mapping[str, Choice] | None = None,
+    best: Found | None = None,
+) -> tuple[Found | None, float]:
+    """A layout with little memory, and bytes that no layout goes below.
+
+    One variable more counts what the rows may hold, in steps from what they hold at least to what is
+    known to suffice. The lowest step under which a legal choice exists is solved for, the answer is
+    evaluated, and the steps get finer between the two.
+
+    Args:
+      pinned: decisions that are taken already.
+      best: a layout that is known.
+    """
+    low = max((sum(map(_least, row.entries)) for row in search.rows), default=0.0)
+    high = max((sum(map(_most, row.entries)) for row in search.rows), default=0.0)
+    if best is not None:
+        high = float(best.peak)
+    for round in range(ROUNDS):
+        if round and clock.over:
+            break
+        levels = np.geomspace(max(low, 1.0), max(low, high, 1.0), LEVELS)
+        problem = search.pinned(_levelled(search, levels), pinned or {})
+        solution = solve(problem, time_limit=clock.rest)
+        if solution.choices is None:
+            go_on(solution)
+            break
+        *choices, level = solution.choices
+        if solution.status is Status.OPTIMAL and level:
+            low = float(levels[level - 1])
+        evaluation = search.evaluate(tuple(choices))
+        if best is None or evaluation.memory.peak < best.peak:
+            best = Found(search.mesh, *search.extraction.read(choices), evaluation, solution)
+        go_on(solution)
+        high = float(best.peak)
+        if high <= low * (1 + CLOSE):
+            break
+        search.learn(tuple(choices))
+    return best, 0.0 if search.extraction.unsplit else low
+
+
+def _levelled(search: SubproblemSearch, levels: np.ndarray) -> Problem:
+    """What is legal, with the number of a level that the rows stay below as the cost."""
+    problem = search.extraction.problem
+    count = len(problem.variables)
+    room = Entry((count,), -levels - ROUNDING)
+    rows = tuple(replace(row, limit=0.0, entries=(*row.entries, room)) for row in search.rows)
+    terms = (*map(_legal, problem.terms), Term((count,), np.arange(len(levels), dtype=float), "level"))
+    variables = (*problem.variables, Variable("memory", len(levels)))
+    return Problem(problem.name, variables, terms, (*problem.rows, *rows))
+
+
+def least_memory(
+    search: SubproblemSearch, below: float = math.inf, clock: Clock = UNLIMITED
+) -> tuple[list[Found], float]:
+    """Layouts that hold less than `below` bytes, the last one least, and bytes that none goes below."""
+    found: list[Found] = []
+    if math.isfinite(below):
+        outcome = search.fastest(below - 1, clock=clock)
+        if outcome.found is None and outcome.proven:
+            return [], below
+        found += [outcome.found] if outcome.found is not None else []
+    start, low = leanest(search, clock, best=found[-1] if found else None)
+    if start is not None and start not in found:
+        found.append(start)
+    floor = low
+    while found and not clock.over:
+        # The fastest within one byte less may hold hardly less: far from the bound, half way is asked.
+        peak = found[-1].peak
+        near = peak - floor <= CLOSE * peak
+        limit = peak - 1.0 if near else (floor + peak) / 2
+        outcome = search.fastest(limit, clock=clock)
+        if outcome.found is not None:
+            found.append(outcome.found)
+            continue
+        low, floor = max(low, limit if outcome.proven else 0.0), limit
+        if near:
+            return found, float(peak) if outcome.proven else low
+    return found, low
+
+
+def _largest(rows: Sequence[Row], of: Callable[[Entry], float]) -> Row | None:
+    """The row whose entries come to most, where rows have many entries in common."""
+    known = {entry: of(entry) for entry in {e for row in rows for e in row.entries}}
+    return max(rows, key=lambda row: math.fsum(known[e] for e in row.entries), default=None)
+
+
+def _least(entry: Entry) -> float:
+    values = listed(entry)
+    # What a sparse table does not list is forbidden elsewhere.
+    return float(values.min()) if values.size else 0.0
+
+
+def _most(entry: Entry) -> float:
+    return float(listed(entry).max(initial=0.0))
+
+
+def _legal(term: Term) -> Term:
+    """The term's prohibitions without its costs."""
+    if isinstance(term.table, Sparse):
+        return Term(term.scope, Sparse(term.table.assignments, np.zeros(len(term.table.values))), term.name)
+    return Term(term.scope, np.where(np.isinf(term.table), term.table, 0.0), term.name)
+
+
+def too_much(leanest: Found, limit: float, low: float) -> str:
+    """What a layout needs beyond a limit that nothing fits into; `low`: bytes that are proven needed."""
+    held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
+    sure = f"; it is proven that none needs less than {size_text(low)}" if low < leanest.peak else ""
+    return (
+        f": the leanest one found, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "
+        f"{size_text(leanest.peak)}, {size_text(leanest.peak - limit)} over; its largest "
+        f"tensors: {held}{sure}"
+    )

@@ -1,0 +1,268 @@
+"""What loops save for their backward, and how that has it again: stacks of saved values, what is kept for
+second runs, on the devices or on their hosts, and what is renamed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.program import Origin, Result, Sliced
+from mesh_tf_core.lower.nodes import renamed_saves
+from mesh_tf_core.lower.placing import Placing
+from mesh_tf_core.lower.rematerialization import (
+    NOTHING,
+    leading_to,
+    rematerialization,
+    stands_beside_backward,
+)
+from mesh_tf_core.lower.subgraph import Pairs
+from mesh_tf_core.tracing.residuals import several
+
+Key = int | tuple[int, "Key"]
+"""What a loop keeps for second runs: a tensor of its body, or what a loop inside (its id) keeps."""
+
+
+class Saving:
+    """The stacks of one lowering's loops.
+
+    Args:
+      low: its state.
+      recompute: the loops that run again in backward, and what they keep (`kept.Recomputed`).
+      node: lowers a node, a second time or not.
+    """
+
+    def __init__(self, low: Placing, recompute: frozenset[str], node: Callable[[Node, bool], None]) -> None:
+        self.low, self._node = low, node
+        self.remat = rematerialization(low.graph, recompute)
+        self._kept: dict[int, dict[Key, int]] = {}
+
+    # -- in forward ------------------------------------------------------------------------------------------
+
+    def _keeps(self, block: Block, node: Node, starts: Sequence[int]) -> list[Result]:
+        """What recomputation saves instead: the state at the beginning of every iteration, as far as it is
+        read again, and what it is to keep; for loops inside that run again, what they keep and read."""
+        if not self.remat.names or self._saves_later(block):
+            return []
+        found: dict[Key, int] = {}
+        if self.remat.again(block):
+            subgraph = self.low.subgraph
+            unread = NOTHING if subgraph is None else subgraph.unread
+            alone = subgraph is not None  # the whole program drops what is dead
+            read = self.remat.read_again(block, live=alone)
+            found.update((t, self.low.env[t]) for t in starts if t in read)
+            second = subgraph is not None and subgraph.again
+            stays = NOTHING if second else self.remat.kept(block, unread, alone)
+            found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
+            if block.dim is not None and self.low.oracle.keeps_on_host(block.dim.name):
+                found = self._on_host(found, node)
+        else:
+            for inner in self.remat.inner(block):
+                kept = self._kept.get(inner.id, {})
+                found.update(((inner.id, key), value) for key, value in kept.items())
+            for t in self.remat.of_body(block):
+                if self.remat.stacked(t, block) and self._here(t, node):
+                    found[t] = self.low.value_of(t)
+        self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
+        return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
+
+    def _on_host(self, found: dict[Key, int], node: Node) -> dict[Key, int]:
+        """What a loop keeps, brought to the host: its state as an iteration begins, the rest as it ends."""
+        code, made = self.low.code, {o for instr in self.low.code for o in instr.outputs}
+        self.low.origin, at = Origin(node.index, node.scope, node.phase), len(code)
+        kept = {key: self.low.kept_on_host(value) for key, value in found.items()}
+        stores = code[at:]
+        code[at:] = [store for store in stores if store.inputs[0] in made]
+        code[:0] = [store for store in stores if store.inputs[0] not in made]
+        return kept
+
+    def _saves(self, block: Block, saved: Pairs) -> list[tuple[int, int]]:
+        if not saved or self.remat.again(block) or self._saves_later(block):
+            return []
+        renamed = self._renamed(block)
+        return [(i, o) for i, o in saved if not self.remat.unsaved(i) and i not in renamed]
+
+    def _renamed(self, block: Block) -> dict[int, Node]:
+        """What a loop does not save for a rule for elsewhere (`renamed_saves`): nothing, where the one around
+        it saves it once more."""
+        layout = self.low.oracle.layout
+        further = {name for name, _ in layout.elsewhere}
+        if not further or self.remat.again(block) or self.remat.of_body(block):
+            return {}
+        if not stands_beside_backward(block, self.low.graph):
+            return {}
+        return {
+            tensor: node
+            for tensor, node in renamed_saves(block, further).items()
+            if self._splits_further(self.low.graph.tensor(node.inputs[0]).shape, further)
+        }
+
+    def _splits_further(self, shape: Shape, names: set[str]) -> bool:
+        """Whether rules for elsewhere split a value of this shape."""
+        layout, ordered = self.low.oracle.layout, sorted(names)
+        return layout.around(shape.names).axes_of(ordered) != layout.axes_of(ordered)
+
+    def _saves_later(self, block: Block) -> bool:
+        """Whether a loop is inside of one that is recomputed: what it saves the first time nobody reads. (The
+        whole program drops that as dead.)"""
+        return self.low.subgraph is not None and not self.low.subgraph.again and self.remat.around(block)
+
+    def _read_again(self, pairs: list[tuple[int, int]], block: Block) -> list[tuple[int, int]]:
+        """What a loop stacks when one around it is recomputed: only what backward reads. (The whole program
+        drops the rest as dead.)"""
+        subgraph = self.low.subgraph
+        if subgraph is None or not subgraph.again:
+            return pairs
+        around = block
+        while around.parent is not None:
+            around = self.low.graph.blocks[around.parent]
+            if self.remat.again(around):
+                needed = self.remat.read_again(around, live=True)
+                return [(i, outer) for i, outer in pairs if outer in needed]
+        return pairs
+
+    def _here(self, tensor: int, scan: Node) -> bool:
+        """Whether this lowering computes a body tensor."""
+        subgraph = self.low.subgraph
+        return subgraph is None or subgraph.computes(tensor, scan, self.low.graph)
+
+    # -- in backward -----------------------------------------------------------------------------------------
+
+    def _recomputed(self, block: Block, again: Sequence[tuple[int, int]]) -> list[Sliced]:
+        """Runs the needed part of the forward body inside the backward body."""
+        forward = block.forward
+        assert forward is not None
+        pairs = [self._part(stack, key) for key, stack in self._kept[forward.id].items()]
+        for key, part in zip(self._kept[forward.id], pairs, strict=True):
+            if self.low.values[part.inner].host and isinstance(key, int):
+                self.low.bind(key, self.low.loaded(part.inner))
+        then, needed = self._stands_for(block), self.remat.needs(forward)
+        known = {then.get(outer, outer): inner for outer, inner in block.sliced}
+        for outer, inner in forward.sliced:
+            if known.get(outer) in self.low.env:
+                self.low.env[inner] = self.low.env[known[outer]]
+            elif inner in needed:
+                pairs.append(self._part(self.low.value_of(outer), inner))
+        assert block.index is not None and forward.index is not None
+        self.low.env[forward.index] = self.low.env[block.index]
+        for node in leading_to([tensor for tensor, _ in again], forward, self.remat.kept(forward)):
+            self._node(node, True)
+        for tensor, inner in again:
+            if not self.remat.unsaved(tensor):
+                self.low.env[inner] = self.low.value_of(tensor)
+        return pairs
+
+    def _stands_for(self, block: Block) -> dict[int, int]:
+        """For the body around a backward loop: its tensors -> the forward's that they stand for."""
+        around = self.low.graph.blocks[block.parent] if block.parent else None
+        return {now: then for then, now in around.captured.items()} if around else {}
+
+    def _bring(self, block: Block) -> None:
+        """Before a backward loop: what second runs inside need without work from the body around."""
+        forward, graph = block.forward, self.low.graph
+        if forward is None or forward.parent == block.parent or not self.remat.names:
+            return
+        assert forward.parent is not None and block.parent is not None
+        then, now = graph.blocks[forward.parent], graph.blocks[block.parent]
+        if self.remat.again(then):
+            return
+        wanted = {t for t in self.remat.needs(forward) if graph.tensor(t).block == then.id}
+        for node in then.nodes:
+            missing = False
+            for t in wanted.intersection(node.outputs):
+                if now.captured.get(t) in self.low.env:
+                    self.low.env[t] = self.low.env[now.captured[t]]
+                else:
+                    missing = missing or graph.is_free(graph.tensor(t), then)
+            if missing:
+                self._node(node, True)
+
+    def _unpacked(self, block: Block, forward: Block) -> list[Sliced]:
+        """One iteration's part of what the forward loop keeps for loops inside that run again."""
+        pairs: list[Sliced] = []
+        for key, stack in self._kept.get(forward.id, {}).items():
+            pairs.append(self._part(stack, key))
+            if not isinstance(key, int):
+                self._kept.setdefault(key[0], {})[key[1]] = pairs[-1].inner
+        stacks = {inner: outer for outer, inner in forward.sliced}
+        stacks.update((i, o) for i, o in forward.saved.items() if not self.remat.unsaved(i))
+        for t in self.remat.of_body(forward):
+            if t == forward.index:
+                self.low.env[t] = self.low.env[block.index]  # type: ignore[index]
+            elif block.captured.get(t) in self.low.env:
+                self.low.env[t] = self.low.env[block.captured[t]]
+            elif t in stacks:
+                pairs.append(self._part(self.low.value_of(stacks[t]), t))
+        return pairs
+
+    def _rename_again(self, block: Block) -> None:
+        """Notes what a backward body makes anew of what is saved."""
+        forward = block.forward
+        renamed = self._renamed(forward) if forward else {}
+        if not renamed or forward is None:
+            return
+        saved, then = {o: i for i, o in forward.saved.items()}, self._stands_for(block)
+        parts = {saved.get(then.get(outer, outer)): inner for outer, inner in block.sliced}
+        for tensor, node in renamed.items():
+            if tensor in parts and node.inputs[0] in parts:
+                self.low.renamed[parts[tensor]] = parts[node.inputs[0]], node
+
+    # -- stacks and their parts ------------------------------------------------------------------------------
+
+    def _over(self, block: Block) -> Axes:
+        """The axes that the iterations of a loop are spread over: the stages of a pipeline."""
+        assert block.dim is not None
+        axes = self.low.layout.axes(block.dim.name)
+        if axes and not block.spread:
+            if self.low.oracle.ways(axes) == 1:
+                return ()
+            raise LayoutError(
+                f"layout {self.low.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
+                f"be split over {'+'.join(axes)}; drop this rule"
+            )
+        if block.spread and self.low.oracle.ways(axes) != block.dim.size:
+            raise LayoutError(
+                f"layout {self.low.layout}: {block.dim.name!r} has {block.dim.size} stages or replicas, each "
+                f"on devices of its own, and is split over {'+'.join(axes) or 'no axis'}"
+            )
+        return axes
+
+    def _part(self, outer: int, inner: Key) -> Sliced:
+        v = self.low.values[outer]
+        shape, splits = _part_of(v.shape), v.splits[1:]
+        size = several(self.low.graph.tensor(inner).shape, v.shape) if isinstance(inner, int) else None
+        if size is not None:
+            shape, splits = _stack_of(size, shape), ((), *splits)
+        part = self.low.new(TensorType(shape, v.dtype), splits, v.partial, host=v.host)
+        if isinstance(inner, int):
+            self.low.bind(inner, part)
+        return Sliced(outer, part)
+
+    def _outer(self, id: int, stack: Block | None, whole: Dim | None = None) -> int:
+        """A new value for what a loop makes of a body's; `whole`: the first dimension of a stack of which an
+        iteration gives several elements."""
+        v = self.low.values[id]
+        if stack is None:
+            return self.low.like(v, v.splits, v.partial)
+        assert stack.dim is not None
+        over = self._over(stack)
+        shape, splits = v.shape, v.splits
+        if whole is not None:
+            shape, splits = _part_of(shape), splits[1:]
+        return self.low.new(
+            TensorType(_stack_of(whole or stack.dim, shape), v.dtype), (over, *splits), v.partial, host=v.host
+        )
+
+
+@lru_cache(maxsize=1 << 14)
+def _stack_of(dim: Dim, shape: Shape) -> Shape:
+    return Shape((dim, *shape))
+
+
+@lru_cache(maxsize=1 << 14)
+def _part_of(stack: Shape) -> Shape:
+    return Shape(stack.dims[1:])
