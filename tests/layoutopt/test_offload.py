@@ -14,6 +14,7 @@ import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
+from examples.mlp import model as mlp
 from layoutopt.analysis.explain import Asked
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import extract
@@ -65,10 +66,35 @@ def test_tables_add_up() -> None:
     assert compare(NAME, "data:2;model:2", 2, "tpu-v5e, host_memory=1KiB", 6) >= 4
 
 
+@pytest.mark.parametrize(
+    ("memory", "host", "fits"), [(79_900, 8192, True), (76_300, 40_000, True), (79_900, 512, False)]
+)
+def test_hosts_hold_no_more_than_they_have(memory: int, host: int, fits: bool) -> None:
+    """On one device, of all choices that fit there and on its host, the fastest; or none fits."""
+    model, mesh, machine = mlp(batch=16, hidden=64, layers=1), mtf.Mesh("one:1"), "tpu-v5e"
+    asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
+    decided = decisions(model.training_step(1).graph, mesh, Allowed(offload=("optimizer",), **asked))
+    names, fit = decided.of(Offload), []
+    for chosen in itertools.product(*(decided.options[n] for n in names)):
+        layout, options = decided.read(dict(zip(names, chosen, strict=True)))
+        found = evaluate(model, mesh, layout, load_hardware(machine), options)
+        if found.memory.peak <= memory and found.program.host_bytes <= host:
+            fit.append(found.cost.step_seconds)
+    asked |= {"memory": memory, "alternatives": False, "hardware": f"{machine}, host_memory={host}B"}
+    assert bool(fit) is fits
+    if not fits:
+        with pytest.raises(mtf.InfeasibleError):
+            layoutopt.search(model, mesh, offload=("optimizer",), **asked)
+        return
+    plan = layoutopt.search(model, mesh, offload=("optimizer",), **asked)
+    assert plan.solver.status == "OPTIMAL" and 0 < (plan.predicted.host_memory_bytes or 0) <= host
+    assert plan.predicted.step_seconds == pytest.approx(min(fit), rel=1e-9)
+
+
 @pytest.mark.nightly
 def test_the_answer_is_the_best_of_all() -> None:
     """On one device, with too little memory for all of the state: what lies on the host is all that is
-    decided, and of all choices that fit the fastest is found; then with too little on the host as well."""
+    decided, and of all choices that fit the fastest is found."""
     model, machine, mesh = EXAMPLES[NAME](), load_hardware("tpu-v5e"), mtf.Mesh("one:1")
     asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
     allowed = Allowed(offload=("optimizer",), **asked)
