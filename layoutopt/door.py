@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import Any
 
 from costmodels.hardware import Hardware, load_hardware
@@ -24,7 +23,7 @@ from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Validation
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, used_text
-from layoutopt.shown import table
+from layoutopt.shown import Shown, table
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -34,19 +33,8 @@ from mesh_tf_core.model import Model
 HARDWARE = "cpu-local"
 
 
-class _Shown:
-    """A result that a notebook shows as its words above its frame."""
-
-    def to_frame(self) -> Any:
-        """As a pandas frame."""
-        raise NotImplementedError
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{self.to_frame().to_html(index=False, max_rows=12)}"
-
-
 @dataclass(frozen=True, repr=False)
-class Priced(_Shown):
+class Priced(Shown):
     """A layout with its price.
 
     Attributes:
@@ -105,7 +93,7 @@ class Priced(_Shown):
 
 
 @dataclass(frozen=True, repr=False)
-class Explained(_Shown):
+class Explained(Shown):
     """Why a plan's layout: what each of its splits is worth, and what the memory limit costs.
 
     Attributes:
@@ -145,7 +133,7 @@ class Explained(_Shown):
 
 
 @dataclass(frozen=True, repr=False)
-class Validated(_Shown):
+class Validated(Shown):
     """Layouts that ran, beside their predictions; `data` is what `layoutopt validate --json` prints."""
 
     data: Validation

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
+
+
+class Shown:
+    """A result that a notebook shows as its words above its frame."""
+
+    def to_frame(self) -> Any:
+        """As a pandas frame."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.to_frame().to_html(index=False, max_rows=12)}"
 
 
 def card(plan: Any) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from costmodels.calibration.tpus import GENERATIONS, Generation
@@ -21,6 +21,8 @@ from costmodels.kernels.compute import compute_cost
 from costmodels.pricing.items import Computed
 from costmodels.pricing.lines import Cost
 from layoutopt.evaluator import Evaluation
+from layoutopt.plan.units import bytes_text, seconds_text
+from layoutopt.shown import Shown, table
 from mesh_tf_core.engines.jax.compile import Refusal, compile_for
 from mesh_tf_core.engines.jax.hlo import Found, read
 from mesh_tf_core.errors import UserError, known_names
@@ -90,8 +92,8 @@ class Compiled:
     transfers: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Verified:
+@dataclass(frozen=True, repr=False)
+class Verified(Shown):
     """A program beside the compiler's version of it; `refusal` if there is none.
 
     Attributes:
@@ -109,6 +111,22 @@ class Verified:
     def same_collectives(self) -> bool:
         """Whether the compiled program moves what the program says."""
         return self.compiled is not None and all(m.same for m in self.moved)
+
+    def to_frame(self) -> Any:
+        """A row for every family of collectives and size of groups; of a program that the compiler refused,
+        what it was to move."""
+        if self.compiled is None:
+            kinds = counted(self.predicted)
+            return table([{"family": k, "group_size": size, "predicted_count": n} for k, size, n in kinds])
+        return table([{**asdict(m), "ratio": m.ratio} for m in self.moved])
+
+    def __repr__(self) -> str:
+        if self.compiled is None:
+            return f"Verified({self.topology}: refused, {self.refusal.reason if self.refusal else 'unknown'})"
+        same = "the same collectives" if self.same_collectives else "other collectives"
+        took, said = seconds_text(self.compiled.compute_seconds), seconds_text(self.compute_seconds)
+        held = bytes_text(self.compiled.peak_bytes)
+        return f"Verified({self.topology}: {same}, {took} of compute ({said} predicted), {held} at most)"
 
 
 def verify(

@@ -143,7 +143,7 @@ def _measured(session: Session, mesh: Mesh, thorough: bool, partial: Path | None
         session.start(mesh.devices)
     from costmodels.calibration import calibrate as measure
 
-    with Steps(session.terminal, "calibrating", 1) as bar:
+    with Steps(session.terminal, "calibrating", 1, left=True) as bar:
         return measure(
             mesh,
             lambda what, done, total: bar.update(done, what, total),

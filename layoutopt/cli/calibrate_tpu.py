@@ -32,7 +32,7 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
         partial = made_profiles_directory() / f"{target}.partial.json"
         if partial.is_file():
             terminal.say(f"going on from the estimates in {partial}")
-    with kept(terminal, partial), Steps(terminal, f"compiling for {target}", 1) as bar:
+    with kept(terminal, partial), Steps(terminal, f"compiling for {target}", 1, left=True) as bar:
         made = calibrate_tpu(
             target, refresh, lambda what, done, total: bar.update(done, what, total), hushed, partial
         )

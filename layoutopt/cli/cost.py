@@ -24,7 +24,7 @@ from layoutopt.cli.options import (
     read_memory,
 )
 from layoutopt.cli.results import given_json, layout_text
-from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.terminal import BAD, GOOD, Terminal, facts
 from layoutopt.cli.training_cost import (
     PriceOption,
     TokensOption,
@@ -205,7 +205,8 @@ def _show(
         phase_table(price),
         memory_table(held),
     ]
-    terminal.show(facts(rows))
+    fits = GOOD if reason is None else BAD
+    terminal.show(facts(rows, {"fits": fits, "memory": fits}))
     for part in tables:
         if part is not None:
             terminal.show("", part)

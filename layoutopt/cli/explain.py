@@ -20,7 +20,7 @@ from layoutopt.cli.options import (
     path_option,
     time_limited,
 )
-from layoutopt.cli.plan_tables import summary
+from layoutopt.cli.plan_tables import summary, verdicts
 from layoutopt.cli.plans import (
     ModelOption,
     PlanArgument,
@@ -241,7 +241,8 @@ def _tell(
     checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
     held = [("waits", words) for words in evaluation.waits]
     held += [("peak", _peak(evaluation.memory)), _binds(found, evaluation, answers)]
-    terminal.show(facts([*summary(found.plan, found.limit, sure(found.hardware)), *checks, *held]))
+    said_of = summary(found.plan, found.limit, sure(found.hardware))
+    terminal.show(facts([*said_of, *checks, *held], verdicts(found.plan, found.limit)))
     memory = for_memory(found)
     terminal.show(
         "", worth_table("What each split is worth", evaluation, memory, answers["splits"], "without it")

@@ -1,4 +1,4 @@
-"""`layoutopt init`: a commented model file to start from."""
+"""`layoutopt init`: a commented model file to start from, or one of the examples."""
 
 from __future__ import annotations
 
@@ -11,29 +11,78 @@ import typer
 from layoutopt.cli.options import JsonOption, QuietOption, examples, path_argument
 from layoutopt.cli.terminal import Terminal
 
-EXAMPLES = examples("layoutopt init", "layoutopt init my_model.py", "layoutopt init --jax train.py")
+EXAMPLES = examples(
+    "layoutopt init",
+    "layoutopt init my_model.py",
+    "layoutopt init --jax train.py",
+    "layoutopt init --example transformer_lm",
+)
+USUAL = Path("model.py")
+MESH = '--mesh "data:2;model:4"'
+
+
+def complete_example(incomplete: str) -> list[str]:
+    """Names of examples, for the shell's completion."""
+    from layoutopt.models import shipped
+
+    return [name for name in shipped.names() if name.startswith(incomplete)]
 
 
 def init(
-    path: Annotated[Path, path_argument("[FILE]", "The file to write.")] = Path("model.py"),
+    path: Annotated[Path, path_argument("[FILE]", "The file to write.")] = USUAL,
     jax: Annotated[bool, typer.Option("--jax", help="A model of a JAX loss.")] = False,
+    example: Annotated[
+        str | None,
+        typer.Option(
+            "--example",
+            metavar="NAME",
+            help="Instead of FILE: an example as examples/NAME.py, with what it imports.",
+            autocompletion=complete_example,
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write a commented model.py to start from."""
+    """Write a commented model.py to start from, or an example."""
+    from layoutopt.plan.results import InitResult
     from mesh_tf_core.errors import UserError
     from mesh_tf_core.files import write_file
 
     terminal = Terminal(as_json, quiet)
-    if path.suffix != ".py":
-        raise UserError(f"{str(path)!r} is not a Python file; write for example layoutopt init model.py")
-    if os.path.lexists(path) and not force:
-        raise UserError(f"{str(path)!r} is there already; choose another name, or --force to replace it")
-    starter = Path(__file__).with_name("starter_jax.py" if jax else "starter.py").read_text(encoding="utf-8")
-    write_file(path, starter, "the model file")
-    from layoutopt.plan.results import InitResult
+    if example is None:
+        if path.suffix != ".py":
+            raise UserError(f"{str(path)!r} is not a Python file; write for example layoutopt init model.py")
+        starter = Path(__file__).with_name("starter_jax.py" if jax else "starter.py")
+        texts = {path: starter.read_text(encoding="utf-8")}
+    else:
+        if jax or path != USUAL:
+            raise UserError(
+                f"--example {example} writes its own file; leave {'--jax' if jax else repr(str(path))} out"
+            )
+        texts = _of_example(example)
+    first = next(iter(texts))
+    # Helpers may be there already, of another example.
+    new = {file: text for file, text in texts.items() if example is None or not _is(file, text)}
+    taken = None if force else next((file for file in new if os.path.lexists(file)), None)
+    if taken is not None:
+        other = "" if example else "choose another name, or "
+        raise UserError(f"{str(taken)!r} is there already; {other}--force to replace it")
+    for file, text in new.items():
+        write_file(file, text, "the model file")
+    terminal.result(InitResult(path=str(first)))
+    terminal.show(*map(str, texts))
+    terminal.say(f"next: layoutopt search {first} {MESH}")
 
-    terminal.result(InitResult(path=str(path)))
-    terminal.show(str(path))
-    terminal.say(f'next: layoutopt search {path} --mesh "data:2;model:4"')
+
+def _is(file: Path, text: str) -> bool:
+    """Whether a file is there with exactly this text."""
+    return file.is_file() and file.read_bytes() == text.encode()
+
+
+def _of_example(name: str) -> dict[Path, str]:
+    """Where the files of an example go, the example first, and what is in them."""
+    from layoutopt.models import shipped
+
+    return {Path(shipped.FOLDER, file.name): file.read_text(encoding="utf-8") for file in shipped.files(name)}

@@ -28,7 +28,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import Session, Timed, batches, items_of, timed_steps
+from layoutopt.cli.running import COMPILING, Session, Timed, batches, items_of, timed_steps
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
@@ -106,6 +106,9 @@ def _timed(
     recorded come after them, for that slows them down."""
     fed = list(itertools.islice(trainer.stream(batches(terminal, loaded)), min(steps, BATCHES)))
     with Steps(terminal, "measuring", warm_up + steps) as bar:
+        bar.update(0, COMPILING)
+        if not terminal.live:
+            terminal.say(COMPILING)
         found = timed_steps(
             trainer,
             fed,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from layoutopt import clock as clocks
+from layoutopt.cli.completion import complete_setting
 from layoutopt.cli.units import parse_bytes
 from layoutopt.clock import Clock
 
@@ -44,7 +45,11 @@ ModelArgument = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="NAME=VALUE", help="Change a hyperparameter (again for more).", show_default=False
+        "--set",
+        metavar="NAME=VALUE",
+        help="Change a hyperparameter (again for more).",
+        autocompletion=complete_setting,
+        show_default=False,
     ),
 ]
 MeshOption = Annotated[

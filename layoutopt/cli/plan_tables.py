@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from layoutopt.cli.plans import where_of
-from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.terminal import BAD, DOUBT, GOOD, Terminal, facts, table
 from layoutopt.details.of_machine import sure
 from layoutopt.plan.units import (
     bytes_text,
@@ -27,7 +27,7 @@ from layoutopt.plan.units import (
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.plan.build import Plan
-    from layoutopt.plan.schema import Alternative, Predicted
+    from layoutopt.plan.schema import Alternative, PlanFile, Predicted
 
 ANSWER = "the answer"
 WIDE = 120
@@ -37,9 +37,10 @@ WIDE = 120
 def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> None:
     """Prints a plan; `limit` is the memory of a device that it was searched for, on this machine."""
     width = terminal.out.width
-    terminal.show(facts(summary(plan, limit, sure(machine))), "", alternatives_table(plan, width))
+    answer = facts(summary(plan, limit, sure(machine)), verdicts(plan, limit))
+    terminal.show(answer, "", alternatives_table(plan, width))
     if plan.data.frontier:
-        terminal.show("", frontier_table(plan.data.frontier, width))
+        terminal.show("", frontier_table(plan.data, width))
     reasons = [(a.name, a.reason) for a in plan.alternatives if a.reason is not None]
     if reasons:
         terminal.show("", facts(reasons))
@@ -75,6 +76,12 @@ def summary(plan: Plan, limit: int, behind: str) -> list[tuple[str, str]]:
         ("how sure", behind),
         ("proof", proof(plan)),
     ]
+
+
+def verdicts(plan: Plan, limit: int) -> dict[str, str]:
+    """The colours of what is proven and of whether it fits."""
+    fits = plan.predicted.peak_memory_bytes <= limit
+    return {"proof": GOOD if plan.solver.proven else DOUBT, "memory": GOOD if fits else BAD}
 
 
 def proof(plan: Plan) -> str:
@@ -149,9 +156,14 @@ def _alike(plan: Plan) -> tuple[str, list[_Row]]:
     return own, rows
 
 
-def frontier_table(points: Sequence[Alternative], width: int = WIDE) -> Table:
-    """Time against memory: what every byte less costs."""
-    return _table("Frontier of time and memory", "point", "of the fastest", [_row(a) for a in points], width)
+def frontier_table(plan: PlanFile, width: int = WIDE) -> Table:
+    """Time against memory: what every byte less costs; at a knee, more memory begins to buy little time."""
+    from reports.views.choices import frontier
+
+    knees = {p.predicted.peak_memory_bytes for p in frontier(plan) if p.knee}
+    rows = [_row(a) for a in plan.frontier or ()]
+    marked = [replace(row, name=f"{row.name}, knee") if row.bytes in knees else row for row in rows]
+    return _table("Frontier of time and memory", "point", "of the fastest", marked, width)
 
 
 def _row(a: Alternative, names: str = "") -> _Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +16,10 @@ from layoutopt.plan.units import duration_text
 
 if TYPE_CHECKING:
     from layoutopt.api import Standing
+
+
+ENOUGH = 3
+"""Steps after the first of which the mean says how long the others take."""
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
@@ -73,9 +78,13 @@ def bounds_text(best: float, bound: float, shown: Callable[[float], str]) -> str
 
 
 class Steps(Display):
-    """Steps done of a known number, with a line of numbers beside the bar."""
+    """Steps done of a known number, with a line of numbers beside the bar.
 
-    def __init__(self, terminal: Terminal, what: str, total: int) -> None:
+    Args:
+      left: also about how long the others take, by those that were done since the first one was.
+    """
+
+    def __init__(self, terminal: Terminal, what: str, total: int, left: bool = False) -> None:
         super().__init__(
             terminal,
             TextColumn("{task.description}", markup=False),
@@ -84,11 +93,26 @@ class Steps(Display):
             _Facts(),
         )
         self.task = self.progress.add_task(what, total=total, facts="")
+        self.total, self.left = total, left
+        self.first: tuple[int, float] | None = None
 
     def update(self, done: int, facts: str = "", total: int | None = None) -> None:
         """`facts`: what else is known after that step; `total`: a better number of steps."""
         assert self.task is not None
+        self.total = total or self.total
+        facts = ", ".join(filter(None, (facts, self._left(done, time.monotonic()))))
         self.progress.update(self.task, completed=done, facts=facts, total=total)
+
+    def _left(self, done: int, now: float) -> str:
+        """About how long it still takes; '' while too little is known."""
+        if not self.left or done < 1:
+            return ""
+        if self.first is None:
+            self.first = done, now
+        count, spent = done - self.first[0], now - self.first[1]
+        if count < ENOUGH or done >= self.total:
+            return ""
+        return f"about {duration_text(max(round(spent / count * (self.total - done)), 1))} left"
 
 
 class _Count(TextColumn):

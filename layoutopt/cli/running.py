@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mesh_tf_core.engines import Cluster
     from mesh_tf_core.training import Trainer
 
+COMPILING = "compiling the step"
 OTHERS = {"jax": " of JAX", "lockstep": " of NumPy"}
 """What is said of engines other than the default."""
 

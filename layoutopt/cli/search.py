@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from layoutopt.cli.advice import after_search
 from layoutopt.cli.allowed import (
     ContextOption,
     ElsewhereOption,
@@ -250,12 +250,7 @@ def search(
         if full.stopped:
             raise KeyboardInterrupt  # all that was found is saved
     if out is not None:
-        sets = "".join(f" --set {shlex.quote(each)}" for each in settings or ())
-        terminal.say(
-            f"next: layoutopt train {model}{sets} --layout {out} --steps 100"
-            if machine.kind == "cpu"
-            else f"next: layoutopt explain {out}; report and export take it too"
-        )
+        terminal.say(after_search(kept.plan, out, loaded, settings or (), machine))
 
 
 class _Kept:

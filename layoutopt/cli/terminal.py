@@ -19,12 +19,16 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from layoutopt.cli.narrow import Facts, Sheet
 from layoutopt.cli.streams import has_unicode
 
 if TYPE_CHECKING:
     from layoutopt.plan.fields import Data
 
 PIPE_WIDTH = 240
+GOOD, DOUBT, BAD = "bold green", "bold yellow", "bold red"
+"""Colours of verdicts, which the words say too."""
+PLAIN: Mapping[str, str] = {}
 
 
 class _Console(Console):
@@ -142,7 +146,7 @@ def table(
       total: the last row is a sum.
       strong: the row that matters most.
     """
-    made = Table(
+    made = Sheet(
         title=Text(title, style="bold"),
         title_justify="left",
         header_style="bold",
@@ -160,11 +164,10 @@ def table(
     return made
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and values, without lines."""
-    made = Table.grid(padding=(0, 2))
-    made.add_column(style="dim", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in rows:
-        made.add_row(Text(name), Text(value))
-    return made
+def facts(rows: Iterable[tuple[str, str]], verdicts: Mapping[str, str] = PLAIN) -> Facts:
+    """Names and values, without lines.
+
+    Args:
+      verdicts: name to `GOOD`, `DOUBT` or `BAD`, the colour of its value.
+    """
+    return Facts(tuple(rows), verdicts)

@@ -17,7 +17,7 @@ from layoutopt import signals
 from layoutopt.cli.given import Given
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import Session, evaluated_model, items_of, restored
+from layoutopt.cli.running import COMPILING, Session, evaluated_model, items_of, restored
 from layoutopt.cli.terminal import facts
 from layoutopt.cli.tracing import Trace
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text, used_text
@@ -33,7 +33,6 @@ LINES = 10
 """Messages of progress where there is no terminal to draw a bar on."""
 PACE = 100
 """Steps of which the median says how fast the training goes now."""
-COMPILING = "compiling the step"
 
 
 @dataclass

@@ -73,7 +73,7 @@ def validate(
         terminal = session.terminal
         loaded = session.load(model, settings, mesh)
         session.start(devices.devices)
-        with Steps(terminal, "validating", 1) as bar:
+        with Steps(terminal, "validating", 1, left=True) as bar:
             found = run(
                 loaded.model,
                 devices,

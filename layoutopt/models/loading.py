@@ -241,14 +241,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
         returns anything but a Model.
     """
     before = tuple(sys.modules)
-    module, name = _import(source)
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [
-            n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__
-        ]
-        what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
-        raise UserError(f"{source}: has {what} {name!r} to build a model; {known_names(name, known)}")
+    module, name, function = _found(source)
     defaults = _defaults(function, source, module)
     changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
     for unknown in changed.keys() - defaults.keys():
@@ -268,6 +261,27 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
         )
     model.hparams = hparams
     return Loaded(model, source, hparams, module, loaded_files(before))
+
+
+def hyperparameters(source: str) -> dict[str, Default]:
+    """Those of the model that `source` names, which is not built.
+
+    Raises:
+      UserError: no such file or function, or a file that raises.
+    """
+    module, _, function = _found(source)
+    return _defaults(function, source, module)
+
+
+def _found(source: str) -> tuple[ModuleType, str, Callable[..., Any]]:
+    """The module that `source` names, and the function in it that builds a model."""
+    module, name = _import(source)
+    function = getattr(module, name, None)
+    if callable(function):
+        return module, name, function
+    known = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+    what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
+    raise UserError(f"{source}: has {what} {name!r} to build a model; {known_names(name, known)}")
 
 
 def _defaults(function: Callable[..., Any], source: str, module: ModuleType) -> dict[str, Default]:

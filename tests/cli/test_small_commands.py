@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import Result
 from layoutopt.cli.solve_problem import FIRST
 from layoutopt.clock import LEAST
 from layoutopt.models.loading import load_model
+from layoutopt.models.shipped import files, home, names
 from layoutopt.problem import Problem, Solution, Status, solve
 
 PROBLEM: dict[str, Any] = {
@@ -64,6 +66,42 @@ def test_init_keeps_what_is_there(
     assert run("init", str(file), "--force", "--quiet").stderr == ""
     assert "def model(" in file.read_text(encoding="utf-8")
     assert "is not a Python file" in refused("init", str(tmp_path / "model.txt"))
+
+
+def test_an_example_comes_with_what_it_imports(
+    run: Callable[..., Result], refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("init", "--example", "transformer_lm")
+    written = [f"examples/{name}.py" for name in ("transformer_lm", "training", "text", "__init__")]
+    assert (done.exit_code, done.stdout.splitlines()) == (0, written)
+    assert 'next: layoutopt search examples/transformer_lm.py --mesh "data:2;model:4"' in done.stderr
+    for file in written:
+        assert (tmp_path / file).read_bytes() == (home().parent / file).read_bytes()
+    # Another example needs the same helpers; one that was changed stays as it is.
+    assert run("init", "--example", "bert").exit_code == 0
+    (tmp_path / "examples/text.py").write_text("mine", encoding="utf-8")
+    said = refused("init", "--example", "bert")
+    assert said == "'examples/text.py' is there already; --force to replace it"
+    assert (tmp_path / "examples/text.py").read_text(encoding="utf-8") == "mine"
+    assert run("init", "--example", "bert", "--force").exit_code == 0
+
+
+def test_an_example_that_is_not_there(refused: Callable[..., str]) -> None:
+    said = refused("init", "--example", "transformer")
+    assert said.startswith("--example 'transformer': there is none of that name; did you mean 'transformer_")
+    assert "known: bert, clip," in said and "text" not in said.replace("transformer_", "")
+    assert "leave 'x.py' out" in refused("init", "x.py", "--example", "mlp")
+    assert "leave --jax out" in refused("init", "--jax", "--example", "mlp")
+
+
+def test_every_example_is_whole() -> None:
+    """What an example imports of the folder is among its files."""
+    for name in names():
+        found = [file.name for file in files(name)]
+        assert found[0] == f"{name}.py" and found[-1] == "__init__.py"
+        text = "".join(file.read_text(encoding="utf-8") for file in files(name))
+        assert {f"{word}.py" for word in re.findall(r"from examples\.(\w+) import", text)} <= set(found)
 
 
 @pytest.mark.parametrize("solver", ["auto", "cp-sat", "highs", "exhaustive"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -14,14 +15,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import Result
 
 from layoutopt.api import Standing
-from layoutopt.cli.progress import Bounds, bounds_text
-from layoutopt.cli.terminal import Terminal, plain
+from layoutopt.cli.completion import complete_setting
+from layoutopt.cli.progress import Bounds, Steps, bounds_text
+from layoutopt.cli.terminal import GOOD, Terminal, facts, plain, table
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.units import seconds_text
 
@@ -205,3 +209,76 @@ def test_ctrl_c_keeps_what_was_trained(run: Callable[..., Result], tmp_path: Pat
     done = run(*args, "--steps", "3", "--held-out", "0")
     assert done.exit_code == 0, done.stderr
     assert "nothing to do: the checkpoint is of step 3 already" in done.stdout
+
+
+def drawn(shown: Any, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(shown)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+SPLITS = "batch:data+model; hidden_1:model; vocabulary:data"
+ROWS = [["the answer", SPLITS, "6.30 ms", "224 KiB"], ["data parallel", "", "41.2 ms", "1.32 MiB"]]
+
+
+@pytest.mark.parametrize("width", [60, 71, 80, 100, 200])
+def test_no_width_breaks_a_word(width: int) -> None:
+    lines = drawn(table("Layouts", ["layout", "splits", "step", "memory"], ROWS, (2, 3)), width)
+    assert all(len(line) <= width for line in lines)
+    words = " ".join(lines).split()
+    assert all(word in words for word in SPLITS.split())
+    assert any("41.2 ms" in line for line in lines) and any("1.32 MiB" in line for line in lines)
+
+
+def test_a_table_without_room_is_a_block_for_each_row() -> None:
+    lines = [
+        line.rstrip() for line in drawn(table("Layouts", ["layout", "splits", "step"], [ROWS[0][:3]]), 30)
+    ]
+    assert lines == [
+        "Layouts",
+        "the answer",
+        "  splits  batch:data+model;",
+        "          hidden_1:model;",
+        "          vocabulary:data",
+        "  step    6.30 ms",
+    ]
+
+
+def test_a_long_layout_breaks_between_its_rules() -> None:
+    lines = drawn(facts([("layout", SPLITS.replace("; ", ";")), ("step", "6 ms")]), 40)
+    assert [line.split() for line in lines] == [
+        ["layout", "batch:data+model;"],
+        ["hidden_1:model;", "vocabulary:data"],
+        ["step", "6", "ms"],
+    ]
+
+
+def test_verdicts_have_colours_on_terminals() -> None:
+    console = Console(width=60, file=io.StringIO(), color_system="standard", force_terminal=True)
+    console.print(facts([("fits", "yes"), ("step", "6 ms")], {"fits": GOOD}))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[1;32myes" in text and text.count("\x1b[1;32m") == 1
+
+
+def test_steps_say_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, which compiles, does not count."""
+    steps, said = Steps(Terminal(), "calibrating", 10, left=True), []
+    clock = iter([100.0, 102.0, 104.0, 106.0])
+    monkeypatch.setattr("layoutopt.cli.progress.time.monotonic", lambda: next(clock))
+    steps.progress.update = lambda task, completed, facts, total: said.append(facts)  # type: ignore[method-assign]
+    for done in range(1, 5):
+        steps.update(done, "a product")
+    assert said == ["a product"] * 3 + ["a product, about 12 s left"]
+
+
+def test_settings_are_completed(tmp_path: Path) -> None:
+    context: Any = SimpleNamespace(params={"model": "examples/mlp.py"})
+    assert complete_setting(context, "la") == ["layers="]
+    assert {"batch=", "hidden=", "clip_norm="} < set(complete_setting(context, ""))
+    context.params["model"] = "examples/transformer_lm.py"
+    assert complete_setting(context, "tied=") == ["tied=true", "tied=false"]
+    broken = tmp_path / "model.py"
+    broken.write_text("print('loud')\nraise ValueError\n", encoding="utf-8")
+    for model in (str(broken), "nowhere.py", None):
+        context.params["model"] = model
+        assert complete_setting(context, "la") == []

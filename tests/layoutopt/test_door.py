@@ -10,9 +10,12 @@ import pytest
 import layoutopt
 import mesh_tf_core as mtf
 import reports
+from layoutopt.analysis.verify import Compiled, Moved, Verified
 from layoutopt.door import Validated
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Validation
+from mesh_tf_core.engines.jax.compile import Refusal
+from mesh_tf_core.engines.jax.hlo import Found
 from tests.layoutopt.models import EXAMPLES
 
 MESH = "data:2;model:2"
@@ -28,6 +31,25 @@ def plan(model: mtf.Model) -> Plan:
     return layoutopt.search(
         model, mesh=MESH, hardware="tpu-v3", storage=["layout"], recompute=[False], microbatches=[1]
     )
+
+
+def test_what_the_compiler_made_has_a_frame() -> None:
+    moved = (Moved("sum", 4, 2, 800, 1, 804), Moved("all_gather", 2, 1, 100, 1, 300))
+    made = Compiled((), 1 << 20, 1 << 21, 0.002, 0, 0, 1.0, "")
+    found = Verified("v5e:2x2", 0.001, (), made, None, moved)
+    assert found.to_frame()["ratio"].tolist() == [1.005, 3.0]
+    assert found.to_frame()["family"].tolist() == ["sum", "all_gather"]
+    assert (
+        repr(found)
+        == "Verified(v5e:2x2: other collectives, 2.00 ms of compute (1.00 ms predicted), 1.00 MiB at most)"
+    )
+    assert "<table" in found._repr_html_()
+    sent = Found("all_reduce", 4, 1, 800, 3)
+    refused = Verified("v5e:2x2", 0.001, (sent,), None, Refusal("no room", True), ())
+    assert refused.to_frame().to_dict("records") == [
+        {"family": "all_reduce", "group_size": 4, "predicted_count": 3}
+    ]
+    assert "refused, no room" in repr(refused)
 
 
 def test_what_is_public_is_listed() -> None:

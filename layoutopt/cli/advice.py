@@ -1,0 +1,55 @@
+"""What to type next, of what can work on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from layoutopt.models.loading import Loaded
+    from layoutopt.plan.build import Plan
+
+MOST_DEVICES = 64
+"""Of a mesh that one process of this machine runs in reasonable time."""
+RUN_BY = ("tensorflow", "jax")
+"""Packages of which one runs steps on a CPU."""
+
+
+def after_search(plan: Plan, out: Path, loaded: Loaded, settings: Sequence[str], machine: Hardware) -> str:
+    """What a plan that was written to `out` is good for here."""
+    if why := elsewhere(plan, machine):
+        return f"next: layoutopt explain {_word(out)}; report and export take it too ({why})"
+    sets = "".join(f" --set {shlex.quote(each)}" for each in settings)
+    what, more = ("train", " --steps 100") if loaded.function("data") else ("measure", "")
+    return f"next: layoutopt {what} {loaded.source}{sets} --layout {_word(out)}{more}"
+
+
+def elsewhere(plan: Plan, machine: Hardware) -> str:
+    """Why a plan does not run on this machine; '' where it does."""
+    devices = plan.mesh.devices
+    if machine.kind != "cpu":
+        return f"it is for {machine.name}"
+    if devices > MOST_DEVICES:
+        return f"{devices} devices are too many for this machine"
+    if _memory() and devices * plan.predicted.peak_memory_bytes > _memory():
+        return "it needs more memory than this machine has"
+    if not any(importlib.util.find_spec(name) for name in RUN_BY):
+        return "to run it here: pip install 'layoutopt[tensorflow]'"
+    return ""
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def _word(path: Path) -> str:
+    return shlex.quote(str(path))

@@ -1,0 +1,56 @@
+"""The examples that come with the package: their names, and the files that each needs.
+
+An example imports its helpers as `examples.text`; written into a folder `examples`, it runs as it is, and so
+do the command lines of the documentation.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+from mesh_tf_core.errors import UserError, known_names
+
+FOLDER = "examples"
+
+
+@cache
+def home() -> Path:
+    """Where the examples lie: in the installed package, or in the checkout beside it."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / FOLDER
+    return installed if installed.is_dir() else package.parent / FOLDER
+
+
+def names() -> list[str]:
+    """Files with a function `model`; the others are helpers."""
+    return [file.stem for file in sorted(home().glob("*.py")) if "\ndef model(" in _text(file)]
+
+
+def files(name: str) -> list[Path]:
+    """An example and what it imports of the others, the example first.
+
+    Raises:
+      UserError: there is no such example.
+    """
+    known = names()
+    if name not in known:
+        raise UserError(f"--example {name!r}: there is none of that name; {known_names(name, known)}")
+    found = [home() / f"{name}.py"]
+    for file in found:  # grows
+        for helper in _imports(_text(file)):
+            path = home() / f"{helper}.py"
+            if path.is_file() and path not in found:
+                found.append(path)
+    return [*found, home() / "__init__.py"]
+
+
+def _imports(text: str) -> list[str]:
+    """Names of the examples that a text imports from."""
+    modules = [node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    return [m.removeprefix(f"{FOLDER}.") for m in modules if m.startswith(f"{FOLDER}.")]
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
