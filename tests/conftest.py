@@ -25,8 +25,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 _CACHE = tempfile.mkdtemp(prefix="layoutopt-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = _CACHE
-# A shell that starts the suite in the background ignores Ctrl-C, `nohup` a closed terminal, and what tests start
-# would inherit that.
+# A shell that starts the suite in the background ignores Ctrl-C, `nohup` a closed terminal, and what tests
+# start would inherit that.
 if threading.current_thread() is threading.main_thread():
     for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(_number) is signal.SIG_IGN:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-import layoutopt
 import mesh_tf_core as mtf
 from examples import text
 from examples.transformer_lm import data, model
 from tests.marks import by_day
+from tests.searching import search
 
 SIZES = {
     "layers": 2,
@@ -48,7 +48,7 @@ def losses(layout: str, mesh: str = MESH, steps: int = 20, options: mtf.Options 
 def test_the_loss_curve_does_not_depend_on_the_layout() -> None:
     reference = losses("", "data:1")
     assert reference[-1] < reference[0]
-    searched = layoutopt.search(model(**SIZES), mesh=MESH, hardware="tpu-v3")
+    searched = search(model(**SIZES), mesh=MESH, hardware="tpu-v3")
     for layout, options in (
         ("batch:data+model", mtf.Options()),
         ("batch:data;heads:model;d_ff:model;vocab:model", mtf.Options()),

@@ -19,6 +19,7 @@ from costmodels.pricing.hidden import Hidden
 from costmodels.pricing.pricer import price
 from examples.transformer_lm import model as transformer
 from mesh_tf_core.ir.program import text
+from tests.marks import by_day
 
 LM = "examples/transformer_lm.py"
 MESH, LAYOUT = "data:2;model:4", "batch:data;d_ff:model;heads:model"
@@ -236,7 +237,7 @@ def test_hardware_is_listed(run: Callable[..., Result], result: Callable[..., di
     assert all(name in shown for name in hardware_names())
 
 
-@pytest.mark.parametrize("name", hardware_names())
+@pytest.mark.parametrize("name", by_day(hardware_names(), every=4))
 def test_every_number_is_shown_with_its_source(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], name: str
 ) -> None:

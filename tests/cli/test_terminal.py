@@ -31,7 +31,8 @@ from layoutopt.plan.units import seconds_text
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).parent / "layoutopt")
-SEARCH = [COMMAND, "search", "examples/mlp.py", "--mesh", "data:2;model:2"]
+PLAIN = ["--storage", "layout", "--recompute", "never", "--microbatches", "1"]
+SEARCH = [COMMAND, "search", "examples/mlp.py", "--mesh", "data:2;model:2", *PLAIN]
 
 
 def on_a_terminal(args: list[str], **variables: str) -> tuple[str, str]:

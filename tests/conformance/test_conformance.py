@@ -27,13 +27,15 @@ from tests.conformance.samples import SAMPLES
 Record = Callable[[str, Any], None]
 NAMES = [s.name for s in SAMPLES]
 SLOW = "x:2;y:4"
+RARE = {"x:2;y:2": 2, SLOW: 4}
+"""By day every so many samples on these meshes; on the smallest one all."""
 TASKS = [
     pytest.param(sample, mesh, numbers, id=f"{sample.name}-{mesh}{when}", marks=marks)
     for place, sample in enumerate(SAMPLES)
     for when, chosen in (("", MESHES), ("-by night", BY_NIGHT))
     for mesh, numbers in chosen.items()
     for marks in [
-        [pytest.mark.nightly] if when or (mesh == SLOW and place % 4) else [pytest.mark.slow] * (mesh == SLOW)
+        [pytest.mark.nightly] if when or place % RARE.get(mesh, 1) else [pytest.mark.slow] * (mesh == SLOW)
     ]
 ]
 

@@ -12,6 +12,7 @@ import mesh_tf_core as mtf
 from examples import bert, transformer_lm
 from tests.examples.helper import SMALL
 from tests.examples.hunt import Hunt, Legal
+from tests.marks import by_day
 
 LANGUAGE = {**SMALL, "kv_heads": 2, "positions": "rotary", "clip_norm": 1.0}
 CAUSAL: dict[str, tuple[Any, dict[str, Any]]] = {"language model": (transformer_lm, LANGUAGE)}
@@ -45,7 +46,9 @@ HUNTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "seed"), [*(("language model", s) for s in range(1, 5)), ("bert", 1)])
+@pytest.mark.parametrize(
+    ("name", "seed"), by_day([*(("language model", s) for s in range(1, 5)), ("bert", 1)])
+)
 def test_the_numbers_of_one_device(name: str, seed: int) -> None:
     HUNTS[name].check(name, seed)
 

@@ -83,7 +83,7 @@ def test_layouts(variant: str, mesh: str, layout: str, dense: dict[str, Any]) ->
         np.testing.assert_allclose(value, want[name], atol=3e-4, rtol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize(("mesh", "layout"), [LAYOUTS[i] for i in (1, 3, 6, 8)])
+@pytest.mark.parametrize(("mesh", "layout"), by_day([LAYOUTS[i] for i in (1, 3, 6, 8)], first=1))
 def test_bfloat16(mesh: str, layout: str, dense: dict[str, Any]) -> None:
     """Activations of eight bits of mantissa; master weights and updates stay float32."""
     hparams = {"dtype": "bfloat16", "learning_rate": 0.001}
@@ -95,7 +95,7 @@ def test_bfloat16(mesh: str, layout: str, dense: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("variant", ["plain", "dropout"])
-@pytest.mark.parametrize("at", [0, 3, 8])
+@pytest.mark.parametrize("at", by_day([0, 3, 8], first=1))
 def test_recompute_changes_nothing(variant: str, at: int) -> None:
     mesh, layout = LAYOUTS[at]
     kept, kept_variables = train(VARIANTS[variant], mesh, layout)
@@ -140,7 +140,7 @@ def test_storage_with_recompute(dense: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "layout"), [LAYOUTS[i] for i in (0, 2, 3, 8)])
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", by_day([2, 4], first=1))
 def test_microbatches_change_nothing(parts: int, mesh: str, layout: str, dense: dict[str, Any]) -> None:
     losses, variables = train({}, mesh, layout, microbatches=parts)
     np.testing.assert_allclose(losses, dense["plain"][0], rtol=2e-5)

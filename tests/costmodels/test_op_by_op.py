@@ -12,11 +12,11 @@ from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
 from examples.resnet import model as resnet
 from examples.transformer_lm import model as transformer
-from layoutopt.api import search
 from mesh_tf_core import Layout, Mesh
 from mesh_tf_core.ir.program import ReduceScatter
 from mesh_tf_core.ops.shape import SliceDim
 from tests.marks import by_day
+from tests.searching import search
 
 MESH = Mesh("data:2;model:2")
 

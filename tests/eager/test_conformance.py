@@ -61,7 +61,7 @@ def test_numpy(sample: Sample) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sample", by_day(SAMPLES, every=5, first=1), ids=NAMES)
+@pytest.mark.parametrize("sample", by_day(SAMPLES, every=10, first=1), ids=NAMES)
 def test_tensorflow(sample: Sample) -> None:
     conform(sample, "local")
 

@@ -252,8 +252,10 @@ CASES: dict[str, Callable[[], None]] = {
 BY_NIGHT = {
     *(f"kept {seed}" for seed in range(8)),
     *(f"training {mesh} {layout}" for mesh, layout, _ in MODELS[1:]),
+    *[name for name in CASES if name.startswith("collectives ")][::2],
     "half stage 1",
     "half stage 2",
+    "in flight",
     *[name for name in CASES if name.startswith("numbers ")][1::2],
 }
 """Cases that take long, or have another one like them."""

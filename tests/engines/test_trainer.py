@@ -16,6 +16,7 @@ from mesh_tf_core.training import auto, checkpoint
 from mesh_tf_core.training.checkpoint import CheckpointWarning
 from tests.engines.programs import network
 from tests.marks import by_day
+from tests.searching import search
 
 STORED = mtf.Options(storage={"wi": 3, "wo": 1}, recompute=frozenset({"layers"}))
 LAYOUTS = {
@@ -310,7 +311,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(scale: bool) -> None:
 
 def test_a_plan_decides_everything() -> None:
     model = network()
-    plan = layoutopt.search(model, mesh="a:2", hardware="cpu-local")
+    plan = search(model, mesh="a:2", hardware="cpu-local")
     run = mtf.Trainer(model, plan)
     assert (run.mesh, run.layout, run.options) == (plan.mesh, plan.layout, plan.options)
     with pytest.raises(mtf.UserError, match="a plan decides the layout and the options"):

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import layoutopt
 import mesh_tf_core as mtf
 from examples import clip, deepseek_lm, diffusion, dlrm, mamba_lm, transformer_lm, vit
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from tests.examples import forward
 from tests.examples.helper import Result, batches, check_same, train
 from tests.marks import by_day
+from tests.searching import search
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ SEARCHED = ["vit", "llama", "mamba", "deepseek", "dlrm", "clip", "diffusion"]
 @pytest.mark.parametrize("name", by_day(SEARCHED, every=4))
 def test_the_best_layout_is_proven(name: str) -> None:
     case = CASES[name]
-    plan = layoutopt.search(
+    plan = search(
         case.example.model(**case.hparams),
         mesh="data:2",
         hardware="tpu-v4",

@@ -27,6 +27,7 @@ from tests.importers.jax_models import (
     perceptron,
     perceptron_arguments,
 )
+from tests.searching import search
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -259,7 +260,7 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
 def test_types_are_enough_and_a_search_proves_its_answer() -> None:
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), perceptron_arguments())
     model = layoutopt.from_jax(perceptron, *types)
-    plan = layoutopt.search(model, mesh="data:2", hardware="tpu-v5e", microbatches=[1], recompute=[False])
+    plan = search(model, mesh="data:2", hardware="tpu-v5e", microbatches=[1], recompute=[False])
     assert plan.to_json()["solver"]["status"] == "OPTIMAL"
 
 

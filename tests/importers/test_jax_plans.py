@@ -19,6 +19,7 @@ from layoutopt.plan.build import Plan
 from tests.importers.jax_models import MODELS, imported, perceptron_arguments, recurrence
 from tests.importers.jax_plans import plan_of
 from tests.jax_process import printed
+from tests.searching import search
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +86,12 @@ def test_a_pair_whose_auxiliary_has_no_arrays_is_given_back(runs: Any) -> None:
 
 def test_no_search_splits_what_shardings_cannot() -> None:
     model, _ = imported("scanned transformer")
-    plan = layoutopt.search(model, mesh="data:2;model:2", hardware="tpu-v3")
+    plan = search(model, mesh="data:2;model:2", hardware="tpu-v3")
     assert "heads" not in plan.data.layout
     with pytest.raises(
         mtf.UserError, match=r"--pin heads:model: 'heads' is an inner part of axis 2 of 'blocks/\w+'"
     ):
-        layoutopt.search(model, mesh="data:2;model:2", hardware="tpu-v3", pins="heads:model")
+        search(model, mesh="data:2;model:2", hardware="tpu-v3", pins="heads:model")
 
 
 def test_what_no_function_can_do_is_refused_by_name() -> None:
@@ -197,7 +198,7 @@ def test_no_search_finds_microbatches_that_the_function_cannot_have(loss: Any, w
     model = layoutopt.from_jax(loss, {"w": of((4, 4), "float32")}, batch, optimizer="sgd")
     with pytest.raises(mtf.UserError, match=f"^microbatches=2: .*{why}.*; use one microbatch$"):
         model.training_step(2)
-    plan = layoutopt.search(model, mesh="data:2", hardware="tpu-v3", memory=1e9)
+    plan = search(model, mesh="data:2", hardware="tpu-v3", memory=1e9)
     assert plan.options.microbatches == 1
 
 

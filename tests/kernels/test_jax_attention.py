@@ -45,7 +45,7 @@ SEEN: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": 9
 
 @pytest.mark.parametrize(
     ("how", "bias"),
-    by_day(((how, bool((row + bias) % 2)) for row, how in enumerate(SEEN) for bias in (0, 1)), every=3),
+    by_day(((how, bool((row + bias) % 2)) for row, how in enumerate(SEEN) for bias in (0, 1)), every=5),
 )
 def test_by_blocks_as_jax_itself(how: dict[str, Any], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in blocks of a part of the queries."""

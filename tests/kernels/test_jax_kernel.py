@@ -265,7 +265,7 @@ def first_of_each() -> list[Any]:
     for each in SAMPLES:
         operation = each.name.split()[0]
         seen[operation] += 1
-        marks = pytest.mark.nightly if seen[operation] > 1 or len(seen) % 9 else ()
+        marks = pytest.mark.nightly if seen[operation] > 1 or len(seen) % 18 else ()
         found.append(pytest.param(each, id=each.name, marks=marks))
     return found
 

@@ -10,7 +10,6 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from layoutopt import search
 from layoutopt.formulation import shared
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import most_cells
@@ -22,6 +21,7 @@ from mesh_tf_core import layers as nn
 from tests.layoutopt.models import random_model
 from tests.layoutopt.test_tables import compare
 from tests.marks import by_day
+from tests.searching import search
 
 
 def dense(clip_norm: float) -> mtf.Model:

@@ -8,11 +8,11 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
-from layoutopt import search
 from layoutopt.analysis.certificate import Certificate, certify
 from layoutopt.analysis.explain import Asked
 from layoutopt.plan.build import Plan
 from tests.layoutopt.models import EXAMPLES
+from tests.searching import search
 
 ASKED = Asked(storage=("layout", "zero1"), recompute=(False,))
 ROOM = 1e12

@@ -10,12 +10,12 @@ import pytest
 import layoutopt.optimize.planning as planning
 import mesh_tf_core as mtf
 from costmodels.pricing.pricer import Pricer
-from layoutopt import search
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower.verify import ProgramError
 from tests.layoutopt.models import EXAMPLES
+from tests.searching import search
 
 ASKED: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1,)}
 

@@ -101,7 +101,7 @@ def test_many_random_models(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "hardware"), crossed(["tpu-v5e", "a100"], MODELS, every=4))
+@pytest.mark.parametrize(("name", "hardware"), crossed(["tpu-v5e", "a100"], MODELS, every=16))
 def test_examples(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
         check(opened(MODELS[name](), mesh, parts, hardware), 3, cuts=8, others=4)

@@ -46,6 +46,7 @@ def answer(model: mtf.Model, question: Question, hardware: str, **more: object) 
         recompute=question.recompute,
         microbatches=question.microbatches,
         pins=question.pins,
+        alternatives=False,
         **more,  # type: ignore[arg-type]
     )
 
@@ -127,7 +128,7 @@ def test_what_is_said_to_be_needed_is_needed() -> None:
     model, plain = EXAMPLES["mlp"](), {"recompute": (False,), "microbatches": (1, 2)}
 
     def find(**more: object) -> Plan:
-        return search(model, mesh="data:2;model:2", hardware="tpu-v3", **plain, **more)  # type: ignore[arg-type]
+        return search(model, mesh="data:2;model:2", hardware="tpu-v3", alternatives=False, **plain, **more)  # type: ignore[arg-type]
 
     least = find(objective="memory", storage=("layout",)).predicted.peak_memory_bytes
     with pytest.raises(mtf.InfeasibleError, match="no layout of 'mlp' fits"):
@@ -137,6 +138,8 @@ def test_what_is_said_to_be_needed_is_needed() -> None:
 
 @pytest.mark.slow
 def test_gradients_that_are_moved_at_the_end_of_an_iteration_are_counted() -> None:
-    plan = search(transformer(), mesh="data:8;model:8", hardware="tpu-v4", objective="memory")
+    plan = search(
+        transformer(), mesh="data:8;model:8", hardware="tpu-v4", objective="memory", alternatives=False
+    )
     assert plan.solver.status == "OPTIMAL"
     assert plan.solver.bound == plan.predicted.peak_memory_bytes

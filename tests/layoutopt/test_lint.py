@@ -6,13 +6,13 @@ import pytest
 
 from costmodels.hardware import load_hardware
 from costmodels.pricing.lines import Cost
-from layoutopt import search
 from layoutopt.analysis.lint import Finding, lint, slower
 from layoutopt.evaluator import evaluate
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from tests.layoutopt.models import SMALL, transformer
+from tests.searching import search
 
 WIDE = {**SMALL, "d_model": 128, "d_kv": 32, "d_ff": 512, "vocab": 512, "length": 128}
 PLAIN = Options()

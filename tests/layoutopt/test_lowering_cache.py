@@ -107,7 +107,7 @@ def test_random_models(seed: int) -> None:
             ("a100", 2, ["x:2;y:4", "y:2;x:4"]),
             ("cpu-local", 2, ["x:4;y:2", "z:4", "y:2;x:2"]),
         ],
-        every=3,
+        every=5,
     ),
 )
 def test_all_examples(name: str, where: tuple[str, int, list[str]]) -> None:

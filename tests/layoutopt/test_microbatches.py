@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from costmodels.hardware import load_hardware
-from layoutopt import search
 from layoutopt.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
@@ -18,6 +17,7 @@ from layoutopt.space.kind import Allowed
 from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from tests.layoutopt.models import EXAMPLES, towers
+from tests.searching import search
 
 
 def bound(name: str, mesh: Mesh, parts: int, hardware: str) -> float:
@@ -78,8 +78,9 @@ def test_variables_that_are_too_large_need_no_search(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("layoutopt.optimize.search.faster", lambda *_, **__: pytest.fail("tables were made"))
     model = EXAMPLES["mlp"]()
     least = sum(v.bytes for v in model.step_graph.variables.values()) // 4
+    asked: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": [1]}
     with pytest.raises(InfeasibleError, match=r"no layout of 'mlp' fits into .*: the leanest one found, "):
-        search(model, mesh="data:2;model:2", hardware="tpu-v3", memory=least - 1, microbatches=[1])
+        search(model, memory=least - 1, alternatives=True, **asked)
 
 
 def test_what_a_model_cannot_be_split_into_is_not_searched() -> None:

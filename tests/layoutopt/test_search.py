@@ -27,12 +27,12 @@ def model() -> mtf.Model:
 
 
 def small(model: mtf.Model, **asked: object) -> Plan:
-    return search(model, **{"mesh": MESH, "hardware": "tpu-v3", **PLAIN, **asked})  # type: ignore[arg-type]
+    return search(model, **{"mesh": MESH, "hardware": "tpu-v3", "alternatives": False, **PLAIN, **asked})  # type: ignore[arg-type]
 
 
 def test_infeasible_names_the_largest_tensors(model: mtf.Model) -> None:
     with pytest.raises(mtf.InfeasibleError) as caught:
-        small(model, memory=5000)
+        small(model, memory=5000, alternatives=True)
     said = str(caught.value)
     assert "no layout of 'mlp' fits into 4.88 KiB a device" in said
     assert "its largest tensors: " in said and "variable layer_0/weight" in said
@@ -87,7 +87,7 @@ def test_bad_input(model: mtf.Model, asked: dict[str, object], message: str) -> 
 
 def test_contradictory_pins_leave_nothing(model: mtf.Model) -> None:
     with pytest.raises(mtf.InfeasibleError, match="allow no legal layout; drop one of them"):
-        small(model, pins="batch:data;pixels:data")
+        small(model, pins="batch:data;pixels:data", alternatives=True)
 
 
 def test_the_mesh_is_searched_too() -> None:
@@ -135,7 +135,7 @@ def test_no_point_of_the_frontier_is_dominated(model: mtf.Model) -> None:
 
 
 def test_least_memory(model: mtf.Model) -> None:
-    plan = small(model, objective="memory", storage=("layout", "zero3"))
+    plan = small(model, objective="memory", storage=("layout", "zero3"), alternatives=True)
     assert plan.solver.status == "OPTIMAL"
     for each in (*plan.alternatives, small(model)):
         if each.predicted is not None:

@@ -33,6 +33,7 @@ from tests.layoutopt.models import (
     some_choices,
     towers,
 )
+from tests.marks import by_day
 
 PRICE = 1e-9
 ROUNDING = 1 + 1e-12
@@ -94,7 +95,7 @@ def test_storage_over_some_axes(parts: int) -> None:
     compare(EXAMPLES["transformer"](), mesh, parts, hardware, parts, 8, **allowed)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", by_day([1, 2], first=1))
 def test_what_splits_further_elsewhere(parts: int) -> None:
     hardware, mesh = load_hardware("tpu-v4"), mtf.Mesh("data:2;model:2")
     compare(EXAMPLES["transformer"](), mesh, parts, hardware, parts, 10, elsewhere=("length",))
@@ -104,10 +105,10 @@ def test_what_splits_further_elsewhere(parts: int) -> None:
 @pytest.mark.parametrize("name, hardware", crossed(["a100", "tpu-v5e", "cpu-local"], every=12))
 def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
-        compare(EXAMPLES[name](), mtf.Mesh(mesh), parts, load_hardware(hardware), seed=7, count=20)
+        compare(EXAMPLES[name](), mtf.Mesh(mesh), parts, load_hardware(hardware), seed=7, count=12)
 
 
-@pytest.mark.parametrize("hardware", ["tpu-v4", "a100", "cpu-local"])
+@pytest.mark.parametrize("hardware", by_day(["tpu-v4", "a100", "cpu-local"], every=3, first=1))
 @pytest.mark.parametrize("name", PASSING)
 def test_what_is_passed_on_without_work(name: str, hardware: str) -> None:
     parts = 2 if hardware == "a100" else 1

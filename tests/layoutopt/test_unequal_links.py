@@ -15,11 +15,11 @@ from costmodels.hardware import Cluster, Hardware, Torus, load_hardware
 from costmodels.network.topology import place
 from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
-from layoutopt import search
 from layoutopt.evaluator import evaluate
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
+from tests.searching import search
 
 PLAIN = Allowed(storage=("layout",), recompute=(False,), microbatches=(1,))
 
