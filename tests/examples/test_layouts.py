@@ -88,8 +88,7 @@ def dense(name: str) -> Result:
     return train(*ALL[name])
 
 
-# By day one layout in nine: 9 and the four layouts of most examples share no factor, so
-# that these turn.
+# By day one layout in nine: 9 and the four layouts of most examples share no factor, so that these turn.
 BY_TURNS = by_day(TASKS, every=9)
 
 
