@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -28,53 +29,60 @@ RECOMPUTE: dict[Recompute, tuple[bool | str, ...]] = {
 MaxAxesOption = Annotated[
     int, typer.Option("--max-axes", metavar="K", help="With --devices: at most so many axes of a mesh.")
 ]
-RecomputeOption = Annotated[
-    Recompute,
-    typer.Option(
-        "--recompute",
-        help="Whether blocks are recomputed in backward (activation checkpointing); selective: or but "
-        "for some of their values.",
-    ),
-]
-ContextOption = Annotated[
-    str,
-    typer.Option(
-        "--context",
-        metavar="FORMS",
-        help="How attention to split keys may be done: gather, ring, zigzag, all_to_all, of these.",
-    ),
-]
-ElsewhereOption = Annotated[
-    str | None,
-    typer.Option(
-        "--elsewhere",
-        metavar="DIMS",
-        help="May be split further where axes split nothing else: length is sequence parallelism.",
-        show_default=False,
-    ),
-]
-PipelineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--pipeline",
-        metavar="DIMS",
-        help="Layers that axes may split into stages, which the microbatches go through: layers.",
-        show_default=False,
-    ),
-]
 
 
-def read_allowed(
-    recompute: Recompute, context: str, elsewhere: str | None, pipeline: str | None
-) -> dict[str, Any]:
-    """They as keywords of `layoutopt.search`."""
-    return {
-        "recompute": list(RECOMPUTE[recompute]),
-        "context": _names(context),
-        "elsewhere": _names(elsewhere),
-        "pipeline": _names(pipeline),
-    }
+@dataclass(frozen=True)
+class AllowedOptions:
+    """What a search may choose, beside what is only asked of `search`."""
+
+    recompute: Annotated[
+        Recompute,
+        typer.Option(
+            "--recompute",
+            help="Whether blocks are recomputed in backward (activation checkpointing); selective: or but "
+            "for some of their values.",
+        ),
+    ] = Recompute.AUTO
+    context: Annotated[
+        str,
+        typer.Option(
+            "--context",
+            metavar="FORMS",
+            help="How attention to split keys may be done: gather, ring, zigzag, all_to_all, of these.",
+        ),
+    ] = "gather"
+    elsewhere: Annotated[
+        str | None,
+        typer.Option(
+            "--elsewhere",
+            metavar="DIMS",
+            help="May be split further where axes split nothing else: length is sequence parallelism.",
+            show_default=False,
+        ),
+    ] = None
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            "--pipeline",
+            metavar="DIMS",
+            help="Layers that axes may split into stages, which the microbatches go through: layers.",
+            show_default=False,
+        ),
+    ] = None
+
+    def asked(self) -> dict[str, Any]:
+        """They as keywords of `layoutopt.search`."""
+        return {
+            "recompute": list(RECOMPUTE[self.recompute]),
+            "context": listed(self.context),
+            "elsewhere": listed(self.elsewhere),
+            "pipeline": listed(self.pipeline),
+        }
 
 
-def _names(text: str | None) -> list[str]:
+USUAL = AllowedOptions()
+
+
+def listed(text: str | None) -> list[str]:
+    """The names of a list with commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]

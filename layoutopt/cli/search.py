@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from layoutopt.cli.advice import after_search
-from layoutopt.cli.allowed import (
-    ContextOption,
-    ElsewhereOption,
-    MaxAxesOption,
-    PipelineOption,
-    Recompute,
-    RecomputeOption,
-    read_allowed,
-)
+from layoutopt.cli.allowed import USUAL, AllowedOptions, MaxAxesOption, listed
+from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
     HardwareOption,
@@ -89,6 +82,7 @@ class Objective(StrEnum):
     PARETO = "pareto"
 
 
+@grouped
 def search(
     typed: typer.Context,
     model: ModelArgument,
@@ -124,11 +118,10 @@ def search(
             help="How variables may be stored (ZeRO; hybrid: zero3 inside a node), of these.",
         ),
     ] = "layout,zero1,zero2,zero3,hybrid",
-    recompute: RecomputeOption = Recompute.AUTO,
+    allowed: AllowedOptions = USUAL,
     microbatches: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
     ] = "1,2,4,8,16,32",
-    context: ContextOption = "gather",
     offload: Annotated[
         str | None,
         typer.Option(
@@ -140,8 +133,6 @@ def search(
     orders: Annotated[
         Orders, typer.Option(help="A split over several axes: in the order of the mesh, or in every order.")
     ] = Orders.MESH,
-    elsewhere: ElsewhereOption = None,
-    pipeline: PipelineOption = None,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     refine: Annotated[
         bool,
@@ -184,8 +175,8 @@ def search(
         "forbid": ";".join(forbid or ()) or None,
         "storage": _stages(storage),
         "microbatches": _numbers(microbatches),
-        **read_allowed(recompute, context, elsewhere, pipeline),
-        "offload": [name.strip() for name in (offload or "").split(",") if name.strip()],
+        **allowed.asked(),
+        "offload": listed(offload),
     }
     where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.allowed import (
-    ContextOption,
-    ElsewhereOption,
-    MaxAxesOption,
-    PipelineOption,
-    Recompute,
-    RecomputeOption,
-    read_allowed,
-)
+from layoutopt.cli.allowed import USUAL, AllowedOptions, MaxAxesOption
+from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
     HardwaresOption,
@@ -51,6 +44,7 @@ EXAMPLES = examples(
 )
 
 
+@grouped
 def size(
     model: ModelArgument,
     budget: Annotated[
@@ -135,10 +129,7 @@ def size(
         bool, typer.Option("--every", help="Search also what cannot be on the frontier.")
     ] = False,
     max_axes: MaxAxesOption = 2,
-    recompute: RecomputeOption = Recompute.AUTO,
-    context: ContextOption = "gather",
-    elsewhere: ElsewhereOption = None,
-    pipeline: PipelineOption = None,
+    allowed: AllowedOptions = USUAL,
     settings: SetOption = None,
     set_hardware: SetHardwareOption = None,
     memory: MemoryOption = None,
@@ -191,7 +182,7 @@ def size(
             max_axes=max_axes,
             time_limit=clock,
             on_progress=lambda done, total, what: bar.update(done, what, max(total, done + 1)),
-            **read_allowed(recompute, context, elsewhere, pipeline),
+            **allowed.asked(),
             **asked,
         )
     plan = found.plan.with_details(source=model, source_sha256=loaded.hashes())
