@@ -21,7 +21,8 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
-from costmodels.hardware.model import Number, Torus
+from costmodels.hardware.links import Torus
+from costmodels.hardware.numbers import Number
 from examples.transformer_lm import llama3_8b
 from layoutopt import search
 from layoutopt.evaluator import evaluate

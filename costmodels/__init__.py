@@ -9,7 +9,8 @@ from costmodels.network.collectives import (
     collective_seconds,
     full_bytes,
 )
-from costmodels.network.topology import Placement, Route, place
+from costmodels.network.route import Route
+from costmodels.network.topology import Placement, place
 
 __all__ = [
     "COLLECTIVES",

@@ -20,7 +20,7 @@ from layoutopt.analysis.verify import verify as compiled
 from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.build import Plan
-from layoutopt.plan.details import Validation
+from layoutopt.plan.evidence import Validation
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, used_text
 from layoutopt.shown import Shown, table

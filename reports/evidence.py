@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from layoutopt.plan.details import Calibration, Sample
+from layoutopt.plan.evidence import Calibration, Sample
 
 
 def typical(samples: Iterable[Sample]) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from layoutopt.plan.details import Validation
+from layoutopt.plan.evidence import Validation
 from layoutopt.plan.fields import refusal
 from layoutopt.plan.schema import AGAIN, FORMAT, PlanFile, check_depth, load_json, plan_file
 from layoutopt.plan.units import clean

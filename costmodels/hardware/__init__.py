@@ -1,6 +1,7 @@
 """Hardware descriptions: data files whose numbers carry source and date, read into frozen values."""
 
 from costmodels.hardware.curve import Curve, monotone
+from costmodels.hardware.links import Cluster, Protocol, SharedMemory, SwitchReduce, Torus, Wraparound
 from costmodels.hardware.load import (
     hardware_names,
     load_hardware,
@@ -12,20 +13,14 @@ from costmodels.hardware.load import (
 from costmodels.hardware.model import (
     Calibration,
     Chip,
-    Cluster,
     CollectiveCurve,
     ComputeCurve,
     Efficiency,
     Hardware,
     MatrixUnit,
-    Number,
-    Protocol,
     Registers,
-    SharedMemory,
-    SwitchReduce,
-    Torus,
-    Wraparound,
 )
+from costmodels.hardware.numbers import Number
 from costmodels.hardware.settings import HardwareError, split_name, with_settings
 from costmodels.hardware.vary import drawn, varied, with_bandwidth
 

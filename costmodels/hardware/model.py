@@ -11,63 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any
 
 from costmodels.hardware.curve import Curve
+from costmodels.hardware.links import Cluster, SharedMemory, Torus
+from costmodels.hardware.numbers import (
+    Bandwidth,
+    ByHead,
+    Count,
+    Fraction,
+    Length,
+    Memory,
+    Number,
+    Pairs,
+    PositiveFraction,
+    Rate,
+    Time,
+)
 from mesh_tf_core.errors import UserError
-
-T = TypeVar("T")
-Pairs = tuple[tuple[str, T], ...]
-"""A frozen mapping: pairs in the file's order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """One number and where it comes from.
-
-    Attributes:
-      value: in SI units (FLOP/s, bytes, bytes/s, seconds), or a plain fraction or count.
-      given: the number and unit as the source prints it.
-      source: a paper, repository file at a commit, documentation page, or 'assumption: …'.
-      date: of publication, of the commit, or of reading (ISO 8601, may stop at the month or year).
-      uncertainty: relative standard error, if known.
-    """
-
-    value: float
-    given: str
-    source: str
-    date: str
-    uncertainty: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Measures:
-    """What a number of a file measures (`costmodels.hardware.units`), and its limits in SI units."""
-
-    quantity: str
-    low: float
-    high: float = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """How many elements a list or mapping of a file has."""
-
-    least: int
-    most: int | None = None
-
-
-Rate = Annotated[Number, Measures("compute rate", 1.0)]
-Bandwidth = Annotated[Number, Measures("bandwidth", 1.0)]
-Memory = Annotated[Number, Measures("memory", 0.0)]
-Time = Annotated[Number, Measures("time", 0.0)]
-Fraction = Annotated[Number, Measures("fraction", 0.0, 1.0)]
-PositiveFraction = Annotated[Number, Measures("fraction", 1e-6, 1.0)]
-Count = Annotated[Number, Measures("count", 1.0)]
-ByGroup = Annotated[tuple[tuple[int, Bandwidth], ...], Length(1)]
-"""Bandwidths by the number of devices in a group."""
-ByHead = Annotated[tuple[tuple[int, PositiveFraction], ...], Length(1)]
-"""Fractions of the peak by the size of an attention's heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,87 +104,6 @@ class Chip:
     product_launch: Time | None = None
     host_link: Bandwidth | None = None
     host_memory: Memory | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Wraparound:
-    """When the ends of a torus axis are joined.
-
-    Rules: 'axis_size' (axes of `value` chips), 'multiples' (every axis is a multiple of `value`),
-    'full_slice' (only the largest slice), 'never'.
-    """
-
-    rule: Literal["axis_size", "multiples", "full_slice", "never"]
-    value: Count | None
-
-
-@dataclass(frozen=True, slots=True)
-class Torus:
-    """Chips on a 2-D or 3-D torus, slices joined by a data-centre network; bandwidths are one way."""
-
-    axes: Annotated[tuple[Count, ...], Length(1, 3)]
-    links_per_axis: Count
-    link_bandwidth_spec: Bandwidth | None
-    link_bandwidth: Bandwidth
-    hop_latency: Time
-    wraparound: Wraparound
-    network_bandwidth: Bandwidth
-    network_latency: Time
-    core_bandwidth: Bandwidth | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Protocol:
-    """One protocol of a GPU collective library: latency of a ring or tree and of a step, bandwidth."""
-
-    name: str
-    ring_latency: Time
-    tree_latency: Time
-    ring_step_node: Time
-    ring_step_network: Time
-    tree_step_node: Time
-    tree_step_network: Time
-    bandwidth_factor: PositiveFraction
-    bandwidth_limit: Bandwidth | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchReduce:
-    """All-reduce done by the switch: algorithm bandwidth by group size, and its latency."""
-
-    bandwidth: ByGroup
-    latency: Time
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Nodes of GPUs on a switch or on links, joined by network cards; bandwidths are one way per GPU.
-
-    `node_bandwidth` is what a ring over a group of that many GPUs reaches; `launch` starts a collective,
-    `network_launch` is added to one that leaves the node.
-    """
-
-    node_size: Count
-    node_bandwidth_spec: Bandwidth
-    node_bandwidth: ByGroup
-    nic_bandwidth: Bandwidth
-    node_egress: Bandwidth
-    network_efficiency: PositiveFraction
-    launch: Time
-    network_launch: Time
-    tree_efficiency: PositiveFraction
-    protocols: Annotated[tuple[Protocol, ...], Length(1)]
-    switch_reduce: SwitchReduce | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Devices that exchange data through one memory by copies; or, if the numbers were measured so, through
-    collectives between processes that hold `devices_per_process` of them each, in the order of ranks."""
-
-    copy_bandwidth: Bandwidth
-    latency: Time
-    devices_per_process: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)

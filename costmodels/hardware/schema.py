@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import cache, reduce
 from itertools import pairwise
 from operator import or_
@@ -25,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from costmodels.hardware import model
+from costmodels.hardware import links, model, numbers
 from costmodels.hardware.curve import Curve, curve_fault
 from costmodels.hardware.units import UNITS, to_si, units_of
 from mesh_tf_core.ir.program import COLLECTIVES
@@ -56,7 +57,7 @@ class _NumberFile(_File):
         return to_si(self.value, self.unit)
 
 
-def _number(measures: model.Measures) -> Any:
+def _number(measures: numbers.Measures) -> Any:
     """A number that measures something, within its limits."""
 
     def check(number: _NumberFile) -> _NumberFile:
@@ -92,7 +93,7 @@ class _EfficiencyFile(_File):
 
 
 class _Form(_File):
-    """The form of a dataclass of `costmodels.hardware.model`: its fields, numbers as sources print them."""
+    """The form of a dataclass of the model or its links: its fields, numbers as sources print them."""
 
     frozen_as: ClassVar[type]
 
@@ -123,7 +124,7 @@ def _field(hint: Any) -> Any:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         base, limit = parts
-        if isinstance(limit, model.Measures):
+        if isinstance(limit, numbers.Measures):
             return _number(limit)
         return Annotated[_field(base), Field(min_length=limit.least, max_length=limit.most)]
     if _optional(hint):
@@ -133,7 +134,9 @@ def _field(hint: Any) -> Any:
         return dict[_field(pair[0]), _field(pair[1])] if pair else list[_field(parts[0])]  # type: ignore[misc]
     if hint is model.Efficiency:
         return _EfficiencyFile
-    return _form(hint) if hint.__module__ == model.__name__ else {str: Text, int: PositiveInt}.get(hint, hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _form(hint)
+    return {str: Text, int: PositiveInt}.get(hint, hint)
 
 
 def _chip(chip: Any) -> str | None:
@@ -160,18 +163,18 @@ def _cluster(cluster: Any) -> str | None:
 
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     model.Chip: _chip,
-    model.Wraparound: _wraparound,
-    model.Torus: _torus,
-    model.Cluster: _cluster,
+    links.Wraparound: _wraparound,
+    links.Torus: _torus,
+    links.Cluster: _cluster,
 }
 _KINDS: dict[type, str] = {
-    model.Torus: "torus",
-    model.Cluster: "cluster",
-    model.SharedMemory: "shared_memory",
+    links.Torus: "torus",
+    links.Cluster: "cluster",
+    links.SharedMemory: "shared_memory",
 }
 _ChipForm: Any = _form(model.Chip)
 _TopologyForm: Any = Annotated[reduce(or_, map(_form, _KINDS)), Field(discriminator="kind")]
-_Fraction: Any = _field(model.Fraction)
+_Fraction: Any = _field(numbers.Fraction)
 
 
 class _CurveFile(_File):
@@ -264,7 +267,7 @@ def _freeze(value: Any) -> Any:
         given = (
             f"{value.value:.10g} {value.unit}" if value.unit not in ("1", "count") else f"{value.value:.10g}"
         )
-        return model.Number(value.si, given, value.source, value.date, value.uncertainty)
+        return numbers.Number(value.si, given, value.source, value.date, value.uncertainty)
     if isinstance(value, _EfficiencyFile):
         return model.Efficiency(Curve(tuple(value.points)), value.source, value.date, value.uncertainty)
     if isinstance(value, _CurveFile):

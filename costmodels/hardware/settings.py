@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from costmodels.hardware import model
+from costmodels.hardware import links, model, numbers
 from mesh_tf_core.errors import UserError, known_names
 
-_TOPOLOGIES = {"torus": model.Torus, "cluster": model.Cluster, "shared_memory": model.SharedMemory}
+_TOPOLOGIES = {"torus": links.Torus, "cluster": links.Cluster, "shared_memory": links.SharedMemory}
 _VALUE = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.ASCII)
 
 
@@ -119,5 +119,5 @@ def _unset(content: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     rooms = (("chip", model.Chip), ("topology", _TOPOLOGIES.get(content["topology"].get("kind"), NoneType)))
     for room, cls in rooms:
         for name, hint in get_type_hints(cls).items() if cls is not NoneType else ():
-            if get_args(hint) == (model.Number, NoneType) and not content[room].get(name):
+            if get_args(hint) == (numbers.Number, NoneType) and not content[room].get(name):
                 yield room, name

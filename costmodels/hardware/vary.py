@@ -8,7 +8,8 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from costmodels.hardware.curve import Curve
-from costmodels.hardware.model import CollectiveCurve, ComputeCurve, Efficiency, Hardware, Number
+from costmodels.hardware.model import CollectiveCurve, ComputeCurve, Efficiency, Hardware
+from costmodels.hardware.numbers import Number
 
 Factor = Callable[[str, float | None], float]
 """factor(path, relative uncertainty) -> what a number, or a rate, is multiplied by."""

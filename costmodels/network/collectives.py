@@ -27,7 +27,8 @@ from dataclasses import dataclass
 
 from costmodels.hardware import Cluster, CollectiveCurve, Hardware, Protocol, SharedMemory, Torus
 from costmodels.network import formulas
-from costmodels.network.topology import Level, Placement, Route, by_group_size
+from costmodels.network.route import Level, Route, by_group_size
+from costmodels.network.topology import Placement
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir import program
 

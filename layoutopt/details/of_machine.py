@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from costmodels.network.topology import Placement
-    from layoutopt.plan.details import Calibration, HardwareInfo
+    from layoutopt.plan.details import HardwareInfo
+    from layoutopt.plan.evidence import Calibration
     from layoutopt.plan.known import Known
     from mesh_tf_core import Mesh
 
@@ -92,7 +93,7 @@ def calibration_details(machine: Hardware) -> Calibration | None:
     if machine.calibration is None:
         return None
     from costmodels.calibration.residuals import residuals
-    from layoutopt.plan.details import Calibration, Fitted, Sample
+    from layoutopt.plan.evidence import Calibration, Fitted, Sample
 
     made = machine.calibration
     on = json.loads(made.machine)

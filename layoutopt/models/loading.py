@@ -12,41 +12,28 @@ number.
 from __future__ import annotations
 
 import contextlib
-import difflib
-import importlib
-import importlib.util
 import inspect
-import os
-import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from layoutopt.models.checked import loader_of
 from layoutopt.models.hparams import Default, defaults_of, parse_settings
 from layoutopt.models.labels import Labels, check_labels, labels_of
 from layoutopt.models.recorded import (
-    FUNCTION,
     MOST,
     file_and_function,
     hashes,
     loaded_files,
-    search_folders,
 )
+from layoutopt.models.source import function_of, told, typed
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 from mesh_tf_core.training.prefetch import position
 
-_MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
-PLANS = "a plan goes to --layout, as in layoutopt train MODEL --layout PLAN.json"
-EXTRAS = {"jax": "jax", "optax": "jax", "tensorflow": "tensorflow"}
-"""Optional packages, by the extra that brings them."""
 TEXTS = "OSUMm"
 """Kinds of NumPy elements that are no numbers: objects, texts, dates."""
 
@@ -97,7 +84,7 @@ class Loaded:
         given = {**self.hparams, **extra}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             given = {p.name: given[p.name] for p in parameters if p.name in given}
-        with _told(f"{self.source}: {name}()", self.module):
+        with told(f"{self.source}: {name}()", self.module):
             return function(**given)
 
     def data(self, split: str = "train", rows: Any = None, endless: bool = True) -> Batches:
@@ -165,7 +152,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _what(value: Any) -> str:
-    return f"an array of {value.dtype}" if hasattr(value, "dtype") else _a(value)
+    return f"an array of {value.dtype}" if hasattr(value, "dtype") else typed(value)
 
 
 _END = object()
@@ -227,7 +214,7 @@ class Batches(Iterator[dict[str, Any]]):
         self._count = 0
 
     def _told(self) -> contextlib.AbstractContextManager[None]:
-        return _told(f"{self._loaded.source}: data()", self._loaded.module)
+        return told(f"{self._loaded.source}: data()", self._loaded.module)
 
 
 def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:
@@ -241,7 +228,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
         returns anything but a Model.
     """
     before = tuple(sys.modules)
-    module, name, function = _found(source)
+    module, name, function = function_of(source)
     defaults = _defaults(function, source, module)
     changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
     for unknown in changed.keys() - defaults.keys():
@@ -253,11 +240,12 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
             f"{source}: {name}() has no default for {missing[0]!r}; give one, or --set {missing[0]}=VALUE"
         )
     asked = ", ".join(f"{n}={value!r}"[:MOST] for n, value in changed.items())
-    with _told(f"{source}: {name}({asked})", module):
+    with told(f"{source}: {name}({asked})", module):
         model = function(**hparams)
     if not isinstance(model, Model):
         raise UserError(
-            f"{source}: {name}() returned {_a(model)}; it must return a mesh_tf_core.Model(loss, optimizer)"
+            f"{source}: {name}() returned {typed(model)}; it must return a "
+            "mesh_tf_core.Model(loss, optimizer)"
         )
     model.hparams = hparams
     return Loaded(model, source, hparams, module, loaded_files(before))
@@ -269,19 +257,8 @@ def hyperparameters(source: str) -> dict[str, Default]:
     Raises:
       UserError: no such file or function, or a file that raises.
     """
-    module, _, function = _found(source)
+    module, _, function = function_of(source)
     return _defaults(function, source, module)
-
-
-def _found(source: str) -> tuple[ModuleType, str, Callable[..., Any]]:
-    """The module that `source` names, and the function in it that builds a model."""
-    module, name = _import(source)
-    function = getattr(module, name, None)
-    if callable(function):
-        return module, name, function
-    known = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-    what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
-    raise UserError(f"{source}: has {what} {name!r} to build a model; {known_names(name, known)}")
 
 
 def _defaults(function: Callable[..., Any], source: str, module: ModuleType) -> dict[str, Default]:
@@ -293,111 +270,3 @@ def _defaults(function: Callable[..., Any], source: str, module: ModuleType) -> 
     if not takes_any or base is function or not callable(base):
         return found
     return {**defaults_of(base, source), **found}
-
-
-def _a(value: object) -> str:
-    return "nothing" if value is None else f"a value of type {type(value).__name__}"
-
-
-def _import(source: str) -> tuple[ModuleType, str]:
-    """The module that `source` names, and the name of the function in it."""
-    if (named := file_and_function(source)) is not None:
-        path, function = named
-        if not os.path.isfile(path):
-            kind = f"*{path.suffix}"
-            found = [p.name for p in path.parent.glob(kind)] if os.path.isdir(path.parent) else []
-            known = known_names(path.name, found) if found else f"give the path of a {path.suffix} file"
-            plan = f"; {PLANS}" if path.suffix == ".json" else ""
-            raise UserError(f"model file {str(path)[:MOST]!r} does not exist; {known}{plan}")
-        if path.suffix == ".json":
-            from layoutopt.importers.huggingface import module_of
-
-            return module_of(path, str(path)), function
-        return _import_file(path.resolve(), str(path)), function
-    if match := _MODULE.fullmatch(source):
-        _search_path(Path.cwd())
-        name = match["module"]
-        with _told(f"module {name}", None):
-            try:
-                return importlib.import_module(name), match["function"] or FUNCTION
-            except ModuleNotFoundError as error:
-                if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-                    raise UserError(
-                        f"model {source!r}: there is no module {error.name!r}; give a file "
-                        "(path/to/model.py) or an installed module (package.module:function)"
-                    ) from None
-                raise
-    raise UserError(
-        f"model {source[:MOST]!r} is not FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION or CONFIG.json"
-    )
-
-
-def _import_file(path: Path, shown: str) -> ModuleType:
-    """Runs a file as a module; one in a package by its full name, so that its relative imports work."""
-    name, folders = search_folders(path)
-    for folder in reversed(folders):
-        _search_path(folder)
-    with _told(f"model file {shown}", None, path):
-        if not _is_ours(name, path):
-            name = f"_model_{sha256(str(path).encode()).hexdigest()[:12]}"
-        spec = importlib.util.spec_from_file_location(name, path, loader=loader_of(name, path))
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return module
-
-
-def _is_ours(name: str, path: Path) -> bool:
-    """Whether the package part of `name` is the folder of `path`, not another package of that name."""
-    package, _, _ = name.rpartition(".")
-    return bool(package) and str(path.parent) in list(importlib.import_module(package).__path__)
-
-
-def _search_path(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-
-@contextlib.contextmanager
-def _told(what: str, module: ModuleType | None, path: Path | None = None) -> Iterator[None]:
-    """Turns whatever the user's code raises into one line; what it prints goes to stderr."""
-    file = str(path or getattr(module, "__file__", None) or "")
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except UserError as error:
-        line = _line(error, file)
-        raise type(error)(f"{what}{line}: {error}" if line else str(error)) from error
-    except SyntaxError as error:
-        where = f"line {error.lineno}" if error.filename == file else f"{error.filename} line {error.lineno}"
-        raise UserError(f"{what}, {where}: {type(error).__name__}: {error.msg}") from error
-    except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())
-        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        raise UserError(f"{what}{_line(error, file)} raised {said}{_meant(error)}") from error
-
-
-def _meant(error: BaseException) -> str:
-    """'; did you mean NAME?' where a module lacks a name that is near one of its own, which Python asks in
-    tracebacks alone; how to install an optional package."""
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
-        return f": pip install 'layoutopt[{EXTRAS[error.name]}]'"
-    if not (isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)):
-        return ""
-    near = difflib.get_close_matches(error.name or "", dir(error.obj), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _line(error: BaseException, file: str) -> str:
-    """', line N' of the deepest frame in the user's file; of another file, its name as well."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    own = [f.lineno for f in frames if f.filename == file]
-    if own:
-        return f", line {own[-1]}"
-    outside = [f for f in frames if "importlib" not in f.filename and f.filename != contextlib.__file__]
-    return (
-        f", {outside[-1].filename} line {outside[-1].lineno}"
-        if outside and not isinstance(error, UserError)
-        else ""
-    )

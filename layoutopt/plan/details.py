@@ -14,13 +14,13 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from layoutopt.plan.evidence import Calibration, Validation
 from layoutopt.plan.fields import (
     AsGiven,
     Axes,
     Data,
     Flag,
     LayoutText,
-    Score,
     Size,
     Texts,
     Whole,
@@ -196,59 +196,6 @@ class MemoryTimeline(Data):
         return max(range(len(self.points)), key=lambda i: self.points[i].bytes, default=0)
 
 
-class Sample(Data):
-    """One measurement of a calibration: what was run, how big it was, the seconds measured and fitted.
-
-    Attributes:
-      held_out: the fit had not seen it.
-    """
-
-    what: str
-    size: AsGiven = 0.0
-    measured_seconds: AsGiven
-    predicted_seconds: AsGiven
-    held_out: Flag = False
-
-    @property
-    def residual(self) -> float:
-        """Fitted over measured, minus one: positive when the fit is too slow."""
-        return self.predicted_seconds / self.measured_seconds - 1.0
-
-
-class Fitted(Data):
-    """A fitted number: a number with its unit, or text."""
-
-    name: str
-    value: Any
-    unit: str = ""
-
-
-def _listed(found: Any) -> Any:
-    if not isinstance(found, Mapping):
-        return found
-    return [{"name": name, "value": value} for name, value in found.items()]
-
-
-class Calibration(Data):
-    """What a hardware profile was fitted to.
-
-    Attributes:
-      fit: the fitted numbers; an object 'name: value' will do.
-      notes: on what machine, when, how quiet it was.
-      of: what a sample is, in the singular.
-    """
-
-    of: str = "measurement"
-    measurements: tuple[Sample, ...] = ()
-    fit: Annotated[tuple[Fitted, ...], BeforeValidator(_listed)] = ()
-    notes: Texts = ()
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """Measurements that took any time."""
-        return tuple(s for s in self.measurements if s.measured_seconds > 0)
-
-
 class Trial(Data):
     """The best found when one factor has this value; no time means that nothing fits."""
 
@@ -321,51 +268,6 @@ class Proof(Data):
     def refuted(self) -> bool:
         """Something faster was found."""
         return any(p.how == "faster" for p in self.problems)
-
-
-class Measured(Data):
-    """One layout, predicted and measured."""
-
-    layout: LayoutText = ""
-    predicted_seconds: AsGiven
-    measured_seconds: AsGiven
-    name: str = ""
-    spread: Score = None
-
-
-class Noise(Data):
-    """What disturbed the measurements.
-
-    Attributes:
-      drift: seconds that the calibration's reference takes now, relative to then; None: it has none.
-    """
-
-    noisy: Flag = False
-    foreign: Score = None
-    spread: Score = None
-    words: str = ""
-    drift: Score = None
-
-
-class Validation(Data):
-    """Predictions beside measurements (`validate --json`); too few layouts have no summary numbers.
-
-    Attributes:
-      mape: the mean error of a predicted time, as a share of the measured one.
-      regret: measured time of the layout that is predicted fastest, over the best one, less one.
-    """
-
-    rows: tuple[Measured, ...] = ()
-    mape: Score = None
-    kendall_tau: Score = None
-    spearman: Score = None
-    regret: Score = None
-    noise: Noise = Noise()
-
-    @property
-    def timed(self) -> tuple[Measured, ...]:
-        """Rows that took any time."""
-        return tuple(r for r in self.rows if r.measured_seconds > 0 and r.predicted_seconds > 0)
 
 
 class Repair(Data):

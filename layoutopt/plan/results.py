@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from pydantic import AliasChoices, Field, model_validator
 
 from layoutopt.plan.decided import Decided, Refined
-from layoutopt.plan.details import Curve, Proof, Robustness, Validation
+from layoutopt.plan.details import Curve, Proof, Robustness
+from layoutopt.plan.evidence import Validation
 from layoutopt.plan.fields import Data, Figure, Flag, Size
 from layoutopt.plan.schema import ModelInfo, Predicted
 from layoutopt.plan.training import Training

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from layoutopt.plan.details import Calibration, Measured, Sample, Validation
+from layoutopt.plan.evidence import Calibration, Measured, Sample, Validation
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
     digits,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from layoutopt.plan.details import Calibration, Proof, Robustness, Validation
+from layoutopt.plan.details import Proof, Robustness
+from layoutopt.plan.evidence import Calibration, Validation
 from layoutopt.plan.known import Known
 from layoutopt.plan.schema import INFEASIBLE, PlanFile
 from layoutopt.plan.units import count, memory, percent, plural, seconds, shorten, some, times

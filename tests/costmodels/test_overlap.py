@@ -10,7 +10,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
-from costmodels.hardware.model import Number
+from costmodels.hardware.numbers import Number
 from costmodels.pricing.overlap import ACTIVATION, CLASSES, GRADIENT, PARAMETER
 from costmodels.pricing.pricer import Cost, price, pricer
 from layoutopt.evaluator import evaluate

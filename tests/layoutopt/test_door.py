@@ -13,7 +13,7 @@ import reports
 from layoutopt.analysis.verify import Compiled, Moved, Verified
 from layoutopt.door import Validated
 from layoutopt.plan.build import Plan
-from layoutopt.plan.details import Validation
+from layoutopt.plan.evidence import Validation
 from mesh_tf_core.engines.jax.compile import Refusal
 from mesh_tf_core.engines.jax.hlo import Found
 from tests.layoutopt.models import EXAMPLES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from layoutopt.plan import details, results, schema
-from layoutopt.plan.details import Validation
+from layoutopt.plan.evidence import Validation
 from layoutopt.plan.fields import Data, refusal
 from layoutopt.plan.schema import plan_file
 from mesh_tf_core.errors import UserError

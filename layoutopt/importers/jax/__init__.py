@@ -12,8 +12,8 @@ factors     every axis as a product of factors
 classes     which factors are one dimension
 logical     which of the names that were noted are dimensions, and whose
 naming      names for dimensions; `roles` reads them off operations, `names` keeps them
-writer      values and dimensions while a graph is written; elementwise, shapes, products, indexed and
-            loops have what every primitive becomes, `narrow` how small whole numbers wrap
+writer      values and dimensions while a graph is written; elementwise, reductions, shapes, products,
+            indexed and loops have what every primitive becomes, `narrow` how small whole numbers wrap
 model       `from_jax`, from all of these
 
 jax_plan    a plan back in the user's program: `placing` says where values lie, `shardings` where

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax import drawing, elementwise, indexed, loops, products, shapes
+from layoutopt.importers.jax import drawing, elementwise, indexed, loops, products, reductions, shapes
 from layoutopt.importers.jax.arguments import arguments
 from layoutopt.importers.jax.classes import classes
 from layoutopt.importers.jax.equations import (
@@ -45,6 +45,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 TABLE: Mapping[str, Handler] = {
     **elementwise.TABLE,
+    **reductions.TABLE,
     **drawing.TABLE,
     **shapes.TABLE,
     **products.TABLE,

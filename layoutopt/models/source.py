@@ -1,0 +1,152 @@
+"""The Python module that a model comes from: a file, whose neighbours it may import, or an installed one."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from layoutopt.models.checked import loader_of
+from layoutopt.models.recorded import (
+    FUNCTION,
+    MOST,
+    file_and_function,
+    search_folders,
+)
+from mesh_tf_core.errors import UserError, known_names
+
+PLANS = "a plan goes to --layout, as in layoutopt train MODEL --layout PLAN.json"
+_MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
+EXTRAS = {"jax": "jax", "optax": "jax", "tensorflow": "tensorflow"}
+"""Optional packages, by the extra that brings them."""
+
+
+def function_of(source: str) -> tuple[ModuleType, str, Callable[..., Any]]:
+    """The module that `source` names, and the function in it that builds a model."""
+    module, name = _import(source)
+    function = getattr(module, name, None)
+    if callable(function):
+        return module, name, function
+    known = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+    what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
+    raise UserError(f"{source}: has {what} {name!r} to build a model; {known_names(name, known)}")
+
+
+def typed(value: object) -> str:
+    """What a function returned that should have returned something else."""
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _import(source: str) -> tuple[ModuleType, str]:
+    """The module that `source` names, and the name of the function in it."""
+    if (named := file_and_function(source)) is not None:
+        path, function = named
+        if not os.path.isfile(path):
+            kind = f"*{path.suffix}"
+            found = [p.name for p in path.parent.glob(kind)] if os.path.isdir(path.parent) else []
+            known = known_names(path.name, found) if found else f"give the path of a {path.suffix} file"
+            plan = f"; {PLANS}" if path.suffix == ".json" else ""
+            raise UserError(f"model file {str(path)[:MOST]!r} does not exist; {known}{plan}")
+        if path.suffix == ".json":
+            from layoutopt.importers.huggingface import module_of
+
+            return module_of(path, str(path)), function
+        return _import_file(path.resolve(), str(path)), function
+    if match := _MODULE.fullmatch(source):
+        _search_path(Path.cwd())
+        name = match["module"]
+        with told(f"module {name}", None):
+            try:
+                return importlib.import_module(name), match["function"] or FUNCTION
+            except ModuleNotFoundError as error:
+                if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+                    raise UserError(
+                        f"model {source!r}: there is no module {error.name!r}; give a file "
+                        "(path/to/model.py) or an installed module (package.module:function)"
+                    ) from None
+                raise
+    raise UserError(
+        f"model {source[:MOST]!r} is not FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION or CONFIG.json"
+    )
+
+
+def _import_file(path: Path, shown: str) -> ModuleType:
+    """Runs a file as a module; one in a package by its full name, so that its relative imports work."""
+    name, folders = search_folders(path)
+    for folder in reversed(folders):
+        _search_path(folder)
+    with told(f"model file {shown}", None, path):
+        if not _is_ours(name, path):
+            name = f"_model_{sha256(str(path).encode()).hexdigest()[:12]}"
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader_of(name, path))
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+def _is_ours(name: str, path: Path) -> bool:
+    """Whether the package part of `name` is the folder of `path`, not another package of that name."""
+    package, _, _ = name.rpartition(".")
+    return bool(package) and str(path.parent) in list(importlib.import_module(package).__path__)
+
+
+def _search_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@contextlib.contextmanager
+def told(what: str, module: ModuleType | None, path: Path | None = None) -> Iterator[None]:
+    """Turns whatever the user's code raises into one line; what it prints goes to stderr."""
+    file = str(path or getattr(module, "__file__", None) or "")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except UserError as error:
+        line = _line(error, file)
+        raise type(error)(f"{what}{line}: {error}" if line else str(error)) from error
+    except SyntaxError as error:
+        where = f"line {error.lineno}" if error.filename == file else f"{error.filename} line {error.lineno}"
+        raise UserError(f"{what}, {where}: {type(error).__name__}: {error.msg}") from error
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        raise UserError(f"{what}{_line(error, file)} raised {said}{_meant(error)}") from error
+
+
+def _meant(error: BaseException) -> str:
+    """'; did you mean NAME?' where a module lacks a name that is near one of its own, which Python asks in
+    tracebacks alone; how to install an optional package."""
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        return f": pip install 'layoutopt[{EXTRAS[error.name]}]'"
+    if not (isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)):
+        return ""
+    near = difflib.get_close_matches(error.name or "", dir(error.obj), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _line(error: BaseException, file: str) -> str:
+    """', line N' of the deepest frame in the user's file; of another file, its name as well."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    own = [f.lineno for f in frames if f.filename == file]
+    if own:
+        return f", line {own[-1]}"
+    outside = [f for f in frames if "importlib" not in f.filename and f.filename != contextlib.__file__]
+    return (
+        f", {outside[-1].filename} line {outside[-1].lineno}"
+        if outside and not isinstance(error, UserError)
+        else ""
+    )
