@@ -1,0 +1,107 @@
+"""What `export --to maxtext` says and refuses, of plans made by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import mesh_tf_core as mtf
+from layoutopt.plan.export import export
+from layoutopt.plan.exported import Exported, Placed
+from tests.cli.exported import matrices, two_axes
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("", "ici_data_parallelism: 2"),  # batch:a+b are axes of their own there
+        ("zero1", "shard_optimizer_over_data: True"),
+        ("zero3", "ici_fsdp_parallelism: 8"),
+    ],
+)
+def test_maxtext_stores_all_matrices_alike(stage: str, said: str) -> None:
+    text = export(matrices(stage, stage), "maxtext")
+    assert said in text and ("shard_optimizer" in text) == (stage == "zero1")
+    assert ('["embed", ["fsdp"]]' in text) == (stage == "zero3")
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (
+            matrices("zero1", "zero3"),
+            "stores wi at zero1; wo at zero3; search with --storage zero1, or zero3",
+        ),
+        (matrices("", "zero3"), "stores wi at layout; wo at zero3"),
+        (matrices("zero2", "zero2"), "stores wi and wo at zero2"),
+        (
+            matrices("zero1", "zero1", layout="batch:a;d_ff:c"),
+            r"over the batch's axes alone \(a\), but this plan stores wi over a\+b",
+        ),
+        (matrices("zero3", "zero3", layout="batch:a+b;d_ff:c;length:a"), r"the batch's axes alone \(none\)"),
+    ],
+)
+def test_maxtext_refuses_storage_that_it_has_not(what: Exported, why: str) -> None:
+    with pytest.raises(mtf.UserError, match=f"^maxtext .*{why}"):
+        export(what, "maxtext")
+
+
+def test_maxtext_shards_hybridly() -> None:
+    """Stored over a part of the batch's axes, which is `fsdp`; the others are `data`."""
+    text = export(matrices("zero3@b", "zero3@b"), "maxtext")
+    assert "ici_fsdp_parallelism: 4" in text and "ici_data_parallelism: 2" in text
+    table = dict(json.loads(text.split("logical_axis_rules: ")[1]))
+    assert table["embed"] == ["fsdp"] and table["activation_batch"] == ["data", "fsdp"]
+    with pytest.raises(mtf.UserError, match="stores wi over a; search"):
+        export(matrices("zero1@a", "zero1@a"), "maxtext")
+
+
+def test_maxtext_recomputes_and_cuts_the_batch() -> None:
+    plain, other = (
+        export(matrices("", "", recompute=r, parts=n), "maxtext") for r, n in (((), 1), (("layers",), 4))
+    )
+    assert "remat_policy: minimal_with_context" in plain and "remat_policy: full" in other
+    assert "gradient_accumulation_steps" not in plain and "gradient_accumulation_steps: 4" in other
+    assert "per_device_batch_size: 4\n" in plain and "per_device_batch_size: 1\n" in other
+
+
+def test_maxtext_has_one_policy_for_all_layers() -> None:
+    """Of two stacks of layers, which several weights begin with, one runs again."""
+
+    def exported(*again: str) -> str:
+        stacks = [
+            Placed(f"{dim}/{name}", (dim, "d_model", "d_ff"), ((), (), ()), True)
+            for dim in ("encoder_layers", "layers")
+            for name in ("up", "gate")
+        ]
+        what = matrices("", "", layout="batch:a;d_ff:c", recompute=again)
+        return export(replace(what, variables=(*what.variables, *stacks)), "maxtext")
+
+    assert "remat_policy: full" in exported("layers", "encoder_layers")
+    assert "remat_policy: minimal_with_context" in exported()
+    with pytest.raises(mtf.UserError, match="recomputes layers and not encoder_layers; search with"):
+        exported("layers")
+
+
+def test_maxtext_says_what_lies_between_slices() -> None:
+    what = replace(matrices("zero3", "zero3"), slices={"a": 2, "b": 2})
+    lines = export(what, "maxtext").splitlines()
+    assert "ici_fsdp_parallelism: 2" in lines and "dcn_fsdp_parallelism: 4" in lines
+    assert "dcn_data_parallelism: 1" in lines and "dcn_tensor_parallelism: 1" in lines
+    assert "dcn" not in export(replace(what, slices={}), "maxtext")
+
+
+def test_maxtext_takes_its_own_names() -> None:
+    weights = (Placed("wi", ("embed", "mlp"), ((), ("c",)), True),)
+    found = Exported("title", mtf.Mesh("a:2;c:2"), mtf.Layout("batch:a;mlp:c;kv_heads:c"), weights, ())
+    table = dict(json.loads(export(found, "maxtext").split("logical_axis_rules: ")[1]))
+    assert table["mlp"] == table["activation_mlp"] == table["q_heads"] == table["kv_heads"]
+    with pytest.raises(mtf.UserError, match="one logical axis 'heads' for 'kv_heads' and another dimension"):
+        export(replace(found, layout=mtf.Layout("heads:a;kv_heads:c")), "maxtext")
+
+
+def test_maxtext_refuses_a_dimension_that_it_lacks() -> None:
+    with pytest.raises(mtf.UserError, match="no logical axis for dimension 'd_fff'; did you mean 'd_ff'\\?"):
+        export(two_axes(d_fff=("a",)), "maxtext")
