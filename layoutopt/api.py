@@ -28,6 +28,7 @@ from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
 from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
+from mesh_tf_core.tracing.replicas import DiLoCo
 
 __all__ = ["AUTO", "OBJECTIVES", "Progress", "Standing", "search"]
 MOST_LISTED = 1000
@@ -59,6 +60,7 @@ def search(
     context: Sequence[str] = (GATHER,),
     pipeline: Sequence[str] = (),
     offload: Sequence[str] = (),
+    diloco: DiLoCo | str | None = None,
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -91,6 +93,8 @@ def search(
       pipeline: dimensions of layers that mesh axes may split into stages, which the microbatches go through.
       offload: what may lie in the hosts' memory, where the hardware file knows the link: of "optimizer" (its
         state).
+      diloco: an axis of the mesh along which replicas lie that meet rarely, as "sites:period=30": each is the
+        model, on the other axes, with batches of its own (`choose_replicas` compares such plans).
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 
@@ -117,7 +121,10 @@ def search(
         elsewhere=tuple(dict.fromkeys(elsewhere)),
         pipeline=tuple(dict.fromkeys(pipeline)),
         offload=tuple(dict.fromkeys(offload)),
+        diloco=DiLoCo.parse(diloco) if isinstance(diloco, str) else diloco,
     )
+    if allowed.diloco is not None:
+        _check_replicas(mesh, refine, allowed)
     if allowed.offload:
         _check_host(chosen)
     request = Request(
@@ -148,6 +155,7 @@ def search(
         elsewhere=allowed.elsewhere or None,
         pipeline=allowed.pipeline or None,
         offload=allowed.offload or None,
+        diloco=None if allowed.diloco is None else str(allowed.diloco),
     )
 
     def full(plan: Plan) -> Plan:
@@ -184,7 +192,7 @@ def search(
             clock.elapsed,
             candidates.stopped,
             tuple(candidates.unsplit),
-            alternatives,
+            alternatives and allowed.diloco is None,
         ).with_details(search=asked)
 
     try:
@@ -261,6 +269,16 @@ def _check(
         raise UserError("--refine knows no stages of pipelines; leave it or --pipeline out")
     if mesh is None and (pins or forbid):
         raise UserError("--pin and --forbid name mesh axes: give the mesh with --mesh instead of --devices")
+
+
+def _check_replicas(mesh: Mesh | str | None, refine: bool, allowed: Allowed) -> None:
+    """UserError where a search knows no replicas."""
+    if mesh is None:
+        raise UserError("--diloco names a mesh axis: give the mesh with --mesh instead of --devices")
+    if refine:
+        raise UserError("--refine knows no replicas; leave it or --diloco out")
+    if allowed.offload:
+        raise UserError("--diloco: of replicas nothing can lie on the hosts; leave --offload out")
 
 
 def _check_host(hardware: Hardware) -> None:

@@ -29,7 +29,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.rounds import Rounds
+from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.model import Model
 
 DEFAULT = Options()
@@ -41,14 +41,14 @@ class Evaluation:
     """A layout's program, and what follows from it when it is asked for: its price and its memory.
 
     Attributes:
-      rounds: with replicas that train alone for some steps, whose step `program` is: they and their meeting,
+      replicas: those that train alone for some steps, whose step `program` is: they and their meeting,
         of which a step's price has its share.
     """
 
     model: Model = field(repr=False, compare=False)
     program: Program
     prices: Pricer = field(repr=False, compare=False)
-    rounds: Rounds | None = None
+    replicas: ReplicaPrograms | None = None
 
     @cached_property
     def _kernels(self) -> Fused | None:
@@ -57,32 +57,32 @@ class Evaluation:
     @cached_property
     def cost(self) -> Cost:
         step = self.prices.cost(self.program, self._kernels)
-        if self.rounds is None:
+        if self.replicas is None:
             return step
-        share = 1 / self.rounds.period
-        met = (replace(x, times=x.times * share) for x in self.prices.cost(self.rounds.outer).lines)
+        share = 1 / self.replicas.period
+        met = (replace(x, times=x.times * share) for x in self.prices.cost(self.replicas.outer).lines)
         return Cost((*step.lines, *met))
 
     @cached_property
     def memory(self) -> Memory:
         itemiser = self.prices.itemiser
         step = memory(self.program, itemiser.fuses, self._kernels, itemiser.tiles)
-        return step if self.rounds is None else max(step, self._met(), key=lambda found: found.peak)
+        return step if self.replicas is None else max(step, self._met(), key=lambda found: found.peak)
 
     def _met(self) -> Memory:
         """What a device holds while replicas meet: what the step keeps lies there too."""
-        rounds, itemiser = self.rounds, self.prices.itemiser
-        assert rounds is not None
-        met = replace(rounds.outer, variables=self.program.variables)
+        programs, itemiser = self.replicas, self.prices.itemiser
+        assert programs is not None
+        met = replace(programs.outer, variables=self.program.variables)
         return memory(met, itemiser.fuses, itemiser.kernels(met), itemiser.tiles)
 
     @property
     def sent(self) -> dict[str, float]:
         """Bytes that a device sends in a step, by mesh axis."""
         found = self.program.communication_bytes()
-        if self.rounds is not None:
-            for axis, sent in self.rounds.outer.communication_bytes().items():
-                found[axis] = found.get(axis, 0.0) + sent / self.rounds.period
+        if self.replicas is not None:
+            for axis, sent in self.replicas.outer.communication_bytes().items():
+                found[axis] = found.get(axis, 0.0) + sent / self.replicas.period
         return found
 
     @property
@@ -93,7 +93,7 @@ class Evaluation:
     @property
     def predicted(self) -> Predicted:
         model, seconds, mesh = self.model, self.cost.step_seconds, self.program.mesh
-        replicas = 1 if self.rounds is None else self.rounds.replicas
+        replicas = 1 if self.replicas is None else self.replicas.count
         machine = self.prices.hardware
         flops = {dtype: replicas * n for dtype, n in unsplit_flops(model).items()}
         chips = machine.chips(mesh.devices)
@@ -231,7 +231,7 @@ def evaluate(
     """Lowers one layout to price and walk it; `check` as in `lower`. LayoutError if it is not legal."""
     prices = prices or pricer(hardware, mesh)
     if options.diloco is not None:
-        found = model.rounds(mesh, layout, options, check=check)
+        found = model.replicas(mesh, layout, options, check=check)
         return Evaluation(model, found.inner, prices, found)
     return Evaluation(model, model.lower(mesh, layout, options, check=check), prices)
 

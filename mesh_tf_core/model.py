@@ -19,7 +19,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.offload import check_offload
-from mesh_tf_core.lower.rounds import Rounds, rounds
+from mesh_tf_core.lower.replicas import ReplicaPrograms, lower_replicas
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
@@ -170,7 +170,7 @@ class Model:
     def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT, *, check: bool = True) -> Program:
         """The training step as an SPMD program; `check` as in `lower`."""
         if options.diloco is not None:
-            return self.rounds(mesh, layout, options, check=check).inner
+            return self.replicas(mesh, layout, options, check=check).inner
         stages = self.stages(mesh, layout)
         step = self.training_step(options.microbatches, stages)
         check_offload(options.offload, step.graph.variables, options.recompute)
@@ -182,14 +182,16 @@ class Model:
             options = replace(options, recompute=frozenset(told), offload=hosts)
         return lower(step.graph, mesh, layout, step.results, options, check=check)
 
-    def rounds(self, mesh: Mesh, layout: Layout, options: Options, *, check: bool = True) -> Rounds:
+    def replicas(
+        self, mesh: Mesh, layout: Layout, options: Options, *, check: bool = True
+    ) -> ReplicaPrograms:
         """The step of replicas that train alone, and their meeting; `check` as in `lower`."""
         if options.offload:
             raise UserError(
                 "with an axis that synchronises rarely nothing can lie on the hosts; leave --offload out"
             )
         step = self.training_step(options.microbatches, self.stages(mesh, layout))
-        return rounds(step.graph, step.results, mesh, layout, options, check)
+        return lower_replicas(step.graph, step.results, mesh, layout, options, check)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.model import Model
+from mesh_tf_core.tracing.replicas import DiLoCo
 
 MOST = 5000
 """Layouts listed for one problem."""
@@ -126,6 +127,7 @@ def certify(
         context=asked.context,
         pipeline=asked.pipeline,
         offload=asked.offload,
+        diloco=None if asked.diloco is None else DiLoCo.parse(asked.diloco),
     )
     for subproblem in subproblems(model, shapes, allowed, evaluator.near):
         seconds = plan.predicted.step_seconds * (1 - EXACT)

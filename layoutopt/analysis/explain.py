@@ -107,6 +107,7 @@ class Asked:
     elsewhere: tuple[str, ...] = ()
     pipeline: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    diloco: str | None = None
 
     def with_pins(self, more: str | None) -> Mapping[str, Any]:
         """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""

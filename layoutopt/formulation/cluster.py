@@ -35,7 +35,7 @@ class Cluster:
         other messages.
       follows: a choice of `given` -> that of the addition that makes another operand of its own: the sum of
         both waits over the same axes, or here none does.
-      multiplicity: how many equal clusters the graph has.
+      multiplicity: how many equal clusters the graph has; of a meeting of replicas, in a step of theirs.
       members: the nodes of each of them, in corresponding order; the first is the one that is lowered.
     """
 
@@ -50,7 +50,7 @@ class Cluster:
     given: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     follows: Mapping[str, str] = field(default_factory=dict)
-    multiplicity: int = 1
+    multiplicity: float = 1
     saves: bool = False
     members: tuple[tuple[int, ...], ...] = ()
     alike: Mapping[str, Mapping[Choice, Choice]] = field(default_factory=dict)

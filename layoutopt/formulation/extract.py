@@ -31,10 +31,11 @@ from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
 from layoutopt.formulation.host_memory import host_row
+from layoutopt.formulation.meeting import meeting
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.formulation.tables import Entry, Table, is_large, legal
+from layoutopt.formulation.tables import Entry, Table, Tabler, is_large, legal
 from layoutopt.problem import Problem, Row, Sparse, Term, Variable
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
@@ -161,7 +162,11 @@ class Draft:
             self.decided = Decisions((*decided.every, *sums)) if self.context.cut else decided
         self.program = replace(self.context.program(), mesh=mesh)
         self.tabler = self.context.tabler(mesh, pricer)
+        self.meeting = meeting(model, mesh, decided)
         self.left: list[Cluster] = list(self.context.clusters)
+        if self.meeting is not None:
+            self.left += self.meeting.clusters
+            self._met = frozenset(map(id, self.meeting.clusters))
         self.tables: list[Table] = []
         self.unsplit: list[str] = []
 
@@ -169,7 +174,8 @@ class Draft:
         """Leaves a cluster's smallest dimensions whole, then its other decisions plain, until its table is
         small enough."""
         others, most = (*cluster.sums, *cluster.switches), MOST_LOWERED // len(cluster.subgraph.nodes)
-        dims = sorted(cluster.dims, key=lambda n: max(self.tabler.sizes.get(n, {0})))
+        sizes = self.tabler_of(cluster).sizes
+        dims = sorted(cluster.dims, key=lambda n: max(sizes.get(n, {0})))
         decided = self.decided
         for name in (*dims, *others):
             options = decided.options
@@ -184,11 +190,17 @@ class Draft:
         if decided is not self.decided:
             self.restrict(decided)
 
+    def tabler_of(self, cluster: Cluster) -> Tabler:
+        """What makes the table of a cluster: of the step, or of the meeting beside it."""
+        if self.meeting is None or id(cluster) not in self._met:
+            return self.tabler
+        return self.meeting.tabler(self.mesh, self.pricer)
+
     def make(self, cluster: Cluster) -> Table:
         """The table of a cluster that has none."""
         self.bound(cluster)
         self.left = [c for c in self.left if c is not cluster]
-        self.tables.append(self.tabler.table(cluster, self.decided))
+        self.tables.append(self.tabler_of(cluster).table(cluster, self.decided))
         return self.tables[-1]
 
     def read(self, choices: Sequence[int]) -> tuple[Layout, Options]:
@@ -207,12 +219,19 @@ class Draft:
         index = Index(self.decided.free, self.decided)
         return self._problem(_time_terms(self.tables, _groups(self.tables), index, self.pricer), ())
 
+    @property
+    def fixed_seconds(self) -> float:
+        """What a step takes under every layout."""
+        found = self.pricer.fixed_seconds(self.program)
+        met = 0.0 if self.meeting is None else self.pricer.fixed_seconds(self.meeting.program())
+        return found if self.meeting is None else found + met / self.meeting.period
+
     def _problem(self, terms: list[Term], groups: tuple[Key, ...]) -> Problem:
         variables = [
             Variable.of(n, ["+".join(c) or "-" for c in self.decided.options[n]]) for n in self.decided.free
         ]
         variables += [Variable.of(_named(key), ["no", "yes"]) for key in groups]
-        if fixed := self.pricer.fixed_seconds(self.program):
+        if fixed := self.fixed_seconds:
             start = Sparse(np.zeros((1, 0), np.int64), np.array([fixed]))
             terms = [*terms, Term((), start, "the start of a step")]
         return Problem(f"{self.model.name} on {self.mesh}", tuple(variables), tuple(terms))
@@ -224,7 +243,9 @@ class Draft:
         groups, index = _groups(self.tables), Index(names, decided)
         terms = _time_terms(self.tables, groups, index, self.pricer)
         terms += _message_terms(self.tables, groups, index, self.pricer)
-        rows = memory or MemoryConstraints(self.context, decided, names, self.tables, self.tabler)
+        rows = memory or MemoryConstraints(
+            self.context, decided, names, self.tables, self.tabler, self.meeting
+        )
         problem = replace(self._problem(terms, groups), rows=self._host_rows(index))
         tables, unsplit = tuple(self.tables), tuple(self.unsplit)
         return Extraction(self.mesh, decided, names, tables, groups, problem, rows, unsplit)

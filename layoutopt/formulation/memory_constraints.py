@@ -20,6 +20,7 @@ import numpy as np
 
 from costmodels.liveness import tiles_of
 from layoutopt.formulation.lifetimes import ClusterMemory
+from layoutopt.formulation.meeting import Meeting
 from layoutopt.formulation.memory_points import Key, Points, Thing, undominated
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler
@@ -34,6 +35,7 @@ class MemoryConstraints:
     Args:
       names: the decisions with a choice, in the order of the problem's variables.
       tables: the priced clusters, over these decisions.
+      meeting: of replicas, beside the step.
     """
 
     def __init__(
@@ -43,12 +45,17 @@ class MemoryConstraints:
         names: Sequence[str],
         tables: Sequence[Table],
         tabler: Tabler,
+        meeting: Meeting | None = None,
     ) -> None:
         self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
         self.always = decided.read({})[1].recompute
         self.fuses = tabler.pricer.itemiser.fuses
         self._bytes = _Bytes(context, decided, self.names, tables, tabler)
+        self.met = Counter[Entry]()
+        if meeting is not None:
+            met = _Bytes(meeting, decided, self.names, tables, meeting.tabler(tabler.mesh, tabler.pricer))
+            self.met.update(filter(None, map(met.entry, meeting.variables())))
         self._made: dict[frozenset[str], tuple[Row, ...]] = {}
         self._scaled: dict[tuple[Entry, int], Entry] = {}
 
@@ -58,7 +65,7 @@ class MemoryConstraints:
         again |= self.always
         if again not in self._made:
             points = self.context.points(again, self.fuses)
-            base = self._entries(points.variables())
+            base = self._entries(points.variables()) + self.met
             entries, counts = self._counts(points)
             found = []
             for point in undominated(counts):
@@ -76,7 +83,7 @@ class MemoryConstraints:
         found = []
         for point in points.running(node, phase):
             things = [*points.variables(), *(thing for _, thing in points.at(point))]
-            found.append((self._row(points, point, self._entries(things)), point))
+            found.append((self._row(points, point, self._entries(things) + self.met), point))
         if not found:
             return None
         row, at = max(found, key=lambda f: f[0].use(choices))

@@ -28,12 +28,15 @@ class SharedContext:
 
     Attributes:
       dependencies: which of its operations must be priced together; `clusters` of these.
+      narrow: see `Tabler`.
 
     Args:
       cut: additions that are priced apart from their operands.
       further: dimensions that may be split further elsewhere.
       stages: dimensions of layers -> how many stages of a pipeline they are.
     """
+
+    narrow: Mapping[str, str] | None = None
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class SharedContext:
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
         self.dependencies = Dependencies(self.graph, self.program(), returned, cut, further)
-        self.clusters = tuple(clusters(self.dependencies))
+        self.clusters: tuple[Cluster, ...] = tuple(clusters(self.dependencies))
 
     @cached_property
     def _uncut(self) -> list[tuple[Cluster, frozenset[int]]]:
@@ -93,7 +96,7 @@ class SharedContext:
     def tabler(self, mesh: Mesh, pricer: Pricer) -> Tabler:
         """Makes its tables on a mesh; what it made for the pricer that was asked for last is known."""
         if self._tabler is None or self._tabler.pricer is not pricer:
-            self._tabler = Tabler(self.graph, mesh, pricer)
+            self._tabler = Tabler(self.graph, mesh, pricer, self.narrow)
         return self._tabler
 
     @cached_property

@@ -19,9 +19,9 @@ class TablePrices:
     def seconds(self, layout: Layout, options: Options) -> float:
         """Seconds of a step; inf if that is not legal."""
         draft, prices, chosen = self.draft, self.draft.pricer, self.draft.decided.write(layout, options)
-        total, alpha = prices.fixed_seconds(draft.program), dict[Key, float]()
+        total, alpha = draft.fixed_seconds, dict[Key, float]()
         for cluster in draft.left:
-            entry = draft.tabler.entry(cluster, draft.decided, chosen)
+            entry = draft.tabler_of(cluster).entry(cluster, draft.decided, chosen)
             if entry is None:
                 return math.inf
             alpha.update({k: latency(k, prices) for k in entry.small if k not in alpha})

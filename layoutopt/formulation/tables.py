@@ -31,6 +31,7 @@ from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import WHOLE
+from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.lower.storage import Stage, narrow_reads
 from mesh_tf_core.lower.sums import totalled
 from mesh_tf_core.tracing.graph import Graph
@@ -125,10 +126,11 @@ def is_large(cluster: Cluster, decided: Decisions, most: int) -> bool:
     return len(assignments(*bare, most)) > most
 
 
-def _options(cluster: Cluster, decided: Decisions, switches: Sequence[Choice]) -> Options:
+def _options(cluster: Cluster, decided: Decisions, switches: Sequence[Choice], mesh: Mesh) -> Options:
     """The options of lowering that choices of a cluster's switches mean."""
     chosen = dict(zip(cluster.switches, switches, strict=True))
-    return decided.read({n: choice for n, choice in chosen.items() if n in decided.options})[1]
+    found = decided.read({n: choice for n, choice in chosen.items() if n in decided.options})[1]
+    return alone(found, mesh)
 
 
 def _merged(chosen: Sequence[Choice], alike: Sequence[tuple[int, Mapping[Choice, Choice]]]) -> Assignment:
@@ -147,10 +149,17 @@ def _splits(cluster: Cluster) -> int:
 
 
 class Tabler:
-    """Builds the tables of one graph on one mesh; no entry twice."""
+    """Builds the tables of one graph on one mesh; no entry twice.
 
-    def __init__(self, graph: Graph, mesh: Mesh, pricer: Pricer) -> None:
+    Args:
+      narrow: see `storage.narrow_reads`; None: of this graph.
+    """
+
+    def __init__(
+        self, graph: Graph, mesh: Mesh, pricer: Pricer, narrow: Mapping[str, str] | None = None
+    ) -> None:
         self.graph, self.mesh, self.pricer = graph, mesh, pricer
+        self.narrow = narrow_reads(graph) if narrow is None else narrow
         self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
         self._entries: dict[Cluster, dict[Assignment, Entry | None]] = {}
@@ -173,7 +182,7 @@ class Tabler:
                 if placed is None or placed[0] != splits:
                     placed = splits, *self._placed(cluster, splits)
                 if rest not in switched:
-                    switched[rest] = _options(cluster, decided, rest)
+                    switched[rest] = _options(cluster, decided, rest, self.mesh)
                 known[key] = self._entry(cluster, *placed[1:], switched[rest])
             entry = known[key]
             if entry is not None:
@@ -187,7 +196,7 @@ class Tabler:
         key = _merged([chosen.get(n, ()) for n in cluster.decisions], alike)
         if key not in known:
             splits, rest = key[: _splits(cluster)], key[_splits(cluster) :]
-            options = _options(cluster, decided, rest)
+            options = _options(cluster, decided, rest, self.mesh)
             known[key] = self._entry(cluster, *self._placed(cluster, splits), options)
         return known[key]
 
@@ -223,7 +232,7 @@ class Tabler:
             {v: s.renamed(naming.number) if isinstance(s, Stage) else s for v, s in options.storage.items()},
             self.sizes,
             naming.real,
-            narrow_reads(self.graph),
+            self.narrow,
             options.offload,
         )
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)

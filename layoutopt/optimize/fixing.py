@@ -147,7 +147,7 @@ def fill(weights: dict[int, float], draft: Draft) -> dict[int, float]:
 def _share(draft: Draft, cluster: Cluster) -> float:
     """What a cluster costs while nothing is split, of all layers."""
     plain = draft.decided.within({n: found[:1] for n, found in draft.decided.options.items()})
-    entries = draft.tabler.table(cluster, plain).entries
+    entries = draft.tabler_of(cluster).table(cluster, plain).entries
     return cluster.multiplicity * sum(entry.seconds for entry in entries.values())
 
 

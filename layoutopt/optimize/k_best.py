@@ -72,12 +72,18 @@ def _key(found: Found) -> Hashable:
     return found.mesh, found.layout, found.options.key
 
 
+def _moved(called: dict[str, str], found: Found) -> bool:
+    """Whether the axis that synchronises rarely is called otherwise."""
+    rare = found.options.diloco
+    return rare is not None and called[rare.axis] != rare.axis
+
+
 def _copies(request: Request, found: Found) -> Iterator[Layout]:
     """The layout, and what it is with axes of one size called otherwise, if that is no other price."""
     mesh = found.mesh
     for names in itertools.permutations(mesh.names):
         called = dict(zip(mesh.names, names, strict=True))
-        if any(mesh.size(a) != mesh.size(b) for a, b in called.items()):
+        if any(mesh.size(a) != mesh.size(b) for a, b in called.items()) or _moved(called, found):
             continue
         rules = {n: tuple(called[a] for a in axes) for n, axes in found.layout.written.items()}
         if ordered(found.layout, mesh):

@@ -38,18 +38,23 @@ SAME = 0.5
 """Bytes: whole numbers that are closer are equal."""
 
 
-def lazy_cut(found: Extraction, choices: Sequence[int], judged: Evaluation) -> Row:
-    """The row for choices whose program is known; its use under them is that program's peak."""
+def lazy_cut(found: Extraction, choices: Sequence[int], judged: Evaluation, met: int = 0) -> Row:
+    """The row for choices whose program is known; its use under them is that program's peak.
+
+    Args:
+      met: bytes of what replicas keep to meet, of which that program, the step of one, knows nothing.
+    """
     names = found.names
     entries: tuple[Entry, ...] = ()
-    excess, decided = float(judged.memory.peak), frozenset(names)
+    most = float(judged.memory.peak + met)
+    excess, decided = most, frozenset(names)
     again = found.read(choices)[1].recompute
     peak = judged.memory.points[judged.memory.at]
     known = found.memory.point(again, peak.origin.node, peak.origin.phase, choices)
     if known is not None:
         row, counted = known
         held, makers = _held(judged)
-        more = float(judged.memory.peak) - row.use(choices)
+        more = most - row.use(choices)
         wrong = _wrong(held, counted, found.memory.dependencies)
         explained = sum(held[k] - counted.get(k, 0.0) for k in wrong)
         if more > 0 and abs(explained - more) <= SAME:

@@ -212,7 +212,7 @@ def _tables(request: Request, best: Found, subproblem: Subproblem, others: Seque
     named = [(n.layout, n.options) for n in others]
     named += [(layout, options) for _, mesh, layout, options in by_name(request.model, best.mesh)]
     for layout, options in named:
-        options = replace(options, microbatches=best.options.microbatches)
+        options = request.meeting(replace(options, microbatches=best.options.microbatches))
         seconds = summed(layout, options)
         if seconds < math.inf:
             ratios.append(seconds / request.evaluator(best.mesh, layout, options).cost.step_seconds)

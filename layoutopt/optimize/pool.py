@@ -78,6 +78,7 @@ class Pool:
 
     def offer(self, mesh: Mesh, layout: Layout, options: Options) -> Found | None:
         """Prices a layout; None if it is not one that may be chosen."""
+        options = self.request.meeting(options)
         asked = mesh, layout, options
         if (
             known := next((f for f in self.found if (f.mesh, f.layout, f.options) == asked), None)

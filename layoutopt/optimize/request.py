@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from costmodels.hardware import Hardware
@@ -12,6 +12,7 @@ from layoutopt.evaluator import Evaluator
 from layoutopt.space.decisions import KINDS
 from layoutopt.space.kind import Allowed
 from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
 
@@ -81,6 +82,10 @@ class Request:
     def evaluator(self) -> Evaluator:
         """What answers this question: nothing is evaluated twice."""
         return Evaluator(self.model, self.hardware, self.allowed.elsewhere)
+
+    def meeting(self, options: Options) -> Options:
+        """Options with replicas that meet as was asked for."""
+        return options if self.allowed.diloco is None else replace(options, diloco=self.allowed.diloco)
 
     @property
     def late(self) -> bool:

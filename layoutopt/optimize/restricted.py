@@ -160,7 +160,7 @@ class _Search:
         chosen = decided.write(plain[0], replace(decided.leanest, recompute=frozenset()))
         total = 0.0
         for cluster in sorted(draft.left, key=lambda c: -weights[id(c)])[:HEAVY]:
-            entry = draft.tabler.entry(cluster, decided, chosen)
+            entry = draft.tabler_of(cluster).entry(cluster, decided, chosen)
             total += math.inf if entry is None else cluster.multiplicity * entry.seconds
         return total
 

@@ -40,6 +40,7 @@ from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.model import Model
 
 Listener = Callable[[float, float], None]
@@ -268,8 +269,21 @@ class SubproblemSearch:
         if again not in self.again:
             self.again.append(again)
         else:
-            row = lazy_cut(self.extraction, choices, self.evaluate(choices))
+            row = self._cut(choices)
             self.cuts[row.name] = row
+
+    def _cut(self, choices: tuple[int, ...]) -> Row:
+        """The row of choices that do not fit: of the step of one replica, where there are several."""
+        found = self.evaluate(choices)
+        if found.replicas is None:
+            return lazy_cut(self.extraction, choices, found)
+        layout, options = self.extraction.read(choices)
+        own = self._evaluator(self.mesh, layout, alone(options, self.mesh))
+        met = found.memory.variables - own.memory.variables
+        if found.memory.peak > own.memory.peak + met:  # the most is held while replicas meet
+            wanted = dict(enumerate(choices[: len(self.extraction.names)]))
+            return unlike(wanted, self.extraction.problem.sizes)
+        return lazy_cut(self.extraction, choices, own, met)
 
 
 def listed(entry: Entry | Term) -> np.ndarray:

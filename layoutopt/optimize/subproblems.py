@@ -73,7 +73,7 @@ def subproblems(
     refused, piped = "", False
     for number in parts:
         for mesh in shapes:
-            inner = near(mesh) if HYBRID in allowed.storage else ()
+            inner = _near(mesh, allowed, near) if HYBRID in allowed.storage else ()
             for way in ways(model, mesh, allowed):
                 here = replace(way, microbatches=(number,), near=inner)
                 try:
@@ -92,3 +92,10 @@ def subproblems(
             f"--pipeline {dims}: {refused or 'no axis divides these layers'}; "
             "leave it out, or choose another mesh"
         )
+
+
+def _near(mesh: Mesh, allowed: Allowed, near: Callable[[Mesh], Axes]) -> Axes:
+    """The near axes that one replica lies over; none where all of its axes are."""
+    own = {axis for axis, size in mesh.axes if size > 1 and axis not in allowed.apart}
+    found = tuple(axis for axis in near(mesh) if axis in own)
+    return found if len(found) < len(own) else ()

@@ -41,6 +41,7 @@ class Searched(Data):
       elsewhere: dimensions that could be split further elsewhere.
       pipeline: dimensions of layers that could be stages.
       offload: what could lie in the hosts' memory.
+      diloco: how replicas meet, and along which axis.
     """
 
     hardware: str | None = None
@@ -57,6 +58,7 @@ class Searched(Data):
     elsewhere: tuple[str, ...] | None = None
     pipeline: tuple[str, ...] | None = None
     offload: tuple[str, ...] | None = None
+    diloco: str | None = None
 
 
 class Number(Data):

@@ -33,6 +33,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.replicas import DiLoCo
 
 KINDS: tuple[type[Decision], ...] = (
     Split,
@@ -85,6 +86,11 @@ class Decisions:
     def stages(self) -> dict[str, Axes]:
         """Dimensions of layers that are stages in this subproblem, with their axes."""
         return {d.subject: d.options[0] for d in self.every if isinstance(d, Stages)}
+
+    @cached_property
+    def diloco(self) -> DiLoCo | None:
+        """How replicas meet in this subproblem, if it has any."""
+        return next((d.diloco for d in self.every if isinstance(d, Rarely)), None)
 
     def stages_on(self, mesh: Mesh) -> dict[str, int]:
         """How many stages they are."""

@@ -37,7 +37,7 @@ class Elsewhere(Decision):
                 )
             if name in counted:
                 raise UserError(f"--elsewhere {name}: it counts the layers of a loop and cannot be split")
-            forbidden = {*allowed.forbid.get(name, ()), *apart.get(name, ())}
+            forbidden = {*allowed.forbid.get(name, ()), *apart.get(name, ()), *allowed.apart}
             yield cls(written(name), tuple(split_options(mesh, sizes[name], forbidden, allowed.orders)))
 
     @property

@@ -18,6 +18,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.replicas import DiLoCo
 
 Choice = tuple[str, ...]
 """An option in words; `()` is the plain one where a kind has one."""
@@ -47,6 +48,7 @@ class Allowed:
         while they keep some of their values.
       microbatches: numbers of parts of the batch.
       offload: what may lie in the hosts' memory (`mesh_tf_core.lower.offload`).
+      diloco: how replicas along an axis meet, where one synchronises rarely.
       context: "gather", and forms of attention in which keys that lie split are not.
     """
 
@@ -62,6 +64,12 @@ class Allowed:
     pipeline: tuple[str, ...] = ()
     stages: Mapping[str, Axes] = field(default_factory=dict)
     offload: tuple[str, ...] = ()
+    diloco: DiLoCo | None = None
+
+    @property
+    def apart(self) -> Axes:
+        """Mesh axes that nothing is split over: replicas lie along them."""
+        return () if self.diloco is None else (self.diloco.axis,)
 
 
 @dataclass

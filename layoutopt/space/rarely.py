@@ -1,4 +1,8 @@
-"""An axis that synchronises rarely (DiLoCo): given, not chosen, so no decision of a search is about it."""
+"""An axis that synchronises rarely (DiLoCo): each way to have one, or none, is a search of its own
+(`optimize.rarely`), so in a subproblem nothing is left to choose.
+
+Nothing is split over the axis, and the dimension of the replicas alone lies along it.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,49 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.replicas import check_axis
+from mesh_tf_core.lower.storage import read_stage
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.replicas import DiLoCo
 
 
 @dataclass(frozen=True)
 class Rarely(Decision):
-    """What files say of it."""
+    """The axis that the replicas lie along, and how they meet."""
+
+    diloco: DiLoCo | None = None
+
+    @classmethod
+    def check(cls, allowed: Allowed) -> None:
+        if allowed.diloco is None:
+            return
+        axis = allowed.diloco.axis
+        over = [(f"--pin {dim}", axes) for dim, axes in allowed.pins.items()]
+        stages = [stage for stage in allowed.storage if "@" in stage]
+        over += [(f"--storage {stage}", read_stage(stage).over or ()) for stage in stages]
+        for said, axes in over:
+            if axis in axes:
+                raise UserError(
+                    f"{said}: replicas lie along {axis!r}, which synchronises rarely (--diloco), so nothing "
+                    "is split over it; name another axis"
+                )
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
-        return iter(())
+        if allowed.diloco is not None:
+            check_axis(allowed.diloco, mesh)
+            yield cls(REPLICA, ((allowed.diloco.axis,),), allowed.diloco)
 
     def apply(self, choice: Choice, to: Chosen) -> None:
-        to.options["diloco"] = DiLoCo.parse(choice[0]) if choice else None
+        to.options["diloco"] = self.diloco
 
     def read(self, layout: Layout, options: Options) -> Choice:
-        return (str(options.diloco),) if options.diloco else ()
+        return self.options[0]
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:

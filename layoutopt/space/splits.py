@@ -70,7 +70,7 @@ def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, 
     for name, found in sizes.items():
         if name in allowed.stages:
             continue
-        banned = {*forbid.get(name, ()), *apart.get(name, ())}
+        banned = {*forbid.get(name, ()), *apart.get(name, ()), *allowed.apart}
         whole = name in counted or name in graph.unsplit
         options = [()] if whole else list(split_options(mesh, found, banned, allowed.orders))
         if name in pins:

@@ -41,7 +41,7 @@ def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
     options = []
     for dim in allowed.pipeline:
         _check(model, dim)
-        banned, pin = set(allowed.forbid.get(dim, ())), allowed.pins.get(dim)
+        banned, pin = {*allowed.forbid.get(dim, ()), *allowed.apart}, allowed.pins.get(dim)
         found = [*split_options(mesh, model.graph.dims()[dim], banned, allowed.orders)]
         if pin is not None and set(pin) not in map(set, found):
             known = ", ".join("+".join(axes) for axes in found if axes) or "none"

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from layoutopt.space.kind import HYBRID, Allowed, Choice, Chosen, Decision, Feature, Touched
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -102,8 +103,8 @@ def _holds_less(choice: Choice) -> tuple[int, float]:
 
 
 def storage_class(variable: Variable) -> str:
-    """Name of the decision about a variable's storage."""
-    return Storage.prefix + " ".join(variable.shape.names)
+    """Name of the decision about a variable's storage; replicas of one store it alike."""
+    return Storage.prefix + " ".join(name for name in variable.shape.names if name != REPLICA)
 
 
 def stored_classes(graph: Graph) -> dict[str, list[Variable]]:

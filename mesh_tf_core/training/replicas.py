@@ -4,7 +4,6 @@ they meet."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ import numpy as np
 from mesh_tf_core.engines import Engine
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import Stage, read_stage
 from mesh_tf_core.tracing.replicas import BEFORE, DiLoCo
 
 
@@ -32,7 +29,7 @@ class Replicas:
 
     def __init__(self, engine: Engine, outer: Program, diloco: DiLoCo | None) -> None:
         assert diloco is not None
-        self.diloco, self.mesh, self.count = diloco, outer.mesh, outer.mesh.size(diloco.axis)
+        self.diloco, self.count = diloco, outer.mesh.size(diloco.axis)
         self.engine = engine.beside(outer)
         slots = [s.variable for s in outer.variables.values()]
         self.shared: Mapping[str, Variable] = {
@@ -46,13 +43,6 @@ class Replicas:
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Batches of a step: one for each replica, as they come."""
         return _Together(batches, self.count)
-
-    def alone(self, options: Options) -> Options:
-        """Options of a program in which all replicas do the same, on variables as they lie in training."""
-        rest = tuple(axis for axis in self.mesh.names if axis != self.diloco.axis)
-        stages = {name: read_stage(said) for name, said in options.storage.items()}
-        storage = {name: s if s.over else Stage(s.number, rest) for name, s in stages.items()}
-        return replace(options, storage=storage, diloco=None)
 
     def mean(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """A step's results, [replica, their dims], over the replicas."""

@@ -21,6 +21,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
 from mesh_tf_core.training.auto import Planned, installed
@@ -89,7 +90,7 @@ class Trainer:
             layout, options = self._searched()
         self.layout = Layout(layout) if isinstance(layout, str) else layout
         self.options = options
-        rare = None if options.diloco is None else model.rounds(self.mesh, self.layout, options)
+        rare = None if options.diloco is None else model.replicas(self.mesh, self.layout, options)
         self.program = model.lower(self.mesh, self.layout, options) if rare is None else rare.inner
         if slices is None and self.plan is not None:
             slices = self.plan.slices
@@ -304,7 +305,7 @@ class Trainer:
         means = self._means("evaluate", ema)
         found, evaluated = self._evaluation, model or self.model
         if found is None or found[0] is not evaluated or found[1] != ema:
-            options = self.options if self._replicas is None else self._replicas.alone(self.options)
+            options = alone(self.options, self.mesh)
             made = Evaluation(evaluated, self.engine, self.layout, options, means, self.cluster)
             found = self._evaluation = evaluated, ema, made
         return found[2].run(batches)

@@ -13,7 +13,7 @@ import pytest
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import AllReduce
-from mesh_tf_core.lower.rounds import check_alone, rounds
+from mesh_tf_core.lower.replicas import check_alone, lower_replicas
 from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.training.trainer import Trainer
 
@@ -153,7 +153,7 @@ def test_a_collective_over_the_axis_is_a_defect() -> None:
     made = model(mtf.SGD(0.1))
     step = made.training_step()
     given = mtf.Options(diloco=mtf.DiLoCo("sites"))
-    found = rounds(step.graph, step.results, mtf.Mesh(MESH), mtf.Layout("batch:data"), given).inner
+    found = lower_replicas(step.graph, step.results, mtf.Mesh(MESH), mtf.Layout("batch:data"), given).inner
     reduce = next(i for i, _ in found.walk() if isinstance(i, AllReduce))
     wrong = tuple(replace(i, axes=("sites",)) if i is reduce else i for i in found.code)
     with pytest.raises(ProgramError, match="replicas along 'sites' train alone"):

@@ -13,15 +13,15 @@ from mesh_tf_core.ir.program import Collective, Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import Options, lower, paths
-from mesh_tf_core.lower.storage import narrow_reads
+from mesh_tf_core.lower.storage import Stage, narrow_reads, read_stage
 from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.replicas import inner_step, outer_step
+from mesh_tf_core.tracing.replicas import DiLoCo, inner_step, outer_step
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """A round is `period` times the inner program, and then the outer one.
+class ReplicaPrograms:
+    """The inner program `period` times, and then the outer one.
 
     Attributes:
       inner: the training step of every replica; of its variables, those that only the outer program reads are
@@ -34,19 +34,39 @@ class Rounds:
     period: int
 
     @property
-    def replicas(self) -> int:
-        """How many there are."""
+    def count(self) -> int:
+        """How many replicas there are."""
         return self.inner.mesh.group_size(self.inner.layout.axes(REPLICA))
 
 
-def rounds(
+def check_axis(diloco: DiLoCo, mesh: Mesh) -> int:
+    """How many replicas lie along its axis; UserError if the mesh has none, or one of a single device."""
+    axis = diloco.axis
+    if axis not in mesh.names:
+        raise UserError(f"diloco: mesh {mesh} has no axis {axis!r}; {known_names(axis, mesh.names)}")
+    count = mesh.size(axis)
+    if count < 2:
+        raise UserError(f"diloco: axis {axis!r} of mesh {mesh} has one device: no replicas to meet")
+    return count
+
+
+def replica_graphs(
+    graph: Graph, results: Mapping[str, Tensor], count: int, diloco: DiLoCo
+) -> tuple[Graph, dict[str, Tensor], Graph]:
+    """The inner step with its results, and the outer one, made once of a whole step."""
+    inner, found = graph.remembered(("replicas", count), lambda: inner_step(graph, count, results))
+    outer = graph.remembered(("meeting", count, diloco), lambda: outer_step(graph, inner, diloco))
+    return inner, found, outer
+
+
+def lower_replicas(
     graph: Graph,
     results: Mapping[str, Tensor],
     mesh: Mesh,
     layout: Layout,
     options: Options,
     check: bool = True,
-) -> Rounds:
+) -> ReplicaPrograms:
     """Lowers a training step for an axis that synchronises rarely.
 
     Args:
@@ -60,29 +80,22 @@ def rounds(
     """
     diloco = options.diloco
     assert diloco is not None
-    if diloco.axis not in mesh.names:
-        raise UserError(
-            f"diloco: mesh {mesh} has no axis {diloco.axis!r}; {known_names(diloco.axis, mesh.names)}"
-        )
-    count = mesh.size(diloco.axis)
-    if count < 2:
-        raise UserError(f"diloco: axis {diloco.axis!r} of mesh {mesh} has one device: no replicas to meet")
+    count = check_axis(diloco, mesh)
     if diloco.axis in layout.used:
         raise LayoutError(
             f"layout {layout}: replicas lie along {diloco.axis!r}, which synchronises rarely, so nothing is "
             "split over it; split over another axis"
         )
-    inner, found = graph.remembered(("replicas", count), lambda: inner_step(graph, count, results))
-    outer = graph.remembered(("meeting", count, diloco), lambda: outer_step(graph, inner, diloco))
+    inner, found, outer = replica_graphs(graph, results, count, diloco)
     split = layout.with_rules({REPLICA: (diloco.axis,)})
     alone = lower(inner, mesh, split, found, options, check=check)
     check_alone(alone, diloco.axis)
     storage = {name: stage for name, stage in options.storage.items() if name in outer.variables}
-    split = _about(split, outer)
+    split = rules_about(split, outer)
     oracle = Oracle(mesh, split, outer.variables, storage, narrow=narrow_reads(inner))
     met = lower(outer, mesh, split, {}, Options(storage), oracle=oracle, check=check)
     kept = {**alone.variables, **met.variables}
-    return Rounds(replace(alone, variables=kept), met, diloco.period)
+    return ReplicaPrograms(replace(alone, variables=kept), met, diloco.period)
 
 
 def check_alone(program: Program, axis: str) -> None:
@@ -92,7 +105,18 @@ def check_alone(program: Program, axis: str) -> None:
             raise ProgramError(f"{instr.text()} {instr.origin.scope}: replicas along {axis!r} train alone")
 
 
-def _about(layout: Layout, graph: Graph) -> Layout:
+def alone(options: Options, mesh: Mesh) -> Options:
+    """Options of a program on the mesh of all in which every replica does the same, on variables as those of
+    replicas lie; as they are, without replicas."""
+    if options.diloco is None:
+        return options
+    own = tuple(axis for axis in mesh.names if axis != options.diloco.axis)
+    stages = {name: read_stage(said) for name, said in options.storage.items()}
+    storage = {name: s if s.over else Stage(s.number, own) for name, s in stages.items()}
+    return replace(options, storage=storage, diloco=None)
+
+
+def rules_about(layout: Layout, graph: Graph) -> Layout:
     """The rules that a graph has dimensions and paths for."""
     dims, known = graph.dims(), [*paths(graph)]
     plain = {name: axes for name, axes in layout.written.items() if name.partition(AT)[0] in dims}

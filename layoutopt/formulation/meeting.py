@@ -1,0 +1,73 @@
+"""What replicas do when they meet, beside the step of each (`mesh_tf_core.tracing.replicas`).
+
+A step with replicas is the step of one, on the other axes of the mesh, and a 1/H of a meeting. The meeting is
+a graph of its own over the same decisions, so its clusters stand beside those of the step, each 1/H times, and
+what replicas keep to meet is held at every point of the step. That the step of a replica costs what the step
+does where nothing is split over the axis, and holds the same, tests/layoutopt/test_search_replicas.py holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from layoutopt.formulation.lifetimes import Reading
+from layoutopt.formulation.memory_points import Thing
+from layoutopt.formulation.shared import SharedContext
+from layoutopt.space.decisions import Decisions
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower import Options, lower
+from mesh_tf_core.lower.replicas import replica_graphs, rules_about
+from mesh_tf_core.lower.storage import narrow_reads
+from mesh_tf_core.model import NO_STAGES, Model, TrainingStep
+from mesh_tf_core.tracing.replicas import DiLoCo
+
+
+@dataclass(frozen=True)
+class _Meets:
+    """What `SharedContext` asks of a model, of a meeting alone."""
+
+    step: TrainingStep
+
+    def training_step(self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES) -> TrainingStep:
+        return self.step
+
+    def lower(self, mesh: Mesh, layout: Layout, options: Options, *, check: bool = True) -> Program:
+        return lower(self.step.graph, mesh, rules_about(layout, self.step.graph), {}, check=check)
+
+
+class Meeting(SharedContext):
+    """A meeting of some replicas after every step of a model.
+
+    Attributes:
+      narrow: see `storage.narrow_reads`; of the step, for a meeting updates what that reads.
+      kept: the variables that only the meeting reads.
+    """
+
+    def __init__(
+        self, model: Model, microbatches: int, stages: Mapping[str, int], count: int, by: DiLoCo
+    ) -> None:
+        step = model.training_step(microbatches, stages)
+        _, _, graph = replica_graphs(step.graph, step.results, count, by)
+        super().__init__(_Meets(TrainingStep(graph, {}, ())), stages=stages)  # type: ignore[arg-type]
+        self.period, self.narrow = by.period, narrow_reads(step.graph)
+        self.kept = tuple(name for name in graph.variables if name not in step.graph.variables)
+        self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
+
+    def variables(self) -> Iterator[Thing]:
+        """What every point of the step holds for it."""
+        for name in self.kept:
+            cluster, like = self.makers.variable[name]
+            yield Thing(Reading.VARIABLE, cluster, 0, like, 0, 1.0)
+
+
+def meeting(model: Model, mesh: Mesh, decided: Decisions) -> Meeting | None:
+    """The meeting of a problem's replicas, made once for all searches of its graph; None if it has none."""
+    by = decided.diloco
+    if by is None:
+        return None
+    number, stages, count = decided.microbatches, decided.stages_on(mesh), mesh.size(by.axis)
+    step = model.training_step(number, stages)
+    return step.graph.remembered((Meeting, count, by), lambda: Meeting(model, number, stages, count, by))

@@ -1,0 +1,112 @@
+"""Searches with an axis that synchronises rarely: the tables add up to the price of what runs, rows of memory
+forbid nothing that fits, and the answer is the best of all layouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import Hardware, load_hardware, with_settings
+from layoutopt import Plan, search
+from layoutopt.analysis.certificate import certify
+from layoutopt.analysis.explain import Asked
+from layoutopt.evaluator import Evaluator
+from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.optimize.subproblems import subproblems
+from layoutopt.space.kind import STORED, Allowed
+from tests.core.test_replicas import model
+
+MESH = mtf.Mesh("sites:2;data:2;model:2")
+RARE = mtf.DiLoCo("sites", 3)
+FEW = Allowed({"d": ()}, storage=("layout", "zero3"), recompute=(False,), diloco=RARE)
+ALL = Allowed(storage=STORED, microbatches=(1, 2), diloco=RARE)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Hardware:
+    return load_hardware(with_settings("tpu-v5e", ["network_bandwidth=0.001GB/s"]))
+
+
+@pytest.fixture(scope="module")
+def evaluator(machine: Hardware) -> Evaluator:
+    return Evaluator(model(mtf.Adam(1e-2), dtype="float32"), machine)
+
+
+Priced = tuple[float, int]
+"""Seconds and bytes."""
+
+
+def every(evaluator: Evaluator, allowed: Allowed) -> Iterator[Priced]:
+    """All legal layouts, each held against its tables and its rows."""
+    for subproblem in subproblems(evaluator.model, [MESH], allowed, evaluator.near):
+        decided = subproblem.decided
+        its = SubproblemSearch(evaluator.model, MESH, decided, evaluator.hardware, evaluator=evaluator)
+        for chosen in itertools.product(*(decided.options[n] for n in decided.free)):
+            layout, options = decided.read(dict(zip(decided.free, chosen, strict=True)))
+            try:
+                priced = evaluator(MESH, layout, options)
+            except mtf.LayoutError:
+                continue
+            seconds, peak = priced.cost.step_seconds, priced.memory.peak
+            summed = evaluator.table_prices(MESH, decided).seconds(layout, options)
+            assert summed == pytest.approx(seconds, rel=1e-9)
+            choices = its.extraction.choices(layout, options)
+            assert choices is not None
+            assert all(row.use(choices) <= peak + 0.5 for row in its.rows)
+            yield seconds, peak
+
+
+def best(evaluator: Evaluator, allowed: Allowed, limit: float) -> Plan:
+    plan = search(
+        evaluator.model,
+        mesh=MESH,
+        hardware=evaluator.hardware,
+        memory=limit,
+        pins=allowed.pins,
+        storage=allowed.storage,
+        recompute=allowed.recompute,
+        microbatches=allowed.microbatches,
+        diloco="sites:period=3",
+    )
+    assert plan.options.diloco == RARE and plan.data.diloco == str(RARE)
+    assert plan.solver.status == "OPTIMAL"
+    return plan
+
+
+@pytest.mark.parametrize("allowed", [FEW, pytest.param(ALL, marks=pytest.mark.nightly)])
+def test_the_answer_is_the_best_of_all_layouts(evaluator: Evaluator, allowed: Allowed) -> None:
+    known = [*every(evaluator, allowed)]
+    peaks = sorted({peak for _, peak in known})
+    assert len(known) >= 36 and len(peaks) > 10
+    for limit in (peaks[-1], peaks[len(peaks) // 2], peaks[2], peaks[0]):
+        plan = best(evaluator, allowed, limit)
+        wanted = min(seconds for seconds, peak in known if peak <= limit)
+        assert plan.predicted.step_seconds == pytest.approx(wanted, rel=1e-9)
+    with pytest.raises(mtf.InfeasibleError):
+        best(evaluator, allowed, peaks[0] - 1)
+
+
+def test_the_proof_holds_without_a_solver(evaluator: Evaluator) -> None:
+    plan = best(evaluator, FEW, 4000)
+    asked = Asked("d:none", storage=FEW.storage, recompute=FEW.recompute, microbatches=(1,), diloco=str(RARE))
+    ruled = [*certify(evaluator.model, plan, evaluator.hardware, 4000, asked)]
+    assert [r.how for r in ruled] in (["bound"], ["listed"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"diloco": "site"}, "has no axis 'site'; did you mean 'sites'"),
+        ({"pins": "batch:sites"}, "--pin batch: replicas lie along 'sites'"),
+        ({"storage": ["zero3@sites"]}, "--storage zero3@sites: replicas lie along 'sites'"),
+        ({"mesh": None, "devices": 8}, "--diloco names a mesh axis"),
+        ({"refine": True}, "--refine knows no replicas"),
+    ],
+)
+def test_errors(evaluator: Evaluator, asked: dict[str, object], error: str) -> None:
+    given: dict[str, object] = {"mesh": MESH, "diloco": "sites", **asked}
+    with pytest.raises(mtf.UserError, match=error):
+        search(evaluator.model, hardware=evaluator.hardware, **given)  # type: ignore[arg-type]
